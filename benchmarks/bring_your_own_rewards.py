@@ -51,7 +51,7 @@ asyncio.run(main())
 def measure(quick: bool) -> list[Figure]:
     from ramify.evaluate.reward_model_client import RewardModel
     from ramify.tasks.base import Item, SimpleTask
-    from ramify.tasks.score_with_timeout import scored_in_time
+    from ramify.tasks.score_with_timeout import score_with_timeout
     from ramify.tasks.validation import answered
 
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
@@ -64,7 +64,7 @@ def measure(quick: bool) -> list[Figure]:
 
         def score(number: int) -> float:
             run = answered(items[number], "x" * number)
-            return scored_in_time(task, items[number], run, 30).rewards["correct"]
+            return score_with_timeout(task, items[number], run, 30).rewards["correct"]
 
         with ThreadPoolExecutor(NUM) as pool:
             list(pool.map(score, range(64)))  # connections

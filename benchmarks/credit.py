@@ -53,7 +53,7 @@ import objectives_table
 from figures import Figure, show
 
 from ramify.train.advantages.base import with_memory
-from ramify.train.advantages.credit import AdvantageFunction, Numbers, Tree, returns_of
+from ramify.train.advantages.credit import AdvantageFunction, Numbers, Tree, inherited_returns
 from ramify.train.advantages.fork_estimators import (
     BranchEstimator,
     EntropyBranchEstimator,
@@ -245,7 +245,7 @@ def among_all_calls(
 ) -> list[Numbers]:
     """The credit ``per_role`` before trees were compared with other trees, for the ablation: among
     all calls of a role and depth, so also with a call's own siblings."""
-    returns = [returns_of(tree, gamma) for tree in trees]
+    returns = [inherited_returns(tree, gamma) for tree in trees]
     cohorts: dict[Any, list[tuple[int, str]]] = defaultdict(list)
     for index, tree in enumerate(trees):
         for id, node in tree.items():

@@ -14,9 +14,9 @@ import sys
 def main() -> None:
     """Run the ``ramify`` command. This function never returns: it exits the process."""
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-    from ramify.cli.predict_session_need import asks_over_much
+    from ramify.cli.predict_session_need import is_ask_over_large_input
 
-    if asks_over_much(sys.argv[1:]):
+    if is_ask_over_large_input(sys.argv[1:]):
         from ramify.sandbox.host.forkserver_process import start_early
 
         start_early()

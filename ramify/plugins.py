@@ -470,7 +470,7 @@ def check_methods(field: str, part: Any, *methods: str) -> None:
         )
 
 
-def import_location(kind: type) -> str:
+def import_reference(kind: type) -> str:
     """Return the location from which a class can be loaded again, either ``file.py:Class`` or
     ``module:Class``. Returns an empty string for Ramify's own classes, which have registered names,
     and for classes defined inside a function or outside a file."""
@@ -482,22 +482,22 @@ def import_location(kind: type) -> str:
     return f"{file if is_file else kind.__module__}:{name}"
 
 
-def use_import_locations(part: Any, data: Any) -> None:
+def replace_plugin_names(part: Any, data: Any) -> None:
     """Replace plug-in names in a serialized configuration with import locations. A process that
     resumes the run may not know the registered names of plug-ins."""
     if isinstance(part, Mapping):
         for name, each in part.items():
-            use_import_locations(each, data[name])
+            replace_plugin_names(each, data[name])
     elif isinstance(part, tuple):
         for each, inner in zip(part, data, strict=True):
-            use_import_locations(each, inner)
+            replace_plugin_names(each, inner)
     elif isinstance(part, msgspec.Struct):
-        place = import_location(type(part))
+        place = import_reference(type(part))
         if place:
             data["name"] = place
         for field in ("outcome", "other", "tasks"):  # of an algorithm that wraps others
             if field in data:
-                use_import_locations(getattr(part, field), data[field])
+                replace_plugin_names(getattr(part, field), data[field])
 
 
 def _module_name(path: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ramify.cli.list_train_fields import cells
 from ramify.train.config import Run
-from ramify.train.config_fields import ConfigField, about_class, fields, public_path
+from ramify.train.config_fields import ConfigField, class_summary, fields, public_path
 
 PAGE = Path(__file__).parents[1] / "docs/fields.md"
 _BEGIN, _END = "<!-- begin -->\n", "<!-- end -->"
@@ -39,7 +39,7 @@ def tables() -> str:
 
 def _table(kind: type, where: list[str], rows: dict[str, ConfigField]) -> str:
     title = ", ".join(f"`{each}`" for each in where) if where else "The run itself"
-    lines = [f"## {title}", f"`{public_path(kind)}`: {about_class(kind).replace('``', '`')}", ""]
+    lines = [f"## {title}", f"`{public_path(kind)}`: {class_summary(kind).replace('``', '`')}", ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, each in rows.items():
         _, _, default, type_words, _, meaning = cells(each)

@@ -360,7 +360,7 @@ class RequestProcessPool:
     """A pool of small helper processes, each of which answers one request at a time over its pipes.
     Processes are started on demand, kept while idle, and ended with this process.
 
-        with processes.one() as process:
+        with processes.lend_process() as process:
             …    a request and its answer; a process that was left by an exception is killed
     """
 
@@ -371,7 +371,7 @@ class RequestProcessPool:
         atexit.register(self.close)
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[subprocess.Popen[Any]]:
+    def lend_process(self) -> Iterator[subprocess.Popen[Any]]:
         """Lend a process from the pool for the duration of a ``with`` block. No other caller
         uses the process in the meantime."""
         with self._lock:

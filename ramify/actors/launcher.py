@@ -297,7 +297,9 @@ def free_port(address: str) -> int:
 # --- closing
 
 
-def close_on_exit(stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]) -> None:
+def register_cleanup(
+    stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]
+) -> None:
     """Register the resource ``part`` to be closed when the exit stack ends, in reverse order of
     registration. The first failure of the block or of a resource is raised; later failures are
     logged."""

@@ -47,7 +47,7 @@ class AuthenticatedGroupFactory:
         """Create a torch.distributed group by calling ``form``, and return it once every member has
         proved that it has the key. The members exchange this proof over the group's own
         connections, separately for each of the ``devices`` (``cpu``, ``cuda``)."""
-        with on_loopback(self._is_local):
+        with gloo_on_loopback(self._is_local):
             group = form()
         for device in devices:
             self._prove(group, device)
@@ -56,7 +56,7 @@ class AuthenticatedGroupFactory:
     def formed_mesh(self, form: Callable[[], Any], device: str) -> Any:
         """Create a device mesh by calling ``form``, and return it once every member has proved
         that it has the key. The proof is repeated within the group of each mesh axis."""
-        with on_loopback(self._is_local):
+        with gloo_on_loopback(self._is_local):
             mesh = form()
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
@@ -96,7 +96,7 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
 
 
 @contextlib.contextmanager
-def on_loopback(is_local: bool) -> Iterator[None]:
+def gloo_on_loopback(is_local: bool) -> Iterator[None]:
     """Make gloo listen on the loopback interface within a ``with`` block, if all processes are
     on this machine. By default gloo listens on the host's name, which may not resolve, or may be
     reachable from other machines."""

@@ -84,7 +84,7 @@ class _HelperRequest:
         HelperProcessDied if the request exceeded its limits."""
         process = None
         try:
-            with _helpers.one() as process:
+            with _helpers.lend_process() as process:
                 self._hold(process)
                 try:
                     failed, answer = ask(process, self._parts, _ANSWER_S)

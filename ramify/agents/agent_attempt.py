@@ -57,7 +57,7 @@ class RunningAgent(Protocol):
     num_left: int
     """Number of processes that the agent left behind."""
 
-    def code_location(self) -> str:
+    def current_line(self) -> str:
         """Return the line of code that the agent is running, as text for the end of an error
         message: ``, at agent.py:12 (solve)``. Returns an empty string if the line is unknown."""
         ...
@@ -114,7 +114,7 @@ class AgentAttempt:
             outcome, place = AgentOutcome.CANCELLED, ""
             try:
                 outcome = await self._outcome(agent, seat)
-                place = agent.code_location()
+                place = agent.current_line()
             finally:
                 await _ended(agent)
                 self._record = AgentExitRecord(

@@ -116,7 +116,7 @@ class CommandTemplate:
         return [] if self.container is None else self.container.removal(job)
 
 
-def named_variables(names: Sequence[str]) -> dict[str, str]:
+def agent_environment(names: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that a task defines for its agent. Each entry of ``names``
     is ``NAME=value``, or the name of a variable of this process.
 
@@ -138,7 +138,7 @@ def named_variables(names: Sequence[str]) -> dict[str, str]:
 def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
     """Return an agent's own environment variables: the addresses and the key of its models, and
     the variables that its task names."""
-    return named_variables(names) | {
+    return agent_environment(names) | {
         "OPENAI_BASE_URL": job.base_url,
         "OPENAI_API_KEY": job.api_key,
         "ANTHROPIC_BASE_URL": job.anthropic_base_url,
@@ -236,7 +236,7 @@ class AgentProcess:
         errors.begin(self._loop)
         self._loop.add_reader(child, self._look)
 
-    def code_location(self) -> str:
+    def current_line(self) -> str:
         """Return an empty string, because the current line of another process cannot be
         determined."""
         return ""

@@ -38,12 +38,12 @@ from ramify.agents.agent_attempt import (
     RunningAgent,
     StartAgent,
 )
-from ramify.agents.agent_command import CommandTemplate, named_variables, start_command
+from ramify.agents.agent_command import CommandTemplate, agent_environment, start_command
 from ramify.agents.agent_job import AgentJob, remove_folder
 from ramify.agents.agent_result import AgentExitRecord, AgentRun
 from ramify.agents.run_function_agent import AgentFunctionRun
 from ramify.errors import ConfigError, RamifyError
-from ramify.plugins import import_location, is_reference, load_object
+from ramify.plugins import import_reference, is_reference, load_object
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     DATA_SUFFIXES,
@@ -232,7 +232,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         if self.command:
             template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
-            named_variables(self.env)
+            agent_environment(self.env)
 
             async def start_process(job: AgentJob) -> RunningAgent:
                 return await start_command(template, job, self.env)
@@ -315,7 +315,7 @@ def _named(value: Any) -> Any:
     if value.__module__ == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         return f"{Path(file).absolute()}:{value.__qualname__}" if file else value
-    return import_location(value) or value  # type: ignore[arg-type]
+    return import_reference(value) or value  # type: ignore[arg-type]
 
 
 def _run(item: Item, trajectory: Trajectory, record: AgentExitRecord) -> AgentRun:

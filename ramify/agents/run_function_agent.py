@@ -57,7 +57,7 @@ class AgentFunctionRun:
 
             self._thread = StoppableThread(lambda: _called(function, job), "ramify agent", end)
 
-    def code_location(self) -> str:
+    def current_line(self) -> str:
         """Return the line of code that the function is running, as text for the end of an error
         message: ``, at agent.py:12 (solve)``. Returns an empty string if the line is unknown."""
         return self._thread.place() if self._thread is not None else ""

@@ -617,13 +617,13 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
 def check_keys(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError if a model has no API key, or if its script cannot be read. Call this
     before sources are loaded, which may take long."""
-    from ramify.clients.model_config import Model, check_key
+    from ramify.clients.model_config import Model, check_api_key_exists
     from ramify.clients.providers import CLIENTS, is_script
 
     named = named_models()
     for name in _model_names(settings):
         model = named.get(name) or Model(name)
-        check_key(model)
+        check_api_key_exists(model)
         if is_script(model.name):  # its file may be missing or wrong
             CLIENTS.of(model.provider)(model.name)
 

@@ -24,7 +24,7 @@ from ramify.cli import terminal_text
 from ramify.cli.parser import ExitCode, exit_of
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
-from ramify.cli.stop_signals import add_signal_handler, run_deadline_watchdog
+from ramify.cli.stop_signals import add_signal_handler, watch_run_deadlines
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     one_line,
@@ -149,7 +149,7 @@ def _finish(
     gc.freeze()  # start-up's objects live on; ``main`` disabled collection while they were made
     gc.enable()
     try:
-        with run_deadline_watchdog("ramify ask --resume {run}", screen.close_live_view):
+        with watch_run_deadlines("ramify ask --resume {run}", screen.close_live_view):
             result = asyncio.run(_watched(start, rlm, screen, interrupts))
     except asyncio.CancelledError:
         notes.say("ramify: stopped")

@@ -201,7 +201,7 @@ def _plan(
         sizes_for,
         to_text_tokens,
     )
-    from ramify.evaluate.matrix import MatrixAxes, MatrixTaskCache, plan_of
+    from ramify.evaluate.matrix import MatrixAxes, MatrixTaskCache, make_matrix_plan
     from ramify.evaluate.run import EvaluationPlan
 
     kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
@@ -224,7 +224,7 @@ def _plan(
             model=model, task="", options={"seed": seed}, items=items, settings=kept
         ),
     )
-    plan = plan_of(axes, MatrixTaskCache())
+    plan = make_matrix_plan(axes, MatrixTaskCache())
     cells = tuple(
         cell for cell in plan.cells if cell.place["family"] in QUESTIONS[cell.place["suite"]]
     )

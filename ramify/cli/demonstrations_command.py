@@ -32,7 +32,7 @@ from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_eva
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill
-from ramify.cli.stop_signals import run_deadline_watchdog
+from ramify.cli.stop_signals import watch_run_deadlines
 from ramify.cli.terminal_text import dollars, json_line, pluralize, print_error
 from ramify.progress import report_progress
 
@@ -241,7 +241,7 @@ class _Demonstrations:
                 budget=budget,
             )
             try:
-                with run_deadline_watchdog("the same command", self._screen.close_live_view):
+                with watch_run_deadlines("the same command", self._screen.close_live_view):
                     return asyncio.run(making)
             except KeyboardInterrupt:
                 attempts = pluralize(progress.done, "attempt")

@@ -43,7 +43,7 @@ from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_eva
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, named_models
-from ramify.cli.stop_signals import run_deadline_watchdog
+from ramify.cli.stop_signals import watch_run_deadlines
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
@@ -429,7 +429,7 @@ class _Command:
     ) -> ExitCode:
         command = f"ramify eval --resume {record.id}" if record is not None else ""
         try:
-            with run_deadline_watchdog(command, self._screen.close_live_view):
+            with watch_run_deadlines(command, self._screen.close_live_view):
                 evaluation = asyncio.run(evaluating)
         except KeyboardInterrupt:
             hint = f"; continue with: {command}" if command else ""

@@ -29,7 +29,7 @@ from ramify.cli.eval_metering_proxies import (
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.stop_signals import run_deadline_watchdog
+from ramify.cli.stop_signals import watch_run_deadlines
 from ramify.cli.terminal_text import dollars, json_line, pluralize, print_error
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
@@ -98,7 +98,7 @@ class EvalMatrixCommand:
         """Begin a new matrix and run it to its end. If ``validates`` is True, first check that
         correct answers to some items score 1."""
         from ramify.evaluate.evaluation_report import check_k
-        from ramify.evaluate.matrix import MatrixTaskCache, plan_of
+        from ramify.evaluate.matrix import MatrixTaskCache, make_matrix_plan
         from ramify.tasks.validation import validate
 
         if self._options.k is not None:
@@ -106,7 +106,7 @@ class EvalMatrixCommand:
         # Find modules in the current folder, as with python -m.
         sys.path[:0] = [""] * ("" not in sys.path)
         tasks = MatrixTaskCache()
-        plan = plan_of(axes, tasks)
+        plan = make_matrix_plan(axes, tasks)
         if validates:
             shortest = min(axes.lengths, default=None)
             for cell in plan.cells:
@@ -148,9 +148,11 @@ class EvalMatrixCommand:
             opened: dict[str, EvaluationFileWriter] = {}
             if records is not None and not is_new:
                 opened = {
-                    cell.record: stack.enter_context(contextlib.closing(records.open_record(cell)))
+                    cell.record: stack.enter_context(
+                        contextlib.closing(records.open_cell_record(cell))
+                    )
                     for cell in plan.cells
-                    if not self._options.is_dry_run or records.has_record(cell)
+                    if not self._options.is_dry_run or records.has_cell_record(cell)
                 }
             # The plan's copy of the servers lacks the values of environment variables.
             servers = self._settings.get("mcp") or plan.first_plan.settings.get("mcp")
@@ -165,7 +167,7 @@ class EvalMatrixCommand:
                     records.create(plan)
                     for cell in plan.cells:
                         opened[cell.record] = stack.enter_context(
-                            contextlib.closing(records.open_record(cell))
+                            contextlib.closing(records.open_cell_record(cell))
                         )
                 path = None if records is None else records.path(plan.id)
                 with (
@@ -180,7 +182,7 @@ class EvalMatrixCommand:
 
             command = "" if records is None else self._continuation(plan)
             try:
-                with run_deadline_watchdog(command, self._screen.close_live_view):
+                with watch_run_deadlines(command, self._screen.close_live_view):
                     evaluations = asyncio.run(whole())
             except _NotConfirmed:
                 return ExitCode.ANSWERED
@@ -275,7 +277,7 @@ class EvalMatrixCommand:
             rlm = self._rlm(cell.plan, tools)
             key = id(rlm), cell.mode
             if key not in makes:
-                runs = attempts_of(cell.plan, rlm)
+                runs = cell_attempt_maker(cell.plan, rlm)
                 makes[key] = on_ray or meters.attempt_maker(cell, rlm, runs)
             yield EvaluationSetup(
                 cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
@@ -289,7 +291,7 @@ class EvalMatrixCommand:
         if tools:
             raise UsageError("--mcp has no effect on other machines: remove --placement ray")
         return RayAttemptMaker(
-            worker_attempt_maker,
+            attempt_maker_in_worker,
             None if self._store is None else self._store.root,
             concurrency=self._options.concurrency,
             workers=self._options.workers,
@@ -377,7 +379,7 @@ def _is_confirmed() -> bool:
         signal.signal(signal.SIGINT, before)
 
 
-def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
+def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
     """Create an attempt maker for one cell, which is one combination of the matrix. Each attempt
     uses ``rlm`` with the cell's mode and temperature."""
     from ramify.clients.base import Sampling
@@ -391,11 +393,11 @@ def attempts_of(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
     return RlmAttemptMaker(rlm, sampling, mode)
 
 
-def worker_attempt_maker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
+def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
     """Create an attempt maker for one cell of a matrix inside a worker process. The RLM is
     created in that process, with the API keys of its environment."""
     settings = _settings_of(plan)
-    return attempts_of(plan, make_rlm(settings, sandbox_spec(settings), store))
+    return cell_attempt_maker(plan, make_rlm(settings, sandbox_spec(settings), store))
 
 
 def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:

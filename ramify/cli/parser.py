@@ -133,7 +133,7 @@ class CliOptionSpec(NamedTuple):
             raise UsageError(f"{self.long} {text!r:.80} is not {VALUE_FORMS[self.kind]}") from None
 
     @property
-    def forms(self) -> list[str]:
+    def long_forms(self) -> list[str]:
         """The option's long form and, for a switch that has one, its ``--no-`` form."""
         has_two = self.kind is bool and self.has_no
         return [self.long, f"--no-{self.long[2:]}"] if has_two else [self.long]
@@ -165,7 +165,7 @@ class SubcommandSpec(NamedTuple):
     def call(self, arguments: list[str]) -> int:
         """Parse the arguments, run the command, and return its exit code. Raises UsageError for
         bad arguments."""
-        known = [form for option in self.options for form in option.forms]
+        known = [form for option in self.options for form in option.long_forms]
         values = vars(self.parser().parse(arguments, [*known, "--verbose", "--help"]))
         words = values.pop("words")
         # Records go to stderr as a command's own messages do.

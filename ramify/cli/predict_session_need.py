@@ -18,7 +18,7 @@ _WITHOUT_JAIL = ("-h", "--help", "--resume", "--dry-run", "--sandbox", "--mode")
 """Options that make a sandbox session unnecessary, or delay it."""
 
 
-def asks_over_much(arguments: list[str]) -> bool:
+def is_ask_over_large_input(arguments: list[str]) -> bool:
     """Return True if the command is ``ramify ask`` over a folder or a large file, which will
     soon need a sandbox session. Returns False if an option or an environment variable shows that
     it will not."""

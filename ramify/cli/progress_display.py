@@ -79,7 +79,7 @@ class PeriodicProgressLine:
             if not state.is_over:
                 self._tasks[state.id] = state, since
 
-    def print_now(self, text: str) -> None:
+    def print_message(self, text: str) -> None:
         """Print a line of text immediately. The next progress line then waits for a full
         interval again."""
         self._said_at = time.monotonic()
@@ -93,7 +93,7 @@ class PeriodicProgressLine:
         silence_s = FIRST_S
         while not self._ended.wait(max(self._said_at + silence_s - time.monotonic(), 0.1)):
             if time.monotonic() - self._said_at >= silence_s and (line := self._line()):
-                self.print_now(line)
+                self.print_message(line)
                 silence_s = LINE_INTERVAL_S
 
     def _line(self) -> str:
@@ -173,7 +173,7 @@ class ProgressDisplay:
             lines = PeriodicProgressLine()
             self._stack.callback(lines.close)
             self._stack.enter_context(subscribe(lines))
-            self.notes.above = lines.print_now
+            self.notes.above = lines.print_message
         elif self.form == "live":
             self._stack.enter_context(_clean_exit_on_sigterm())
             self._drawer = _Drawer(self)

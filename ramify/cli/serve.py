@@ -31,7 +31,7 @@ from ramify.cli.listen_options import announce, chosen_key, listen_address, list
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, parse_size
 from ramify.cli.progress_display import ProgressDisplay, form_of
 from ramify.cli.settings import fill, unknown_variables
-from ramify.cli.stop_signals import add_stop_handler, run_deadline_watchdog
+from ramify.cli.stop_signals import add_stop_handler, watch_run_deadlines
 from ramify.cli.telemetry import exporting
 from ramify.cli.terminal_text import StderrMessageWriter, pluralize, write_stderr
 from ramify.cli.traffic_recording_options import (
@@ -153,7 +153,7 @@ def serve(words: list[str], **given: Any) -> int:
     logged = _logged(server_options["log"], store)
     with logged, exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, server_options, store, tools, notes)
-        with run_deadline_watchdog("ramify ask --resume {run}"):
+        with watch_run_deadlines("ramify ask --resume {run}"):
             asyncio.run(_serve(server, grace_s, notes))
     return ExitCode.ANSWERED
 
@@ -290,7 +290,7 @@ def mcp(words: list[str], **given: Any) -> int:
         store = open_folder_store(settings, "ramify mcp")
         rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
         roots = words or ["."]
-        with run_deadline_watchdog("ramify ask --resume {run}"):
+        with watch_run_deadlines("ramify ask --resume {run}"):
             if http:
                 asyncio.run(_mcp_http(rlm, roots, listening, store))
             else:

@@ -40,7 +40,13 @@ from ramify.cli.show_path import (
     training_lines,
     trajectory_at,
 )
-from ramify.cli.stored_maps import events_of, find_map, fold_trajectory, is_map, map_lines
+from ramify.cli.stored_maps import (
+    find_map,
+    is_map,
+    map_lines,
+    question_events,
+    trajectory_from_events,
+)
 from ramify.cli.terminal_text import (
     Line,
     StderrMessageWriter,
@@ -50,7 +56,7 @@ from ramify.cli.terminal_text import (
     one_line,
     pluralize,
     seconds,
-    style_by_meaning,
+    styled_text,
     tree_lines,
     write_lines,
 )
@@ -97,7 +103,7 @@ def show(
             rollout, call, turn, tree=bool(tree), full=bool(full), as_json=bool(json), pager=pager
         )
         return ExitCode.ANSWERED
-    of_map = events_of(store, run) if is_map(run) else None
+    of_map = question_events(store, run) if is_map(run) else None
     if is_map(run) and of_map is None:
         table = find_map(store, run)
         if json:
@@ -110,7 +116,7 @@ def show(
         for event in store.events(run) if of_map is None else of_map:
             print(json_line(event))
         return ExitCode.ANSWERED
-    trajectory = store.load(run) if of_map is None else fold_trajectory(of_map)
+    trajectory = store.load(run) if of_map is None else trajectory_from_events(of_map)
     _show_trajectory(
         trajectory,
         call,
@@ -193,14 +199,14 @@ def _run_lines(
     for warning in trajectory.warnings:
         yield f"warning: {warning}"
     for error in trajectory.errors:
-        yield style_by_meaning("bad", f"error: {error}")
+        yield styled_text("bad", f"error: {error}")
     roots = [root for root in trajectory.calls if root.parent is None]
     turns = len(roots[-1].turns) if roots else 0
     reason = trajectory.reason or (roots[-1].error or "" if roots else "")
     tone = "good" if trajectory.stop is Stop.FINAL else "warn"
     num_below = max(0, len(trajectory.calls) - len(roots))
     ended = ending(trajectory.stop, reason, turns, is_alive, num_below=num_below)
-    yield style_by_meaning(tone, f"ended: {ended}")
+    yield styled_text(tone, f"ended: {ended}")
     if trajectory.stop is Stop.SUSPENDED:
         yield f"continue with: ramify ask --resume {trajectory.id}"
 

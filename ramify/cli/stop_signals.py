@@ -52,7 +52,7 @@ def add_stop_handler(do: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def run_deadline_watchdog(
+def watch_run_deadlines(
     command: str, restore: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """Watch the deadlines of the runs in a ``with`` block. If a run exceeds its deadline while its

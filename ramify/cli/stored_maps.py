@@ -26,7 +26,7 @@ from ramify.cli.terminal_text import (
     pluralize,
     print_error,
     seconds,
-    style_by_meaning,
+    styled_text,
 )
 from ramify.errors import RunInUse, StoreError
 from ramify.store.store import Store
@@ -60,7 +60,7 @@ def find_map(store: RunStore, name: str) -> StoredMap:
     return open_map_table(path)
 
 
-def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
+def question_events(store: RunStore, name: str) -> list[AnyEvent] | None:
     """Return the events of one question of a map, given as ``MAP:7``. Returns None if the name has
     no question number. If the question was answered in a session, the events come from the journal
     of its run."""
@@ -76,7 +76,7 @@ def events_of(store: RunStore, name: str) -> list[AnyEvent] | None:
     return list(store.events(row.run)) if row.run else row_events(table, row.number)
 
 
-def fold_trajectory(events: Iterable[AnyEvent]) -> Trajectory:
+def trajectory_from_events(events: Iterable[AnyEvent]) -> Trajectory:
     """Combine the events of a run into its trajectory, the tree of calls with their turns."""
     from ramify.types.event import TrajectoryFold
 
@@ -151,7 +151,7 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
         equal = f"  ×{1 + row.equal}" if row.equal else ""
         head = f"{row.number} row {row.row}: {one_line(row.text, 60)} → "
         if row.error:
-            yield style_by_meaning("bad", f"{head}{one_line(row.error, 200)}")
+            yield styled_text("bad", f"{head}{one_line(row.error, 200)}")
         else:
             yield f"{head}{one_line(row.answer or '(open)', 60)}{took}{equal}"
     if len(rows) < len(table.rows):

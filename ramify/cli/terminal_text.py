@@ -262,7 +262,7 @@ _TOGETHER = 8
 """Maximum number of plain sub-calls of one call that are listed one by one."""
 
 
-def style_by_meaning(meaning: str, text: str) -> Text:
+def styled_text(meaning: str, text: str) -> Text:
     """Color ``text`` by its meaning, such as ``good`` or ``bad``."""
     from rich.text import Text
 
@@ -294,9 +294,9 @@ def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> 
         is_last = index == len(entries) - 1
         stem = indent + ("└ " if is_last else "├ ")
         if isinstance(entry, list):
-            yield _joined(style_by_meaning("quiet", stem), _group(entry))
+            yield _joined(styled_text("quiet", stem), _group(entry))
             continue
-        yield _joined(style_by_meaning("quiet", stem), _row(entry))
+        yield _joined(styled_text("quiet", stem), _row(entry))
         yield from _branches(entry, below, indent + ("  " if is_last else "│ "))
 
 
@@ -323,14 +323,14 @@ def _row(node: CallNode) -> Text:
         tone = "odd" if node.outlier else "good" if node.stop is Stop.FINAL else "warn"
     asked = f"…{node.telling}" if node.telling else node.question
     parts: list[Line] = [f"{node.id} {one_line(asked, 60)}"]
-    parts += [_joined("→ ", style_by_meaning(tone, one_line(answer, 60)))]
+    parts += [_joined("→ ", styled_text(tone, one_line(answer, 60)))]
     parts += [dollars(node.cost)] if node.cost is not None else []
     if node.ended_s is not None:
         parts.append(seconds(max(0.0, node.ended_s - node.started_s)))
     if node.stop not in (None, Stop.FINAL, Stop.ERROR):
-        parts.append(style_by_meaning("warn", str(node.stop)))
+        parts.append(styled_text("warn", str(node.stop)))
     if node.outlier and not node.has_failed:
-        parts.append(style_by_meaning("odd", f"differs: {one_line(node.outlier, 80)}"))
+        parts.append(styled_text("odd", f"differs: {one_line(node.outlier, 80)}"))
     return _joined(*parts, between="  ")
 
 
@@ -348,7 +348,7 @@ def _group(nodes: Sequence[CallNode]) -> Text:
     name = {"lm": "llm_query"}.get(nodes[0].kind, nodes[0].kind)
     head = f"{name} × {len(nodes):,}: {done:,} done"
     parts: list[Line] = [
-        _joined(head, style_by_meaning("bad", f", {failed:,} failed")) if failed else head
+        _joined(head, styled_text("bad", f", {failed:,} failed")) if failed else head
     ]
     parts += [dollars(sum(costs))] if costs else []
     parts += [seconds(max(0.0, max(ends) - nodes[0].started_s))] if ends else []

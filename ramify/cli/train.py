@@ -204,13 +204,13 @@ def train(
             from ramify.train.execute import train
             from ramify.train.other_trainer_presets import override_choices, with_preset
             from ramify.train.override import override
-            from ramify.train.placement_plan import with_placement
+            from ramify.train.placement_plan import with_placement_kind
             from ramify.train.recipe import load_recipe, load_stored_run  # imports everything heavy
 
             run = load_recipe(recipes[0]) if recipes else load_stored_run(str(resume), overrides)
             # Preset and placement come first, so that the overrides can change their fields.
             run = with_preset(run, preset) if preset else run
-            run = with_placement(run, placement) if placement else run
+            run = with_placement_kind(run, placement) if placement else run
             run = override(run, overrides, override_choices(preset))
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
         folder = Path(out or _folder(resume) or f"runs/{run.name}")

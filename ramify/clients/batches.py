@@ -130,7 +130,7 @@ class BatchApi(abc.ABC):
         self._headers = dict(headers)
         self._fields = fields
 
-    def body(self, request: Request) -> bytes:
+    def request_body(self, request: Request) -> bytes:
         """Return the JSON body of a request. It is the same as outside a batch."""
         return _encode(self._fields(request))
 

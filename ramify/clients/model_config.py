@@ -191,7 +191,7 @@ class Model:
         }
         return {name: value for name, value in given.items() if value is not None}
 
-    def sampled_as(self, run: Sampling) -> Sampling:
+    def merge_sampling(self, run: Sampling) -> Sampling:
         """Combine a run's sampling settings with those of this model. The model's settings take
         precedence. The stop sequences of both apply, and so does the smaller ``max_tokens``."""
         own, default = self.sampling, Sampling()
@@ -235,7 +235,7 @@ class Model:
         raise TypeError("a Model may hold a key, so it cannot be pickled: give its name")
 
 
-def check_key(model: Model) -> None:
+def check_api_key_exists(model: Model) -> None:
     """Raise ConfigError if the provider of ``model`` needs an API key and there is none, or if its
     address is wrong. Call this before anything slow begins. LiteLLM and providers from other
     packages find keys themselves, and are not checked."""

@@ -151,7 +151,7 @@ def _argument(text: str) -> ast.expr | None:
 _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorExp, ast.JoinedStr)
 
 
-def answer_code(final: FinalAnswerText | None) -> tuple[str, ...]:
+def final_expression_code(final: FinalAnswerText | None) -> tuple[str, ...]:
     """Return the code that computes a final answer that the model wrote as an expression, such as
     ``FINAL(len(found))``.
 

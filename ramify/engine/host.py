@@ -411,7 +411,7 @@ class CellHost:
                 )
         began = run.recorder.now()
         try:
-            result = run.pictures.returned(await call(name, args, kwargs))
+            result = run.pictures.replace_tool_pictures(await call(name, args, kwargs))
             packed, error = SharedContext(result).to_jsonable(), None
         except HostCallError as failure:
             packed, error = None, f"{failure.kind}: {failure}"

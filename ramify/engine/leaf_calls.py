@@ -80,7 +80,7 @@ class LeafCalls:
         return self._run.setup.limits
 
     @property
-    def is_session_started(self) -> bool:
+    def is_started_by_session(self) -> bool:
         """True if the strategy was started by code in a session, and False if it answers the run's
         own question."""
         return self._rest is not None
@@ -108,7 +108,7 @@ class LeafCalls:
         if num and not self.has_begun:
             self.has_begun = True
             self._run.begin_call(self._root)
-            self._run.continue_past_limit(self._root)
+            self._run.continue_past_recorded_limit(self._root)
         outcomes: list[CallOutcome] = [CallOutcome(Stop.CANCELLED)] * num
         waiting = iter(enumerate(leaves))
         most = min(num, _BEGUN_PER_SLOT * self.limits.max_concurrency)

@@ -191,7 +191,7 @@ class ObservedOverrun(NamedTuple):
             max(self.cost, cost),
         )
 
-    def with_overrun(self, most: Usage) -> Usage:
+    def padded_max_usage(self, most: Usage) -> Usage:
         """Return the expected maximum usage ``most``, increased by the amount by which earlier
         replies of the model exceeded their expected maximum."""
         return msgspec.structs.replace(
@@ -488,7 +488,7 @@ class Reservation:
         if excess is self._excess:
             return False
         self._excess, before = excess, self.amount
-        self.usage = self._most if excess is _NO_EXCESS else excess.with_overrun(self._most)
+        self.usage = self._most if excess is _NO_EXCESS else excess.padded_max_usage(self._most)
         self.amount = max_request_amount(
             self.usage.input_tokens, self.usage.output_tokens, self._price
         )

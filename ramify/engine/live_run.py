@@ -105,7 +105,7 @@ class SharedRunState:
         self._system_prompts: dict[tuple[int, ContextFacts], str] = {}
         live_text = recorder.live_reply_file()
         self._arriving = (
-            LiveReplyWriter(self.requests.arriving_replies, live_text) if live_text else None
+            LiveReplyWriter(self.requests.partial_replies, live_text) if live_text else None
         )
         self.ending.start()
 
@@ -123,7 +123,7 @@ class SharedRunState:
     def scaffold(self) -> Scaffold:
         return self.setup.scaffold
 
-    def continue_past_limit(self, call: LiveCall) -> None:
+    def continue_past_recorded_limit(self, call: LiveCall) -> None:
         """Let ``call`` continue past the turn at which a limit ended the recorded run, if the
         resumed run has higher limits. Recorded events after that turn remain charged but are
         otherwise ignored."""

@@ -135,7 +135,7 @@ class ModelRequests:
             limit = min(limit, asked.max_tokens)
         messages = tuple(map(encodable_message, new))
         if recording is not None and last_word is None:
-            messages = recording.with_edited_texts(call.id, call.turn, messages)
+            messages = recording.edited_messages(call.id, call.turn, messages)
         is_direct = call.kind == "lm" and call.parent is None
         if is_direct and recording is None:
             limit = self._affordable(call, messages, limit)
@@ -198,7 +198,7 @@ class ModelRequests:
             sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
         return sampling
 
-    def arriving_replies(self) -> list[ArrivingReply]:
+    def partial_replies(self) -> list[ArrivingReply]:
         """Return the replies that have only partly arrived."""
         return [
             join_pieces(turn.call.id, turn.call.turn, turn.arrived)
@@ -337,10 +337,10 @@ class ModelRequests:
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
             if reply is not None and recording.is_fork:
-                return _free(reply), recording.num_reused_ids(call.id, call.turn)
+                return _free(reply), recording.num_reused_token_ids(call.id, call.turn)
             if reply is not None:
                 turn.book_recorded(reply)
-                return reply, recording.num_reused_ids(call.id, call.turn)
+                return reply, recording.num_reused_token_ids(call.id, call.turn)
             code = recording.given.get((call.id, call.turn))
             if code is not None:
                 return call.history.strip_stored_ids(self.setup.scaffold.code_reply(code))

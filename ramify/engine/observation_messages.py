@@ -20,7 +20,7 @@ from ramify.lazy_pattern import lazy_pattern
 from ramify.sandbox.base import NumberArray, Table
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.types.message import Message
-from ramify.types.picture import picture_digest, shown
+from ramify.types.picture import picture_reference_digest, shown
 from ramify.types.trajectory import Cell, Stop
 
 LAST_WORD = (
@@ -155,7 +155,7 @@ def nudge(num_idle: int, max_idle: int) -> str:
     return NUDGE if num_idle < 2 else NUDGE_AGAIN.format(more=more)
 
 
-def kept_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
+def recovered_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
     """Return notes that tell the model which variables hold values saved from its last cell. Saved
     values are replies that arrived before a failure, and values that the cell assigned to reserved
     names."""
@@ -285,7 +285,7 @@ def render_context(value: Any) -> str:
     """Return a context as plain text, for a model that receives it inside its prompt."""
     if isinstance(value, str):
         return value
-    if picture_digest(value) is not None:
+    if picture_reference_digest(value) is not None:
         return shown(value)
     if isinstance(value, MappedText):
         return value[:]

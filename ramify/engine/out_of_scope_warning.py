@@ -16,7 +16,7 @@ from typing import Any
 from ramify.clients.base import Client
 from ramify.clients.model_config import Model
 from ramify.engine.scaffold import card_of
-from ramify.tasks.question_pattern import question_form
+from ramify.tasks.question_pattern import task_question_pattern
 
 _OF_A_TASK = "task"
 """Key in a run's configuration that marks the run as an attempt at a task item."""
@@ -33,7 +33,7 @@ def out_of_scope(
     card = card_of(model)
     if not card.task:
         return None
-    form = question_form(card.task)
+    form = task_question_pattern(card.task)
     if form is None:
         return (
             f"{model.name} was trained from random weights on the task '{card.task}' alone: do not "

@@ -173,7 +173,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
         return next((model for model in self.models if role in model.roles), None)
 
 
-def as_examples(given: object) -> tuple[PromptExample, ...]:
+def to_prompt_examples(given: object) -> tuple[PromptExample, ...]:
     """Convert the user's examples to ``PromptExample`` objects. Each one may be a pair, a dict or a
     ``PromptExample``. Raises ConfigError for an example without a question or an answer."""
     if given is None:
@@ -256,8 +256,8 @@ def _facts_of_values(
     is_frame = "pandas" in packages
     name = "pandas DataFrame" if is_frame else "Table"
     shape = (
-        f"a {name} of {many(len(value), 'row')} and {many(len(value.columns), 'column')}: "
-        f"{_columns(value)}."
+        f"a {name} of {counted_noun(len(value), 'row')} and "
+        f"{counted_noun(len(value.columns), 'column')}: {_columns(value)}."
     )
     if not is_frame:
         shape += f" {_TABLE.format('context')}"
@@ -315,10 +315,11 @@ def _kind_of_dict(value: Mapping[Any, Any], has_sql: bool) -> ContextKind:
 
 def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
     tokens = max(1, int(chars * density / _TYPICAL_CHARS))
-    size = f"{many(chars, 'character')} (about {many(tokens, 'token')})"
+    size = f"{counted_noun(chars, 'character')} (about {counted_noun(tokens, 'token')})"
     if isinstance(value, str | MappedText):
         num_lines = value.count("\n") + (not value.endswith("\n"))
-        return f"a {type(value).__name__} of {size}, in {many(num_lines, 'line')}. {_ends(value)}"
+        lines = counted_noun(num_lines, "line")
+        return f"a {type(value).__name__} of {size}, in {lines}. {_ends(value)}"
     if isinstance(value, Mapping):
         return _shape_of_dict(kind, value, size)
     if isinstance(value, list | tuple):
@@ -342,18 +343,18 @@ def _shape_of_dict(kind: ContextKind, value: Mapping[Any, Any], size: str) -> st
         "tables": "from table name to rows, each row a dict",
     }.get(kind)
     head = f"a dict {keys}: " if keys else "a dict of "
-    text = f"{head}{many(len(value), what)}, {size} in all: {names}{more}"
+    text = f"{head}{counted_noun(len(value), what)}, {size} in all: {names}{more}"
     first = next(iter(value.values()), None)
     return f"{text}\nThe first begins:\n{_short(first)}" if value else text
 
 
 def _size_of_entry(item: Any) -> str:
     if isinstance(item, str | MappedText):
-        return many(len(item), "character")
+        return counted_noun(len(item), "character")
     if isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
-        return f"{many(len(item), 'row')}: {_keys(item[0])}"
+        return f"{counted_noun(len(item), 'row')}: {_keys(item[0])}"
     if isinstance(item, Table):
-        return f"a table of {many(len(item), 'row')}: {_columns(item)}"
+        return f"a table of {counted_noun(len(item), 'row')}: {_columns(item)}"
     return type(item).__name__
 
 
@@ -367,13 +368,16 @@ def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
     if kind == "conversation":
         roles = [str(item["role"]) for item in value]
         counts = ", ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles))
-        what = f"a {name} of {many(len(value), 'message')} ({counts}), oldest first, each a dict "
-        what += f"with 'role' and 'content', {size} in all"
+        messages = counted_noun(len(value), "message")
+        what = f"a {name} of {messages} ({counts}), oldest first, each a dict with 'role' and "
+        what += f"'content', {size} in all"
     elif kind == "rows":
         keys = _keys(value[0])
-        what = f"a {name} of {many(len(value), 'row')}, each a dict with {keys}, {size} in all"
+        what = (
+            f"a {name} of {counted_noun(len(value), 'row')}, each a dict with {keys}, {size} in all"
+        )
     else:
-        what = f"a {name} of {many(len(value), 'item')}{_items(value)}, {size} in all"
+        what = f"a {name} of {counted_noun(len(value), 'item')}{_items(value)}, {size} in all"
     if not value:
         return what
     last = f"\nThe last:\n{_short(value[-1], _TAIL_CHARS)}" if len(value) > 1 else ""
@@ -401,9 +405,9 @@ def _short(item: Any, most: int = _HEAD_CHARS) -> str:
     return text if len(text) <= most + 2 else text[:most] + "…"
 
 
-def many(number: int, noun: str) -> str:
-    """Return a number with its noun in the singular or plural: ``many(1, "entry")`` is "1 entry",
-    and ``many(2000, "entry")`` is "2,000 entries"."""
+def counted_noun(number: int, noun: str) -> str:
+    """Return a number with its noun in the singular or plural: ``counted_noun(1, "entry")``
+    is "1 entry", and ``counted_noun(2000, "entry")`` is "2,000 entries"."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
@@ -782,9 +786,9 @@ def _limits(facts: PromptFacts) -> str:
     if facts.depth:
         shared = "of which you are a part"
     return (
-        f"You have {many(budget.turns, 'turn')} (each of your messages is one). The run, {shared}, "
-        f"has {many(budget.calls, 'model call')}, {budget.tokens:,} tokens{dollars} and "
-        f"{budget.seconds:,.12g} seconds."
+        f"You have {counted_noun(budget.turns, 'turn')} (each of your messages is one). The run, "
+        f"{shared}, has {counted_noun(budget.calls, 'model call')}, {budget.tokens:,} tokens"
+        f"{dollars} and {budget.seconds:,.12g} seconds."
     )
 
 

@@ -23,7 +23,7 @@ from ramify.clients.model_config import Model
 from ramify.engine import observation_messages
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.prompt_text import PromptExample, as_examples
+from ramify.engine.prompt_text import PromptExample, to_prompt_examples
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.strategies import MODES, Mode, Strategy
@@ -192,7 +192,7 @@ def _check_kinds(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and not is_right(value):
             raise ConfigError(f"{name} is a {type(value).__name__}: give {needed}")
-    as_examples(options.examples)
+    to_prompt_examples(options.examples)
     for name in ("cite", "cache", "retry_empty"):
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -413,7 +413,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     is_source = not isinstance(prompt, str) and isinstance(prompt, SourceContext)
     if is_source:
         instructions = getattr(prompt, "instructions", "")
-        examples = as_examples(getattr(prompt, "examples", ()))
+        examples = to_prompt_examples(getattr(prompt, "examples", ()))
         before = tuple(getattr(prompt, "messages", ()))
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         conduct = getattr(prompt, "conduct", None)

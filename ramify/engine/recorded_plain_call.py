@@ -38,7 +38,7 @@ async def ask_plain(
     The messages in ``before`` precede the prompt, and ``pictures`` are attached to it. ``sampling``
     may lower the maximum reply length. If the model fails, the outcome holds the error and nothing
     is raised. ``retry_empty`` is that of ``answer_plainly``."""
-    run.continue_past_limit(call)
+    run.continue_past_recorded_limit(call)
     first = [*before, Message("user", with_answer_format(prompt, kind), pictures=pictures)]
     schema = kind.enforceable_schema if kind else None
 

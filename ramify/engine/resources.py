@@ -22,7 +22,7 @@ from ramify.clients.providers import load_clients
 from ramify.engine.branch_search import BranchSearch, search_of
 from ramify.engine.branch_search import config_of as search_config
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.prompt_text import PromptExample, as_examples
+from ramify.engine.prompt_text import PromptExample, to_prompt_examples
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.strategies import plan_tool, record_of
@@ -126,7 +126,7 @@ class RunModels:
         """Return the sampling options for a client's requests: those of the run, overridden by the
         settings of the client's model."""
         bound = self._bound.get(id(client))
-        return run if bound is None else bound.sampled_as(run)
+        return run if bound is None else bound.merge_sampling(run)
 
 
 class RunModelInfo(msgspec.Struct, frozen=True):
@@ -393,7 +393,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         if options.instructions:
             changes["instructions"] = options.instructions
         if options.examples:
-            changes["examples"] = as_examples(options.examples)
+            changes["examples"] = to_prompt_examples(options.examples)
         search = self.search if options.search is None else search_of(options.search)
         special = {} if search is None else search_config(search)
         if options.strategy is not None:

@@ -32,7 +32,7 @@ from ramify.engine import event_loop_thread, rerun
 from ramify.engine.branch_search import search_of
 from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.limits import BudgetLedger, Limits
-from ramify.engine.prompt_text import as_examples
+from ramify.engine.prompt_text import to_prompt_examples
 from ramify.engine.question import (
     ModelSpec,
     RlmKeywords,
@@ -50,7 +50,7 @@ from ramify.engine.resources import (
     reply_cache,
     require_store,
 )
-from ramify.engine.run_result import Result, blocked_as_suspended, checked
+from ramify.engine.run_result import Result, checked, suspend_if_blocked
 from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
 from ramify.engine.strategies import recorded_strategy
 from ramify.engine.tool_set import Tools, ToolSet
@@ -143,7 +143,7 @@ class RLM:
             search,
             tuple(depths),
             options.instructions,
-            as_examples(options.examples),
+            to_prompt_examples(options.examples),
         )
         self._setup = msgspec.structs.replace(setup, config=setup.as_plain_data())
         self._options = msgspec.structs.replace(
@@ -581,7 +581,7 @@ class RLM:
     def _in_thread(
         self, work: Coroutine[Any, Any, Result], again: Callable[[str], Result] | None = None
     ) -> Result:
-        with blocked_as_suspended(again or self.resume):
+        with suspend_if_blocked(again or self.resume):
             return self._loop.run(work)
 
     def _again(self, options: RunOptions | None, changes: RunKeywords) -> Callable[[str], Result]:

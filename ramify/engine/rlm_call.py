@@ -24,7 +24,7 @@ from ramify.engine import observation_messages, retool_protocol
 from ramify.engine.action import (
     FinalAnswerText,
     ParsedAction,
-    answer_code,
+    final_expression_code,
     prose_of,
     read_action,
 )
@@ -181,7 +181,7 @@ class RlmCall:
         """Take one turn: ask the model, and run the code in its reply. Return the outcome of the
         call if this was the last turn, and None otherwise."""
         run, call = self.run, self.call
-        run.continue_past_limit(call)
+        run.continue_past_recorded_limit(call)
         stop = run.must_stop(call)
         if stop is None and self._is_root and self.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._state.pending)
@@ -216,7 +216,7 @@ class RlmCall:
         read = await read_reply(self.scaffold, reply.message, self._state.is_cut)
         action, self._state.last_prose = read.action, read.prose
         self._state.last_text = "" if action.was_attempted else reply.message.content
-        run.continue_past_limit(call)
+        run.continue_past_recorded_limit(call)
         try:
             outcome, messages = await self._act(action)
         except SessionDied as died:
@@ -269,7 +269,7 @@ class RlmCall:
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._state.deferred = self._state.deferred, _NOTHING
-        if not action.codes and (codes := answer_code(action.final)):
+        if not action.codes and (codes := final_expression_code(action.final)):
             _, final = await self._run_cells(msgspec.structs.replace(action, codes=codes), turn, [])
             reports = list[str]()
         else:
@@ -395,7 +395,7 @@ class RlmCall:
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self.notebook.shown(ran, note)
-        notes += observation_messages.kept_value_notes(note, cell.error is not None)
+        notes += observation_messages.recovered_value_notes(note, cell.error is not None)
         if recorded is not None:
             cell = self.notebook.replace_with_recorded(cell, recorded)
         run.recorder.emit(
@@ -521,7 +521,7 @@ class RlmCall:
         if stop in observation_messages.NO_LAST_CELL:
             return _NOTHING
         self._closed_by = stop
-        codes = action.codes or answer_code(action.final)
+        codes = action.codes or final_expression_code(action.final)
         last = msgspec.structs.replace(action, codes=codes)
         try:
             _, final = await self._run_cells(last, self.call.turn - 1, [])

@@ -133,7 +133,7 @@ class ForkPoint:
         self._recorded_cost = sum(costs) if costs else None
 
     @property
-    def turn_messages(self) -> tuple[Message, ...]:
+    def added_messages(self) -> tuple[Message, ...]:
         """The messages that the recorded turn added to the conversation with its request."""
         return self._recorded[self.turn][0].prompt
 
@@ -149,7 +149,7 @@ class ForkPoint:
             raise ConfigError(
                 f"{whose} is a plain call, which runs no code: give an edited prompt instead"
             )
-        most = len(self.turn_messages)
+        most = len(self.added_messages)
         if len(texts) > most:
             raise ConfigError(
                 f"turn {self.turn + 1} of {whose} adds {most} messages to its prompt, and "
@@ -186,8 +186,8 @@ class ForkPoint:
         tokens = None
         if self._edited != "code":
             _, recorded, reply = self._recorded[self.turn]
-            edited = self.recording.with_edited_texts(self.call.id, self.turn, self.turn_messages)
-            messages = (*recorded[: len(recorded) - len(self.turn_messages)], *edited)
+            edited = self.recording.edited_messages(self.call.id, self.turn, self.added_messages)
+            messages = (*recorded[: len(recorded) - len(self.added_messages)], *edited)
             chars, before = _num_chars(messages), _num_chars(recorded)
             counted = reply.reply.usage.input_tokens
             tokens = chars // 4 if not counted else -(-counted * chars // max(1, before))

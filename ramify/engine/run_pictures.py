@@ -23,8 +23,8 @@ from ramify.types.picture import (
     NotAPicture,
     Picture,
     PictureBytes,
-    picture_digest,
     picture_from_bytes,
+    picture_reference_digest,
     pictures_in,
 )
 
@@ -69,11 +69,11 @@ class RunPictures:
             self._blobs.put(data, picture.digest)
         return self._known.setdefault(picture.digest, picture)
 
-    def resolve_value(self, value: Any, at: str) -> Picture:
+    def resolve_picture(self, value: Any, at: str) -> Picture:
         """Return the picture that a session sent as ``value``. The value is a dict that refers to a
         picture of the context, or the bytes of a picture. ``at`` names the argument in error
         messages. Raises HostCallError if the value is neither."""
-        digest = picture_digest(value)
+        digest = picture_reference_digest(value)
         if digest is None and not isinstance(value, bytes):
             raise HostCallError(
                 "TypeError",
@@ -100,7 +100,7 @@ class RunPictures:
     def resolve_images(self, values: Any, at: str) -> tuple[Picture, ...]:
         """Return the pictures for the ``images`` argument of one request. Raises HostCallError if a
         value is not a picture, or if the pictures are too many or too large for one request."""
-        if isinstance(values, bytes) or picture_digest(values) is not None:
+        if isinstance(values, bytes) or picture_reference_digest(values) is not None:
             values = [values]
         if not isinstance(values, list | tuple):
             raise HostCallError(
@@ -112,7 +112,9 @@ class RunPictures:
                 f"{at}: {len(values):,} pictures, and one request takes at most {MAX_PICTURES}: "
                 "ask about parts of them",
             )
-        pictures = tuple(self.resolve_value(value, f"{at}[{i}]") for i, value in enumerate(values))
+        pictures = tuple(
+            self.resolve_picture(value, f"{at}[{i}]") for i, value in enumerate(values)
+        )
         if why := request_size_error(pictures):
             raise HostCallError("ValueError", f"{at}: {why}")
         return pictures
@@ -122,13 +124,13 @@ class RunPictures:
         not fit into one request."""
         return self.resolve_images(pictures_in(value), "the pictures of the context")
 
-    def returned(self, result: Any) -> Any:
+    def replace_tool_pictures(self, result: Any) -> Any:
         """Return the result of a tool with each picture (``PictureBytes``) replaced by a dict that
         refers to it in a session. Raises NotAPicture if the bytes are not a supported picture."""
         if isinstance(result, PictureBytes):
             return self.add(result.data, result.name).as_reference()
         if isinstance(result, list | tuple) and any(isinstance(i, PictureBytes) for i in result):
-            return [self.returned(item) for item in result]
+            return [self.replace_tool_pictures(item) for item in result]
         return result
 
     def store_all(self) -> None:

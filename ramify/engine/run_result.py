@@ -121,7 +121,7 @@ def checked(result: Result, resume: Callable[[str], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def blocked_as_suspended(resume: Callable[[str], Result]) -> Iterator[None]:
+def suspend_if_blocked(resume: Callable[[str], Result]) -> Iterator[None]:
     """Provide a context manager that turns LoopBlocked into Suspended if the run is stored, so that
     the caller can continue the run with ``resume``."""
     try:

@@ -354,7 +354,7 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
         return given
     if given is not None and not isinstance(given, str):
         raise ConfigError(f"scaffold is a {type(given).__name__}: give a name or a Scaffold")
-    name = given or made_for(model) or "default"
+    name = given or trained_scaffold_name(model) or "default"
     try:
         found = SCAFFOLDS.of(name)
     except ConfigError as error:
@@ -369,7 +369,7 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
     return found
 
 
-def made_for(model: object) -> str | None:
+def trained_scaffold_name(model: object) -> str | None:
     """Return the name of the scaffold that a model was trained for, or None for a model that works
     with any scaffold.
 
@@ -377,7 +377,7 @@ def made_for(model: object) -> str | None:
     answer comes from the checkpoint's folder, and no weights are loaded.
     """
     if isinstance(model, list | tuple) and model:
-        return made_for(model[0])
+        return trained_scaffold_name(model[0])
     named = getattr(model, "scaffold", None)
     if isinstance(named, str):
         return named

@@ -21,7 +21,7 @@ from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.question import RunKeywords, RunOptions, question, source_or_value
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
 from ramify.engine.run_handle import RunHandle
-from ramify.engine.run_result import Result, blocked_as_suspended, checked
+from ramify.engine.run_result import Result, checked, suspend_if_blocked
 from ramify.engine.ways_to_answer import UserConversationState
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
@@ -66,7 +66,7 @@ class UserConversation:
     ) -> Result:
         """Ask the next question and return its result. This method blocks; ``aask`` is the async
         version. The options and errors are those of ``RLM.completion``."""
-        with blocked_as_suspended(self._resume):
+        with suspend_if_blocked(self._resume):
             return event_loop_thread.run(self.aask(query, options, **changes))
 
     async def aask(

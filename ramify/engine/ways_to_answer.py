@@ -194,7 +194,7 @@ async def _answer_by_strategy(
     without turns, because only its child calls ask a model."""
     root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
     run.begin_call(root)
-    run.continue_past_limit(root)
+    run.continue_past_recorded_limit(root)
     return await _ended_by_strategy(run, root, question, LeafCalls(run, root, question))
 
 
@@ -238,7 +238,7 @@ async def _answer_as_asked(
     run.recorder.emit(make_mode_chosen_event(choice, run.recorder.now(), is_asked=True))
     question = applied(question, choice)
     if question.strategy is not None:
-        run.continue_past_limit(root)
+        run.continue_past_recorded_limit(root)
         return await _ended_by_strategy(run, root, question, calls)
     return await _answer_in_session(run, question, context, None, root)
 

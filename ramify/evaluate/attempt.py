@@ -47,7 +47,7 @@ from ramify.errors import (
 from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item, Task, TaskStart
 from ramify.tasks.batch_scoring import score_step_in_time
-from ramify.tasks.score_with_timeout import scored_in_time
+from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.event import score_events
 from ramify.types.fork_segment import path_trajectory, root_segment
 from ramify.types.trajectory import Call, Stop, Trajectory
@@ -185,7 +185,7 @@ async def _score(
     path through it separately."""
     lines = _lines(trajectory, every_line)
     for line in lines:
-        await in_thread(scored_in_time, task, item, line.trajectory, grace_s)
+        await in_thread(score_with_timeout, task, item, line.trajectory, grace_s)
     _merge_lines(trajectory, lines)
 
 

@@ -1,7 +1,7 @@
 """Plan a matrix of evaluations: one for each combination of suite (a benchmark task), family of
 questions, length, model, answering mode and scaffold (the prompts for the model).
 
-    MatrixAxes ── plan_of ──▶ MatrixPlan: one EvaluationPlan per cell, in one file
+    MatrixAxes ── make_matrix_plan ──▶ MatrixPlan: one EvaluationPlan per cell, in one file
         ──▶ each cell is a recorded evaluation ──▶ MatrixCellScores (see matrix_report.py)
 
 A matrix is a list of evaluation plans under one id. This module decides which combinations (cells)
@@ -135,7 +135,7 @@ class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.cells[0].plan
 
 
-def plan_of(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
+def make_matrix_plan(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
     """Plan one evaluation for each combination of the axes. Tasks that must be created for this are
     stored in ``tasks`` for later use. Raises ConfigError for a suite, family, length, mode or
     system that does not exist."""
@@ -337,14 +337,14 @@ class EvaluationMatrixStore:
             os.close(fd)
         os.replace(part, path)
 
-    def has_record(self, cell: MatrixCell) -> bool:
+    def has_cell_record(self, cell: MatrixCell) -> bool:
         """Return True if the evaluation of a cell has been started, so that its record exists."""
         return (self._folder / f"{cell.record}.jsonl").exists()
 
-    def open_record(self, cell: MatrixCell) -> EvaluationFileWriter:
+    def open_cell_record(self, cell: MatrixCell) -> EvaluationFileWriter:
         """Open the record file of a cell for writing, and create it if it does not exist yet."""
         path = self._folder / f"{cell.record}.jsonl"
-        return EvaluationFileWriter(path, None if self.has_record(cell) else cell.plan)
+        return EvaluationFileWriter(path, None if self.has_cell_record(cell) else cell.plan)
 
     def find(self, id: str) -> MatrixPlan | None:
         """Find a recorded matrix by its id or a unique prefix of it. ``last`` finds the matrix that

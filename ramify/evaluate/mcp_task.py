@@ -20,7 +20,7 @@ from typing import Any, Literal
 from ramify.engine.mcp_tools import McpTools, need_extra, redacted_server
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, Score, Task, TaskStart
-from ramify.tasks.batch_scoring import is_scored_by_step, step_scores
+from ramify.tasks.batch_scoring import batch_scores, is_scored_by_step
 from ramify.types.trajectory import Trajectory
 
 _LIFETIMES = ("rollout", "process")
@@ -94,7 +94,7 @@ class McpTask:
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]
     ) -> Sequence[Score | RamifyError]:
-        return step_scores(self._task, rollouts)
+        return batch_scores(self._task, rollouts)
 
     def close(self) -> None:
         """Stop the servers that all rollouts share. Calling this method twice is harmless, and the

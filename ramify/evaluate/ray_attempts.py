@@ -74,7 +74,7 @@ class _RemoteRecord:
         self.unfinished = {place: run} if run else {}
         self._tell = tell
 
-    def record_start(self, item: str, attempt: int, run: str) -> None:
+    def record_attempt_start(self, item: str, attempt: int, run: str) -> None:
         self._tell(AttemptStarted(item, attempt, run))
 
 
@@ -261,7 +261,7 @@ class RayAttemptMaker:
             if isinstance(found, AttemptOutcome):
                 return found
             if record is not None:
-                record.record_start(which.id, which.number, found.run)
+                record.record_attempt_start(which.id, which.number, found.run)
         raise RamifyError("a worker ended an attempt without reporting its outcome")
 
     def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:

@@ -311,7 +311,9 @@ class RlmAttemptMaker:
         arguments are passed to the attempt function."""
         record, plan = job.record, job.plan
         begun = (
-            functools.partial(record.record_start, item.id, number) if record is not None else None
+            functools.partial(record.record_attempt_start, item.id, number)
+            if record is not None
+            else None
         )
         return await self._mode(
             self._rlm,
@@ -579,7 +581,7 @@ class EvaluationFileWriter:
     def id(self) -> str:
         return self.path.stem
 
-    def record_start(self, item: str, attempt: int, run: str) -> None:
+    def record_attempt_start(self, item: str, attempt: int, run: str) -> None:
         """Record the id of the run that makes an attempt, so that the attempt can be continued
         later."""
         if self.unfinished.get((item, attempt)) != run:

@@ -407,7 +407,7 @@ def register_taskset(taskset: Any) -> str:
     if taskset.config.id:
         return str(taskset.config.id)
     kind = type(taskset)
-    id = f"ramify_taskset_{kind.__name__.lower()}_{class_hex_id(kind)}"
+    id = f"ramify_taskset_{kind.__name__.lower()}_{object_id_hex(kind)}"
     if id not in sys.modules:
         module = types.ModuleType(id)
         module.__dict__.update({kind.__name__: kind, "__all__": [kind.__name__]})
@@ -415,5 +415,5 @@ def register_taskset(taskset: Any) -> str:
     return id
 
 
-def class_hex_id(kind: type) -> str:
+def object_id_hex(kind: type) -> str:
     return f"{id(kind):x}"

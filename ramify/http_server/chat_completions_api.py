@@ -189,7 +189,7 @@ class ChatCompletionsHandler:
         self._usages.append(reply.usage)
         return events + server_sent_event(last)
 
-    def close(self) -> bytes:
+    def end_stream(self) -> bytes:
         events = b""
         options = self._parsed.stream_options
         if options is not None and options.include_usage:

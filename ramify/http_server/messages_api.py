@@ -182,7 +182,7 @@ class MessagesHandler:
             "message_delta", delta=self._ending(reply), usage=_usage(reply.usage)
         )
 
-    def close(self) -> bytes:
+    def end_stream(self) -> bytes:
         return _event("message_stop")
 
     def fail(self, error: RequestRejected) -> bytes:

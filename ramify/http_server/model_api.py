@@ -76,7 +76,7 @@ class ModelApiHandler(Protocol):
     """A request in the format of one API, with methods that write the answer in the same format.
 
     ``body`` returns a whole response. A stream consists of ``begin``, any number of ``grow``,
-    ``end`` for each reply, and ``close``; ``fail`` replaces the rest after an error.
+    ``end`` for each reply, and ``end_stream``; ``fail`` replaces the rest after an error.
     """
 
     id: str
@@ -96,7 +96,7 @@ class ModelApiHandler(Protocol):
 
     def end(self, index: int, reply: Reply) -> bytes: ...
 
-    def close(self) -> bytes: ...
+    def end_stream(self) -> bytes: ...
 
     def fail(self, error: RequestRejected) -> bytes: ...
 

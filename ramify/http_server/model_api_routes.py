@@ -221,7 +221,7 @@ async def _streamed(
                     events += exchange.grow(index, part)
                 if events:
                     await response.write(events)
-        last = exchange.close()
+        last = exchange.end_stream()
     except (RamifyError, RequestRejected) as error:
         if not response.prepared:
             raise

@@ -248,7 +248,7 @@ class ResponsesHandler:
         kind = "incomplete" if reply.finish in _UNFINISHED else "completed"
         return events + self._event(kind, response=msgspec.Raw(body))
 
-    def close(self) -> bytes:
+    def end_stream(self) -> bytes:
         return b""
 
     def fail(self, error: RequestRejected) -> bytes:

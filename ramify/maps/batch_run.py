@@ -63,7 +63,7 @@ from ramify.maps.map_journal_state import (
     MapJournalState,
     OpenQuestion,
     UnfinishedBatch,
-    reserved_amount,
+    request_reservation,
 )
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
@@ -272,7 +272,8 @@ class MapBatchJobs:
     async def _upload(self) -> None:
         api = self._api
         rows = (
-            (api.body(self._request(each.question, each.context)), each) for each in self._rows()
+            (api.request_body(self._request(each.question, each.context)), each)
+            for each in self._rows()
         )
         for part in split(rows, self._max_rows):
             if self._halted.is_set():
@@ -291,7 +292,10 @@ class MapBatchJobs:
         waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
-            waiting[first.number] = self._journal.append(MapLine(b=first)), reserved_amount(first)
+            waiting[first.number] = (
+                self._journal.append(MapLine(b=first)),
+                request_reservation(first),
+            )
             self._recorded.failed.pop(int.from_bytes(row.digest, "big"), None)
         sent = BatchUploadIntent(
             part, f"{self._map_id}-{part}", len(rows), time.time(), self._api.provider
@@ -405,7 +409,7 @@ class MapBatchJobs:
         lines = list[bytes]()
         for number, (offset, _) in batch.waiting.items():
             first = self._first(offset)
-            body = self._api.body(self._request(first.question, first.context))
+            body = self._api.request_body(self._request(first.question, first.context))
             lines.append(self._api.line(f"{batch.sent.key}-{number}", body))
         await self._create(batch, lines)
 

@@ -51,7 +51,7 @@ class UnfinishedBatch(msgspec.Struct):
     succeeded."""
 
 
-def reserved_amount(first: QuestionStartedLine) -> BudgetAmount:
+def request_reservation(first: QuestionStartedLine) -> BudgetAmount:
     """Return the calls, tokens and dollars that are reserved for a request."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return BudgetAmount(1, tokens, first.cost or 0.0)
@@ -151,7 +151,7 @@ class MapJournalState:
             self.num_unaskable = line.n
         elif line.b is not None:
             self._begin(line.b.number, line.b.row, line.b.digest)
-            self._prepared[line.b.number] = offset, reserved_amount(line.b)
+            self._prepared[line.b.number] = offset, request_reservation(line.b)
         elif line.w is not None:
             self._send(line.w)
         elif line.u is not None:

@@ -104,7 +104,7 @@ class RayMapRun:
         base = Question(request.question, None, kind=kind)
         if not request.question.strip():
             raise ConfigError("the question is empty: say what you want to know of each row")
-        table = self._files.empty_table
+        table = self._files.empty_row_source
         self._asking = RowQuestionMaker(
             request.question, table.columns, request.columns or table.shown, base, b""
         )
@@ -180,7 +180,7 @@ class RayMapRun:
     def _header(
         self, manifest: MapOutputManifest, config: dict[str, Any], record: str
     ) -> MapHeader:
-        added, kept = self._added, self._files.empty_table.kept_columns
+        added, kept = self._added, self._files.empty_row_source.kept_columns
         shown = tuple(name for name in self._asking.shown if name in kept)
         return MapHeader(
             id=new_map_id(manifest.key),

@@ -70,7 +70,7 @@ class RowFiles(msgspec.Struct, frozen=True):
         return self.files[0].kind == "text"
 
     @property
-    def empty_table(self) -> RowSource:
+    def empty_row_source(self) -> RowSource:
         """Return a table with the columns of these files and no rows."""
         if self.is_texts:
             shown, kept = ("text",), ("file",)
@@ -225,7 +225,7 @@ class RowPartition(msgspec.Struct, frozen=True):
             decoded, schema = msgspec.json.decode(self.rows), None
             values = [UnreadRow(row) if isinstance(row, str) else row for row in decoded]
         return msgspec.structs.replace(
-            files.empty_table, total=len(values), values=lambda: iter(values), schema=schema
+            files.empty_row_source, total=len(values), values=lambda: iter(values), schema=schema
         )
 
 

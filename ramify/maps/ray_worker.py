@@ -71,7 +71,7 @@ class RowEngine:
         the map is stopping."""
         return event_loop_thread.run(self._answer(part, source, known))
 
-    def skip_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
+    def count_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
         """Report a part whose rows all have answers already, so that the totals include it."""
         event_loop_thread.run(self._skip(part, known))
 
@@ -96,7 +96,7 @@ class RowEngine:
         )
         ledger = BudgetLedger(_NO_LIMITS, priced=task.is_priced, shared=remote, owner="map")
         run = MapRun(self._rlm, source, request, ledger)
-        if reason := await remote.begin_attempt(part):
+        if reason := await remote.begin_part_attempt(part):
             return None, reason
         try:
             result = await run.run()
@@ -114,13 +114,13 @@ class RowEngine:
             result.num_questions,
             result.num_known,
         )
-        await remote.end_attempt(new + known)
+        await remote.end_part_attempt(new + known)
         return result, ""
 
     async def _skip(self, part: str, known: RowOutcomeCounts) -> None:
         attempt = uuid.uuid4().hex
-        if not await self._call("begin_attempt", attempt, part):
-            await self._call("end_attempt", attempt, known)
+        if not await self._call("begin_part_attempt", attempt, part):
+            await self._call("end_part_attempt", attempt, known)
             await self._call("written", part)
 
     def _call(self, method: str, *given: Any) -> Awaitable[Any]:
@@ -147,7 +147,7 @@ class MapPartWorker:
         self._output = output
         self._retries = retries
         kind = None if task.answer_type is None else answer_type(task.answer_type)
-        self._added = AnswerColumns(kind, task.prefix, files.empty_table.kept_columns)
+        self._added = AnswerColumns(kind, task.prefix, files.empty_row_source.kept_columns)
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         for part in batch.to_pylist():
@@ -170,7 +170,7 @@ class MapPartWorker:
         num_failed = sum(bool(row.get(error)) for row in old)
         known = RowOutcomeCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
         if not asked:
-            self._engine.skip_answered_part(part.name, known)
+            self._engine.count_answered_part(part.name, known)
             return _file_block()
         table = msgspec.structs.replace(
             source, total=len(asked), values=lambda: (rows[index] for index in asked)

@@ -159,7 +159,7 @@ class SharedBudget:
         self._paused_until_s = 0.0
         self._watch: asyncio.Task[None] | None = None
 
-    async def begin_attempt(self, attempt: str, part: str) -> str:
+    async def begin_part_attempt(self, attempt: str, part: str) -> str:
         """Register a worker's attempt to answer a part of the rows. Returns an empty string, or the
         reason if the map is stopping."""
         if self._watch is None:
@@ -220,7 +220,7 @@ class SharedBudget:
         found.heard_s = time.monotonic()
         return self._taken(found), self._reason
 
-    async def end_attempt(self, attempt: str, counts: RowOutcomeCounts) -> None:
+    async def end_part_attempt(self, attempt: str, counts: RowOutcomeCounts) -> None:
         """End a worker's attempt to answer a part. ``counts`` gives the part's rows by outcome,
         including rows that were not asked because the map stopped."""
         found = self._attempts.pop(attempt, None)
@@ -380,12 +380,12 @@ def read_spending(path: str) -> MapSpending | None:
         return None
 
 
-Method = Literal["begin_attempt", "apply_operations", "wait", "end_attempt"]
+Method = Literal["begin_part_attempt", "apply_operations", "wait", "end_part_attempt"]
 
 
 class RemoteBudget(BudgetLedger):
     """A worker's access to the shared budget of a map while it answers one part. Call
-    ``begin_attempt`` first and ``end_attempt`` last."""
+    ``begin_part_attempt`` first and ``end_part_attempt`` last."""
 
     def __init__(
         self,
@@ -411,21 +411,21 @@ class RemoteBudget(BudgetLedger):
         self._waiter: asyncio.Task[None] | None = None
         self._beat: asyncio.Task[None] | None = None
 
-    async def begin_attempt(self, part: str) -> str:
+    async def begin_part_attempt(self, part: str) -> str:
         """Register an attempt to answer ``part`` with the shared budget. Returns an empty string,
         or the reason if the map is stopping."""
-        reason: str = await self._call("begin_attempt", self._attempt, part)
+        reason: str = await self._call("begin_part_attempt", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())
         return reason
 
-    async def end_attempt(self, counts: RowOutcomeCounts) -> None:
+    async def end_part_attempt(self, counts: RowOutcomeCounts) -> None:
         """Send the remaining operations, and end the attempt."""
         await self.close()
         if self._operations:
             operations, self._operations = self._operations, []
             await self._call("apply_operations", self._attempt, operations, 0.0)
-        await self._call("end_attempt", self._attempt, counts)
+        await self._call("end_part_attempt", self._attempt, counts)
 
     async def close(self) -> None:
         """Wait until messages in transit have arrived, and stop the attempt's background tasks."""

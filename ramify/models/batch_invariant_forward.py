@@ -126,7 +126,7 @@ class BatchInvariantTrunk:
     """Runs a ``DenseModel`` in blocks of a fixed shape, so that a token's result does not depend on
     other tokens. Implements ``trunk.ModelWithoutLoss``."""
 
-    shares = True
+    can_share_prefixes = True
 
     def __init__(self, model: DenseModel) -> None:
         self._model = model

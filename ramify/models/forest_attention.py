@@ -81,7 +81,7 @@ class ForestAttentionPlan(NamedTuple):
     all tokens have queries."""
 
     @property
-    def causal(self) -> list[tuple[int, int]]:
+    def causal_block_ranges(self) -> list[tuple[int, int]]:
         """Return the token range [start, end) of each causal block."""
         blocks, end = [], 0
         for skipped, length in zip_longest(self.skipped, self.own, fillvalue=0):
@@ -177,7 +177,7 @@ def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
     if device == "cpu":
         # Each product of a tile waits for all threads, and flash attention once for a whole block.
         is_single = dtype == torch.float32 and torch.get_num_threads() == 1
-        return TILED if is_single and onednn_products.is_faster() else CpuFlashKernel()
+        return TILED if is_single and onednn_products.is_faster_on_cpu() else CpuFlashKernel()
     if device == "cuda" and CudaFlashKernel.takes(dtype, head_size):
         return CudaFlashKernel()
     return PlainAttentionKernel()
@@ -215,7 +215,7 @@ def _walk(
     plan = ForestAttentionPlan.of(segments, rows)
     if kernel == TILED:
         below = [(each.keys, each.queries) for each in plan.below]
-        tiled = TiledAttention(plan.causal, below, rows_N)
+        tiled = TiledAttention(plan.causal_block_ranges, below, rows_N)
         if tiled.is_worthwhile(groups):
             return tiled
         kernel = CpuFlashKernel()

@@ -3,7 +3,7 @@
 PyTorch multiplies fp32 matrices by MKL, which is written for Intel's CPUs. oneDNN, which PyTorch
 contains as well, uses all vector instructions of AMD's: 250 GFLOP/s instead of 115 on one core of
 an EPYC 9005, and 130 instead of 105 without its widest instructions. On other CPUs products are
-left to PyTorch (``is_faster``).
+left to PyTorch (``is_faster_on_cpu``).
 
 oneDNN compiles a kernel for each combination of sizes, which takes 0.2 to 0.4 ms, and keeps the
 last 1,024. So callers choose few different numbers of rows (``rounded_rows``), and other products
@@ -32,7 +32,7 @@ def is_available() -> bool:
 
 
 @functools.cache
-def is_faster() -> bool:
+def is_faster_on_cpu() -> bool:
     """Return True if oneDNN's products are faster on this CPU than PyTorch's default ones. The
     answer is the same in every process, so that a resumed run computes the same numbers."""
     return is_available() and _vendor() == "AuthenticAMD"
@@ -100,7 +100,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
         and len(x) == rounded_rows(len(x))
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
-        and is_faster()
+        and is_faster_on_cpu()
         and type(weight) in (Tensor, nn.Parameter)  # not sharded over ranks
         and not torch.is_autocast_enabled("cpu")
     )

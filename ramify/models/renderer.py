@@ -324,7 +324,9 @@ class ChatMarkerRenderer:
         for talk in talks if self._template.source else ():
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
-            expected = self._pieces.marked(self._template.text(talk, generate=True, tools=tools))
+            expected = self._pieces.encode_with_markers(
+                self._template.text(talk, generate=True, tools=tools)
+            )
             candidates = [
                 self._unbroken(self._conversation(talk, tools, opening))
                 for opening in ("", self._opening)
@@ -456,4 +458,4 @@ def _uses(
 
 
 def _has_tokens(format: ChatTemplateMarkers, pieces: MarkerAwareTokenizer) -> bool:
-    return all(len(pieces.marked(marker)) == 1 for marker in format.tokens)
+    return all(len(pieces.encode_with_markers(marker)) == 1 for marker in format.tokens)

@@ -357,7 +357,7 @@ class RouterLoadBalancingLoss:
             return
         counts: RoutedCounts | None = None
         for batch in batches:
-            with self.passing(batch, device), torch.no_grad():
+            with self.batch_pass(batch, device), torch.no_grad():
                 run(batch)
                 found = self._routers.finish_counting()
                 counts = found if counts is None else counts.plus(found)
@@ -365,7 +365,7 @@ class RouterLoadBalancingLoss:
         self._step = self._summed(counts)
 
     @contextmanager
-    def passing(self, batch: Batch, device: torch.device) -> Iterator[None]:
+    def batch_pass(self, batch: Batch, device: torch.device) -> Iterator[None]:
         """Return a context manager for the forward and backward pass of a batch. Within it, the
         routers count the batch's tokens, and use the experts that an engine reported for them, if
         any."""

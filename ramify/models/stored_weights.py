@@ -7,8 +7,8 @@ holds only a few megabytes of the files at a time.
                                                    of four experts, each from its own tensor on disk
 
 A mixture of experts has one tensor for all experts of a layer in memory, and one for each expert on
-disk; transformers knows how their names correspond (``conversion_mapping``). ``to_disk_tensors``
-converts in the other direction.
+disk; transformers knows how their names correspond (``conversion_mapping``).
+``to_checkpoint_tensors`` converts in the other direction.
 
 ``train/backends/safetensors_export.py`` writes weights, and ``weights.check_weights`` checks
 whether they are what a model needs.
@@ -194,7 +194,7 @@ def can_read_separately(model: Any) -> bool:
     )
 
 
-def to_disk_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def to_checkpoint_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Convert one tensor of a model to the tensors stored in its checkpoint, and yield their names
     and values. The values are views if possible, and may be on the meta device."""
     if not _conversions(model):

@@ -3,9 +3,9 @@ messages are rendered by appending the text that the template adds for them.
 
 ``MarkerAwareTokenizer`` separates markers from text: a message's content is never read as a marker.
 
-    pieces.text("a<|im_end|>")     the ids of those letters
-    pieces.marked("a<|im_end|>")   a, and the marker's id: for the output of a template
-    pieces.joined([3, "a", "b"])   3, and the ids of "ab"
+    pieces.text("a<|im_end|>")                  the ids of those letters
+    pieces.encode_with_markers("a<|im_end|>")   a, and the marker's id: for a template's output
+    pieces.joined([3, "a", "b"])                3, and the ids of "ab"
 
 A reply's text is split into thinking, content and tool calls, and joined again exactly.
 
@@ -59,7 +59,7 @@ class MarkerAwareTokenizer:
         """Return the token ids of ``text`` taken literally. Markers in it are ordinary text."""
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
 
-    def marked(self, text: str) -> list[int]:
+    def encode_with_markers(self, text: str) -> list[int]:
         """Return the token ids of ``text``, with special markers recognized."""
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
@@ -86,7 +86,7 @@ class MarkerAwareTokenizer:
     def token(self, marker: str) -> int:
         """Return the token id of a special marker. Raises ConfigError if the marker is not exactly
         one token."""
-        ids = self.marked(marker)
+        ids = self.encode_with_markers(marker)
         if len(ids) != 1:
             raise ConfigError(
                 f"the chat template needs the token {marker!r}, which the tokenizer does not have "
@@ -317,7 +317,7 @@ class TemplateRenderer:
                 "tool calls in this tokenizer's replies cannot be parsed: remove native tools"
             )
         safe = [self._harmless(message) for message in messages]
-        return self._pieces.marked(self._template.text(safe, generate=True))
+        return self._pieces.encode_with_markers(self._template.text(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
         """Return the token ids of new messages, to append after a reply with the sampled ids
@@ -325,7 +325,9 @@ class TemplateRenderer:
         earlier messages."""
         if self.unstable:
             raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
-        added = self._pieces.marked(self._gain([self._harmless(message) for message in messages]))
+        added = self._pieces.encode_with_markers(
+            self._gain([self._harmless(message) for message in messages])
+        )
         return added[1:] if added and after and after[-1] == added[0] else added
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
@@ -362,7 +364,9 @@ class TemplateRenderer:
         gain = self._gain(talk[reply + 1 : reply + 2])
         if path + gain != fresh:
             return f"up to a reply it writes {describe_first_difference(path + gain, fresh)}"
-        if self._pieces.marked(path) + self._pieces.marked(gain) != self._pieces.marked(fresh):
+        if self._pieces.encode_with_markers(path) + self._pieces.encode_with_markers(
+            gain
+        ) != self._pieces.encode_with_markers(fresh):
             return "its tokens change where messages meet"
         return ""
 

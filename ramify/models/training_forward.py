@@ -8,7 +8,7 @@ log-probabilities for some of them.
 
 A model cannot run on a forest of shared sequences if its layers keep a state (linear attention,
 state spaces), use a sliding window or scale scores in a special way. Such a model runs on padded
-rows, and ``shares`` is false so that the packer does not share prefixes.
+rows, and ``can_share_prefixes`` is false so that the packer does not share prefixes.
 
 ``compute_logprobs_and_entropies`` gives log-probabilities of entries without holding all of their
 logits at once:
@@ -40,7 +40,7 @@ from ramify.errors import ConfigError
 from ramify.models.batch_invariant_forward import BLOCK, BatchInvariantTrunk, in_blocks
 from ramify.models.dense import CausalAttentionKernel, DenseModel
 from ramify.models.forest_attention import ForestAttention, LayerOutputRows
-from ramify.models.onednn_products import is_faster, rounded_rows
+from ramify.models.onednn_products import is_faster_on_cpu, rounded_rows
 from ramify.models.routing import MixtureRouters
 from ramify.types.training_sequences import Segment
 
@@ -58,7 +58,7 @@ class ModelWithoutLoss(Protocol):
     batches."""
 
     @property
-    def shares(self) -> bool:
+    def can_share_prefixes(self) -> bool:
         """Return True if sequences of a batch may share prefixes."""
         ...
 
@@ -102,7 +102,7 @@ class DenseTrunk:
     """Runs a ``DenseModel`` for the trainer, with attention over forests of shared sequences.
     Implements ``ModelWithoutLoss``."""
 
-    shares = True
+    can_share_prefixes = True
 
     def __init__(self, model: DenseModel) -> None:
         self._model = model
@@ -139,7 +139,7 @@ def with_rounded_rows(
 
 def _missing_rows(x_N: Tensor) -> int:
     """Return the number of rows to add to a tensor to make oneDNN's products fast."""
-    if x_N.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_faster():
+    if x_N.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_faster_on_cpu():
         return 0
     return rounded_rows(len(x_N)) - len(x_N)
 
@@ -159,14 +159,14 @@ class TransformersTrunk:
         self._routers = MixtureRouters.of(model)
         self._scale = _logit_scale(model.config)
         ids = torch.arange(7, device=model.device) * 13 % model.config.vocab_size
-        self.shares = self._can_share(ids)
+        self.can_share_prefixes = self._can_share(ids)
         self._check_head(ids)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         # The engine may sample from the same model, with its own attention and cache.
         original = self._model.config._attn_implementation
-        if self.shares:
+        if self.can_share_prefixes:
             register()
             self._model.set_attn_implementation(NAME)
         try:
@@ -181,7 +181,7 @@ class TransformersTrunk:
         return self._all_hidden(ids_T, positions_T, segments).index_select(0, rows_N)
 
     def _all_hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
-        if not self.shares:
+        if not self.can_share_prefixes:
             return self._on_rows(ids_T, segments)
         return self.hidden_with_attention(ids_T, positions_T, ForestAttention(segments))
 
@@ -241,7 +241,7 @@ class TransformersTrunk:
             expected = torch.stack(
                 [self._on_rows(ids[row], [Segment(0, len(row), -1)])[-1] for row in rows]
             )
-            self.shares = True
+            self.can_share_prefixes = True
             try:
                 with self.forward_context():
                     h_TD = self._all_hidden(ids, positions, forest)

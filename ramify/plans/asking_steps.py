@@ -33,7 +33,7 @@ from ramify.plans.text_parts import (
     split_texts_into_parts,
 )
 from ramify.plans.value_bounds import PlannedCalls, ValueSizeBounds, known, reply_bounds
-from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_field_types, list_of
+from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_field_values, list_of
 
 T = TypeVar("T")
 _MIN_TOKENS = 16
@@ -81,7 +81,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
     and is repeated at the start of each part."""
 
     def __post_init__(self) -> None:
-        check_field_types(self, self.title)
+        check_field_values(self, self.title)
         if self.tokens < _MIN_TOKENS:
             raise ConfigError(f"split: tokens={self.tokens!r:.40}: give {_MIN_TOKENS} or more")
         if self.overlap < 0 or 2 * self.overlap > self.tokens:
@@ -143,7 +143,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
     tokens: int = 500
 
     def __post_init__(self) -> None:
-        check_field_types(self, self.title)
+        check_field_values(self, self.title)
         if self.tokens < 1:
             raise ConfigError(f"peek: tokens={self.tokens!r:.40}: give 1 or more")
 
@@ -182,7 +182,7 @@ class AskEachItem(AskingStep, frozen=True, tag="map"):
         return f"map {self.leaf.label}"
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        return list_of(self.leaf.read_by(given.items(self.title), self.title))
+        return list_of(self.leaf.answer_type_for(given.items(self.title), self.title))
 
     def bounded(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
@@ -217,7 +217,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         item, predicate = given.items(self.title), self.predicate
         kind = (
-            predicate.read_by(item, self.title)
+            predicate.answer_type_for(item, self.title)
             if isinstance(predicate, Leaf)
             else predicate.infer_output_type(item, self.title)
         )
@@ -273,7 +273,7 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
         return f"ask {self.leaf.label}"
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        return self.leaf.read_by(given, self.title)
+        return self.leaf.answer_type_for(given, self.title)
 
     def bounded(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
@@ -290,7 +290,7 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
             sheet.add(self.title, (1,), True, [tokens], [self.leaf.reply_tokens])
         else:
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
-        return reply_bounds(1, self.leaf.max_bytes)
+        return reply_bounds(1, self.leaf.max_answer_bytes)
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
         (answer,) = await flow.ask(self.leaf, [value], self.title)
@@ -314,17 +314,18 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
                 f"{self.title}: its leaf must give one value for all, but gives one for each "
                 "record: omit each"
             )
-        result = self.leaf.read_by(item, self.title)
+        result = self.leaf.answer_type_for(item, self.title)
         expected = "text" if item.kind == "part" else item.kind
         if ANY not in (item, result) and (result.kind != expected or not self._merges(item)):
             raise ConfigError(
                 f"{self.title}: it merges items of type {item}, but its leaf gives {result}"
             )
-        if self._fan_in(self.leaf.max_bytes) < 2:
+        if self._fan_in(self.leaf.max_answer_bytes) < 2:
             raise ConfigError(
                 f"{self.title}: two of its answers may take "
-                f"{2 * (self.leaf.max_bytes + BETWEEN_BYTES):,} bytes, but its leaf reads at most "
-                f"{self.leaf.read_bytes:,}: raise the leaf's tokens, or lower its reply_tokens"
+                f"{2 * (self.leaf.max_answer_bytes + BETWEEN_BYTES):,} bytes, but its leaf reads "
+                f"at most {self.leaf.read_bytes:,}: raise the leaf's tokens, or lower its "
+                "reply_tokens"
             )
         return result
 
@@ -337,7 +338,9 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     def _tree(self, shape: ValueSizeBounds) -> ReduceTreeGrouping:
         is_parts = _has_parts(shape.value)
         first = max(1, self._fan_in(shape.item_bytes))
-        return ReduceTreeGrouping(first, self._fan_in(self.leaf.max_bytes), is_parts or first == 1)
+        return ReduceTreeGrouping(
+            first, self._fan_in(self.leaf.max_answer_bytes), is_parts or first == 1
+        )
 
     def bounded(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
@@ -357,7 +360,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
         largest = self.leaf.read_bytes + tree.first * max(places, default=0)
         sheet.add_bounded(self.title, self.leaf, waves, shape.is_exact, total, largest)
         return reply_bounds(
-            1, max(self.leaf.max_bytes, 0 if tree.asks_single else shape.item_bytes)
+            1, max(self.leaf.max_answer_bytes, 0 if tree.asks_single else shape.item_bytes)
         )
 
     async def run(self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
@@ -439,7 +442,7 @@ def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
 def _answers(leaf: Leaf, shape: ValueSizeBounds) -> ValueSizeBounds:
     """Return the bounds of a model's answers, which are computed before it is asked. ``leaf`` is
     the question, and ``shape`` gives the bounds of the items that it is about."""
-    most = leaf.max_bytes
+    most = leaf.max_answer_bytes
     if leaf.each and isinstance(shape.value, list):
         counts = sorted((len(part.records) for part in shape.value), reverse=True)
         inner = sum(counts[: shape.num])

@@ -20,7 +20,7 @@ from ramify.engine.plain_call import with_answer_format
 from ramify.engine.typed import AnswerSchema, TypeMismatch, answer_type
 from ramify.errors import ConfigError
 from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes, shortened
-from ramify.plans.value_types import ValueType, check_field_types, list_of, type_of_schema
+from ramify.plans.value_types import ValueType, check_field_values, list_of, type_of_schema
 
 REPLY_BYTES_PER_TOKEN = 6
 """Maximum bytes of an answer per reply token. English has four to five."""
@@ -54,7 +54,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     """Short name for diagrams and records."""
 
     def __post_init__(self) -> None:
-        check_field_types(self, f"leaf {self.label!r:.60}")
+        check_field_values(self, f"leaf {self.label!r:.60}")
         if not self.prompt.strip():
             raise ConfigError("a leaf has an empty prompt: say what to ask")
         for name in ("tokens", "reply_tokens"):
@@ -74,7 +74,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return ValueType("text") if self.schema is None else type_of_schema(self.schema)
 
     @property
-    def max_bytes(self) -> int:
+    def max_answer_bytes(self) -> int:
         """Return the maximum size of the answer in bytes. With ``each``, this is the maximum size
         of one value."""
         return REPLY_BYTES_PER_TOKEN * self.reply_tokens
@@ -84,7 +84,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         """Return the maximum size, in bytes, of the value that the question is about."""
         return BYTES_PER_TOKEN * self.tokens
 
-    def read_by(self, given: ValueType, step: str) -> ValueType:
+    def answer_type_for(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the answer to this question for an input of type ``given``. Raises
         ConfigError if the question cannot be asked about such an input. The error names the plan
         step ``step``."""
@@ -172,7 +172,7 @@ def _base(schema: Any) -> AnswerSchema:
 
 
 def _kind(leaf: Leaf) -> AnswerSchema:
-    base, most = _base(leaf.schema), leaf.max_bytes
+    base, most = _base(leaf.schema), leaf.max_answer_bytes
 
     def convert(value: Any) -> Any:
         found = base.convert(value)
@@ -185,7 +185,7 @@ def _kind(leaf: Leaf) -> AnswerSchema:
 def _each_kind(leaf: Leaf, num: int) -> AnswerSchema:
     """Return the answer type of a question about ``num`` records: a list of exactly that many
     values."""
-    base, most = _base(leaf.schema), leaf.max_bytes
+    base, most = _base(leaf.schema), leaf.max_answer_bytes
     schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
 
     def convert(value: Any) -> Any:

@@ -135,7 +135,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         return self.cost_and_bounds(context, question, look_up_model(model, limits))[0]
 
-    def check_first_step(self) -> None:
+    def check_begins_with_split(self) -> None:
         """Raise ConfigError unless the first step of the plan divides the context into parts."""
         if not isinstance(self.steps[0], SplitText):
             raise ConfigError("a plan must cut the context first: begin with split(…)")
@@ -145,7 +145,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ) -> tuple[PlanCost, list[ValueSizeBounds]]:
         """Compute the cost of the plan for a context. Returns the cost, and the bounds of the value
         before the first step and after each step."""
-        self.check_first_step()
+        self.check_begins_with_split()
         sheet = PlannedCalls(question)
         first = ValueSizeBounds(context, True)
         shapes = self.shapes(first, sheet)

@@ -79,7 +79,7 @@ class PlanLeafRunner:
     def _answer(self, leaf: Leaf, item: Any, outcome: CallOutcome) -> Any:
         if outcome.stop is Stop.FINAL:
             answer = outcome.answer  # of another type, it has been checked
-            return bounded_text(answer, leaf.max_bytes) if leaf.schema is None else answer
+            return bounded_text(answer, leaf.max_answer_bytes) if leaf.schema is None else answer
         if isinstance(outcome.failure, LimitReached):
             self.stop = self.stop or outcome.stop
         self.failures.append(f"{_about(leaf, item)}: {outcome.error or outcome.stop}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import msgspec
 
-from ramify.plans.value_types import ValueType, check_field_types
+from ramify.plans.value_types import ValueType, check_field_values
 
 
 class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
     """A step of a plan. Its options are validated when it is created."""
 
     def __post_init__(self) -> None:
-        check_field_types(self, str(self.__struct_config__.tag))
+        check_field_values(self, str(self.__struct_config__.tag))
 
     @property
     def title(self) -> str:

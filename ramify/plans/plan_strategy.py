@@ -48,7 +48,7 @@ class PlanStrategy(
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
         """Answer the question of a run. Raises ConfigError before any model call if the plan cannot
         read the context or may exceed the run's budget."""
-        self.plan.check_first_step()
+        self.plan.check_begins_with_split()
         return await answer_by(
             self.plan, ValueSizeBounds(calls.question.context, True), None, calls
         )
@@ -64,7 +64,7 @@ async def answer_by(
     model = ModelCostProfile(client.name, client.window, client.price, calls.reasoning_tokens)
     # Cutting a large context, or ranking its parts, takes seconds.
     shapes = await asyncio.to_thread(plan.shapes, first, sheet, given)
-    cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_session_started)
+    cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_started_by_session)
     flow = PlanLeafRunner(calls)
     try:
         value = await plan.run(first.value, shapes, flow)

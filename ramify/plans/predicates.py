@@ -18,7 +18,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.install_command import install_command
 from ramify.plans.text_parts import TextPart, compiled
-from ramify.plans.value_types import BOOLEAN, ValueType, check_field_types
+from ramify.plans.value_types import BOOLEAN, ValueType, check_field_values
 
 Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -50,7 +50,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Field of a record in which to search."""
 
     def __post_init__(self) -> None:
-        check_field_types(self, "pattern")
+        check_field_values(self, "pattern")
         self._compiled()
 
     def _compiled(self) -> Any:
@@ -92,7 +92,7 @@ class Relevance(
     def __post_init__(self) -> None:
         from ramify.sources.search_units import MAX_HITS
 
-        check_field_types(self, "relevance")
+        check_field_values(self, "relevance")
         if not 1 <= self.top <= MAX_HITS:
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
@@ -147,7 +147,7 @@ class Comparison(
     value: Any = None
 
     def __post_init__(self) -> None:
-        check_field_types(self, "comparison")
+        check_field_values(self, "comparison")
         if self.op == "in" and not isinstance(self.value, list | tuple):
             raise ConfigError("the comparison 'in' needs a list of values")
 

@@ -109,7 +109,7 @@ def aggregate(
         reply_tokens=256,
         label="answer",
     )
-    most = max(1, leaf.read_bytes // 2 // (labelling.max_bytes + _COUNT_BYTES))
+    most = max(1, leaf.read_bytes // 2 // (labelling.max_answer_bytes + _COUNT_BYTES))
     return plan | c.both(c.top(most), c.spread() | c.top(most)) | c.ask(leaf)
 
 
@@ -145,7 +145,7 @@ def pairwise(
         _SIDES_TOKENS,
         label="sides",
     )
-    most = max(1, sides.read_bytes // (facts.max_bytes + _COUNT_BYTES))
+    most = max(1, sides.read_bytes // (facts.max_answer_bytes + _COUNT_BYTES))
     plan = _split(by, part_tokens, cut) | c.map(facts) | c.concat()
     plan |= c.filter(Comparison("value", "!=", "none")) | c.count("key", "value") | c.top(most)
     first, second = (Comparison("side", "in", [side, "both"]) for side in names[:2])

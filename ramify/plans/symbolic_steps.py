@@ -34,7 +34,7 @@ from ramify.plans.value_types import (
     NUMBER,
     TEXT,
     ValueType,
-    check_field_types,
+    check_field_values,
     list_of,
     pair_of,
 )
@@ -53,7 +53,7 @@ class SymbolicStep(PlanStep, frozen=True):
         """Compute the result of this step for a value."""
         raise NotImplementedError
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         """Return the bounds of the step's result for an input that depends on model replies.
         ``shape`` gives the bounds of the input, and ``given`` its type."""
         raise NotImplementedError
@@ -64,7 +64,9 @@ class SymbolicStep(PlanStep, frozen=True):
         """Return the bounds of the step's result before the plan runs. If the input is already
         known, the result is computed. ``shape`` gives the bounds of the input, and ``given`` its
         type. The step makes no model calls, so ``sheet`` is not changed."""
-        return known(self.apply(shape.value)) if shape.is_known else self.reshaped(shape, given)
+        return (
+            known(self.apply(shape.value)) if shape.is_known else self.output_bounds(shape, given)
+        )
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
         """Compute the result of this step in a thread, so that the event loop is not blocked."""
@@ -93,7 +95,7 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
             return [item for each in value if each is not None for item in each]
         return rendered([each for each in value if each is not None]) if value else ""
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         if shape.inner:
             return reply_bounds(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
         return reply_bounds(1, shape.size)
@@ -147,7 +149,7 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
         keys = (_hashable(value_at(item, self.key)) for item in items)
         return list(dict.fromkeys(key for key in keys if key is not None))
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         num = min(shape.num**2, MAX_PAIRS)
         return reply_bounds(num, 2 * shape.item_bytes + _NUMBER_BYTES, is_exact=False)
 
@@ -176,7 +178,7 @@ class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return max(rated, key=lambda each: each[0])[1] if rated else None
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return reply_bounds(1, shape.item_bytes)
 
     def shown(self) -> str:
@@ -202,7 +204,7 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
             return [value_at(item, self.name) for item in value]
         return value_at(value, self.name)
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return msgspec.structs.replace(shape, value=None)
 
     def shown(self) -> str:
@@ -233,7 +235,7 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
         named = (" | ".join(map(_name, key)) for key in keys if None not in key)
         return dict(sorted(Counter(named).items(), key=lambda each: (-each[1], each[0])))
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         fields = [given.items(self.title).field(name, self.title) for name in self.by or ("",)]
         num, key_bytes = shape.num, shape.item_bytes + 3 * len(fields)
         if all(field.labels for field in fields):
@@ -261,7 +263,7 @@ class BuildCountHistogram(SymbolicStep, frozen=True, tag="spread"):
     def apply(self, value: dict[str, int]) -> dict[str, int]:
         return {str(count): num for count, num in Counter(value.values()).most_common()}
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return reply_bounds(shape.num, 2 * _NUMBER_BYTES, is_exact=False)
 
 
@@ -292,7 +294,7 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
             return math.fsum(numbers) / len(numbers)
         return min(numbers) if self.how == "min" else max(numbers)
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return reply_bounds(1, _NUMBER_BYTES)
 
     def shown(self) -> str:
@@ -311,7 +313,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
     by: str = ""
 
     def __post_init__(self) -> None:
-        check_field_types(self, self.title)
+        check_field_values(self, self.title)
         if self.k < 1:
             raise ConfigError(f"top: k={self.k!r:.40}: give 1 or more")
 
@@ -330,7 +332,7 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
         rated = [(rank, item) for rank, item in ranked if rank is not None]
         return [item for _, item in sorted(rated, key=lambda each: -each[0])[: self.k]]
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return shape.limit_items(self.k)
 
     def shown(self) -> str:
@@ -353,7 +355,7 @@ class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
         found = (value_at(item, self.field) for item in value)
         return _sorted_set(each for each in found if each is not None)
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return msgspec.structs.replace(shape, is_exact=False, inner=0)
 
     def shown(self) -> str:
@@ -384,7 +386,7 @@ class SetOperation(SymbolicStep, frozen=True, tag="combine"):
             kept = {key: item for key, item in first.items() if (key in second) is is_both}
         return _sorted_set(kept.values())
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         first, second = shape.both or (shape, shape)
         most = max(first.item_bytes, second.item_bytes)
         total = first.total_bytes + second.total_bytes
@@ -426,7 +428,7 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
             raise ConfigError(f"join would give more than {MAX_PAIRS:,} records: filter first")
         return found
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         first, second = shape.both or (shape, shape)
         num = min(first.num * second.num, MAX_PAIRS)
         return reply_bounds(num, first.item_bytes + second.item_bytes, is_exact=False)
@@ -467,7 +469,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
         date = _date(value)
         return None if date is None else date.strftime(_PERIODS[self.per])
 
-    def reshaped(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
+    def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         item = shape.item_bytes + _NUMBER_BYTES
         total = shape.total_bytes + shape.num * _NUMBER_BYTES
         return msgspec.structs.replace(

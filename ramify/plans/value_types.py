@@ -103,7 +103,7 @@ def pair_of(first: ValueType, second: ValueType) -> ValueType:
     return ValueType("pair", first, second)
 
 
-def check_field_types(part: msgspec.Struct, what: str) -> None:
+def check_field_values(part: msgspec.Struct, what: str) -> None:
     """Raise ConfigError if a field of a struct holds a value of the wrong type. ``what`` names the
     struct in the error."""
     for field in msgspec.structs.fields(part):

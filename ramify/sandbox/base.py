@@ -35,9 +35,9 @@ from ramify.plugins import Registry, explain_conversion_error
 from ramify.sandbox.file_reference import FileReferenceReader, check_content_unchanged, count_text
 from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
 from ramify.sandbox.guest.frames import (
-    encoded_in_pieces,
     has_aligned_buffers,
     pack_value,
+    text_in_pieces,
     write_all,
 )
 from ramify.sandbox.guest.frames import unpack_value as unpack_value
@@ -145,7 +145,7 @@ class SharedContext:
 
     def pieces(self) -> Iterator[Any]:
         """Yield the encoded form as consecutive buffers."""
-        return encoded_in_pieces(self.parts)
+        return text_in_pieces(self.parts)
 
     def buffer(self) -> memoryview:
         """Return a read-only view of the encoded form. For a small value, each call makes a copy.
@@ -224,7 +224,7 @@ class SharedContext:
 def _write_parts(fd: int, parts: list[Any]) -> None:
     """Write the parts of an encoded value to a file descriptor."""
     pieces, num_bytes = [], 0
-    for piece in encoded_in_pieces(parts):
+    for piece in text_in_pieces(parts):
         pieces.append(piece)
         num_bytes += len(piece)
         if num_bytes >= _WRITTEN_BYTES:
@@ -394,7 +394,7 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
     silences its warning."""
 
     def __post_init__(self) -> None:
-        coerce_to_tuple(self, "packages")
+        coerce_field_to_tuple(self, "packages")
         for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
             value = getattr(self, name)
             if not value > 0:
@@ -406,7 +406,7 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
             )
 
 
-def coerce_to_tuple(spec: SandboxSpec, name: str) -> None:
+def coerce_field_to_tuple(spec: SandboxSpec, name: str) -> None:
     """Convert a field that was given as a list to a tuple. Raises ConfigError if the value is not a
     collection."""
     given = getattr(spec, name)
@@ -447,7 +447,7 @@ class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         SandboxSpec.__post_init__(self)
-        coerce_to_tuple(self, "mounts")
+        coerce_field_to_tuple(self, "mounts")
         if self.tier not in ("A", "B", "C"):
             raise ConfigError(f"sandbox tier is {self.tier!r}: give 'A', 'B' or 'C'")
         for name in ("files_bytes", "cpu_s", "pool", "all_memory_bytes"):

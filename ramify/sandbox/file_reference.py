@@ -61,7 +61,7 @@ class FileReferenceReader:
 
     def __getitem__(self, place: slice) -> bytes:
         low, high, _ = place.indices(len(self))
-        fd = self.open()
+        fd = self.open_unchanged()
         try:
             parts, at, end = [], low + self.start, high + self.start
             while at < end and (part := os.pread(fd, min(end - at, 1 << 30), at)):
@@ -73,9 +73,9 @@ class FileReferenceReader:
 
     def check(self) -> None:
         """Raise SourceError if the file is missing or has changed since it was first read."""
-        os.close(self.open())
+        os.close(self.open_unchanged())
 
-    def open(self) -> int:
+    def open_unchanged(self) -> int:
         """Open the file and return its descriptor. Raises SourceError if the file is missing or has
         changed since it was first read."""
         fd = _open(self.reference)

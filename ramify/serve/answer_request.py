@@ -330,7 +330,7 @@ class RunProgressFormatter:
         shows no progress."""
         return encodable(self._text(event))
 
-    def partial_reply_text(self, part: ReplyTextDelta) -> str:
+    def delta_text(self, part: ReplyTextDelta) -> str:
         """Return the progress text for a part of a reply that is arriving. Only replies to the
         root, the session that answers the question itself, are shown; for others the text is empty.
         """
@@ -439,7 +439,7 @@ class RunProgressCollector:
         self._wake.set()
 
     def _arrive(self, part: ReplyTextDelta) -> None:
-        if text := self._progress.partial_reply_text(part):
+        if text := self._progress.delta_text(part):
             self._pending.append(text)
         self._wake.set()
 

@@ -48,7 +48,7 @@ from ramify.http_server.model_api_routes import (
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
-from ramify.inference.http.engine_client import format_kv_cache_metrics
+from ramify.inference.http.engine_client import format_kv_cache_prometheus
 from ramify.inference.local.local_client import LocalClient
 from ramify.serve import token_completions
 from ramify.serve.feedback import add_feedback_route
@@ -162,7 +162,7 @@ class PolicyServer:
         )
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = format_kv_cache_metrics(await self._client.pressure())
+        text = format_kv_cache_prometheus(await self._client.pressure())
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:

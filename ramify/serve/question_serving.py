@@ -62,7 +62,7 @@ class ServedAnswer(msgspec.Struct, frozen=True):
     """Id and call of each requested client function. If there are any, the text is empty."""
 
 
-def length_limit_note(max_tokens: int | None) -> str:
+def max_length_instruction(max_tokens: int | None) -> str:
     """Return a note to the model about the maximum length of its answer. It is empty if the request
     has no ``max_tokens``."""
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
@@ -303,7 +303,7 @@ class ServedQuestions:
 
     def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: QuestionAndContext) -> None:
         request = served.request
-        question = prompt.question + length_limit_note(request.max_tokens)
+        question = prompt.question + max_length_instruction(request.max_tokens)
         context, query = (question, None) if prompt.context is None else (prompt.context, question)
         try:
             kind = request.offer or (

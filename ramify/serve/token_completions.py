@@ -130,7 +130,7 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
     )
     choice: dict[str, Any] = {
         "index": 0,
-        "text": tokenizer.decode(generation.sampled, skip_special_tokens=True),
+        "text": tokenizer.decode(generation.sampled_ids, skip_special_tokens=True),
         "finish_reason": generation.end,
         "versions": [[span.start, span.end, span.version] for span in generation.version_spans],
     }
@@ -138,7 +138,7 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
         choice["logprobs"] = {"token_logprobs": generation.logprobs}
     if parsed.return_token_ids:
         choice |= {
-            "token_ids": generation.sampled,
+            "token_ids": generation.sampled_ids,
             "prompt_token_ids": ids,
             "kept": generation.candidate_ids,
         }
@@ -185,7 +185,7 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     if parsed.return_logprob:
         about["output_token_logprobs"] = [
             [logprob, id, None]
-            for id, logprob in zip(generation.sampled, generation.logprobs, strict=True)
+            for id, logprob in zip(generation.sampled_ids, generation.logprobs, strict=True)
         ]
     about |= {
         "finish_reason": {"type": generation.end},
@@ -196,8 +196,8 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     }
     if parsed.return_routed_experts and client.experts is not None:
         about["routed_experts"] = encode_experts_int32(generation.routes, client.experts)
-    text = client.policy.tokenizer.decode(generation.sampled, skip_special_tokens=True)
-    return {"text": text, "output_ids": generation.sampled, "meta_info": about}
+    text = client.policy.tokenizer.decode(generation.sampled_ids, skip_special_tokens=True)
+    return {"text": text, "output_ids": generation.sampled_ids, "meta_info": about}
 
 
 async def _sampled(

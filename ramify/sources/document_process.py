@@ -93,7 +93,7 @@ def convert_document(
     """Convert a document to text in a separate process, and return the result. ``what`` describes
     the document in errors, such as ``a PDF``. Raises UnreadableSource if the conversion fails."""
     try:
-        with _processes.one() as process:
+        with _processes.lend_process() as process:
             ask(process, [encode(ConversionRequest(kind))], _START_S)
             request = [encode(ConversionRequest(kind, max(0, loading.room))), file.data]
             (answered,) = ask(process, request, loading.max_file_s)

@@ -26,7 +26,7 @@ from ramify.printable import one_line
 from ramify.progress import ProgressReporter
 from ramify.sandbox.base import MappedText
 from ramify.sources.queryable_tables import SourceTable
-from ramify.types.picture import Picture, picture_digest
+from ramify.types.picture import Picture, picture_reference_digest
 
 MAX_FILE_S = 60.0
 """Time limit in seconds for parsing one file of a kind that can take arbitrarily long."""
@@ -187,7 +187,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
             lines = [f"{head} {item.detail}" if item.detail else head]
-        elif picture_digest(self.context) is not None:
+        elif picture_reference_digest(self.context) is not None:
             lines = [f"It is the picture {self.items[0].name!r}: {self.items[0].detail}."]
         else:
             lines = [

@@ -80,7 +80,7 @@ def _asked(
     request: ImageDownscaleRequest | PdfPageRenderRequest, data: bytes, limit_s: float
 ) -> bytes:
     try:
-        with _processes.one() as process:
+        with _processes.lend_process() as process:
             head, made = ask(process, [encode(request), data], limit_s + _START_S)
             answer: _Answer = decode(head, _Answer)
     except TimeoutError:

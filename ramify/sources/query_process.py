@@ -65,7 +65,7 @@ class QueryProcesses:
                 f"sql: params: {error}: give numbers, text, bytes or None for each placeholder"
             ) from None
         try:
-            with self._processes.one() as process:
+            with self._processes.lend_process() as process:
                 (data,) = ask(process, [asked], limit_s + grace_s)
                 answer: ProcessValueOrError = decode(data, ProcessValueOrError)
         except TimeoutError:

@@ -112,7 +112,7 @@ def keep_reserve(root: Path) -> None:
     the reserve is freed for replies that still arrive.
     """
     path = root / _RESERVE
-    if reserve_file_bytes(root) >= RESERVE_BYTES:
+    if reserve_file_size(root) >= RESERVE_BYTES:
         return
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT, FILE_MODE)
@@ -125,7 +125,7 @@ def keep_reserve(root: Path) -> None:
         release_reserve(root)
 
 
-def reserve_file_bytes(root: Path) -> int:
+def reserve_file_size(root: Path) -> int:
     """Return the size in bytes of the reserve file of the store at ``root``, or 0 if there is none.
     The file keeps disk space free for the store.
     """
@@ -170,7 +170,7 @@ class StoreSizeMonitor:
         """Return the total size of the store's folder in bytes. The result is cached for
         ``warn_if_full``.
         """
-        total = sum(_walk(self._root)) - reserve_file_bytes(self._root)
+        total = sum(_walk(self._root)) - reserve_file_size(self._root)
         data = msgspec.json.encode(_Size(total, self._now()))
         try:
             fd = os.open(

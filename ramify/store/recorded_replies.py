@@ -140,7 +140,7 @@ class RunEventIndex:
             for place, texts in (forked.get("prompts") or {}).items()
         }
 
-    def with_edited_texts(
+    def edited_messages(
         self, call: str, turn: int, new: tuple[Message, ...]
     ) -> tuple[Message, ...]:
         """Return the messages that a turn adds to its conversation, with any edits applied.
@@ -212,7 +212,7 @@ class RunEventIndex:
                 "or context have changed, so start a new run"
             )
 
-    def num_reused_ids(self, call: str, turn: int) -> int:
+    def num_reused_token_ids(self, call: str, turn: int) -> int:
         """Return how many token ids at the beginning of this turn's recorded prompt were reused
         unchanged from earlier turns of the call."""
         return self._replies[call, turn].reused_ids
@@ -254,7 +254,7 @@ class RunEventIndex:
             if self.is_in_flight(call, turn)
         ]
 
-    def final_turn_limit(self, call: str, turn: int) -> Stop | None:
+    def final_turn_reason(self, call: str, turn: int) -> Stop | None:
         """Return the limit that made this request the last one of its call, or None if the call
         could have continued.
         """

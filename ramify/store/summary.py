@@ -16,7 +16,7 @@ from ramify.store.textless_events import (
     TextlessCellRan,
     TextlessReplyReceived,
     TextlessRequestStarted,
-    decode_short_events,
+    decode_textless_events,
 )
 from ramify.types.event import (
     AttemptFailed,
@@ -83,7 +83,7 @@ def summarise(run: StoredRun) -> RunSummary:
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:
         for block in run.blocks():
-            for event, num_bytes in decode_short_events(block, run, chain):
+            for event, num_bytes in decode_textless_events(block, run, chain):
                 number += 1
                 if isinstance(event, DamagedLine):
                     raise damaged(run, number, event.reason)

@@ -42,7 +42,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Reply, Usage
-from ramify.types.struct_subset_check import check_short_form
+from ramify.types.struct_subset_check import check_struct_subset
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
     Call,
@@ -56,7 +56,7 @@ from ramify.types.trajectory import (
 )
 
 
-@check_short_form(CallStarted)
+@check_struct_subset(CallStarted)
 class TextlessCallStarted(Event, frozen=True, gc=False, tag="CallStarted"):
     """A "call started" event, reduced to the fields that listings and the page of a run need."""
 
@@ -70,7 +70,7 @@ class TextlessCallStarted(Event, frozen=True, gc=False, tag="CallStarted"):
     context: ContextRef | None = None
 
 
-@check_short_form(RequestStarted)
+@check_struct_subset(RequestStarted)
 class TextlessRequestStarted(Event, frozen=True, gc=False, tag="Requested"):
     """A "request sent" event without its prompt."""
 
@@ -78,7 +78,7 @@ class TextlessRequestStarted(Event, frozen=True, gc=False, tag="Requested"):
     turn: int
 
 
-@check_short_form(Reply)
+@check_struct_subset(Reply)
 class ReplyBill(msgspec.Struct, frozen=True, gc=False):
     """The cost of a reply, decoded without its text."""
 
@@ -86,7 +86,7 @@ class ReplyBill(msgspec.Struct, frozen=True, gc=False):
     cost: float | None = None
 
 
-@check_short_form(ReplyReceived)
+@check_struct_subset(ReplyReceived)
 class TextlessReplyReceived(Event, frozen=True, gc=False, tag="Replied"):
     """A "reply received" event without its text and token ids."""
 
@@ -95,7 +95,7 @@ class TextlessReplyReceived(Event, frozen=True, gc=False, tag="Replied"):
     reply: ReplyBill
 
 
-@check_short_form(CellRan)
+@check_struct_subset(CellRan)
 class TextlessCellRan(Event, frozen=True, gc=False, tag="CellRan"):
     """A "code cell run" event without its code and output."""
 
@@ -104,7 +104,7 @@ class TextlessCellRan(Event, frozen=True, gc=False, tag="CellRan"):
     cell: int
 
 
-@check_short_form(ToolAnswered)
+@check_struct_subset(ToolAnswered)
 class TextlessToolAnswered(Event, frozen=True, gc=False, tag="ToolAnswered"):
     """A "tool answered" event without its arguments and result."""
 
@@ -140,7 +140,7 @@ def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
 _FIRST = b'{"type":"RunStarted"'
 
 
-def decode_short_event(line: bytes, run: StoredRun) -> AnyEventOutline:
+def decode_textless_event(line: bytes, run: StoredRun) -> AnyEventOutline:
     """Decode one line of a run into a shortened event. Raises StoreError if a newer version of
     Ramify wrote the line, and an error of ``CANNOT_DECODE`` if it is damaged.
     """
@@ -155,7 +155,7 @@ class DamagedLine(msgspec.Struct, frozen=True):
     reason: str
 
 
-def decode_short_events(
+def decode_textless_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyEventOutline | DamagedLine, int]]:
     """Decode a block of complete lines of ``run`` into shortened events. ``chain`` is the running
@@ -187,7 +187,7 @@ def _decoded(
 def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline | DamagedLine]:
     for line in lines:
         try:
-            yield decode_short_event(line, run)
+            yield decode_textless_event(line, run)
         except CANNOT_DECODE as error:
             yield DamagedLine(str(error))
 
@@ -195,12 +195,12 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline 
 # --- trajectories ---------------------------------------------------------------------------------
 
 
-@check_short_form(Turn)
+@check_struct_subset(Turn)
 class FieldlessTurn(msgspec.Struct):
     """A turn of a call without any fields. Listings only count the turns."""
 
 
-@check_short_form(Call)
+@check_struct_subset(Call)
 class CallOutline(msgspec.Struct):
     """A call of a trajectory, without its texts."""
 
@@ -209,7 +209,7 @@ class CallOutline(msgspec.Struct):
     turns: list[FieldlessTurn] = []
 
 
-@check_short_form(Trajectory)
+@check_struct_subset(Trajectory)
 class TrajectoryOutline(msgspec.Struct):
     """A trajectory without the texts and token ids of its calls."""
 

@@ -53,7 +53,7 @@ def is_scored_by_step(task: Task, item: Item) -> bool:
     return isinstance(task, BatchScoredTask) and task.is_scored_by_step(item)
 
 
-def step_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
+def batch_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
     """Score all rollouts of a step with one call of the task. Returns for each rollout its score,
     or the error because of which it has none.
     """
@@ -80,7 +80,7 @@ def score_step_in_time(
     """
     what = f"task '{task.name}': its score of {len(rollouts)} rollouts"
     try:
-        scores = call_in_time(lambda: step_scores(task, rollouts), what, timeout_s)
+        scores = call_in_time(lambda: batch_scores(task, rollouts), what, timeout_s)
     except RamifyError as error:
         return [error] * len(rollouts)
     errors: list[RamifyError | None] = []

@@ -40,7 +40,7 @@ from ramify.tasks.base import (
     items_of,
     task_of,
 )
-from ramify.tasks.batch_scoring import is_scored_by_step, step_scores
+from ramify.tasks.batch_scoring import batch_scores, is_scored_by_step
 from ramify.types.trajectory import GroupFate, Trajectory
 
 _PERIOD = 1000
@@ -115,7 +115,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
         parts = [(*_own(item), trajectory) for item, trajectory in rollouts]
         scores: dict[str, Iterator[Score | RamifyError]] = {
             part: iter(
-                step_scores(
+                batch_scores(
                     self.tasks[part], [(own, run) for name, own, run in parts if name == part]
                 )
             )

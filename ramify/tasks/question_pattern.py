@@ -1,7 +1,7 @@
 """The form of a task's questions and contexts. Small policies are trained on a single task, and can
 only answer questions of its form.
 
-    form = question_form("ledger")
+    form = task_question_pattern("ledger")
     form.fits("count rows of 'red'", "bavo,red,17")     # True
     form.fits("Which host failed?", "web-3 ERROR")      # False: a policy for ledgers would guess
 
@@ -32,7 +32,7 @@ class TaskQuestionPattern(msgspec.Struct, frozen=True):
     """
 
 
-def question_form(task: str) -> TaskQuestionPattern | None:
+def task_question_pattern(task: str) -> TaskQuestionPattern | None:
     """Return the form of the questions of the built-in task ``task``, or None if the form is
     unknown.
     """

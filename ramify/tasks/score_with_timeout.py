@@ -1,6 +1,6 @@
 """Runs a task's score function, which is user code, with a time limit.
 
-    scored_in_time(task, item, trajectory, 30) ──own thread──> scored(…) ──> rewards and metrics
+    score_with_timeout(task, item, trajectory, 30) ──own thread──> scored(…) ──> rewards and metrics
 
 If a score takes too long, the error names the line that it is executing, and its thread is stopped
 (``stoppable_thread.py``). The values that a score may return are defined in ``base.py``.
@@ -19,7 +19,9 @@ from ramify.types.trajectory import Trajectory
 _T = TypeVar("_T")
 
 
-def scored_in_time(task: Task, item: Item, trajectory: Trajectory, timeout_s: float) -> Trajectory:
+def score_with_timeout(
+    task: Task, item: Item, trajectory: Trajectory, timeout_s: float
+) -> Trajectory:
     """Score a trajectory within ``timeout_s`` seconds, and return it with its rewards. Raises
     RamifyError, which names the task and the item. After a time-out, it also names the line that
     was running.

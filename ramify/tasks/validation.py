@@ -19,7 +19,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.tasks.base import SPLITS, Item, Task, items_of, total
 from ramify.tasks.batch_scoring import EndedRollout, is_scored_by_step, score_step_in_time
-from ramify.tasks.score_with_timeout import scored_in_time
+from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.trajectory import Call, Stop, Trajectory
 
 WRONG = "(no answer of this task looks like this: qzxvkj)"
@@ -150,7 +150,7 @@ def answered(item: Item, answer: Any) -> Trajectory:
 
 
 def _worth(task: Task, item: Item, answer: Any, score_s: float) -> float:
-    trajectory = scored_in_time(task, item, answered(item, answer), score_s)
+    trajectory = score_with_timeout(task, item, answered(item, answer), score_s)
     return total(trajectory.rewards, task.weights)
 
 

@@ -245,7 +245,7 @@ class OfflineModel(
         run = (
             f"chars = max({4 * self.leaf_tokens}, len(context) // {calls} + 1)\n"
             "result = None\n"
-            f"result = solve({form.question_code(turn.question)}, context, ask, "
+            f"result = solve({form.question_expression(turn.question)}, context, ask, "
             f"min(chars, {turn.max_chars}))\n"
             f'print("{RESULT}", result)'
         )

@@ -61,7 +61,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
         return self._table(0)
 
     @property
-    def count_distribution(self) -> dict[str, int]:
+    def count_frequencies(self) -> dict[str, int]:
         """How many values occur once, twice and so on, keyed by that count. Empty if the leaf is
         not asked about counts.
         """

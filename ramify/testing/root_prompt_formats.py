@@ -84,7 +84,7 @@ class RootPromptFormat(Protocol):
         """
         ...
 
-    def question_code(self, question: str) -> str:
+    def question_expression(self, question: str) -> str:
         """Return a Python expression for the question: a string literal, or a variable that the
         session already has.
         """
@@ -127,7 +127,7 @@ class RamifyPromptFormat:
             "Answer now with what you have" in messages[-1].content,
         )
 
-    def question_code(self, question: str) -> str:
+    def question_expression(self, question: str) -> str:
         return repr(question)
 
     def cell(self, thought: str, code: str) -> str:
@@ -157,7 +157,7 @@ class RlmsPromptFormat:
         num_cells = sum(message.role == "assistant" for message in messages)
         return ParsedRootPrompt(first[1], num_cells, result=_result_in(messages))
 
-    def question_code(self, question: str) -> str:
+    def question_expression(self, question: str) -> str:
         return repr(question)
 
     def cell(self, thought: str, code: str) -> str:
@@ -193,7 +193,7 @@ class DrostePromptFormat:
             is_extraction,
         )
 
-    def question_code(self, question: str) -> str:
+    def question_expression(self, question: str) -> str:
         return repr(question)
 
     def cell(self, thought: str, code: str) -> str:
@@ -232,7 +232,7 @@ class DspyPromptFormat:
             is_last=not is_step,
         )
 
-    def question_code(self, question: str) -> str:
+    def question_expression(self, question: str) -> str:
         return "question"
 
     def cell(self, thought: str, code: str) -> str:

@@ -150,7 +150,7 @@ class BranchSampler:
         return turn in where
 
 
-def fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
+def rollout_fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
     """Return the arguments that make a rollout fork as ``options`` say. Returns no arguments if
     ``options`` is None. ``limits`` are those of a rollout without forks, and are raised to allow
     for the continuations."""

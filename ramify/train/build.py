@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ramify.actors.launcher import Launcher, close_on_exit
+from ramify.actors.launcher import Launcher, register_cleanup
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
@@ -30,8 +30,8 @@ from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
 from ramify.train.config import plain
-from ramify.train.depth_models import AnsweredCallsAlgorithm, call_temperature
-from ramify.train.initial_policy import adapter_spec_of, device_of, sharded_checkpoint_folder
+from ramify.train.depth_models import AnsweredCallsAlgorithm, temperature_by_call
+from ramify.train.initial_policy import device_of, lora_adapter_spec, sharded_checkpoint_folder
 from ramify.train.learner import Learner, PolicyWeightTransfer, Publisher
 from ramify.train.load_run_parts import RunParts
 from ramify.train.metrics import CpuMeter, StepMetrics
@@ -83,7 +83,7 @@ async def opened_trainer(
     import torch
 
     if checkpoint is not None:
-        parts.check_same_tensors(checkpoint)
+        parts.check_checkpoint_tensors(checkpoint)
     on_start()
     _log.info(
         "run_started",
@@ -102,14 +102,14 @@ async def opened_trainer(
             models = await stack.enter_async_context(contextlib.AsyncExitStack())
             rollouts = await open_rollouts(parts, out, hosts, stack)
         trained = trained_model(parts, out, hosts)
-        close_on_exit(models, "trained", trained.close)
+        register_cleanup(models, "trained", trained.close)
         weights = PolicyWeightTransfer(parts.policy, parts.serving, rollouts.client, trained)
         teachers = teachers_of(parts, rollouts, out, trained, weights)
         if teachers is not None:
-            close_on_exit(stack, "teachers", teachers.close)
+            register_cleanup(stack, "teachers", teachers.close)
         record = _record(parts, rollouts, out, trained, listener)
         watch = StallWatchdog(
-            out, parts.run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall
+            out, parts.run.stall_s, others=getattr(trained, "stack_traces", None), on_stall=on_stall
         )
         wiring = LearnerResources(
             record,
@@ -167,7 +167,7 @@ def _record(
         measures.append(rollouts.depths.step_metrics)
     meter = None
     if not isinstance(client, LocalClient):
-        measures.append(client.metrics)
+        measures.append(client.engine_count_metrics)
     # With other backends, child processes of this one do more than run sessions.
     elif trained.is_here and rollouts.workers is None:
         meter = CpuMeter(client.engine.paces.taken)
@@ -252,7 +252,7 @@ def _other_learners(
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")
-        close_on_exit(models, f"trained.{name}", trained.close)
+        register_cleanup(models, f"trained.{name}", trained.close)
         weights = PolicyWeightTransfer(own.policy, own.serving, engine, trained)
         source = main.weights if parts.run.policies[name].policy is None else None
         own_wiring = wiring._replace(model=engine.name, name=name)
@@ -284,7 +284,7 @@ def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> 
         parts.policy,
         parts.compute,
         out,
-        lora=adapter_spec_of(run),
+        lora=lora_adapter_spec(run),
         source=source,
         critic=critic,
         **placed,
@@ -335,7 +335,7 @@ def _rl_stages(
         )
     names = {POLICY: rollouts.client.name}
     names |= {name: client.name for name, (client, _) in rollouts.others.items()}
-    temperature = call_temperature(run.depths, names, rl.rollout.temperature)
+    temperature = temperature_by_call(run.depths, names, rl.rollout.temperature)
     stage = partial(RlStage, task=parts.task, rollouts=rollouter, temperature=temperature)
     if not parts.others:
         yield stage(rl, rl.algorithm, signals=signals, pool=pool)

@@ -27,7 +27,7 @@ import msgspec
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.plugins import check_methods, use_import_locations
+from ramify.plugins import check_methods, replace_plugin_names
 from ramify.sandbox.base import (
     AnySandboxSpec,
     JailSpec,
@@ -534,7 +534,7 @@ def plain(run: Run) -> dict[str, Any]:
         ) from error
     if run.rl is not None:
         rl = data["rl"]
-        use_import_locations(run.rl.algorithm, rl["algorithm"])
-        use_import_locations(run.rl.loss.policy, rl["loss"]["policy"])
-        use_import_locations(run.rl.loss.corrections, rl["loss"]["corrections"])
+        replace_plugin_names(run.rl.algorithm, rl["algorithm"])
+        replace_plugin_names(run.rl.loss.policy, rl["loss"]["policy"])
+        replace_plugin_names(run.rl.loss.corrections, rl["loss"]["corrections"])
     return redacted(data)

@@ -109,7 +109,7 @@ def fields(
             in_words(hints.get(name, Any), section),
             default,
             current,
-            meanings.get(name) or ("" if section is None else about_class(section)),
+            meanings.get(name) or ("" if section is None else class_summary(section)),
             section,
         )
         if section is not None:
@@ -213,7 +213,7 @@ def public_path(kind: type) -> str:
     return kind.__name__
 
 
-def about_class(kind: type) -> str:
+def class_summary(kind: type) -> str:
     """Return the first sentence of the docstring of a class, on one line."""
     text = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
     sentence, dot, _ = text.partition(". ")

@@ -323,7 +323,7 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
     return msgspec.structs.replace(request, sampling=sampling)
 
 
-def call_temperature(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
+def temperature_by_call(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
     """Return the sampling temperature of calls, for use in the loss. This is the number ``usual``
     if no depth sets its own temperature. Otherwise it is a function from a call to its temperature.
     ``names`` maps each policy to the model name under which it answers calls."""

@@ -151,7 +151,7 @@ def findings(
         yield name, finding
 
 
-def metric_names_for(name: str) -> tuple[str, ...]:
+def finding_metric_names(name: str) -> tuple[str, ...]:
     """Return the names of the metrics on which an alarm is based. ``name`` is a kind of finding, or
     a limit that the user sets (``max_kl`` or ``min_entropy``)."""
     rule = _FINDING_RULES.get(name)

@@ -189,7 +189,7 @@ def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
     import torch
 
     from ramify.train.backends import sharded_lora
-    from ramify.train.initial_policy import adapter_spec_of
+    from ramify.train.initial_policy import lora_adapter_spec
 
     sharded_lora.need_peft()
     try:
@@ -202,7 +202,7 @@ def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
     tensors = [
         (f"{name.replace(mark, '.lora_')}.default.weight", each) for name, each in found.items()
     ]
-    sharded_lora.save(folder, adapter_spec_of(run), names, tensors)
+    sharded_lora.save(folder, lora_adapter_spec(run), names, tensors)
 
 
 def _name_base(folder: Path, base: str) -> None:

@@ -27,7 +27,7 @@ from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.train.backends.base import BACKENDS
 from ramify.train.config import PolicySpec, Run
-from ramify.train.policy_dependent_defaults import scratch_model_config, vocabulary_size
+from ramify.train.policy_dependent_defaults import scratch_model_config, suggested_vocabulary_size
 from ramify.train.preflight import policy_path
 from ramify.train.sft_training_data import DemonstrationSet, tokenised
 from ramify.trained_policy_settings import TrainedPolicySettings
@@ -138,7 +138,7 @@ def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> Traine
 
 
 def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) -> int:
-    return 512 if spec.shape else vocabulary_size(sum(map(len, _texts(demonstrations))))
+    return 512 if spec.shape else suggested_vocabulary_size(sum(map(len, _texts(demonstrations))))
 
 
 def _shape(
@@ -215,7 +215,7 @@ def set_deterministic(policy: Policy) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def adapter_spec_of(run: Run) -> Any:
+def lora_adapter_spec(run: Run) -> Any:
     """Return the specification of the run's LoRA adapters, or None if it trains without
     adapters."""
     from ramify.train.backends.sharded_lora import AdapterSpec

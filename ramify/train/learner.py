@@ -278,7 +278,7 @@ class Learner:
         with WallAndCpuTimer("packing"):
             batches = pack(part.rows, backend.packing, part.denominators, whole=whole)
             if self.publisher.check is not None:
-                self.publisher.check.check_loss_weights(part.rows, batches)
+                self.publisher.check.check_packed_loss_weights(part.rows, batches)
         with WallAndCpuTimer("forward_backward"):
             measured = backend.forward_backward(batches, stage.loss)
         with WallAndCpuTimer("optimizer"):

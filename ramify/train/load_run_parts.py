@@ -27,8 +27,8 @@ from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has
 from ramify.train.config import Run, plain
 from ramify.train.data.sft_row_cache import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.initial_policy import (
-    adapter_spec_of,
     device_of,
+    lora_adapter_spec,
     policy_of,
     serving_policy,
     set_deterministic,
@@ -107,7 +107,7 @@ class RunParts:
         """Write the initial policy to ``folder``, in the format that engines load."""
         from ramify.models.load import save_policy
         from ramify.models.model_config_files import local_model_folder
-        from ramify.train.backends.safetensors_export import convert_checkpoint
+        from ramify.train.backends.safetensors_export import convert_checkpoint_dtype
 
         if self.policy.device.type != "meta":
             return save_policy(self.serving, folder)
@@ -115,7 +115,7 @@ class RunParts:
         save_policy(
             serving,
             folder,
-            write=lambda out: convert_checkpoint(source, out, serving.config, serving.dtype),
+            write=lambda out: convert_checkpoint_dtype(source, out, serving.config, serving.dtype),
         )
 
     def save_sft_rows(self, out: Path) -> None:
@@ -124,11 +124,11 @@ class RunParts:
         if self.rows:
             write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
 
-    def num_processes(self, role: str) -> int:
+    def num_placed_processes(self, role: str) -> int:
         """Return the number of processes of a role that have a placement slot."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
 
-    def check_same_tensors(self, checkpoint: Path) -> None:
+    def check_checkpoint_tensors(self, checkpoint: Path) -> None:
         """Raise ConfigError if the policy of a checkpoint has other tensors than this run's policy.
         The error names the first tensor that differs."""
         from ramify.models.weights import check_weights, read_weights
@@ -234,7 +234,7 @@ def _rows_key(run: Run) -> str:
 def _other_parts(parts: RunParts, name: str) -> RunParts:
     """Return the run's parts for an additional policy. ``name`` is its name in ``Run.policies``,
     and ``parts`` belongs to the main policy."""
-    run = with_policy_defaults(single_policy_run(parts.run, name))
+    run = with_policy_defaults(run_for_policy(parts.run, name))
     check_inference(run)
     check_schedules(run)
     device = device_of(run)
@@ -259,7 +259,7 @@ def _other_parts(parts: RunParts, name: str) -> RunParts:
     )
 
 
-def single_policy_run(run: Run, name: str) -> Run:
+def run_for_policy(run: Run, name: str) -> Run:
     """Return a copy of ``run`` that trains only the additional policy ``name`` of
     ``Run.policies``."""
     spec = run.policies[name]
@@ -298,7 +298,7 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
             )
     if not hasattr(kind, "check_model"):
         return
-    kind.check_model(config, run.compute, device, adapter_spec_of(run), _optims(run))
+    kind.check_model(config, run.compute, device, lora_adapter_spec(run), _optims(run))
     if run.inference is None and not kind.is_here:
         check_engine_memory(config, run.policy.dtype, device)
 

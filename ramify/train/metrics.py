@@ -451,11 +451,11 @@ class CpuMeter:
             "cpu/loop_s": self._loop_s - loop_s,
             "cpu/sessions_s": max(0.0, self._sessions_s - sessions_s),
             "cpu/engine_s": sum(each.cpu_s for each in engine),
-            **{name: value for each in engine for name, value in engine_step_metrics(each)},
+            **{name: value for each in engine for name, value in engine_timing_metrics(each)},
         }
 
 
-def engine_step_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float]]:
+def engine_timing_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float]]:
     """Yield the name and the value of each metric of one kind of engine step."""
     prefix = f"batch{timing.sequences}.{'prefill' if timing.reads else 'decode'}"
     yield f"{prefix}/steps", float(timing.steps)

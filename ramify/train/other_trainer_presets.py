@@ -160,7 +160,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
     return msgspec.structs.replace(run, rl=rl)
 
 
-def usual_policy_losses(objective: str) -> list[str]:
+def policy_losses_for(objective: str) -> list[str]:
     """Return the names of the usual policy losses for an objective: the one in its paper, and those
     that other trainers use for it."""
     presets = [preset_named(name) for name in sorted(PRESETS.ours)]

@@ -19,7 +19,7 @@ import msgspec
 from ramify.actors.launcher import Launcher, NodeResourceSlot, RoleInstanceId
 from ramify.errors import ConfigError, did_you_mean
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.train.placement.placement_slots import counts, placement_slots
+from ramify.train.placement.placement_slots import placement_slots, process_counts
 from ramify.train.placement.placement_spec import KINDS, PlacementSpec
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def num_processes_by_role(run: Run, spec: PlacementSpec) -> dict[str, int]:
         "trainer": (run.compute.shard.ranks or 0) if run.compute.backend == "fsdp" else 1,
         "inference": inference.num if inference is not None and not inference.urls else 0,
     }
-    num = counts(spec, by_run)
+    num = process_counts(spec, by_run)
     if num["inference"] and not by_run["inference"]:
         raise ConfigError(
             f"placement.inference.count={num['inference']}, but the run starts no engines: set "
@@ -98,7 +98,7 @@ def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
     )
 
 
-def with_placement(run: Run, kind: str) -> Run:
+def with_placement_kind(run: Run, kind: str) -> Run:
     """Return a copy of ``run`` whose processes are started directly on this machine
     (``kind="local"``) or by Ray (``kind="ray"``). Raises ConfigError for any other kind."""
     if kind not in KINDS:

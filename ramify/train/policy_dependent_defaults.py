@@ -131,7 +131,7 @@ _SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))
 _WINDOWS = (512, 32_768)
 
 
-def vocabulary_size(num_chars: int) -> int:
+def suggested_vocabulary_size(num_chars: int) -> int:
     """Return a suitable vocabulary size for texts of ``num_chars`` characters. It is the power of
     two below the square root of that number, because the number of distinct words in a text grows
     as the root of its length (Heaps' law).

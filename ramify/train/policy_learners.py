@@ -219,7 +219,7 @@ class Learners:
     def inherit_references(self, checkpoint: Path) -> None:
         """Copy the reference policies from the run of ``checkpoint`` to this run's folder."""
         for learner in self._all:
-            self._record.inherit_reference(checkpoint, learner.paths.reference)
+            self._record.copy_reference(checkpoint, learner.paths.reference)
 
     async def load(self, checkpoint: Path) -> None:
         """Load the policies of ``checkpoint``. The next call of ``publish`` sends them to the

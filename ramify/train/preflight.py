@@ -42,7 +42,7 @@ from ramify.train.named_objectives import (
     why_group_of_one,
     why_impossible,
 )
-from ramify.train.other_trainer_presets import usual_policy_losses
+from ramify.train.other_trainer_presets import policy_losses_for
 from ramify.train.signals.teacher import needed_scorers
 from ramify.train.stages import with_schedule_defaults
 from ramify.train.traffic import TrafficTask
@@ -207,7 +207,7 @@ def check_system_message(run: Run, scaffold: Scaffold) -> None:
         )
 
 
-def check_splits_and_references(run: Run, task: Task) -> None:
+def check_splits_and_answers(run: Run, task: Task) -> None:
     """Check that the task has the splits that the run uses, and that its reference answers, if any,
     score 1. Logs a warning if the options make learning from the task impossible, or if the scores
     were not checked."""
@@ -295,7 +295,7 @@ def check_objective(run: Run) -> None:
         why = why_impossible(name, rl.algorithm, rl.rollout.group, has_critic=has_critic)
         if why:
             raise ConfigError(why)
-        usual = usual_policy_losses(name)
+        usual = policy_losses_for(name)
         if loss not in usual:
             _log.warn(
                 f"rl.objective={name} has the loss {' or '.join(usual)}, but "
@@ -420,7 +420,7 @@ def check_inference(run: Run) -> None:
         check_program(spec)
 
 
-def check_teacher_sampling(run: Run) -> None:
+def check_teacher_truncation(run: Run) -> None:
     """Raise ConfigError for a teacher combined with truncated sampling (top-p or top-k). The
     log-probability of a truncated sample is relative to the kept tokens, but a teacher's is
     relative to the whole vocabulary. Each difference would be off by the logarithm of the kept

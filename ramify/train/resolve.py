@@ -34,9 +34,9 @@ from ramify.train.preflight import (
     check_inference,
     check_policies,
     check_policy_files,
-    check_splits_and_references,
+    check_splits_and_answers,
     check_system_message,
-    check_teacher_sampling,
+    check_teacher_truncation,
     traffic_task,
 )
 from ramify.train.recipe import with_defaults
@@ -78,14 +78,14 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
     check_scaffolds(run.depths, scaffold)
     check_frozen_models(run.depths, run.frozen)
     check_inference(run)
-    check_teacher_sampling(run)
+    check_teacher_truncation(run)
     check_branches(run)
     check_deterministic(run)
     task = task_of(run.task.name, **run.task.options)
     if run.can_be_evaluated:
         check_system_message(run, scaffold)
         check_first_items(run, task)
-        check_splits_and_references(run, task)
+        check_splits_and_answers(run, task)
     task = traffic_task(run, task)
     run = with_policy_defaults(run)
     checkpoint = resolve_checkpoint(resume) if resume is not None else None

@@ -206,7 +206,7 @@ class TrainingRunRecorder:
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def inherit_reference(self, checkpoint: Path, name: str) -> None:
+    def copy_reference(self, checkpoint: Path, name: str) -> None:
         """Copy the reference policy ``name`` from the run that wrote ``checkpoint``. Does nothing
         if the checkpoint belongs to this run, which already has the reference policy."""
         target = self.out / name

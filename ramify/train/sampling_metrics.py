@@ -275,7 +275,7 @@ def kl(drawn: Floats, other: Floats) -> float:
     return float((np.exp(d) - d - 1).mean())
 
 
-def sample_rows(
+def probe_sequences(
     groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
 ) -> list[TokenSequence]:
     """Select the calls to probe in a step, and return each as a sequence of all its sampled tokens.

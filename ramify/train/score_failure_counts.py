@@ -53,7 +53,7 @@ class ScoreFailureCounts(msgspec.Struct, frozen=True):
         return f"{self.num} of {self.num_rollouts} rollouts could not be scored: {self.errors}"
 
 
-def failures_of(trajectories: Sequence[Trajectory]) -> str:
+def error_summary(trajectories: Sequence[Trajectory]) -> str:
     """Summarise the last error of each trajectory that has errors: the most common ones, each with
     its count."""
     return counted([each.errors[-1] for each in trajectories if each.errors])

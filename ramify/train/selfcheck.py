@@ -310,7 +310,9 @@ class EngineConsistencyChecks:
                         "other than what was sampled"
                     )
 
-    def check_loss_weights(self, rows: Sequence[TokenSequence], batches: Sequence[Batch]) -> None:
+    def check_packed_loss_weights(
+        self, rows: Sequence[TokenSequence], batches: Sequence[Batch]
+    ) -> None:
         """Raise TrainError if packing changed the total loss weight of a step. The batches must
         have the same sum of weights as the sequences in ``rows``."""
         for name in ("rl", "ce", "kd"):

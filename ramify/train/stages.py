@@ -44,9 +44,9 @@ from ramify.train.metrics import GroupRecord, group_record, mixture_metrics, of_
 from ramify.train.policy_dependent_defaults import usual_warmup
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
-from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, items_from
-from ramify.train.sampling_metrics import advantage_reward_correlation, of_samples, sample_rows
-from ramify.train.score_failure_counts import ScoreFailureCounts, failures_of
+from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, next_items
+from ramify.train.sampling_metrics import advantage_reward_correlation, of_samples, probe_sequences
+from ramify.train.score_failure_counts import ScoreFailureCounts, error_summary
 from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
 from ramify.types.training_sequences import TokenSequence
@@ -95,7 +95,7 @@ class StepSource(Protocol):
         each after the previous one has ended."""
         ...
 
-    def newer(self, step: int) -> None:
+    def note_new_weights(self, step: int) -> None:
         """Notify the source that the inference engine now has the weights after ``step`` steps of
         the stage. Rollouts that waited for newer weights may then begin."""
         ...
@@ -223,7 +223,7 @@ class FixedDataStage(ABC):
     @abstractmethod
     async def work(self, step: int) -> StepData: ...
 
-    def newer(self, step: int) -> None:  # noqa: B027 (fixed data does not depend on the weights)
+    def note_new_weights(self, step: int) -> None:  # noqa: B027 (fixed data does not depend on the weights)
         """Do nothing: no rollouts wait for newer weights."""
 
     def state(self) -> tuple[int, list[int]]:
@@ -332,7 +332,7 @@ class RlStage:
 
     @property
     def extra_state(self) -> Mapping[str, Checkpointable]:
-        return {} if self._signals is None else self._signals.kept
+        return {} if self._signals is None else self._signals.checkpoint_state
 
     @contextlib.asynccontextmanager
     async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[StepSource]:
@@ -362,13 +362,13 @@ class RlStage:
             yield RolloutStepSource(self, queue, reader)
 
     async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
-        return await self._rollouts.count_planned_modes(items_from(self._items, next_item))
+        return await self._rollouts.count_planned_modes(next_items(self._items, next_item))
 
     def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return finish_advantages(self._algorithm, rows)
 
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
-        return sample_rows(groups, self._temperature, step)
+        return probe_sequences(groups, self._temperature, step)
 
     def step_data(self, taken: StepGroups, step: int, reader: SignalRunner | None) -> StepData:
         """Return the training data of step ``step``, built from the groups of rollouts in
@@ -467,7 +467,7 @@ class RolloutStepSource:
         self._taken: list[int] = []
         """Numbers of the items whose groups were taken from the queue and are being scored by
         signals."""
-        self.newer = queue.newer
+        self.note_new_weights = queue.note_new_weights
         self.paused = queue.paused
         self.take_skipped = queue.take_skipped_records
 
@@ -519,7 +519,7 @@ def _check_any_came_back(groups: Sequence[Group], notes: Sequence[str]) -> None:
     were abandoned. The message quotes the first note if no rollout has an error."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
-        errors = failures_of(trajectories) or next(iter(notes), "no error was recorded")
+        errors = error_summary(trajectories) or next(iter(notes), "no error was recorded")
         raise RolloutsFailed(f"all {len(trajectories)} rollouts failed: {errors}")
 
 

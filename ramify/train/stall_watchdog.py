@@ -4,7 +4,7 @@ that says what was stuck and where.
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
     watch.fail(error)                       raise this error in the current waits and all later ones
-    watch.end_by_signal("SIGTERM")          StoppedBySignal in those waits that may be cut off
+    watch.end_waits("SIGTERM")              StoppedBySignal in those waits that may be cut off
     await torch.run(step, work, …)          the same for work in the thread that changes weights
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
@@ -109,7 +109,7 @@ class StallWatchdog:
         for wait in self._waits:
             _end(wait, self._failed)
 
-    def end_by_signal(self, by: str) -> None:
+    def end_waits(self, by: str) -> None:
         """End all current and later waits that may be cut off (``can_stop``) with StoppedBySignal.
         ``by`` is the signal's name. Call this in the event loop's thread."""
         self._stopped_by = by
@@ -125,7 +125,7 @@ class StallWatchdog:
 
         ``what`` describes the work in error messages. ``thread`` is the prefix of the name of the
         thread that does the work, or empty if the event loop's thread does it. ``can_stop`` is True
-        if a call of ``end_by_signal`` may end the wait early. A wait that ends early cancels
+        if a call of ``end_waits`` may end the wait early. A wait that ends early cancels
         ``work``.
         """
         task = asyncio.ensure_future(work)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.actors.launcher import Launcher, LocalLauncher, close_on_exit
+from ramify.actors.launcher import Launcher, LocalLauncher, register_cleanup
 from ramify.engine.rlm import RLM
 from ramify.train.depth_models import DepthModels
 from ramify.train.load_run_parts import RunParts
@@ -60,13 +60,13 @@ async def reserve_machines(
         _choose_key(each)
     hosts = _placed(parts)
     if hosts is not None:
-        close_on_exit(stack, "hosts", hosts.close)
+        register_cleanup(stack, "hosts", hosts.close)
     placement = parts.run.placement
     if placement is not None and placement.services:
         services = RewardServices(
             hosts or LocalLauncher(), placement.services, out, restarts=placement.restarts
         )
-        close_on_exit(stack, "services", services.close)
+        register_cleanup(stack, "services", services.close)
         await services.start()
     return hosts
 
@@ -89,10 +89,10 @@ async def open_rollouts(
         last_step_metrics(out),
         others={name: seen for name, (_, seen) in others.items()},
     )
-    close_on_exit(stack, "depths", depths.close)
+    register_cleanup(stack, "depths", depths.close)
     workers = _workers(parts, client, audited, out, hosts)
     if workers is not None:
-        close_on_exit(stack, "rollout_workers", workers.close)
+        register_cleanup(stack, "rollout_workers", workers.close)
         await workers.start()
     rlm = RLM(
         depths.clients,
@@ -116,7 +116,7 @@ async def _engines(
     from ramify.inference.local.local_client import LocalClient
 
     client = client_of(parts)
-    close_on_exit(stack, f"client{suffix}", client.close)
+    register_cleanup(stack, f"client{suffix}", client.close)
     if not isinstance(client, LocalClient):
         await client.start(folder, parts.save_initial_policy, hosts)
     rl = parts.run.rl
@@ -178,7 +178,7 @@ def _placed(parts: RunParts) -> Launcher | None:
         num_gpus=torch.cuda.device_count(),
     )
     try:
-        check_weight_sync_reach(parts.run, hosts, parts.num_processes("inference"))
+        check_weight_sync_reach(parts.run, hosts, parts.num_placed_processes("inference"))
     except BaseException:
         hosts.close()
         raise
@@ -196,7 +196,7 @@ def _workers(
     none."""
     from ramify.inference.local.local_client import LocalClient
 
-    run, num = parts.run, parts.num_processes("rollouts")
+    run, num = parts.run, parts.num_placed_processes("rollouts")
     if not num or run.rl is None or isinstance(client, LocalClient):
         return None
     assert run.inference is not None
@@ -226,7 +226,7 @@ def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> Roll
         scaffold=run.scaffold,
         limits=run.limits,
         sandbox=run.sandbox,
-        inference=attached(run.inference, client.current_urls),
+        inference=attached(run.inference, client.up_to_date_urls),
         checkpoint=str(checkpoint.resolve()),
         dtype=parts.serving_dtype,
         grace_s=run.rl.rollout.grace_s,

@@ -6,7 +6,7 @@ and publishes the new weights.
     sleep ─ prepare: old, reference, values         engines on the trainer's devices sleep
     pack ─ forward_backward ─ optim_step            for each minibatch, in one torch thread
         ▼
-    publish ─ self-checks ─ source.newer(step + 1)  engines wake; new groups may begin
+    publish ─ self-checks ─ note_new_weights        engines wake; new groups may begin
         ▼
     evaluate ─ checkpoint                           then the next step, unless a guard ends it
 
@@ -99,7 +99,7 @@ class Trainer:
         """Stop the run because the signal named ``by`` was received, so that ``run`` raises
         StoppedBySignal. A training step that has begun to learn is first completed and saved.
         Rollouts and evaluations in progress are cancelled. Call this in the event loop's thread."""
-        self._watch.end_by_signal(by)
+        self._watch.end_waits(by)
 
     async def run(self, resume: Path | None = None) -> TrainingProgress:
         """Train to the end of the run, starting from the checkpoint ``resume`` if one is given.
@@ -267,7 +267,7 @@ class Trainer:
         if self._rollback:
             return
         if not state.stopped:
-            source.newer(state.stage_step)
+            source.note_new_weights(state.stage_step)
         state.is_due = True
         await self._at_intervals(stage)
 

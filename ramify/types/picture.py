@@ -191,7 +191,7 @@ def _webp(data: bytes) -> PictureSize:
     return PictureSize("webp", width, height)
 
 
-def picture_digest(value: Any) -> str | None:
+def picture_reference_digest(value: Any) -> str | None:
     """Return the hash of the picture that the dict ``value`` represents. Returns None for any other
     value. The value may come from a hostile session, so it is checked."""
     if not isinstance(value, dict) or value.keys() != _KEYS:
@@ -202,12 +202,14 @@ def picture_digest(value: Any) -> str | None:
 
 def has_pictures(context: Any) -> bool:
     """Return True if ``context`` is a picture, or if one of its first 1000 items is one."""
-    if picture_digest(context) is not None:
+    if picture_reference_digest(context) is not None:
         return True
     if not isinstance(context, dict | list | tuple):
         return False
     items = context.values() if isinstance(context, dict) else context
-    return any(picture_digest(item) is not None for item in itertools.islice(items, _NUM_CHECKED))
+    return any(
+        picture_reference_digest(item) is not None for item in itertools.islice(items, _NUM_CHECKED)
+    )
 
 
 def pictures_in(value: Any) -> list[dict[str, Any]]:
@@ -217,7 +219,7 @@ def pictures_in(value: Any) -> list[dict[str, Any]]:
 
 
 def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
-    if picture_digest(value) is not None:
+    if picture_reference_digest(value) is not None:
         yield value
     elif depth < _MAX_DEPTH and isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:

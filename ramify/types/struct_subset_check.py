@@ -1,7 +1,7 @@
 """Check the short forms of structs. A short form has the same tag as the whole struct but fewer
 fields, for readers that do not need the others.
 
-    @check_short_form(ReplyReceived)
+    @check_struct_subset(ReplyReceived)
     class TextlessReplyReceived(Event, frozen=True, tag="Replied"):
         call: str
         turn: int
@@ -24,7 +24,7 @@ import msgspec
 Short = TypeVar("Short", bound=type[msgspec.Struct])
 
 
-def check_short_form(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
+def check_struct_subset(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
     """Return a class decorator that checks a short form against the complete struct ``whole``.
     The decorator raises TypeError if the short form has a field or a tag that ``whole`` does not
     have."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from ramify.types.call_node import CallNode
-from ramify.viewer.run_overview import head
+from ramify.viewer.run_overview import run_facts
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_RUNS = 8
@@ -35,7 +35,7 @@ such call.
 
 def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
     """Return a run's overview and the list of its calls. ``rows_of`` compares such lists."""
-    return head(run), list(run.tree.order)
+    return run_facts(run), list(run.tree.order)
 
 
 def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:

@@ -358,7 +358,7 @@ def _calls_by_place(
     for node in children[:MAX_CALLS]:
         assert node.parent is not None
         try:
-            question, answer = run.question_and_answer(node)
+            question, answer = run.call_question_and_answer(node)
         except StoreError:  # damaged: the page already says so
             continue
         place = (node.parent.turn, node.parent.cell)

@@ -91,7 +91,7 @@ class RunAgain:
         point, limits = await asyncio.to_thread(look)
         wanted = RerunFromTurnRequest(located.key, call, turn)
         return {
-            "messages": [{"role": it.role, "text": it.content} for it in point.turn_messages],
+            "messages": [{"role": it.role, "text": it.content} for it in point.added_messages],
             "code": point.turn_code,
             "max_cost": limits.max_cost,
             "estimate": await self.estimate(located, wanted),

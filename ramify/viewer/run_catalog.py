@@ -330,7 +330,7 @@ class RunCatalog:
         order of the given places.
         """
         return [
-            TrainingListRow(place.key(folder), folder.name, str(folder))
+            TrainingListRow(place.key_of_path(folder), folder.name, str(folder))
             for place in self._places
             for folder in self._trainings_in(place)
         ]
@@ -363,7 +363,7 @@ class RunCatalog:
                 if place.store is not None
                 else walk(place.path, lambda name: name.endswith(MATRIX), self._failed)
             )
-            rows += [_row_of_matrix(path, place.key(path)) for path in found]
+            rows += [_row_of_matrix(path, place.key_of_path(path)) for path in found]
         return sorted(rows, key=lambda row: row.name, reverse=True)
 
     def _rows_in(self, place: ViewerSource) -> Iterator[RunListRow | EvaluationListRow]:
@@ -428,7 +428,7 @@ class RunCatalog:
         stamp = (status.st_size, status.st_mtime_ns)
         cached_stamp, rows = self._rows.get(path, (None, []))
         if cached_stamp != stamp:
-            rows = list(_rows_of(place.key(path), path))
+            rows = list(_rows_of(place.key_of_path(path), path))
             self._rows[path] = (stamp, rows)
         reviews = listed_reviews(path) if review_file(path).exists() else None
         is_written = any(_may_be_alive(row) for row in rows) and writer(path) is not None

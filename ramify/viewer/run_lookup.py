@@ -108,7 +108,7 @@ class ViewerSource(NamedTuple):
         """Return the address of the run ``id`` in the store at this place."""
         return id if self.number == 0 else f"p{self.number}:{id}"
 
-    def key(self, path: Path) -> str:
+    def key_of_path(self, path: Path) -> str:
         """Return the address of a file or folder below this place. The address of a journal in a
         store is that of its run."""
         assert self.path is not None  # the caller found the file there
@@ -190,7 +190,7 @@ class ViewerSources:
         places that the viewer was given."""
         for place in self._all:
             if place.path is not None and path.is_relative_to(place.path):
-                return place.key(path)
+                return place.key_of_path(path)
         return None
 
     def key_of_run(self, store: RunStore, id: str) -> str | None:

@@ -83,7 +83,7 @@ def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any
     return {
         "num": len(nodes),
         "columns": {name: _same(column) for name, column in columns.items()},
-        "head": head(run),
+        "head": run_facts(run),
         "texts": num_texts,
     }
 
@@ -101,7 +101,7 @@ def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
     return {
         "indices": order,
         "columns": _columns(run, [run.tree.order[index] for index in order]),
-        "head": head(run),
+        "head": run_facts(run),
     }
 
 
@@ -170,7 +170,7 @@ def _scores(node: CallNode) -> list[tuple[Any, ...]]:
     return [(mark.turn, *score) for mark in node.marks or () for score in mark.values.items()]
 
 
-def head(run: WatchedRun) -> dict[str, Any]:
+def run_facts(run: WatchedRun) -> dict[str, Any]:
     """Return the facts about a run as a whole that its page shows at the top."""
     trajectory, at_s = run.tree.run, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
@@ -223,7 +223,7 @@ def head(run: WatchedRun) -> dict[str, Any]:
 
 def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
     try:
-        return run.review
+        return run.human_review
     except StoreError as error:
         problems.append(str(error))
         return HumanRunReview()

@@ -101,7 +101,7 @@ def _add(name: str, done: dict[str, str]) -> None:
     done[name] = _IMPORT.sub("", source)
 
 
-def whole(on_demand: Sequence[str]) -> str:
+def bundle_modules(on_demand: Sequence[str]) -> str:
     """Return the source of ``app.js`` combined with the modules ``on_demand``. A page would
     otherwise import these modules only when it needs them."""
     done = dict(_modules())
@@ -148,7 +148,7 @@ def offline_run_page(located: LocatedRun) -> bytes:
 
 def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
     """Return an HTML file that contains ``data`` and the JavaScript modules that show it."""
-    script, style = whole(on_demand), (STATIC / "style.css").read_text(encoding="utf-8")
+    script, style = bundle_modules(on_demand), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; img-src "
         "data:; base-uri 'none'; "

@@ -46,7 +46,7 @@ from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, answer_text, cut
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.run_overview import means_by_call
-from ramify.viewer.training_verdict import alarms, num_averaged_steps, stage_facts
+from ramify.viewer.training_verdict import alarms, last_stage_facts, num_averaged_steps
 
 FINAL = ("first", "last", "best")
 """Stages of the evaluations before training (``first``), and of the last and the best checkpoint
@@ -241,7 +241,7 @@ class TrainingCurves:
             "stages": list(self.stages),
             "final": list(self.final),
             "kept": sorted(rollout_files(self.folder)),
-            "verdict": stage_facts(self.names, self.stages, found),
+            "verdict": last_stage_facts(self.names, self.stages, found),
             "num_compared": num_averaged_steps(num_steps),
             "alarms": found,
             "config": self._config(),

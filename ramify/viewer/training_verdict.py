@@ -19,7 +19,7 @@ from statistics import fmean
 
 import msgspec
 
-from ramify.train.findings import metric_names_for
+from ramify.train.findings import finding_metric_names
 from ramify.train.metrics import Diagnosis
 
 Curves = Mapping[str, tuple[list[int], list[float]]]
@@ -86,7 +86,7 @@ def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[T
                 text="",
                 action="",
                 steps=[],
-                metrics=[prefix + metric for metric in metric_names_for(each.name)],
+                metrics=[prefix + metric for metric in finding_metric_names(each.name)],
             ),
         )
         alarm.text, alarm.action = each.text, each.action
@@ -97,7 +97,7 @@ def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[T
     return sorted(found.values(), key=lambda alarm: alarm.ceased is not None)
 
 
-def stage_facts(
+def last_stage_facts(
     curves: Curves, stages: Sequence[tuple[str, int]], found: Sequence[TrainingAlarm]
 ) -> list[TrainingFact]:
     """Summarise the last stage of a training run as a list of facts, such as how the mean reward

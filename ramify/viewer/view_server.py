@@ -396,7 +396,9 @@ class ViewServer:
         await feed.refresh_watched()
 
         def write(run: WatchedRun) -> dict[str, Any]:
-            review = HumanRunReview(wanted.labels, wanted.note, wanted.rewards, run.review.verdicts)
+            review = HumanRunReview(
+                wanted.labels, wanted.note, wanted.rewards, run.human_review.verdicts
+            )
             return struct_fields(run.source.write_review(run.review_key, review))
 
         return data(await feed.call_locked(write))
@@ -411,7 +413,7 @@ class ViewServer:
         person = wanted.person.strip() or self._person
 
         def write(run: WatchedRun) -> dict[str, Any]:
-            review = run.review
+            review = run.human_review
             if wanted.note is not None:
                 review = msgspec.structs.replace(review, note=wanted.note)
             if wanted.verdict != "":

@@ -19,7 +19,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview
-from ramify.store.textless_events import DamagedLine, decode_short_events
+from ramify.store.textless_events import DamagedLine, decode_textless_events
 from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
@@ -77,7 +77,7 @@ class WatchedRun:
         return self.tree.version
 
     @property
-    def review(self) -> HumanRunReview:
+    def human_review(self) -> HumanRunReview:
         """Labels, note and corrected scores from people's reviews. Raises StoreError if they cannot
         be read."""
         return self.source.store_reviews().get(self.review_key, HumanRunReview())
@@ -135,7 +135,7 @@ class WatchedRun:
             return CallDetail(self.tree.run.calls[node.index])
         return self._details.of(self.tree, node)
 
-    def question_and_answer(self, node: CallNode) -> tuple[str, Any]:
+    def call_question_and_answer(self, node: CallNode) -> tuple[str, Any]:
         """Return the full question and answer of a call, which are read from its first and last
         journal lines. Raises StoreError if they cannot be read."""
         if self.line is not None:
@@ -190,7 +190,7 @@ class WatchedRun:
         apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
             for block in self.source.blocks(offset):
-                for event, size in decode_short_events(block, self.source, self._chain):
+                for event, size in decode_textless_events(block, self.source, self._chain):
                     if isinstance(event, DamagedLine):
                         if self._should_retry(offset):
                             return

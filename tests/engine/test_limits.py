@@ -430,10 +430,10 @@ def test_the_largest_report_of_each_kind_is_kept() -> None:
     assert excess == ObservedOverrun(400, 10, 300, 0, 0.5)
     excess = excess.with_report(most, Usage(20, 80), 0.25)
     assert excess == ObservedOverrun(400, 80, 300, 30, 0.5)
-    assert excess.with_overrun(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
-    assert excess.with_overrun(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
-    assert ObservedOverrun().with_overrun(most) == most
-    assert ObservedOverrun().with_overrun(Usage(0, 0)) == Usage(0, 0)
+    assert excess.padded_max_usage(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
+    assert excess.padded_max_usage(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
+    assert ObservedOverrun().padded_max_usage(most) == most
+    assert ObservedOverrun().padded_max_usage(Usage(0, 0)) == Usage(0, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ramify.clients.base import Client, KnownPrefix, Request, Sampling, Tool
-from ramify.engine.scaffold import made_for
+from ramify.engine.scaffold import trained_scaffold_name
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import InferenceClient
 from ramify.inference.local.local_client import LocalClient
@@ -59,7 +59,7 @@ def sampling_request(
 async def test_local_client_implements_the_client_protocols(client: LocalClient) -> None:
     assert isinstance(client, Client)
     assert isinstance(client, InferenceClient)
-    assert (client.window, client.price and client.price.output, made_for(client)) == (
+    assert (client.window, client.price and client.price.output, trained_scaffold_name(client)) == (
         WINDOW,
         0.0,
         "tiny",

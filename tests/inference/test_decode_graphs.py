@@ -62,7 +62,7 @@ def test_graphs_are_recorded_again_when_a_weight_moves() -> None:
 
     def reply() -> list[int]:
         running.add(GenerationState(range(4, 20), max_tokens=12, seed="x"))
-        return drained(running)[0].sampled
+        return drained(running)[0].sampled_ids
 
     before, num = reply(), record.num
     assert reply() == before

@@ -55,8 +55,8 @@ def assert_as_expected(done: list[GenerationState], asked: list[dict[str, Any]])
         ours = by_prompt[tuple(request["prompt_ids"]), request["draw"]]
         alone = REFERENCE.get(str(request)) or expected(POLICY, GenerationState(**request))
         REFERENCE[str(request)] = alone
-        assert (ours.sampled, ours.end, ours.candidate_ids) == (
-            alone.sampled,
+        assert (ours.sampled_ids, ours.end, ours.candidate_ids) == (
+            alone.sampled_ids,
             alone.end,
             alone.candidate_ids,
         )
@@ -207,7 +207,7 @@ def test_new_weights_apply_from_the_next_step() -> None:
     running.add(generation)
     for _ in range(8):
         running.step()
-    before = list(generation.sampled)
+    before = list(generation.sampled_ids)
     made.model.load_state_dict(other.model.state_dict())
     running.forget(version=4)
     drained(running)
@@ -216,9 +216,9 @@ def test_new_weights_apply_from_the_next_step() -> None:
         (8, 20, 4),
     ]
     alone = GenerationState([5, 6, 7, 8], max_tokens=8, seed="s")
-    assert expected(policy(0), alone).sampled == before
+    assert expected(policy(0), alone).sampled_ids == before
     alone.end, alone.max_tokens = None, 20
-    assert expected(other, alone).sampled == generation.sampled
+    assert expected(other, alone).sampled_ids == generation.sampled_ids
     torch.testing.assert_close(
         torch.tensor(generation.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5
     )
@@ -264,7 +264,7 @@ def test_logprobs_are_accurate_in_other_precisions_and_devices(
     )
     for each in done:
         rows = logits(exact, each.ids)[each.num_prompt - 1 : -1].log_softmax(-1)
-        theirs = rows.gather(1, torch.tensor(each.sampled)[:, None])[:, 0]
+        theirs = rows.gather(1, torch.tensor(each.sampled_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(each.logprobs), theirs, rtol=0, atol=tolerance)
 
 
@@ -277,7 +277,7 @@ def test_stop_text_may_span_tokens() -> None:
     for id in (65, 66, 67):
         assert generation.end is None
         generation.append(id, -1.0, None, 0)
-    assert (generation.end, generation.stopped_at, generation.sampled) == (
+    assert (generation.end, generation.stopped_at, generation.sampled_ids) == (
         "stop",
         "bc",
         [65, 66, 67],

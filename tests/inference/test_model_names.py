@@ -14,7 +14,7 @@ import pytest
 
 import ramify
 from ramify import Limits, Sampling
-from ramify.engine.scaffold import made_for
+from ramify.engine.scaffold import trained_scaffold_name
 from ramify.errors import ConfigError
 from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
@@ -54,7 +54,7 @@ def test_scaffold_that_a_model_was_made_for_is_detected(tmp_path: Path) -> None:
     (tmp_path / "other" / "policy.json").unlink()
     client = LocalClient(policy())
     named = [
-        made_for(each)
+        trained_scaffold_name(each)
         for each in (
             f"local:{tmp_path}/scratch",
             f"local:{tmp_path}/before",
@@ -65,7 +65,9 @@ def test_scaffold_that_a_model_was_made_for_is_detected(tmp_path: Path) -> None:
         )
     ]
     assert named == ["tiny", "tiny", "bare", None, None, None]
-    assert [made_for(each) for each in ("tiny", client, [client, "openai:m"], [], None)] == [
+    assert [
+        trained_scaffold_name(each) for each in ("tiny", client, [client, "openai:m"], [], None)
+    ] == [
         "tiny",
         "tiny",
         "tiny",
@@ -83,7 +85,7 @@ def test_unresolvable_model_name_is_refused(tmp_path: Path) -> None:
 
 def test_packaged_policy_is_connected_by_name(tmp_path: Path) -> None:
     client = connect("tiny")
-    assert (client.name, client.window, made_for(client)) == ("tiny", 512, "tiny")
+    assert (client.name, client.window, trained_scaffold_name(client)) == ("tiny", 512, "tiny")
 
 
 def test_limits_of_a_policy_are_defaults_and_a_broken_card_is_named(tmp_path: Path) -> None:
@@ -115,9 +117,9 @@ def test_no_module_but_its_scaffold_and_its_task_knows_a_packaged_policy() -> No
 def test_naming_a_model_imports_no_heavy_library() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; import ramify\n"
-        "from ramify.engine.scaffold import made_for\n"
+        "from ramify.engine.scaffold import trained_scaffold_name\n"
         "from ramify.inference.local import connect\n"
-        "made_for('local:/nowhere'); ramify.RLM('local:/nowhere')\n"
+        "trained_scaffold_name('local:/nowhere'); ramify.RLM('local:/nowhere')\n"
         "import importlib.util; found = importlib.util.find_spec\n"
         "assert not {'transformers', 'numpy', 'tokenizers'} & set(sys.modules)\n"
         "del sys.modules['torch']; sys.path[:] = [each for each in sys.path if 'site-packages' not "

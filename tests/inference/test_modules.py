@@ -93,7 +93,7 @@ def test_replies_match_a_plain_forward_pass(name: str) -> None:
                 done[tuple(request["prompt_ids"])],
                 expected(model, GenerationState(**request)),
             )
-            assert ours.sampled == alone.sampled
+            assert ours.sampled_ids == alone.sampled_ids
             torch.testing.assert_close(
                 torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=2e-5
             )
@@ -126,7 +126,7 @@ def test_module_itself_is_unchanged(name: str) -> None:
             InferenceEngineLimits(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128),
         )
         engine.add(GenerationState([5, 6, 7, 8], max_tokens=6, draw=SamplingSettings(0.0)))
-        assert drained(engine)[0].sampled == greedy
+        assert drained(engine)[0].sampled_ids == greedy
         assert torch.equal(model(input_ids=ids).logits, before)
 
 

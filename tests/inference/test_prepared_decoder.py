@@ -67,7 +67,7 @@ def test_logits_of_many_tokens_by_onednn(name: str, monkeypatch: pytest.MonkeyPa
         for num in (70, 300)
         for step in (1, 5)
     }
-    monkeypatch.setattr(onednn_products, "is_faster", lambda: True)
+    monkeypatch.setattr(onednn_products, "is_faster_on_cpu", lambda: True)
     monkeypatch.setattr(prepared_decoder, "_LEAST_MULTIPLICATIONS", 0)
     for (num, step), wanted in expected.items():
         found = logits(decoder, num, list(range(0, num, step)))

@@ -59,10 +59,10 @@ def test_two_workers_never_pass_the_limit_by_one_call() -> None:
 
         workers = [remote(budget, name) for name in ("a", "b")]
         for number, worker in enumerate(workers):
-            assert await worker.begin_attempt(f"part-{number}") == ""
+            assert await worker.begin_part_attempt(f"part-{number}") == ""
         await asyncio.gather(*(ask(workers[number % 2]) for number in range(80)))
         for worker in workers:
-            await worker.end_attempt(DONE)
+            await worker.end_part_attempt(DONE)
         state = await budget.state()
         assert (sent, len(refused), most) == (50, 30, 7)
         assert set(refused) == {"the map's limit of 50 calls is reached"}
@@ -76,12 +76,12 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
         path = str(tmp_path / "record.json")
         budget = shared(max_calls=10, in_flight=2, record=path)
         lost = remote(budget, "lost")
-        await lost.begin_attempt("part-0")
+        await lost.begin_part_attempt("part-0")
         await lost.reserve(ONE)
         lost.settle(ONE, PAID, 0.5)
         await lost.reserve(ONE)  # in flight when it is lost: counts as spent
         again = remote(budget, "again")
-        await again.begin_attempt("part-0")
+        await again.begin_part_attempt("part-0")
         state = await budget.state()
         assert (state.num_paid_again, state.usage.calls, state.cost) == (1, 2, 1.5)
         assert state.usage.unknown_calls == 1
@@ -92,7 +92,7 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
         await asyncio.wait_for(asyncio.gather(again.reserve(ONE), again.reserve(ONE)), 10)
         again.settle(ONE, PAID, 0.5)
         again.release(ONE)
-        await again.end_attempt(DONE)
+        await again.end_part_attempt(DONE)
         found = read_spending(path)
         assert found is not None
         assert (found.usage.calls, found.unwritten, found.answered) == (3, 1, 0)
@@ -103,7 +103,7 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
         copy = tmp_path / "copy.json"
         copy.write_bytes(Path(path).read_bytes())  # the record itself is locked
         rest = remote(shared(max_calls=10, record=str(copy)), "next")
-        await rest.begin_attempt("part-1")
+        await rest.begin_part_attempt("part-1")
         asked = [asyncio.create_task(rest.reserve(ONE)) for _ in range(7)]
         await asyncio.wait_for(asyncio.gather(*asked), 10)
         waiting = asyncio.create_task(rest.reserve(ONE))
@@ -111,7 +111,7 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
             rest.settle(ONE, PAID, 0.5)
         with pytest.raises(LimitReached):
             await waiting
-        await rest.end_attempt(DONE)
+        await rest.end_part_attempt(DONE)
 
     asyncio.run(run())
 
@@ -120,12 +120,12 @@ def test_a_silent_worker_gives_its_slot_back() -> None:
     async def run() -> None:
         budget = shared(in_flight=1, silent_s=2.5)
         silent, other = remote(budget, "silent"), remote(budget, "other")
-        await silent.begin_attempt("part-0")
+        await silent.begin_part_attempt("part-0")
         await silent.reserve(ONE)
-        await other.begin_attempt("part-1")
+        await other.begin_part_attempt("part-1")
         await asyncio.wait_for(other.reserve(ONE), 20)
         other.settle(ONE, PAID, 0.5)
-        await other.end_attempt(DONE)
+        await other.end_part_attempt(DONE)
         await silent.close()
         assert (await budget.state()).usage.unknown_calls == 1
 
@@ -136,7 +136,7 @@ def test_a_cancelled_reservation_is_returned() -> None:
     async def run() -> None:
         budget = shared(in_flight=1)
         worker = remote(budget, "a")
-        await worker.begin_attempt("part-0")
+        await worker.begin_part_attempt("part-0")
         await worker.reserve(ONE)
         second = asyncio.create_task(worker.reserve(ONE))
         await asyncio.sleep(0.01)
@@ -145,7 +145,7 @@ def test_a_cancelled_reservation_is_returned() -> None:
         worker.settle(ONE, PAID, 0.5)
         await asyncio.wait_for(worker.reserve(ONE), 10)
         worker.release(ONE)
-        await worker.end_attempt(DONE)
+        await worker.end_part_attempt(DONE)
         assert (await budget.state()).usage.calls == 1
 
     asyncio.run(run())
@@ -155,8 +155,8 @@ def test_a_rate_limit_of_one_worker_pauses_the_others() -> None:
     async def run() -> None:
         budget = shared()
         limited, other = remote(budget, "limited", pause_remaining_s=0.3), remote(budget, "other")
-        await limited.begin_attempt("part-0")
-        await other.begin_attempt("part-1")
+        await limited.begin_part_attempt("part-0")
+        await other.begin_part_attempt("part-1")
         loop = asyncio.get_running_loop()
 
         async def ask(worker: RemoteBudget) -> float:
@@ -169,7 +169,7 @@ def test_a_rate_limit_of_one_worker_pauses_the_others() -> None:
         await asyncio.sleep(0.01)
         assert await asyncio.wait_for(ask(other), 20) - began_s > 0.2
         await first
-        await limited.end_attempt(DONE)
-        await other.end_attempt(DONE)
+        await limited.end_part_attempt(DONE)
+        await other.end_part_attempt(DONE)
 
     asyncio.run(run())

@@ -18,7 +18,7 @@ def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
     if not onednn_products.is_available():
         pytest.skip("this build of PyTorch has no oneDNN")
     for module in (onednn_products, training_forward):
-        monkeypatch.setattr(module, "is_faster", lambda: True)
+        monkeypatch.setattr(module, "is_faster_on_cpu", lambda: True)
 
 
 @pytest.mark.usefixtures("_faster")

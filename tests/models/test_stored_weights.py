@@ -13,7 +13,7 @@ from ramify.models.stored_weights import (
     can_read_separately,
     lazy_disk_tensors,
     stored_tensors,
-    to_disk_tensors,
+    to_checkpoint_tensors,
 )
 from ramify.train.backends.meta_model import on_meta
 from tests.train.backends.small import CONFIG
@@ -36,7 +36,7 @@ def test_parts_of_stored_tensors_match_the_model(config, tmp_path: Path):
         if tensor.dim() == 3:  # experts: across the border between gate and up
             assert torch.equal(stored[name][1:3, 5:20, :7], tensor[1:3, 5:20, :7])
             assert stored[name][2:2].shape == (0, *tensor.shape[1:])
-        for own, part in to_disk_tensors(model, name, tensor.detach()):
+        for own, part in to_checkpoint_tensors(model, name, tensor.detach()):
             written.add(own)
             assert torch.equal(raw[own][...], part)
     assert written == set(raw)

@@ -97,7 +97,7 @@ def reference_logits(config: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", FORESTS)
 def test_model_with_plain_attention_runs_on_a_forest(name: str):
     trunk = trunk_of(model(FORESTS[name]))
-    assert trunk.shares
+    assert trunk.can_share_prefixes
     with torch.no_grad(), trunk.forward_context():
         found = trunk.logits(
             trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
@@ -125,7 +125,7 @@ def test_model_is_unchanged_outside_the_scope_of_its_trunk():
 @pytest.mark.parametrize("name", ROWS)
 def test_model_without_forest_support_runs_on_rows(name: str):
     trunk = trunk_of(model(ROWS[name]))
-    assert not trunk.shares
+    assert not trunk.can_share_prefixes
     ids, rows = (
         torch.tensor([id for row in ROWS_OF for id in row]),
         [Segment(0, 6, -1), Segment(6, 11, -1), Segment(11, 18, -1)],

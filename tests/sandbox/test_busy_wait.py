@@ -103,12 +103,12 @@ async def test_streams_that_take_turns_do_not_wait() -> None:
     with streams(2) as both:
         for _ in range(3):
             for one in both:
-                assert not one.stream.is_lone()
+                assert not one.stream.is_only_active()
                 assert one.ask(b"1") == []
                 await asyncio.sleep(0.01)
                 assert one.got == [b"1"]
                 one.got.clear()
-        assert both[1].stream.is_lone()
+        assert both[1].stream.is_only_active()
         assert both[1].ask(b"2") == [b"2"]
 
 

@@ -42,7 +42,7 @@ from cloud_doubles import (
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox, provider_spec
-from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, answer_host_call, check_one
 
 KEYS = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "E2B_API_KEY", "DAYTONA_API_KEY", "PRIME_API_KEY")
 PROVIDERS = ["modal", "e2b", "daytona", "prime", "prime-files"]
@@ -70,7 +70,7 @@ def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
 async def run_one_cell(spec: SandboxSpec) -> str | None:
     sandbox = open_sandbox(spec)
     session = await sandbox.open(seed="s")
-    ran = await session.run("print('hello')\n6 * 7", answer=echo)
+    ran = await session.run("print('hello')\n6 * 7", answer=answer_host_call)
     await sandbox.close()
     return ran.cell.stdout + (ran.cell.value or "")
 

@@ -22,7 +22,7 @@ import pytest
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.providers.docker import DockerSpec
-from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, answer_host_call, check_one
 
 SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
 LOCAL = [check for check in CHECKS if not any(name.startswith("isolates") for name in check.needs)]
@@ -195,7 +195,7 @@ def test_create_request_asks_for_isolation(monkeypatch: pytest.MonkeyPatch, tmp_
         async with engine(monkeypatch, tmp_path) as fake:
             sandbox = open_sandbox(SPEC)
             session = await sandbox.open()
-            assert (await session.run("6 * 7", answer=echo)).cell.value == "42"
+            assert (await session.run("6 * 7", answer=answer_host_call)).cell.value == "42"
             await sandbox.close()
             return fake
 
@@ -307,7 +307,8 @@ def test_container_killed_from_outside_ends_its_session(
             asyncio.get_running_loop().call_later(0.2, fake.kill, "c0")
             with pytest.raises(SessionDied, match="its box ended"):
                 await session.run(
-                    "print('so far', flush=True)\nimport time\ntime.sleep(30)", answer=echo
+                    "print('so far', flush=True)\nimport time\ntime.sleep(30)",
+                    answer=answer_host_call,
                 )
             await sandbox.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ramify.cli.predict_session_need import SMALL_BYTES, asks_over_much
+from ramify.cli.predict_session_need import SMALL_BYTES, is_ask_over_large_input
 from ramify.sandbox.base import JailSpec, open_sandbox
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, start_early, take_early
 from ramify.sandbox.prewarm import launch
@@ -140,6 +140,6 @@ def test_guess_from_the_arguments(
     large.write_bytes(bytes(SMALL_BYTES + 1))
     small.write_bytes(bytes(SMALL_BYTES))
     given = arguments.format(large=large, small=small, folder=tmp_path).split()
-    assert asks_over_much(given) is expected
+    assert is_ask_over_large_input(given) is expected
     monkeypatch.setenv("RAMIFY_SANDBOX", "docker")
-    assert not asks_over_much(given)
+    assert not is_ask_over_large_input(given)

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, answer_host_call, check_one
 from ramify.types.trajectory import Cell
 
 SPEC = SandboxSpec(
@@ -24,7 +24,7 @@ def run_cells(*codes: str) -> list[Cell]:
     async def run() -> list[Cell]:
         sandbox = open_sandbox(SPEC)
         session = await sandbox.open()
-        ran = [(await session.run(code, answer=echo)).cell for code in codes]
+        ran = [(await session.run(code, answer=answer_host_call)).cell for code in codes]
         await sandbox.close()
         return ran
 

@@ -15,7 +15,7 @@ import pytest
 from ramify.errors import ConfigError, HostCallError, SandboxError
 from ramify.extras.sandboxes.monty import CAPS, MontySession
 from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, check_one, echo
+from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, answer_host_call, check_one
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
 CLAIMED = [check for check in CHECKS if all(getattr(CAPS, name) for name in check.needs)]
@@ -40,7 +40,7 @@ def with_session(test: Callable[[MontySession], Awaitable[None]], **options: Any
 
 
 async def run(session: MontySession, *codes: str, timeout_s: float | None = None) -> list[Any]:
-    return [await session.run(code, answer=echo, timeout_s=timeout_s) for code in codes]
+    return [await session.run(code, answer=answer_host_call, timeout_s=timeout_s) for code in codes]
 
 
 @needs_monty

@@ -24,7 +24,7 @@ from ramify.store.durable_files import (
     max_store_bytes,
     release_reserve,
     remove_file,
-    reserve_file_bytes,
+    reserve_file_size,
     write_all,
 )
 from ramify.store.store import Store
@@ -95,18 +95,18 @@ def test_a_folder_that_another_process_creates_meanwhile_is_used(tmp_path: Path)
 
 
 def test_the_reserve_is_allocated_once_and_released_once(tmp_path: Path) -> None:
-    assert reserve_file_bytes(tmp_path) == 0
+    assert reserve_file_size(tmp_path) == 0
     keep_reserve(tmp_path)
     (reserve,) = tmp_path.iterdir()
-    assert RESERVE_BYTES == reserve_file_bytes(tmp_path) == 4 * 1024 * 1024
+    assert RESERVE_BYTES == reserve_file_size(tmp_path) == 4 * 1024 * 1024
     assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
     assert mode(reserve) == 0o600
     os.truncate(reserve, 5 * 1024 * 1024)
     keep_reserve(tmp_path)
-    assert reserve_file_bytes(tmp_path) == 5 * 1024 * 1024
+    assert reserve_file_size(tmp_path) == 5 * 1024 * 1024
     assert [release_reserve(tmp_path), release_reserve(tmp_path)] == [True, False]
     keep_reserve(tmp_path / "gone")  # no error: the store works without it
-    assert reserve_file_bytes(tmp_path) == 0
+    assert reserve_file_size(tmp_path) == 0
 
 
 def test_a_disk_without_space_for_the_reserve_keeps_no_empty_file(tmp_path: Path) -> None:

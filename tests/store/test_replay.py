@@ -109,8 +109,8 @@ def test_recorded_cells_and_last_words_are_found():
         *short_run("r", ended=False)[:2],
         msgspec.structs.replace(asked, last_word=Stop.MAX_COST),
     ]
-    assert RunEventIndex(cut).final_turn_limit("0", 0) is Stop.MAX_COST
-    assert recording.final_turn_limit("0", 0) is None
+    assert RunEventIndex(cut).final_turn_reason("0", 0) is Stop.MAX_COST
+    assert recording.final_turn_reason("0", 0) is None
 
 
 def test_recorded_events_are_recognised_at_any_time():

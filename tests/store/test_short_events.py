@@ -10,7 +10,7 @@ import pytest
 from ramify.store import textless_events
 from ramify.types.event import AnyEvent, Event, ReplyReceived
 from ramify.types.message import Reply
-from ramify.types.struct_subset_check import check_short_form
+from ramify.types.struct_subset_check import check_struct_subset
 from ramify.types.trajectory import Call, Trajectory
 
 SHORT_PARTS = {
@@ -48,7 +48,7 @@ def test_fields_have_the_types_of_the_whole_form(short: Any, whole: Any) -> None
 def test_a_field_that_was_renamed_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="Short has the field 'replied', which ReplyReceived lacks"):
 
-        @check_short_form(ReplyReceived)
+        @check_struct_subset(ReplyReceived)
         class Short(Event, frozen=True, tag="Replied"):
             replied: str = ""
 
@@ -56,7 +56,7 @@ def test_a_field_that_was_renamed_is_an_error_at_once() -> None:
 def test_a_tag_that_was_renamed_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="Short has the tag 'Answered', and ReplyReceived has"):
 
-        @check_short_form(ReplyReceived)
+        @check_struct_subset(ReplyReceived)
         class Short(Event, frozen=True, tag="Answered"):
             call: str = ""
 
@@ -64,6 +64,6 @@ def test_a_tag_that_was_renamed_is_an_error_at_once() -> None:
 def test_a_part_that_was_renamed_is_an_error_at_once() -> None:
     with pytest.raises(TypeError, match="has the field 'price', which Reply lacks"):
 
-        @check_short_form(Reply)
+        @check_struct_subset(Reply)
         class Short(msgspec.Struct):
             price: float = 0.0

@@ -15,7 +15,7 @@ import pytest
 
 from ramify.errors import RamifyError
 from ramify.tasks.base import Item, SimpleTask
-from ramify.tasks.score_with_timeout import scored_in_time
+from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.tasks.validation import answered, validate
 
 ITEM = Item("How many?", gold=7, id="t/test/0")
@@ -23,7 +23,7 @@ ITEM = Item("How many?", gold=7, id="t/test/0")
 
 def score(reward: Any, timeout_s: float = 30) -> dict[str, float]:
     task = SimpleTask("t", {"test": [ITEM]}, reward)
-    return dict(scored_in_time(task, ITEM, answered(ITEM, 7), timeout_s).rewards)
+    return dict(score_with_timeout(task, ITEM, answered(ITEM, 7), timeout_s).rewards)
 
 
 def test_endless_score_is_named_with_its_line_and_stopped() -> None:

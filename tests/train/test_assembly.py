@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.actors.launcher import close_on_exit
+from ramify.actors.launcher import register_cleanup
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.advantages.group_estimators import GRPO
@@ -377,7 +377,7 @@ def test_every_part_is_closed_even_if_others_fail() -> None:
         with heard(messages.append):
             async with contextlib.AsyncExitStack() as stack:
                 for part, close in reversed(parts.items()):
-                    close_on_exit(stack, part, close)
+                    register_cleanup(stack, part, close)
                 if error is not None:
                     raise error
 

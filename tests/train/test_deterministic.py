@@ -87,7 +87,7 @@ def sampled(policy: Policy, sizes: list[int], *, at_a_time: int, slots: int) -> 
         async with turn:
             ids = [*shared[:size], number % 61]
             found = await client.sample(ids, Sampling(12, 0.8, seed=number, logprobs=True))
-            return found.sampled, found.logprobs
+            return found.sampled_ids, found.logprobs
 
     async def all_of_them() -> list[Any]:
         turn = asyncio.Semaphore(at_a_time)

@@ -411,7 +411,7 @@ class RecordingStage(FixedDataStage):
             raise TrainError("no fourth step")
         return StepData([], {})
 
-    def newer(self, step: int) -> None:
+    def note_new_weights(self, step: int) -> None:
         self.notes.append(f"newer {step}")
 
 
@@ -427,7 +427,7 @@ class StageInParts(FixedDataStage):
     async def work(self, step: int) -> StepData:
         return StepData(self.parts, {})
 
-    def newer(self, step: int) -> None:
+    def note_new_weights(self, step: int) -> None:
         """Its data is fixed."""
 
 

@@ -23,7 +23,7 @@ from ramify.train.sampling_metrics import (
     of_credit,
     of_samples,
     of_tokens,
-    sample_rows,
+    probe_sequences,
     within_group_correlation,
 )
 from ramify.types.trajectory import Group, Stop
@@ -133,18 +133,18 @@ def test_sample_is_a_small_share_and_does_not_depend_on_the_order() -> None:
     ]
     for index, tree in enumerate(each for group in groups for each in group.trajectories):
         tree.id = f"rollout {index}"
-    rows = sample_rows(groups, 1.0, 3)
+    rows = probe_sequences(groups, 1.0, 3)
     assert len(rows) == 4
     assert all((row.rl == row.mask).all() for row in rows)
-    assert {row.name for row in rows} == {row.name for row in sample_rows(groups[::-1], 1.0, 3)}
-    assert {row.name for row in rows} != {row.name for row in sample_rows(groups, 1.0, 4)}
+    assert {row.name for row in rows} == {row.name for row in probe_sequences(groups[::-1], 1.0, 3)}
+    assert {row.name for row in rows} != {row.name for row in probe_sequences(groups, 1.0, 4)}
 
 
 def test_gap_of_each_scored_token_is_noted_in_its_rollout() -> None:
     tree = trees.tree(trees.call("0", 2, 3), reward=1.0)
     tree.id = "step=1/group=0"
     groups = [Group("a", [tree])]
-    (row,) = sample_rows(groups, 1.0, 1)
+    (row,) = probe_sequences(groups, 1.0, 1)
     note_gaps(groups, [row])
     assert "logprob_gaps" not in tree.metadata  # not scored
     row.streams["old_logprobs"] = row.sampler_logprobs + np.where(row.mask, 0.25, 0.0)

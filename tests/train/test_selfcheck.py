@@ -256,7 +256,7 @@ def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
         )
         await server.__aexit__(None, None, None)
         await engines.handle_reported_loss(server.url.removesuffix("/v1"), "this test")
-        assert engines.current_urls == ()
+        assert engines.up_to_date_urls == ()
         await checked.check_engines(SingleBackend(made.policy), at_once)
         assert checked.good_version is None
         await engines.close()
@@ -301,11 +301,11 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
 def test_lost_or_doubled_loss_weight_is_detected(made: RunParts, engine: LocalClient) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
-    check(made, engine).check_loss_weights(rows, batches)
+    check(made, engine).check_packed_loss_weights(rows, batches)
     with pytest.raises(TrainError, match=r"weight of .* in 'ce', but their sequences"):
-        check(made, engine).check_loss_weights(rows[1:], batches)
+        check(made, engine).check_packed_loss_weights(rows[1:], batches)
     with pytest.raises(TrainError, match="in 'ce'"):
-        check(made, engine).check_loss_weights([*rows, rows[0]], batches)
+        check(made, engine).check_packed_loss_weights([*rows, rows[0]], batches)
 
 
 def test_replies_without_ids_are_not_audited(made: RunParts) -> None:

@@ -65,7 +65,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> StoredMatrix:
     for cell in cells[:-1]:
         fits = (cell.mode, cell.place["length"]) != ("direct", "8k")
         made = [outcome(n, reward, fits=fits) for n, reward in enumerate(rewards_of(cell.place))]
-        record = records.open_record(cell)
+        record = records.open_cell_record(cell)
         for each in made:
             record.append(each)
         record.close()

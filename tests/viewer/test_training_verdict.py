@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.train.findings import CollapseAlarms, StageStepHistory, findings, metric_names_for
+from ramify.train.findings import CollapseAlarms, StageStepHistory, finding_metric_names, findings
 from ramify.train.metrics import Diagnosis, MetricsFile
 from ramify.viewer.training import TrainingCurves
 
@@ -109,8 +109,8 @@ def test_every_finding_has_metrics_that_show_it() -> None:
             return True
 
     names = [name for name, _ in findings(Everything(), StageStepHistory({}, {}), CollapseAlarms())]
-    unshown = {name for name in names if not metric_names_for(name)}
+    unshown = {name for name in names if not finding_metric_names(name)}
     assert unshown == {"judges_abstain"}  # has metrics under the names of signals
     others = ("negated_reward", "falling_validation", "max_kl", "min_entropy")
-    assert all(metric_names_for(name) for name in others)
-    assert metric_names_for("unknown") == ()
+    assert all(finding_metric_names(name) for name in others)
+    assert finding_metric_names("unknown") == ()

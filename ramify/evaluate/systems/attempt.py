@@ -35,7 +35,7 @@ from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget, Syst
 from ramify.evaluate.systems.command import TIMEOUT_S, CommandSystem
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, Task, TaskStart
-from ramify.tasks.score_with_timeout import scored_in_time
+from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.trajectory import Stop, Trajectory
 
 BUDGET = "budget"
@@ -151,7 +151,7 @@ async def attempt_by(
     trajectory = _trajectory(item, given, seat)
     if given.answer is not None or seat.exhausted is not None or not seat.outage:
         try:
-            await in_thread(scored_in_time, task, item, trajectory, GRACE_S)
+            await in_thread(score_with_timeout, task, item, trajectory, GRACE_S)
         except RamifyError as error:
             trajectory.errors.append(str(error))
     else:

@@ -21,7 +21,7 @@ from ramify.actors.run_channel import KEY
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError
-from ramify.extras.cluster.plan_and_simulate_commands import recipe_argument
+from ramify.extras.cluster.plan_and_simulate_commands import recipe_from_arguments
 from ramify.secret_redaction import SecretRedactor
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def launch(
             raise UsageError(f"--{name} {number:g}: give more than 0")
     if restarts is not None and restarts < 0:
         raise UsageError(f"--restarts {restarts}: give 0 or more")
-    recipe, overrides = recipe_argument(words), [word for word in words if "=" in word]
+    recipe, overrides = recipe_from_arguments(words), [word for word in words if "=" in word]
     options = JobOptions(
         hours=hours,
         image=image or "",

@@ -43,7 +43,7 @@ def plan(
     from ramify.extras.cluster.plan import ClusterPlanOptions, lines, plan
     from ramify.train.recipe import load_recipe
 
-    run = load_recipe(recipe_argument(words), [word for word in words if "=" in word])
+    run = load_recipe(recipe_from_arguments(words), [word for word in words if "=" in word])
     if nodes is not None and nodes < 1:
         raise UsageError(f"--nodes {nodes}: give 1 or more")
     if mfu is not None and not 0 < mfu <= 1:
@@ -62,7 +62,7 @@ def plan(
     return ExitCode.ANSWERED
 
 
-def recipe_argument(words: list[str]) -> str:
+def recipe_from_arguments(words: list[str]) -> str:
     """Return the recipe from the command's arguments. It must be the only one that is not a
     ``FIELD=VALUE`` override. Raises UsageError otherwise."""
     recipes = [word for word in words if "=" not in word]

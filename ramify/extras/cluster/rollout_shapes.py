@@ -55,7 +55,7 @@ class TurnWorkload(msgspec.Struct, frozen=True):
     """Token ids that this prompt adds to the previous turn's, then those of the reply, as int32.
     Empty if unknown."""
 
-    def token_ids(self, before: Ids) -> Ids | None:
+    def full_token_ids(self, before: Ids) -> Ids | None:
         """Return the token ids of the whole prompt and reply. ``before`` holds the ids up to the
         end of the previous reply. Returns None if the ids are unknown."""
         reused = self.context + self.sampled - len(self.ids) // 4

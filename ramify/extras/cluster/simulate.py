@@ -234,7 +234,7 @@ class _Simulation:
                 attempt for group in groups for attempt in group.attempts if not attempt.is_given_up
             ]
             num_learnt = sum(attempt.rollout.trainer_tokens for attempt in completed)
-            yield self._env.timeout(self._measured.prepare(draw))
+            yield self._env.timeout(self._measured.draw_preparation_time(draw))
             learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
             yield from self._learn(learn_s)
             yield from self._wait(publish_s, True)

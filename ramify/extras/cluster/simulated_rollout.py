@@ -241,7 +241,7 @@ class RolloutSimulator:
         for index, turn in enumerate(call.turns):
             new = turn.new if cached == engine.version else turn.context
             cached = engine.version
-            path = None if path is None else turn.token_ids(path)
+            path = None if path is None else turn.full_token_ids(path)
             yield from self._request(
                 turn,
                 new,

@@ -32,7 +32,7 @@ from ramify.extras.cluster.measured_engine_rate import (
     RecordedCpu,
     fit,
     non_negative,
-    recorded_cpu_times,
+    step_cpu_times,
 )
 from ramify.extras.cluster.rollout_shapes import CallWorkload, RolloutWorkload, shape_of
 from ramify.extras.cluster.simulated_rollout import RolloutHostCpuUse
@@ -128,7 +128,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         turns = (turn for rollout in rollouts for call in rollout.calls() for turn in call.turns)
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
-    def prepare(self, draw: random.Random) -> float:
+    def draw_preparation_time(self, draw: random.Random) -> float:
         """Draw a preparation time: the seconds between the end of a step's rollouts and the
         start of learning."""
         return draw.choice(self.prepare_s)
@@ -180,7 +180,7 @@ def measured(
     # Groups that dynamic sampling discarded also used the engine, but were not recorded.
     hidden = max(1.0, tried / sizes.items)
     spent = (
-        [each for each in recorded_cpu_times(run, list(done.values())) if each.step in steps]
+        [each for each in step_cpu_times(run, list(done.values())) if each.step in steps]
         if sizes.embedded
         else []
     )

@@ -156,7 +156,7 @@ def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
         return [_counted(turn.question, *parts) for parts in map(date_user_label, turn.records)]
     if turn.kind != "answer":
         return None
-    return _by_counts(turn.question, turn.counts, turn.count_distribution)
+    return _by_counts(turn.question, turn.counts, turn.count_frequencies)
 
 
 def date_user_label(record: str) -> tuple[str, str, str]:

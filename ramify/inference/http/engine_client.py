@@ -44,7 +44,7 @@ def parse_kv_cache_pressure(text: str) -> CachePressure | None:
     return CachePressure(max(full), int(waiting), int(evicted))
 
 
-def format_kv_cache_metrics(pressure: CachePressure) -> str:
+def format_kv_cache_prometheus(pressure: CachePressure) -> str:
     """Format a KV cache load as Prometheus metrics with vLLM's names. ``parse_kv_cache_pressure``
     can parse them."""
     values = (pressure.full, pressure.waiting, pressure.evicted)
@@ -130,7 +130,7 @@ class EngineClient(Protocol):
         """Return the load on the server's KV cache, or None if not reported."""
         ...
 
-    async def has_token_id(self, id: int) -> bool:
+    async def is_in_vocabulary(self, id: int) -> bool:
         """Return True if a token id is in the server's vocabulary."""
         ...
 

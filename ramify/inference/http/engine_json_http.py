@@ -219,9 +219,9 @@ async def check_engine_compatibility(
         _check_level(server.url, software, level, facts)
         fits = facts.vocabulary == vocabulary
         if facts.vocabulary is None:
-            fits = await server.has_token_id(vocabulary - 1) and not await server.has_token_id(
-                vocabulary
-            )
+            fits = await server.is_in_vocabulary(
+                vocabulary - 1
+            ) and not await server.is_in_vocabulary(vocabulary)
     except ModelError as error:
         raise ConfigError(
             f"the engine does not speak the protocol of '{software}': {error}"

@@ -166,11 +166,11 @@ class EngineFleet:
         if self._experts is not None and self._leads:
             sampling = Sampling(1, 1.0)
             try:
-                self.routed_experts(server, await server.sample([0] * 4, sampling, (), ""), 4)
+                self.experts_by_token(server, await server.sample([0] * 4, sampling, (), ""), 4)
             except ModelError as error:
                 raise ConfigError(str(error)) from None
 
-    def routed_experts(
+    def experts_by_token(
         self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
         """Return the experts that predicted each sampled token of a mixture-of-experts model. They
@@ -329,7 +329,7 @@ class EngineFleet:
         return True
 
     @property
-    def current_urls(self) -> tuple[str, ...]:
+    def up_to_date_urls(self) -> tuple[str, ...]:
         """The URLs of servers with the newest weights. Other clients may use these."""
         return tuple(server.url for server in self.alive if server.url not in self._older)
 

@@ -129,9 +129,9 @@ class HttpEngines:
         self.fleet.set_engines_with_current_weights(urls)
 
     @property
-    def current_urls(self) -> tuple[str, ...]:
+    def up_to_date_urls(self) -> tuple[str, ...]:
         """The addresses of usable engines with the newest weights."""
-        return self.fleet.current_urls
+        return self.fleet.up_to_date_urls
 
     async def handle_reported_loss(self, url: str, who: str) -> None:
         """Handle a report that an engine did not answer. If it is really gone, it is dropped and
@@ -202,7 +202,11 @@ class HttpEngines:
                 stop_ids = self._policy.renderer.stop_ids
                 sampled = await server.sample(so_far.ids, remaining, stop_ids, request.affinity)
                 if not await fleet.drop_if_outdated(server, sampled, version):
-                    return version, sampled, fleet.routed_experts(server, sampled, len(so_far.ids))
+                    return (
+                        version,
+                        sampled,
+                        fleet.experts_by_token(server, sampled, len(so_far.ids)),
+                    )
                 if only is not None:
                     raise EngineLost(self.membership.reasons[-1])
             except (Unreachable, ReplyLost, ServerFailed) as error:
@@ -296,7 +300,7 @@ class HttpEngines:
         Raises ServerFailed if no engine is left."""
         return await self.sync.sleep()
 
-    def metrics(self) -> dict[str, float]:
+    def engine_count_metrics(self) -> dict[str, float]:
         """Return as metrics how many engines are live, were lost, and came back. Returns an empty
         dict if none was ever lost."""
         return self.fleet.metrics()

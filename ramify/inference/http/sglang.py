@@ -98,7 +98,7 @@ class SglangEngineClient(BaseEngineClient):
         except (KeyError, TypeError, ValueError) as error:
             raise self._bad(error) from None
 
-    async def has_token_id(self, id: int) -> bool:
+    async def is_in_vocabulary(self, id: int) -> bool:
         try:
             await self._generate({"input_ids": [id], "sampling_params": {"max_new_tokens": 1}})
         except Refused:

@@ -181,7 +181,7 @@ class VllmEngineClient(BaseEngineClient):
             levels,
         )
 
-    async def has_token_id(self, id: int) -> bool:
+    async def is_in_vocabulary(self, id: int) -> bool:
         """Return True if a token id is in the server's vocabulary. A request tests this, because
         vLLM does not report its vocabulary size."""
         try:

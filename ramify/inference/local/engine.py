@@ -143,7 +143,7 @@ class LocalEngine:
         )
         return finished
 
-    def sleep(self) -> None:
+    def release_cache(self) -> None:
         """Release the memory of the KV cache until a sequence needs it. Running sequences return to
         the queue and are recomputed later."""
         for slot in reversed(self._slots.running()):
@@ -154,7 +154,7 @@ class LocalEngine:
         self.runner.invalidate_cache()
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
-    def wake(self) -> None:
+    def allocate_cache(self) -> None:
         """Allocate as much KV cache memory as a new engine does."""
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
 

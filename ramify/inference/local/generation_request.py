@@ -225,7 +225,7 @@ class GenerationState:
         self._tail = max((len(text.encode()) for text in stop), default=0) + _LONGEST_CHARACTER
 
     @property
-    def sampled(self) -> list[int]:
+    def sampled_ids(self) -> list[int]:
         return self.ids[self.num_prompt :]
 
     @property
@@ -274,6 +274,6 @@ class GenerationState:
         """Return the stop sequence that the last token completed, or an empty string. If there are
         several, the one that begins first is returned."""
         assert self._decode is not None
-        tail = self._decode(self.sampled[-self._tail :])
+        tail = self._decode(self.sampled_ids[-self._tail :])
         matches = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]
         return min(matches)[1] if matches else ""

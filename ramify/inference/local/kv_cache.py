@@ -74,7 +74,7 @@ class KeyValueCache:
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
-    def head_rows(self, rows_T: Tensor) -> Tensor:
+    def expand_head_rows(self, rows_T: Tensor) -> Tensor:
         """Expand the row index of each token's first head to the indices of all its heads. Returns
         a flat tensor of T·K indices."""
         heads = torch.arange(self.heads, device=rows_T.device)
@@ -83,7 +83,7 @@ class KeyValueCache:
     def writer(self, rows_T: Tensor) -> Callable[[int, Tensor, Tensor], None]:
         """Return a function that writes a layer's keys and values [T, K, d] of T tokens. ``rows_T``
         is the cache row of each token's first head."""
-        write_at = self.head_rows(rows_T).to(self.kv.device)
+        write_at = self.expand_head_rows(rows_T).to(self.kv.device)
 
         def write(layer: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
             for rows, new in zip(self.rows[layer], (k_TKd, v_TKd), strict=True):

@@ -325,7 +325,7 @@ class LocalClient:
             model=self.policy.name,
             seconds=seconds,
             prompt_ids=tuple(generation.ids[: generation.num_prompt]),
-            token_ids=tuple(generation.sampled),
+            token_ids=tuple(generation.sampled_ids),
             logprobs=tuple(generation.logprobs),
             versions=generation.version_spans,
             kept=generation.candidate_ids,
@@ -336,7 +336,7 @@ class LocalClient:
     def _message(self, generation: GenerationState, request: Request) -> Message:
         return parse_reply(
             self.policy.renderer,
-            generation.sampled,
+            generation.sampled_ids,
             [generation.stopped_at] if generation.stopped_at else (),
             tool_calls=bool(request.tools),
         )
@@ -413,7 +413,7 @@ class LocalClient:
 
     def _sleep(self, tags: Collection[str], keep: bool) -> None:
         if "kv_cache" in tags:
-            self.engine.sleep()
+            self.engine.release_cache()
         if "weights" in tags:
             self._sleeping_weights.give_back(keep=keep)
             if self._sleeping_weights.is_away:
@@ -425,7 +425,7 @@ class LocalClient:
         if "weights" in tags:
             self._sleeping_weights.wake()
         if "kv_cache" in tags:
-            self.engine.wake()
+            self.engine.allocate_cache()
 
     def _logprobs(self, ids: Sequence[int]) -> list[float]:
         logits_TV = self.engine.runner.all_logits(ids)

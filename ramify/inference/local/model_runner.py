@@ -490,7 +490,7 @@ def _flat(module: Any) -> SinglePassRunner | None:
         trunk = TransformersTrunk(module)
     except ConfigError:
         return None
-    if not trunk.shares:
+    if not trunk.can_share_prefixes:
         return None
     try:
         runner = SinglePassRunner(_ModuleDecoder(trunk), _layout(module))

@@ -240,7 +240,7 @@ def _stored(weight: Tensor) -> Tensor:
 def _rounded_rows(num: int) -> int:
     """Round a number of tokens up to one of a few sizes, so that oneDNN can reuse the kernels that
     it compiles for each size."""
-    if num < _LEAST_ROWS or not onednn_products.is_faster():
+    if num < _LEAST_ROWS or not onednn_products.is_faster_on_cpu():
         return num
     return -(-num // 16) * 16 if num < _FEW_ROWS else onednn_products.rounded_rows(num)
 
@@ -251,7 +251,7 @@ def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:
     return (
         num_rows * weight_IO.numel() >= _LEAST_MULTIPLICATIONS
         and num_rows >= _LEAST_ROWS
-        and onednn_products.is_faster()
+        and onednn_products.is_faster_on_cpu()
     )
 
 

@@ -45,7 +45,7 @@ def is_faster(layout: CacheLayout) -> bool:
         and layout.device.type == "cpu"
         # PyTorch's fast kernel for sums of rows is FBGEMM's.
         and "fbgemm" in torch.backends.quantized.supported_engines
-        and onednn_products.is_faster()
+        and onednn_products.is_faster_on_cpu()
     )
 
 

@@ -352,11 +352,11 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
 def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
     """Rename weights as in checkpoints of the transformers model ``model``, for engines that load
     checkpoint names. A tensor with all experts of a layer is split into one tensor per expert."""
-    from ramify.models.stored_weights import to_disk_tensors
+    from ramify.models.stored_weights import to_checkpoint_tensors
 
     for each in given:
         blank = torch.empty(each.shape, dtype=each.dtype, device="meta")
-        parts = list(to_disk_tensors(model, each.name, blank))
+        parts = list(to_checkpoint_tensors(model, each.name, blank))
         if [part.shape for _, part in parts] == [blank.shape]:
             yield each._replace(name=parts[0][0])
             continue
@@ -378,10 +378,10 @@ class _SplitSource:
 
     def part(self, index: int) -> Tensor:
         """Return part number ``index`` of the tensor as contiguous memory."""
-        from ramify.models.stored_weights import to_disk_tensors
+        from ramify.models.stored_weights import to_checkpoint_tensors
 
         if not self._parts:
-            found = to_disk_tensors(self._model, self._whole.name, self._whole.full())
+            found = to_checkpoint_tensors(self._model, self._whole.name, self._whole.full())
             self._parts = [tensor for _, tensor in found]
         part = self._parts[index].contiguous()
         if index + 1 == self._num_parts:

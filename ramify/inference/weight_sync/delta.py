@@ -71,7 +71,7 @@ def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
     return torch.from_numpy(np.flatnonzero(now_N.numpy() != had_N.numpy()))
 
 
-def differing_tensors(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
+def differing_tensor_indices(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
     """Compare two versions of several concatenated tensors, and return the indices of the tensors
     that differ. ``lengths`` holds the number of elements of each tensor, in order."""
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=now_N.device)
@@ -136,7 +136,9 @@ class SmallTensorBundles:
 
     def _which(self, names: list[str], lengths: list[int], now_N: Tensor) -> Sequence[int]:
         if (names, lengths) == (self._names, self._lengths):
-            return differing_tensors(bits(now_N), bits(self._had_N.to(now_N.device)), lengths)
+            return differing_tensor_indices(
+                bits(now_N), bits(self._had_N.to(now_N.device)), lengths
+            )
         had = dict(zip(self._names, self._had_N.split_with_sizes(self._lengths), strict=True))
         parts = zip(names, now_N.split_with_sizes(lengths), strict=True)
         return [

@@ -29,11 +29,11 @@ from .frames import (
     check_size,
     frame,
     json_bytes,
-    parse_frame_header,
     slice_blobs,
+    split_frame,
     write_all,
 )
-from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, blobs_as_bytes
+from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, encode_text_blobs
 
 _get_ident = threading.get_ident
 _read, _write = os.read, os.write
@@ -183,7 +183,7 @@ class GuestChannel:
             if encoder is not None and blobs and shared_buffers.try_put(blobs, header["id"]):
                 header["shelved"], blobs = True, ()
             elif encoder is not None and encoder.defers:
-                blobs = blobs_as_bytes(blobs)
+                blobs = encode_text_blobs(blobs)
             if shared_buffers.reported != shared_buffers.got:
                 header["got"] = shared_buffers.reported = shared_buffers.got
         text = json_bytes(header)
@@ -243,7 +243,7 @@ class GuestChannel:
         view = self._reader.next()
         if view is None:
             return None
-        text, end = parse_frame_header(view)
+        text, end = split_frame(view)
         return self._opened(str(text, "utf-8"), view, end)
 
     def _opened(

@@ -216,7 +216,7 @@ def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
     return [PREFIX.pack(length, VERSION, len(header)) + header, *blobs]
 
 
-def parse_frame_header(view: memoryview) -> tuple[memoryview, int]:
+def split_frame(view: memoryview) -> tuple[memoryview, int]:
     """Return the header bytes of a frame and the offset at which its binary parts begin. ``view``
     is the frame without its length prefix. Raises ProtocolError if the version or the header's
     length is wrong."""
@@ -346,7 +346,7 @@ def pack_value(
 
     ``files``: a dict that collects the data of file-backed texts, keyed by the digest of the file.
     ``defers``: leave long ASCII strings in the list as they are, which saves a copy of them;
-    ``encoded_in_pieces`` encodes them.
+    ``text_in_pieces`` encodes them.
     """
     encoder = ValueEncoder(files=files, defers=defers)
     header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
@@ -540,10 +540,10 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
     if len(blobs) > _MAX_PARTS:
         yield b"".join(blob.encode() if isinstance(blob, str) else blob for blob in blobs)
         return
-    yield from encoded_in_pieces(blobs)
+    yield from text_in_pieces(blobs)
 
 
-def encoded_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
+def text_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
     """Yield the blobs as buffers for writing. Each ASCII text becomes several buffers of limited
     length; other blobs are yielded unchanged."""
     for blob in blobs:

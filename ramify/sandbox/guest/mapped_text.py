@@ -99,7 +99,7 @@ class TextOffsetIndex:
             )
         return self.decode(self.read_bytes(self.byte_at(start), self.byte_at(stop)))
 
-    def read_bounded_bytes(self, low: int, high: int, what: str) -> bytes:
+    def read_checked_bytes(self, low: int, high: int, what: str) -> bytes:
         """Return the bytes between two offsets. Raises ValueError if there are too many for a
         ``str`` or a list in memory. ``what`` names the part of the text in that error."""
         if high - low > 4 * MAX_SLICE_CHARS:
@@ -405,9 +405,9 @@ class MappedText:
     def _parts(self, sep: str) -> Iterator[str]:
         file, start, needle = self.file, 0, self._needle(sep)
         for found in file.offsets_of(needle, 0, file.num_bytes) if needle else ():
-            yield file.decode(file.read_bounded_bytes(start, found, "a part"))
+            yield file.decode(file.read_checked_bytes(start, found, "a part"))
             start = found + len(needle or b"")
-        yield file.decode(file.read_bounded_bytes(start, file.num_bytes, "a part"))
+        yield file.decode(file.read_checked_bytes(start, file.num_bytes, "a part"))
 
 
 MappedText.__module__ = "builtins"  # an error then shows the name without a module
@@ -517,11 +517,11 @@ class MappedLines(Sequence[str]):
         if stop <= file.num_line_ends:
             return [
                 *self._cut(
-                    file.read_bounded_bytes(low, file.line_at(stop), f"{stop - start:,} lines")
+                    file.read_checked_bytes(low, file.line_at(stop), f"{stop - start:,} lines")
                 )
             ]
         *lines, last = file.decode(
-            file.read_bounded_bytes(low, file.num_bytes, f"{stop - start:,} lines")
+            file.read_checked_bytes(low, file.num_bytes, f"{stop - start:,} lines")
         ).split("\n")
         ended = [f"{line}\n" for line in lines] if self._keepends else lines
         return [*map(self._line, ended), self._line(last)]

@@ -522,7 +522,7 @@ class ValueDecoder:
         return items
 
 
-def blobs_as_bytes(blobs: Sequence[Any]) -> list[Buffer]:
+def encode_text_blobs(blobs: Sequence[Any]) -> list[Buffer]:
     """Return a list of blobs with all texts encoded as bytes. An encoder created with ``defers``
     leaves long texts as str."""
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]

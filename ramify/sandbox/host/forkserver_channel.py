@@ -22,7 +22,7 @@ import msgspec
 from ramify.errors import SandboxError
 from ramify.module_compiler import compiled_module
 from ramify.sandbox.base import anonymous_file
-from ramify.sandbox.guest.frames import frame, parse_frame_header
+from ramify.sandbox.guest.frames import frame, split_frame
 from ramify.sandbox.host.forkserver_process import (
     StartedForkServer,
     start_process,
@@ -129,7 +129,7 @@ class ForkServerChannel:
         finally:
             self._sock.setblocking(False)
 
-    def on_exit(self, pid: int, call: Callable[[int], None]) -> None:
+    def add_exit_callback(self, pid: int, call: Callable[[int], None]) -> None:
         """Register a function that is called once when a forked process has ended. It gets the exit
         status as ``subprocess`` reports it."""
         self._exits[pid] = call
@@ -147,7 +147,7 @@ class ForkServerChannel:
             self._lose()
             return
         for view in self._assembler.feed(memoryview(data)):
-            header = msgspec.json.decode(parse_frame_header(view)[0])
+            header = msgspec.json.decode(split_frame(view)[0])
             count = header.get("fds", 0)
             fds, self._fds = self._fds[:count], self._fds[count:]
             self._take(header, fds)

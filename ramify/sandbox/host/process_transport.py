@@ -147,15 +147,15 @@ class ProcessTransport:
         self.buffers = buffers
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         if self._pid >= 0:
-            self.channel.on_exit(self._pid, self._note_exit)
+            self.channel.add_exit_callback(self._pid, self._note_exit)
 
     def start_reading(
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
         self.stream.start_reading(received, lost)
 
-    def is_lone(self) -> bool:
-        return self.stream.is_lone()
+    def is_only_active(self) -> bool:
+        return self.stream.is_only_active()
 
     def read_at_once(self) -> None:
         self.stream.read_at_once()

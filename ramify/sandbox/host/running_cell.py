@@ -29,7 +29,7 @@ from ramify.sandbox.guest.values import (
     CodecError,
     ProtocolError,
     ValueEncoder,
-    blobs_as_bytes,
+    encode_text_blobs,
 )
 from ramify.sandbox.host.session_wire import (
     CellDoneFrame,
@@ -210,7 +210,7 @@ class PendingHostCalls:
         for task in self.tasks.values():
             task.cancel()
 
-    def discard_pending(self) -> None:
+    def discard_unanswered(self) -> None:
         """Stop the clock and discard the pending calls, because their cell has ended."""
         self._clock.stop()
         self.pending.clear()
@@ -228,7 +228,7 @@ def _encode(encoder: ValueEncoder, value: Any) -> Any:
     converted to bytes now."""
     data = encoder.encode(value)
     if sum(map(len, encoder.blobs)) > HALF_BYTES:  # too long for the shared buffers
-        encoder.blobs = blobs_as_bytes(encoder.blobs)
+        encoder.blobs = encode_text_blobs(encoder.blobs)
     return data
 
 
@@ -352,7 +352,7 @@ class RunningCell:
         return "" if self._output is None else self._output.text(self.chars)
 
     def ends(self, end: End) -> None:
-        self.calls.discard_pending()
+        self.calls.discard_unanswered()
         self.end = end
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)

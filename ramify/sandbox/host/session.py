@@ -445,7 +445,7 @@ class GuestSessionProxy:
         if not self._failure:
             self._failure, self._state = why, SessionStatus.ENDED
             self._wire.transport.kill()
-            self._wire.release_holds()
+            self._wire.clear_pause_reasons()
             # In case the end of the stream never arrives
             asyncio.get_running_loop().call_later(1.0, self._lost)
 

@@ -29,8 +29,8 @@ from ramify.sandbox.guest.frames import (
     check_blob_count,
     check_json_complexity,
     frame,
-    parse_frame_header,
     slice_blobs,
+    split_frame,
 )
 from ramify.sandbox.guest.values import (
     REFERRING_CALL,
@@ -39,7 +39,7 @@ from ramify.sandbox.guest.values import (
     ValueDecoder,
     ValueEncoder,
     ValueLimitError,
-    blobs_as_bytes,
+    encode_text_blobs,
 )
 from ramify.sandbox.host.transport import SCRATCH_BYTES, FrameAssembler, Transport, do_nothing
 
@@ -148,7 +148,7 @@ def is_large(view: memoryview) -> bool:
     """Return True if decoding a frame might take long enough to delay other sessions."""
     if len(view) <= LARGE_HEADER:
         return False
-    header = len(parse_frame_header(view)[0])
+    header = len(split_frame(view)[0])
     return header > LARGE_HEADER or len(view) - header > LARGE_BLOBS
 
 
@@ -162,9 +162,9 @@ def parse(
     frame is malformed or over a limit.
 
     ``is_later``: leave binary parts in the shared buffers, because the caller will read them later
-    and then call ``note_read``.
+    and then call ``release_read_buffers``.
     """
-    header, end = parse_frame_header(view)
+    header, end = split_frame(view)
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
     try:
@@ -183,7 +183,7 @@ def parse(
             raise ProtocolError("blobs twice")
         return message, [] if is_later else shared_blobs(message, shared_buffers)
     if not is_later:
-        note_read(message, shared_buffers)
+        release_read_buffers(message, shared_buffers)
     if not lengths:
         if end != len(view):
             raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
@@ -191,7 +191,7 @@ def parse(
     return message, slice_blobs(view, end, lengths)
 
 
-def note_read(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
+def release_read_buffers(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
     """Mark the shared buffers as free if a message proves that the guest has read everything in
     them."""
     if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
@@ -204,7 +204,7 @@ def shared_blobs(
     """Read the binary parts of a message from the shared memory buffers. Raises ProtocolError if
     they are missing, or if the guest wrote to the buffers before its previous message was
     answered."""
-    note_read(message, shared_buffers)
+    release_read_buffers(message, shared_buffers)
     if shared_buffers is None:
         raise ProtocolError("a frame with blobs in shared memory, but none is shared")
     if shared_buffers.owed is not None:
@@ -285,7 +285,7 @@ def build_request_frame(
         if shared_buffers is not None and shared_buffers.try_put(blobs, 0):
             header["shelved"], blobs = True, []
         elif encoder.defers:
-            blobs = blobs_as_bytes(blobs)
+            blobs = encode_text_blobs(blobs)
     if encoder is not None and encoder.tags:
         header["tags"] = True
     return frame(_encoder.encode(header), blobs)
@@ -327,7 +327,7 @@ class GuestFrameConnection:
         "_failed",
         "_held_frames",
         "_holds",
-        "_is_lone",
+        "_is_only_active",
         "_received",
         "last_id",
         "read_at_once",
@@ -338,7 +338,9 @@ class GuestFrameConnection:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._is_lone: Callable[[], bool | None] = getattr(transport, "is_lone", do_nothing)
+        self._is_only_active: Callable[[], bool | None] = getattr(
+            transport, "is_only_active", do_nothing
+        )
         self.read_at_once: Callable[[], None] = getattr(transport, "read_at_once", do_nothing)
         """Handle the guest's next frame right away if it arrives within microseconds and the
         transport supports this. Call it last, after sending a request or an answer."""
@@ -407,11 +409,11 @@ class GuestFrameConnection:
 
     async def _decode(self, view: memoryview) -> None:
         """Decode a large frame in a thread, so that other sessions are served meanwhile."""
-        self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(parse_frame_header(view)[0])
+        self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(split_frame(view)[0])
         try:
             parsing = functools.partial(parse, view, is_later=True)
             message, blobs = await in_thread(parsing)
-            note_read(message, self.transport.shared_buffers)
+            release_read_buffers(message, self.transport.shared_buffers)
             if getattr(message, "shelved", False):
                 shared = shared_blobs(message, self.transport.shared_buffers)
                 blobs = [memoryview(bytes(blob)) for blob in shared]
@@ -441,7 +443,7 @@ class GuestFrameConnection:
         """Return the memory of frames that are incomplete or being decoded, in bytes."""
         return self._assembler.held_bytes() + self._decoding_bytes
 
-    def release_holds(self) -> None:
+    def clear_pause_reasons(self) -> None:
         """Clear all reasons to pause the handling of frames, so that the stream is read to its
         end."""
         self._holds.clear()
@@ -468,7 +470,7 @@ class GuestFrameConnection:
             return
         if self.seed is not None:
             header["seed"], self.seed = self.seed, None
-        if self._is_lone():
+        if self._is_only_active():
             header["soon"] = True
         shared_buffers = self.transport.shared_buffers
         if shared_buffers is not None and (

@@ -261,7 +261,7 @@ class SocketStream:
         self._in_a_row = 0
         self._read()
 
-    def is_lone(self) -> bool:
+    def is_only_active(self) -> bool:
         """Return True if this stream was used last and no other stream expects an answer."""
         shared = self._shared
         return shared.last_used is self and shared.num_expected == self._is_expected
@@ -347,7 +347,7 @@ class SocketStream:
             raise SandboxError("the session has stopped reading its input")
 
     def write(self, data: list[Any]) -> None:
-        self._is_quick = self.is_lone()
+        self._is_quick = self.is_only_active()
         self._shared.last_used = self
         if not self._is_expected:
             self._is_expected = True

@@ -191,7 +191,7 @@ class Zygote(forkserver.ForkServer):
     ) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
-        mapped = process_setup.mapped_bytes(proc if proc >= 0 else None)
+        mapped = process_setup.address_space_bytes(proc if proc >= 0 else None)
         confinement.set_up_session_process(prepared)
         confine.restore_fork_hooks()
         fds = process_setup.keep_only(fds)
@@ -199,7 +199,7 @@ class Zygote(forkserver.ForkServer):
         memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
         confinement.limit()
         confinement.finish(fds[0])
-        process_setup.limit_files()
+        process_setup.limit_open_files()
         return fds, memory
 
     def remove_session_folder(self, prepared: confine.JailSessionDescriptors) -> None:

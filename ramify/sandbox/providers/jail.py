@@ -39,7 +39,7 @@ from ramify.sandbox.base import (
     SandboxSpec,
     Session,
 )
-from ramify.sandbox.guest.frames import FrameReader, parse_frame_header
+from ramify.sandbox.guest.frames import FrameReader, split_frame
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
 from ramify.sandbox.host.importable_packages import locate, partly_visible_folders, readable
@@ -136,7 +136,7 @@ EMPTY = {
 def read_walls(server: StartedForkServer) -> ProbedTier:
     """Read the first message of a jail's fork server, which reports the isolation that the server
     has reached. Blocks for some milliseconds, until the isolation has been built."""
-    header = msgspec.json.decode(parse_frame_header(_first_frame(server.control))[0])
+    header = msgspec.json.decode(split_frame(_first_frame(server.control))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
     if "missing" in header:
@@ -281,7 +281,7 @@ class JailSandbox(ProcessSandbox):
 
         return RollbackSession(session)
 
-    def start(self) -> StartedForkServer:
+    def start_fork_server(self) -> StartedForkServer:
         with _lock:
             if self._uses_whole_kernel() and self.spec in launched:
                 _reported.discard(self.spec)

@@ -50,7 +50,7 @@ class JailForkInProgress:
         host_end, _, files = self._branch
         return ForkedSessionHandles(host_end, files, self._origin.channel)
 
-    def close_old_connection(self) -> None:
+    def close_origin_connection(self) -> None:
         """Close the host's old connection to the session, because two processes could write to it
         after the fork. The process that is about to fork is blocked until this returns."""
         if not self._is_begun:

@@ -121,7 +121,7 @@ def _own_pages(pid: int) -> int:
 _CLONE, _TGKILL, _SETSID = (56, 220), (234, 131), (112, 157)
 _EPERM = 1
 _MOST_FILES = 264
-"""Upper bound of a session's descriptor numbers (see ``process_setup.limit_files``)."""
+"""Upper bound of a session's descriptor numbers (see ``process_setup.limit_open_files``)."""
 _PATIENCE = 32
 """Number of refusals that are sent without delay. Later ones are delayed, so that a session cannot
 keep the host busy."""
@@ -202,7 +202,7 @@ class ForkGate:
         elif number in _SETSID and pid in self.branches:
             self._answer(id, flags=CONTINUE)
         elif self._is_granted(request):
-            self._forks[pid].close_old_connection()
+            self._forks[pid].close_origin_connection()
             if self._answer(id, flags=CONTINUE):  # or a signal came first, and it asks again
                 self._granted.discard(pid)
         elif number in _TGKILL and pid:  # it waits for the answer, so its pid is still valid

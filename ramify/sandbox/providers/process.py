@@ -140,7 +140,7 @@ class ProcessSandbox:
 
     async def _start(self) -> ForkServerChannel:
         for retries_left in reversed(range(_STARTS)):
-            server = self.start()
+            server = self.start_fork_server()
             self._processes.append(server.process)
             self._folders.append(server.folder)
             channel = ForkServerChannel(server.control, server.complaints)
@@ -157,7 +157,7 @@ class ProcessSandbox:
         """Raise SandboxError if a fork server's report shows that it is unsuitable for sessions.
         This class accepts every server; a subclass may not."""
 
-    def start(self) -> StartedForkServer:
+    def start_fork_server(self) -> StartedForkServer:
         """Start a fork server, or return one that was started in advance."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
@@ -407,7 +407,7 @@ async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceRe
     fds: list[int] = []
     try:
         for file in files:
-            fds.append(file.open())
+            fds.append(file.open_unchanged())
         places = [[each.reference.digest, each.start, each.reference.num_bytes] for each in files]
         await channel.ask({"op": "map", "places": places}, fds)
     finally:

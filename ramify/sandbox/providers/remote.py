@@ -30,7 +30,7 @@ from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpe
 from ramify.sandbox.guest.frames import (
     HostGuestSharedMemory,
     frame,
-    parse_frame_header,
+    split_frame,
     to_base64_lines,
 )
 from ramify.sandbox.guest.values import Buffer, ProtocolError
@@ -406,7 +406,7 @@ class RemoteTransport:
             self._handle(view)
 
     def _handle(self, view: memoryview) -> None:
-        header, end = parse_frame_header(view)
+        header, end = split_frame(view)
         try:
             message = _decoder.decode(header)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     )
     from ramify.sandbox.server.process_setup import (
         MAX_FILES,
+        address_space_bytes,
         adopt_orphans,
         keep_only,
-        limit_files,
+        limit_open_files,
         map_file,
-        mapped_bytes,
         nonblocking_pipe,
-        quiet_signals,
+        reset_sigchld,
         set_limits,
         tie_to_parent,
     )
@@ -63,13 +63,13 @@ else:
     from ramify_guest import frames, guest, interpreter_state, notebook, output, values
     from ramify_server_process_setup import (
         MAX_FILES,
+        address_space_bytes,
         adopt_orphans,
         keep_only,
-        limit_files,
+        limit_open_files,
         map_file,
-        mapped_bytes,
         nonblocking_pipe,
-        quiet_signals,
+        reset_sigchld,
         set_limits,
         tie_to_parent,
     )
@@ -137,7 +137,7 @@ class ForkServerHostChannel:
         view = self._reader.next()
         if view is None:
             return None
-        header: dict[str, Any] = json.loads(bytes(frames.parse_frame_header(view)[0]))
+        header: dict[str, Any] = json.loads(bytes(frames.split_frame(view)[0]))
         fds, count = self._reader.fds, header.get("fds", 0)
         self._reader.fds = fds[count:]
         return header, fds[:count]
@@ -302,8 +302,8 @@ class ForkServer:
         fds = keep_only(fds)
         os.chdir(prepared)
         os.environ.update(HOME=prepared, TMPDIR=prepared)
-        limit_files()
-        return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
+        limit_open_files()
+        return fds, set_limits(self.config["memory_bytes"], address_space_bytes())
 
     def release_after_fork(self, prepared: Any) -> None:
         """Release the server's own handles of resources that only the forked session still needs.
@@ -340,7 +340,7 @@ class ForkServer:
         """Turn this process into a template, which decodes the context from a file descriptor and
         then forks sessions that have it in memory. The host sends ``num_files`` more descriptors,
         of files that hold texts of the context."""
-        quiet_signals()
+        reset_sigchld()
         tie_to_parent(self.pid)
         self.control.sock.close()
         self.control = ForkServerHostChannel(socket.socket(fileno=control))
@@ -377,7 +377,7 @@ class ForkServer:
     def _session(self, prepared: Any, header: dict[str, Any], fds: list[int]) -> None:
         """Run a session in its forked process until it ends."""
         os.dup2(fds[1], 2)  # the host reads there why it could not be set up
-        quiet_signals()
+        reset_sigchld()
         own_fds, memory = self.set_up_session_process(prepared, fds)
         session = self._guest if own_fds == _USUAL_FDS else None
         session = session or self._make_guest(own_fds)

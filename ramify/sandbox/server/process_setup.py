@@ -42,7 +42,7 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def quiet_signals() -> None:
+def reset_sigchld() -> None:
     """Restore the default handler of SIGCHLD and remove the wake-up descriptor. The C module
     ``_signal`` is used because ``signal`` would create enums, and so write to memory pages that
     sessions share."""
@@ -109,7 +109,7 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
     )
 
 
-def limit_files() -> None:
+def limit_open_files() -> None:
     """Limit the number of open files. This must be the last step of the setup, because the kernel
     also counts the user's descriptors in transit to the host."""
     _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
@@ -137,7 +137,7 @@ def map_file(fd: int, num_bytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(at)).cast("B").toreadonly()
 
 
-def mapped_bytes(proc: int | None = None) -> int:
+def address_space_bytes(proc: int | None = None) -> int:
     """Return the size of this process's address space in bytes, or 0 if it cannot be read. ``proc``
     is a descriptor of /proc, for a process that cannot open /proc by its path."""
     try:

@@ -71,7 +71,7 @@ class SupervisorHostChannel:
             if not chunk:
                 raise EOFError
             self._reader.feed(binascii.a2b_base64(chunk) if self._has_lines else chunk)
-        text, end = frames.parse_frame_header(view)
+        text, end = frames.split_frame(view)
         return json.loads(bytes(text)), view[end:]
 
 

@@ -147,7 +147,7 @@ def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
     if the process does not start.
     """
     try:
-        with _slots, _workers.one() as worker:
+        with _slots, _workers.lend_process() as worker:
             print(json.dumps({"gold": gold, "answer": answer}), file=worker.stdin, flush=True)
             line = _line(worker, timeout_s)
             if not line:

@@ -21,8 +21,8 @@ from ramify.testing.sandbox_conformance import cells, host_calls, session_isolat
 from ramify.testing.sandbox_conformance.base import (
     ConformanceCheck,
     SandboxUnderTest,
+    answer_host_call,
     checks_by_module,
-    echo,
 )
 
 CHECKS = [
@@ -37,7 +37,7 @@ True
 """
 CHECK_S = 60.0
 """Time limit of one check in seconds."""
-__all__ = ["CHECKS", "ConformanceCheck", "SandboxUnderTest", "echo"]
+__all__ = ["CHECKS", "ConformanceCheck", "SandboxUnderTest", "answer_host_call"]
 
 
 class ConformanceResult(msgspec.Struct, frozen=True):

@@ -44,7 +44,7 @@ class SandboxUnderTest:
         new session.
         """
         session = session or await self.open()
-        return [(await session.run(code, answer=echo)).cell for code in codes]
+        return [(await session.run(code, answer=answer_host_call)).cell for code in codes]
 
     async def close(self) -> None:
         for session in self._sessions:
@@ -108,9 +108,9 @@ def true(fact: object, what: str) -> None:
         raise ConformanceError(what)
 
 
-async def echo(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answer the calls that a tested session makes to its host. ``echo`` returns its argument,
-    ``sleep`` waits, and ``fail`` raises an error.
+async def answer_host_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Answer the calls that a tested session makes to its host. ``answer_host_call`` returns its
+    argument, ``sleep`` waits, and ``fail`` raises an error.
     """
     if name == "sleep":
         await asyncio.sleep(args[0])

@@ -15,10 +15,10 @@ from ramify.errors import HostCallError, SandboxError
 from ramify.testing.sandbox_conformance.base import (
     ConformanceError,
     SandboxUnderTest,
+    answer_host_call,
     cell_values,
     check,
     clean,
-    echo,
     open_with_host,
     same,
     true,
@@ -125,7 +125,7 @@ def after_cell():
     return {"has": sorted(n for n in ("double", "a") if n in namespace), "out": last_output()}
 """
     await session.install("tools", source)
-    ran = await session.run("a = double(4)\nprint(a)\ndouble = 3", answer=echo)
+    ran = await session.run("a = double(4)\nprint(a)\ndouble = 3", answer=answer_host_call)
     same(
         (ran.cell.stdout, ran.cell.restored, ran.note),
         ("8\n", ("double",), {"tools": {"has": ["a", "double"], "out": "8\n"}}),

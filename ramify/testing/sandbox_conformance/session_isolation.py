@@ -15,10 +15,10 @@ from ramify.sandbox.base import SharedContext
 from ramify.testing.sandbox_conformance.base import (
     ConformanceError,
     SandboxUnderTest,
+    answer_host_call,
     cell_values,
     check,
     clean,
-    echo,
     open_with_host,
     same,
     true,
@@ -75,7 +75,7 @@ async def check_branching(probe: SandboxUnderTest) -> None:
         )
         await session.close()
         same(cell_values(await probe.cells("x", session=branch)), ["[1, 2]"])
-        ran2 = await branch.run("while True: pass", answer=echo, timeout_s=0.2)
+        ran2 = await branch.run("while True: pass", answer=answer_host_call, timeout_s=0.2)
         same(ran2.interrupted, "time")
     finally:
         await branch.close_tree()
@@ -136,7 +136,7 @@ async def check_unsafe_forks_refused(probe: SandboxUnderTest) -> None:
             raise ConformanceError(f"the session was forked after {code!r}")
         same(cell_values(await probe.cells("1", session=session)), ["1"])
     session = await probe.open()
-    task = asyncio.ensure_future(session.run("import time; time.sleep(2)", answer=echo))
+    task = asyncio.ensure_future(session.run("import time; time.sleep(2)", answer=answer_host_call))
     await asyncio.sleep(0.05)
     try:
         await session.fork()
@@ -256,7 +256,7 @@ async def check_use_after_close(probe: SandboxUnderTest) -> None:
     await session.close()
     await session.close()
     try:
-        await session.run("1", answer=echo)
+        await session.run("1", answer=answer_host_call)
     except SessionDied:
         return
     raise ConformanceError("a closed session answered")

@@ -12,10 +12,10 @@ from ramify.sandbox.base import CellResult
 from ramify.testing.sandbox_conformance.base import (
     ConformanceError,
     SandboxUnderTest,
+    answer_host_call,
     cell_values,
     check,
     clean,
-    echo,
     open_with_host,
     same,
     true,
@@ -31,7 +31,9 @@ enough for a busy machine.
 async def check_endless_loop_interrupt(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     started = time.perf_counter()
-    ran = await session.run("x = 41\nprint('so far')\nwhile True: pass", answer=echo, timeout_s=0.3)
+    ran = await session.run(
+        "x = 41\nprint('so far')\nwhile True: pass", answer=answer_host_call, timeout_s=0.3
+    )
     true(time.perf_counter() - started < SOON_S, "it took too long")
     same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
     true(
@@ -45,7 +47,7 @@ async def check_endless_loop_interrupt(probe: SandboxUnderTest) -> None:
 async def check_host_wait_excluded_from_timeout(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     ran = await session.run(
-        "for _ in range(3): host('sleep', 1)\n'done'", answer=echo, timeout_s=2.0
+        "for _ in range(3): host('sleep', 1)\n'done'", answer=answer_host_call, timeout_s=2.0
     )
     same((ran.cell.value, ran.interrupted), ("'done'", None))
     true(ran.cell.seconds < 2.0, f"{ran.cell.seconds} s of work")
@@ -56,7 +58,7 @@ async def check_cell_interrupt(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     started = time.perf_counter()
-    ran = await session.run("x = 1\nhost('sleep', 30)", answer=echo)
+    ran = await session.run("x = 1\nhost('sleep', 30)", answer=answer_host_call)
     true(time.perf_counter() - started < SOON_S, "it took too long")
     same(ran.interrupted, "deadline")
     true(ran.cell.error, "no error")
@@ -74,7 +76,7 @@ with ThreadPoolExecutor(4) as t:
     list(t.map(lambda i: host('sleep', 30), range(50)))
 """
     started = time.perf_counter()
-    ran = await session.run(code, answer=echo)
+    ran = await session.run(code, answer=answer_host_call)
     true(time.perf_counter() - started < SOON_S, "it took too long")
     same(ran.interrupted, "deadline")
     same(cell_values(await probe.cells("1", session=session)), ["1"])
@@ -85,7 +87,7 @@ async def check_cell_cancellation(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     before = asyncio.all_tasks()
     for code in ("x = 1\nwhile True: pass", "host('sleep', 30)"):
-        task = asyncio.ensure_future(session.run(code, answer=echo))
+        task = asyncio.ensure_future(session.run(code, answer=answer_host_call))
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.wait((task,))
@@ -100,10 +102,10 @@ async def check_cell_cancellation(probe: SandboxUnderTest) -> None:
 @check("one request at a time")
 async def check_one_request_at_a_time(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
-    task = asyncio.ensure_future(session.run("host('sleep', .2)", answer=echo))
+    task = asyncio.ensure_future(session.run("host('sleep', .2)", answer=answer_host_call))
     await asyncio.sleep(0.05)
     try:
-        await session.run("1", answer=echo)
+        await session.run("1", answer=answer_host_call)
     except SandboxError as error:
         true("busy" in str(error), str(error))
     else:
@@ -115,20 +117,20 @@ async def check_one_request_at_a_time(probe: SandboxUnderTest) -> None:
 @check("a cell that cannot be stopped is killed", "full_python", "kill")
 async def check_unstoppable_cell_killed(probe: SandboxUnderTest) -> None:
     session, other = await probe.open(), await probe.open()
-    await session.run("import time; said = False", answer=echo)
+    await session.run("import time; said = False", answer=answer_host_call)
     code = (  # everything is inside the try: on a slow machine the first interrupt arrives early
         "while True:\n    try:\n        if not said: said = True; print('written')\n        "
         "time.sleep(10)\n"
         "    except BaseException: pass"
     )
     try:
-        await session.run(code, answer=echo, timeout_s=0.5)
+        await session.run(code, answer=answer_host_call, timeout_s=0.5)
     except SessionDied as error:
         same(error.stdout, "written\n")
     else:
         raise ConformanceError("the session was not killed")
     try:
-        await session.run("1", answer=echo)
+        await session.run("1", answer=answer_host_call)
     except SessionDied:
         pass
     else:
@@ -144,7 +146,7 @@ async def check_crash_report(probe: SandboxUnderTest) -> None:
     ):
         session = await probe.open()
         try:
-            await session.run(f"print('written')\n{code}", answer=echo)
+            await session.run(f"print('written')\n{code}", answer=answer_host_call)
         except SessionDied as error:
             same(error.stdout, "written\n")
             true(sign in str(error), str(error))
@@ -182,12 +184,12 @@ async def check_misbehaving_cells(probe: SandboxUnderTest) -> None:
         "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
         "import sys\nsys.stdout.close()",
     ):
-        await session.run(code, answer=echo)
+        await session.run(code, answer=answer_host_call)
         [cell] = clean(
             await probe.cells(
                 "import os\nprint(len('abc'), host('echo', 1))\nos.getpid() > 0", session=session
             )
         )
         same((cell.stdout, cell.value), ("3 1\n", "True"), f"after {code!r}")
-    ran = await session.run("while True: pass", answer=echo, timeout_s=0.2)
+    ran = await session.run("while True: pass", answer=answer_host_call, timeout_s=0.2)
     same(ran.interrupted, "time")

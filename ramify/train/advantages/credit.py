@@ -217,7 +217,7 @@ def compared_call_ids(tree: Tree) -> list[str]:
     return [id for id, node in tree.items() if node.is_agent] or [_root(tree)]
 
 
-def returns_of(tree: Tree, gamma: float) -> Numbers:
+def inherited_returns(tree: Tree, gamma: float) -> Numbers:
     """Compute the RL return of each call: its own reward plus γ times its parent's return."""
     returns: Numbers = {}
     for id, node in tree.items():

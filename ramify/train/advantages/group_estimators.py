@@ -127,7 +127,7 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
             name = rollout_of(line.parts[0][0].name)
             line.write("advantages", line.read("advantages") - extra[name])
         if self.normalise:
-            row_math.normalise_lines(calls, self.normalise_epsilon)
+            row_math.normalise_advantages(calls, self.normalise_epsilon)
         num = sum(len(tokens) for line in calls for _, tokens in line.parts)
         total = sum(value for group in charges.values() for value in group.values())
         return {"reward_kl": total / num if num else 0.0}

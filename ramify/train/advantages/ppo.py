@@ -29,7 +29,7 @@ from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages, TokenCredit
-from ramify.train.advantages.credit import returns_of
+from ramify.train.advantages.credit import inherited_returns
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 
@@ -76,7 +76,10 @@ class PPO(
         for group in step.groups:
             for trajectory, tree in zip(group.group.trajectories, group.trees, strict=True):
                 returns_by_call.update(
-                    {(trajectory.id, id): R for id, R in returns_of(tree, self.gamma_tree).items()}
+                    {
+                        (trajectory.id, id): R
+                        for id, R in inherited_returns(tree, self.gamma_tree).items()
+                    }
                 )
             group.advantages = [dict.fromkeys(tree, 0.0) for tree in group.trees]
         assigned = step.assigned(True, has_baseline=False)
@@ -111,7 +114,7 @@ class PPO(
             returns.append(advantages + values)
             residuals.append(advantages)
         if self.normalise:
-            row_math.normalise_lines(calls, self.normalise_epsilon)
+            row_math.normalise_advantages(calls, self.normalise_epsilon)
         metrics = {"explained_variance": _explained_variance(returns, residuals)}
         return {**metrics, "reward_kl": float(np.concatenate(kls).mean())} if kls else metrics
 

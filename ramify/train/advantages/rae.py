@@ -20,7 +20,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import StepAdvantages
-from ramify.train.advantages.credit import CreditNode, Numbers, returns_of
+from ramify.train.advantages.credit import CreditNode, Numbers, inherited_returns
 from ramify.types.trajectory import Group
 
 
@@ -86,7 +86,7 @@ class RAE(
         returns_by_role: dict[str, list[float]],
     ) -> Numbers:
         advantages: Numbers = {}
-        for call, value in returns_of(tree, self.gamma_tree).items():
+        for call, value in inherited_returns(tree, self.gamma_tree).items():
             role = f"{tree[call].role}@{tree[call].depth}"
             returns_by_role[role].append(value)
             advantages[call] = value - means.get(role, 0.0)

@@ -15,7 +15,7 @@ from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import StepAdvantages
-from ramify.train.advantages.credit import returns_of
+from ramify.train.advantages.credit import inherited_returns
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 
@@ -50,7 +50,7 @@ class ReinforcePP(
     ) -> StepAdvantages:
         step = StepAdvantageBuilder(groups, weights, self)
         for group in step.groups:
-            group.advantages = [returns_of(tree, self.gamma_tree) for tree in group.trees]
+            group.advantages = [inherited_returns(tree, self.gamma_tree) for tree in group.trees]
         return step.assigned(every_token, gamma=self.gamma, has_baseline=False)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:

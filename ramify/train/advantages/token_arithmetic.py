@@ -159,12 +159,12 @@ def add_kl(
         charges.append(line.read("old_logprobs") - line.read("ref_logprobs"))
         line.write("advantages", line.read("advantages") + to_go(-beta * charges[-1], gamma))
     if normalise:
-        normalise_lines(calls, epsilon)
+        normalise_advantages(calls, epsilon)
     num = sum(map(len, charges))
     return {"reward_kl": sum(float(charge.sum()) for charge in charges) / num if num else 0.0}
 
 
-def normalise_lines(calls: Sequence[SampledCallTokens], epsilon: float | None = None) -> None:
+def normalise_advantages(calls: Sequence[SampledCallTokens], epsilon: float | None = None) -> None:
     """Normalise the advantages of all tokens in ``calls`` together, to mean 0 and standard
     deviation 1.
     """
@@ -193,7 +193,7 @@ K = TypeVar("K", bound=Hashable)
 Norm = Literal["none", "group", "step_index"]
 
 
-def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
+def normalise_by_step(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
     """Normalise per-step numbers across trajectories, separately for each step index. Subtracts
     the mean over the trajectories, and divides by the standard deviation.
 
@@ -209,7 +209,7 @@ def step_index(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
     return [{step: _scaled(value, buckets[step]) for step, value in row.items()} for row in rows]
 
 
-def group(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
+def subtract_group_mean(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
     """Subtract the group's mean from each number. The group's mean is the mean of the
     trajectories' own means, so long trajectories weigh no more than short ones.
 
@@ -227,11 +227,11 @@ def normalise_turns(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[
     from turn to number.
     """
     if norm == "step_index":
-        return step_index(rows)
-    return group(rows) if norm == "group" else [dict(row) for row in rows]
+        return normalise_by_step(rows)
+    return subtract_group_mean(rows) if norm == "group" else [dict(row) for row in rows]
 
 
-def early_first(values: Sequence[float], gamma: float) -> list[float]:
+def weight_early_tokens(values: Sequence[float], gamma: float) -> list[float]:
     """Scale advantages so that early tokens get more weight (2606.22600):
     A_j · (1 + γ (1 - Σ_{l<j} |A_l| / Σ |A|)).
 

@@ -106,7 +106,7 @@ def keep_malloc_memory() -> bool:
     return _configured(_LARGE, _LARGE, 1 << 26)
 
 
-def return_malloc_memory() -> bool:
+def disable_malloc_retention() -> bool:
     """Configure glibc's malloc to return large freed blocks to the system. Returns False if that
     is not possible, as on a system without glibc.
 

@@ -185,7 +185,7 @@ class FsdpTrainedModel:
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         return self._model.base_tensors_and_adapters()
 
-    def stacks(self) -> str:
+    def stack_traces(self) -> str:
         """Return the stack traces of all other ranks, as text."""
         return self._ranks.rank_group.stacks()
 

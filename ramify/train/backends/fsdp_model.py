@@ -73,7 +73,7 @@ class FsdpBackend:
         check_optimizer(optim, model.compute.shard)
         self._optim = optim
         self._critic = critic
-        self._call("stage", optim, critic)
+        self._call("begin_stage", optim, critic)
         self._steps = 0
 
     @property

@@ -408,13 +408,13 @@ def _enter(
     import torch
     import torch.distributed as dist
 
-    from ramify.train.backends.activation_memory import return_malloc_memory
+    from ramify.train.backends.activation_memory import disable_malloc_retention
 
     is_cuda = settings.device == "cuda"
     if is_cuda:
         torch.cuda.set_device(local_rank)
     else:  # before gloo's threads run: glibc allows mallopt only while no other thread allocates
-        return_malloc_memory()
+        disable_malloc_retention()
 
     def group() -> Any:
         dist.init_process_group(

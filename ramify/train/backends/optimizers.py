@@ -173,7 +173,7 @@ class ShardedWeights(Protocol):
     a shard of them."""
 
     @property
-    def muon(self) -> type[Muon]:
+    def muon_class(self) -> type[Muon]:
         """The version of the Muon optimizer that can update weights sharded in this way."""
         ...
 
@@ -208,7 +208,7 @@ class SingleProcessWeightSharding:
     """Access to the weights of a model on a single device. The device holds all of the weights, so
     nothing is sharded or gathered."""
 
-    muon = Muon
+    muon_class = Muon
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

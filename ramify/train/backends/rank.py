@@ -241,7 +241,7 @@ class RankModels:
     def drop(self, key: str) -> None:
         self._models.pop(key, None)
 
-    def stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
+    def begin_stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
         """Prepare a model for a training stage, with a fresh optimizer. ``critic`` also trains the
         value head."""
         made = self._models[key]
@@ -275,7 +275,7 @@ class RankModels:
             [idle if batch is None else batch for batch in batches], loss
         )
         for index, batch in enumerate(batches):
-            made.sharded.expect(index + 1 == len(batches))
+            made.sharded.announce_last_backward(index + 1 == len(batches))
             measured = made.backend.add(idle if batch is None else batch, loss)
             if batch is not None:
                 tally.merge(measured)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ramify.models.stored_weights import lazy_disk_tensors, to_disk_tensors
+from ramify.models.stored_weights import lazy_disk_tensors, to_checkpoint_tensors
 
 _MAX_BYTES = 5_000_000_000
 """Maximum size of one file in bytes."""
@@ -89,14 +89,14 @@ def export_model(
 
     def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in found:
-            yield from to_disk_tensors(model, name, tensor)
+            yield from to_checkpoint_tensors(model, name, tensor)
 
     empty = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
     written = {name: tuple(each.shape) for name, each in on_disk(empty)}
     export(folder, config, TensorManifest(written, dtype), on_disk(tensors))
 
 
-def convert_checkpoint(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
+def convert_checkpoint_dtype(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
     """Copy a checkpoint from ``source`` to ``folder`` and convert its weights to the precision
     ``dtype``. One tensor is in memory at a time."""
     stored = lazy_disk_tensors(source)

@@ -81,7 +81,7 @@ class ShardedMuon(Muon):
 class FsdpWeightSharding:
     """A model sharded over ranks with FSDP2. Its parameters hold only the rows of this rank."""
 
-    muon = ShardedMuon
+    muon_class = ShardedMuon
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class FsdpWeightSharding:
         self._shard = shard = compute.shard
         self._copies = mesh.sizes.tensor  # ranks that compute the same batch
         tied = dict(model.named_parameters(remove_duplicate=False))
-        mesh.split(model, plan)
+        mesh.split_layers(model, plan)
         _tie_again(model, tied)
         layers = layers_of(model)
         self._root = _Root(model)
@@ -169,7 +169,7 @@ class FsdpWeightSharding:
 
     # --- when weights are gathered
 
-    def expect(self, is_last: bool) -> None:
+    def announce_last_backward(self, is_last: bool) -> None:
         """Announce whether the next backward pass is the last one over the current list of
         batches. With the option ``gather="step"``, gradients are summed over ranks only after the
         last pass.

@@ -125,7 +125,9 @@ class SingleBackend:
             self.value_head = self.model.get_submodule(VALUE_HEAD)
         self.trained_modules = _trained(self.model, self.value_head)
         """The network with its value head, if there is one."""
-        self._optimizers = CombinedOptimizer(self.trained_modules, self._optim, self._spread.muon)
+        self._optimizers = CombinedOptimizer(
+            self.trained_modules, self._optim, self._spread.muon_class
+        )
         self._num_steps = 0
         is_cuda = self._device.type == "cuda"
         self._max_logits = self.compute.max_logits or max_logits(is_cuda)
@@ -135,7 +137,7 @@ class SingleBackend:
             or most_tokens(
                 policy.config, self._device, self.compute.recompute, self.compute.precision
             ),
-            self.compute.share and self.trunk.shares,
+            self.compute.share and self.trunk.can_share_prefixes,
             packing_cost_model(self.model, policy.config, self._device.type),
             _FILL_TOKENS if self._device.type == "cpu" else None,
         )
@@ -312,7 +314,7 @@ class SingleBackend:
         return (
             contextlib.nullcontext()
             if self._balance is None
-            else self._balance.passing(batch, self._device)
+            else self._balance.batch_pass(batch, self._device)
         )
 
     def _entries(

@@ -3,7 +3,8 @@ parallelism). The plans come from the model's class.
 
     TensorParallelPlan.of(model)  name of a module or parameter -> style ("colwise", "rowwise", …)
       .with_adapters(names)       the same, for linear modules that peft has wrapped
-    RankMesh.split(model, plan)   on the meta device: parameters become this rank's parts, modules
+    RankMesh.split_layers(model, plan)
+                                  on the meta device: parameters become this rank's parts, modules
                                   exchange what they need in their forward and backward passes
 
 The styles and what they exchange are transformers' own (``transformers.distributed``). ``mesh.py``
@@ -149,7 +150,7 @@ class RankMesh:
         mesh = self._layers if axis == "shard" else self._experts
         return mesh["replicate", axis] if self.sizes.replicas > 1 else mesh[axis]
 
-    def split(self, model: nn.Module, plan: TensorParallelPlan) -> None:
+    def split_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
         """Split the layers of a model on the meta device according to ``plan``. Afterwards the
         model's parameters are only this rank's shards.
         """

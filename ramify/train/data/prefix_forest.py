@@ -102,7 +102,7 @@ class NodeComputationCounts:
             for node in self._within(stretch):
                 self._num[node] += 1
 
-    def token_weights(self, stretch: ForestNode) -> Floats:
+    def inverse_computation_counts(self, stretch: ForestNode) -> Floats:
         """Return a weight for each of the n tokens in ``stretch``. A token that is computed c times
         in the step has weight 1 / c, so that copies do not count twice."""
         within = self._within(stretch)[::-1]
@@ -260,7 +260,7 @@ class BatchBuilder:
                 columns.add(
                     token_ids=ids,
                     positions=np.arange(stretch.begin, stretch.end),
-                    token_weights=copies.token_weights(stretch),
+                    token_weights=copies.inverse_computation_counts(stretch),
                 )
                 segments.append(
                     Segment(

@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigError, TrainError
-from ramify.plugins import check_methods, use_import_locations
+from ramify.plugins import check_methods, replace_plugin_names
 from ramify.train.losses import (
     POLICY_LOSSES,
     DppoTv,
@@ -184,8 +184,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"rl.loss: {error}: make the formula a BaseLossFormula, which can be sent to "
                 "other processes"
             ) from None
-        use_import_locations(self.policy, data["policy"])
-        use_import_locations(self.corrections, data["corrections"])
+        replace_plugin_names(self.policy, data["policy"])
+        replace_plugin_names(self.corrections, data["corrections"])
         return data
 
     @classmethod

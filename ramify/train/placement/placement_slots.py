@@ -29,7 +29,7 @@ from ramify.errors import ConfigError
 from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 
-def counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
+def process_counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
     """Count the processes of each role, such as trainer or inference, and of each service, by
     name. ``by_run`` has the number of processes that the run's other options, such as
     ``inference.num``, set for a role, or 0. Raises ConfigError if such a number differs from the

@@ -37,7 +37,7 @@ from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError
 from ramify.tasks.base import Item, task_of
 from ramify.tasks.batch_scoring import is_scored_by_step
-from ramify.train.branch_sampler import BranchOptions, fork_arguments
+from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
 from ramify.train.depth_models import DepthModels, DepthSpec, FrozenModelBudget
 from ramify.types.message import Message
 
@@ -271,7 +271,7 @@ class _RolloutWorker:
                 grace_s=self._spec.grace_s,
                 direct=self._spec.direct,
                 is_scored=not is_scored_by_step(self._task, item),
-                **fork_arguments(request.branch, self._rlm.limits),
+                **rollout_fork_arguments(request.branch, self._rlm.limits),
             )
             self._send(
                 WorkerMessage(

@@ -197,14 +197,14 @@ class RolloutWorkers:
         """Start a worker, and return it once it can sample rollouts. Raises ConfigError if the
         worker cannot start or if no engine answers."""
         until = time.monotonic() + self._start_s
-        while not self._engines.current_urls:
+        while not self._engines.up_to_date_urls:
             if time.monotonic() > until:
                 raise ConfigError(
                     f"rollout worker {number} found no engine to call within {self._start_s:g} s"
                 )
             await asyncio.sleep(_POLL_S)
         worker = await asyncio.to_thread(self._start_process, number)
-        urls = worker.urls = self._engines.current_urls
+        urls = worker.urls = self._engines.up_to_date_urls
         inference = msgspec.structs.replace(self._spec.inference, urls=urls)
         worker.send(msgspec.structs.replace(self._spec, inference=inference))
         ready = self._loop.create_future()
@@ -298,7 +298,7 @@ class RolloutWorkers:
         without a message, for example because their machine failed.
         """
         while True:
-            urls = self._engines.current_urls
+            urls = self._engines.up_to_date_urls
             for worker in list(self._alive):
                 if urls and worker.urls != urls:
                     worker.urls = urls

@@ -205,7 +205,7 @@ class GroupQueue:
         has_no_signal: Callable[[Group], bool] = lambda group: False,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """Create a queue. Rollouts begin when ``take`` or ``newer`` is called.
+        """Create a queue. Rollouts begin when ``take`` or ``note_new_weights`` is called.
 
         ``next_item`` is the number of the first item that has not begun. If the run is resumed,
         ``pending`` holds the numbers of items that were in progress when it stopped, and these
@@ -261,7 +261,7 @@ class GroupQueue:
             self._work = None
         return self._taken()
 
-    def newer(self, step: int) -> None:
+    def note_new_weights(self, step: int) -> None:
         """Begin the groups that are allowed once the engine has the weights after ``step`` steps.
         Does nothing if ``max_staleness`` is 0.
         """

@@ -51,7 +51,7 @@ from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.tasks.batch_scoring import is_scored_by_step
-from ramify.train.branch_sampler import BranchOptions, fork_arguments
+from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
 from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.traffic import TrafficTask, is_recorded
@@ -505,7 +505,7 @@ class Rollouter:
             direct=self._options.direct,
             on_start=functools.partial(self._stored.__setitem__, name) if is_late else None,
             is_scored=not is_late,
-            **fork_arguments(branch, self._rlm.limits),
+            **rollout_fork_arguments(branch, self._rlm.limits),
         )
         rollout = self._unless_cut(rollout)
         if not rollout.awaits_score:
@@ -588,7 +588,7 @@ class RootModeCounts(msgspec.Struct, frozen=True):
         return head + (": " + "; ".join(reasons) if reasons else "")
 
 
-def items_from(items: Sequence[Item], first: int) -> list[Item]:
+def next_items(items: Sequence[Item], first: int) -> list[Item]:
     """Return the items that a run rolls out first, beginning with number ``first``. After the last
     item, the run starts over with item 0."""
     return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

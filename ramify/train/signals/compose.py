@@ -193,7 +193,7 @@ class HybridWithStepScores:
         self, group: Group, weights: Mapping[str, float], parts: Sequence[HybridTermValues]
     ) -> bool:
         if any(
-            part.acts_on_trajectory(trajectory.id)
+            part.has_effect_on_trajectory(trajectory.id)
             for part in parts
             for trajectory in group.trajectories
         ):

@@ -84,7 +84,7 @@ class TrainingSignalSet:
         self._judges: JudgeModelAccess | None = None
 
     @property
-    def kept(self) -> Mapping[str, RunTeachers]:
+    def checkpoint_state(self) -> Mapping[str, RunTeachers]:
         """State that a checkpoint must store, by name. It holds the teachers if they have state
         that cannot be recomputed, and is otherwise empty.
         """

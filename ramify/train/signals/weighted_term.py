@@ -18,7 +18,7 @@ import msgspec
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import total
 from ramify.train.advantages.credit import is_scored, sampled_turns
-from ramify.train.advantages.token_arithmetic import Norm, early_first, normalise_turns
+from ramify.train.advantages.token_arithmetic import Norm, normalise_turns, weight_early_tokens
 from ramify.train.signals.base import SignalScore, TurnId
 from ramify.types.trajectory import Group, Trajectory
 
@@ -122,7 +122,7 @@ class HybridTermValues:
         self.losses: dict[str, dict[TurnId, dict[str, Any]]] = {}
         """Inputs of the distillation loss ``kd``, by trajectory id and turn."""
 
-    def acts_on_trajectory(self, id: str) -> bool:
+    def has_effect_on_trajectory(self, id: str) -> bool:
         """Return True if the term affects the trajectory with this id. It does so by adding a
         non-zero number to an advantage, or by adding a loss."""
         numbers = self.numbers.get(id, {})
@@ -212,7 +212,9 @@ class HybridTermValues:
             }
         if gamma:
             places = sorted(by_turn)
-            flat = iter(early_first([value for place in places for value in by_turn[place]], gamma))
+            flat = iter(
+                weight_early_tokens([value for place in places for value in by_turn[place]], gamma)
+            )
             by_turn = {place: [next(flat) for _ in by_turn[place]] for place in places}
         return by_turn
 

@@ -127,7 +127,7 @@ async def check(
             assert [number for number, _ in groups] == which
             num += 1
         else:
-            queue.newer(which)
+            queue.note_new_weights(which)
             if which < NUM_STEPS:
                 taking = asyncio.create_task(queue.take(which))
     await queue.close()

@@ -16,7 +16,7 @@ from ramify.errors import ConfigError
 from ramify.extras.cluster.measured_engine_rate import (
     EngineRate,
     MeasuredRequest,
-    admit_requests,
+    delay_to_free_slots,
     fit,
     from_steps,
     measure_engine_rate,
@@ -62,8 +62,8 @@ def test_time_waiting_for_a_slot_is_excluded() -> None:
         MeasuredRequest(2, 9, 0, 5),
         MeasuredRequest(3, 8, 0, 2),
     ]
-    assert [each.begun_s for each in admit_requests(asked, 2)] == [0, 1, 4, 6]
-    assert admit_requests(asked, None) == asked
+    assert [each.begun_s for each in delay_to_free_slots(asked, 2)] == [0, 1, 4, 6]
+    assert delay_to_free_slots(asked, None) == asked
     crowded = fit(served(TRUE, 4, 1600), slots=4)
     assert [crowded.step_s(b) for b in (2, 4)] == pytest.approx(
         [TRUE.step_s(b) for b in (2, 4)], rel=0.15

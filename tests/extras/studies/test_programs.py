@@ -165,7 +165,7 @@ def test_splits_share_the_secret_but_no_problem() -> None:
     }
     assert len({question for questions in splits.values() for question in questions}) == 1200
     assert all(item.metadata["secret"] == 0 for items in task.splits.values() for item in items[:3])
-    assert programs(secret=1).splits["test"][0].gold != KNOWN.solve(
+    assert programs(secret=1).splits["test"][0].gold != KNOWN.correct_answer(
         ToyProgramExercise.read(programs(secret=1).splits["test"][0].question)
     )  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="steps=25 must be from 1 to 24"):

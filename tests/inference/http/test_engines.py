@@ -19,7 +19,7 @@ from ramify.errors import Refused, ServerFailed, TrainError
 from ramify.inference.base import CachePressure
 from ramify.inference.http.engine_client import (
     combine_kv_cache_pressure,
-    format_kv_cache_metrics,
+    format_kv_cache_prometheus,
     parse_kv_cache_pressure,
 )
 from ramify.inference.local.local_client import LocalClient
@@ -136,7 +136,7 @@ vllm:num_preemptions_total{engine="1"} 12.0
     ) == CachePressure(0.5, 4, 0)
     assert parse_kv_cache_pressure("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
     assert parse_kv_cache_pressure(
-        format_kv_cache_metrics(CachePressure(0.5, 4, 7))
+        format_kv_cache_prometheus(CachePressure(0.5, 4, 7))
     ) == CachePressure(0.5, 4, 7)
     assert combine_kv_cache_pressure(
         [None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]

@@ -63,14 +63,14 @@ def test_requests_wait_for_the_only_engine_and_use_the_newest_weights() -> None:
                 await asyncio.sleep(0.001)
             await stop(made, 0)
             late = asyncio.ensure_future(made.engines.complete(asked))
-            while made.engines.current_urls:  # the new server must not answer for the old one
+            while made.engines.up_to_date_urls:  # the new server must not answer for the old one
                 await asyncio.sleep(0.001)
             async with restarted_server(made, 0) as local:
                 replies = [await flying, await late]
                 assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
                 assert [reply.token_ids for reply in replies] == [expected.token_ids] * 2
                 assert [reply.versions for reply in replies] == [expected.versions] * 2
-                assert made.engines.metrics() == {
+                assert made.engines.engine_count_metrics() == {
                     "engines": 1.0,
                     "engines_lost": 1.0,
                     "engines_back": 1.0,
@@ -211,13 +211,13 @@ def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
         async def tell(url: str) -> None:
             await ours.handle_reported_loss(url, "them")
             launcher.may_come.set()
-            while not ours.current_urls:
+            while not ours.up_to_date_urls:
                 await asyncio.sleep(0)  # wait until it can be used
-            theirs.set_listed(ours.current_urls)
+            theirs.set_listed(ours.up_to_date_urls)
 
         theirs = HttpEngines(
             policy(),
-            InferenceSpec(urls=ours.current_urls, probe_s=60.0),
+            InferenceSpec(urls=ours.up_to_date_urls, probe_s=60.0),
             name="theirs",
         )
         await theirs.start(
@@ -227,12 +227,12 @@ def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
         )
         theirs.record_external_update(1)
         expected = await theirs.complete(request(3, 20))
-        first = ours.current_urls[0]
+        first = ours.up_to_date_urls[0]
         await launcher.servers[0].__aexit__(None, None, None)
         again = await theirs.complete(request(3, 20))
         assert (again.token_ids, again.versions) == (expected.token_ids, expected.versions)
-        (moved,) = ours.current_urls
-        assert (theirs.current_urls, moved == first) == ((moved,), False)
+        (moved,) = ours.up_to_date_urls
+        assert (theirs.up_to_date_urls, moved == first) == ((moved,), False)
         assert len(asked) == 1
         ends = [line for line in said if not line.endswith("the run brings it back")]
         assert ends[0].startswith(f"{first} no longer answers; the failed request: by them")

@@ -18,9 +18,9 @@ from ramify.train.advantages.credit import (
     AdvantageFunction,
     CreditNode,
     hierarchical,
+    inherited_returns,
     leave_one_child_out,
     per_role,
-    returns_of,
     root,
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
@@ -43,9 +43,9 @@ GROUP = [FIRST, SECOND]
 
 
 def test_returns_add_discounted_rewards_of_descendants() -> None:
-    assert returns_of(FIRST, 1) == {"0": 4, "0.0": 5, "0.1": 7, "0.1.0": 9}
-    assert returns_of(FIRST, 0) == {"0": 4, "0.0": 1, "0.1": 3, "0.1.0": 2}
-    assert returns_of(FIRST, 0.5) == {"0": 4, "0.0": 3, "0.1": 5, "0.1.0": 4.5}
+    assert inherited_returns(FIRST, 1) == {"0": 4, "0.0": 5, "0.1": 7, "0.1.0": 9}
+    assert inherited_returns(FIRST, 0) == {"0": 4, "0.0": 1, "0.1": 3, "0.1.0": 2}
+    assert inherited_returns(FIRST, 0.5) == {"0": 4, "0.0": 3, "0.1": 5, "0.1.0": 4.5}
 
 
 def test_root_credit_gives_every_call_the_advantage_of_its_root() -> None:

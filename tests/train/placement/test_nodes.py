@@ -34,7 +34,7 @@ from ramify.train.placement.placement_spec import (
     RoleSpec,
 )
 from ramify.train.placement.reward_services import RewardServices
-from ramify.train.placement_plan import with_placement
+from ramify.train.placement_plan import with_placement_kind
 from tests.shown import heard, train
 from tests.train.backends.test_ranks import check_measured, tuned
 from tests.train.placement.test_services import SERVES
@@ -73,7 +73,7 @@ def on_nodes(folder: str) -> None:
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **NODE})
     second = cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2", **NODE)
-    train(with_placement(spread_run(cluster.address), "ray"), Path(folder) / "ray")
+    train(with_placement_kind(spread_run(cluster.address), "ray"), Path(folder) / "ray")
     run_service_on_lost_nodes(cluster, second, folder)
     cluster.shutdown()
 

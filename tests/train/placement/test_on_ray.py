@@ -23,7 +23,7 @@ from ramify.train.config import Run
 from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.placement_plan import with_placement
+from ramify.train.placement_plan import with_placement_kind
 from tests.train.backends.test_ranks import RANKS, check_measured, tuned
 
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -65,7 +65,7 @@ def on_a_cluster(folder: str) -> None:
             os.kill(pid_of("ramify.train.backends.launch"), signal.SIGKILL)
 
     try:
-        train(with_placement(placed(), "ray"), folder, listener=look)
+        train(with_placement_kind(placed(), "ray"), folder, listener=look)
     except TrainError as error:
         print(error)
 

@@ -17,7 +17,7 @@ from ramify.train.config import Run
 from ramify.train.override import override
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
-from ramify.train.placement_plan import num_processes_by_role, plan_placement, with_placement
+from ramify.train.placement_plan import num_processes_by_role, plan_placement, with_placement_kind
 from tests.train.small import small
 
 GPU = RoleSpec(gpus=1)
@@ -223,7 +223,7 @@ def test_roles_that_do_not_fit_are_rejected_with_the_arithmetic(
             lambda: override(small(placement=PlacementSpec()), ["placement.trainer.gpu=1"]),
             "did you mean 'gpus'",
         ),
-        (lambda: with_placement(small(), "rai"), "--placement rai: did you mean 'ray'"),
+        (lambda: with_placement_kind(small(), "rai"), "--placement rai: did you mean 'ray'"),
     ],
     ids=["pool", "role", "twice", "nodes", "negative", "field", "kind"],
 )
@@ -254,7 +254,7 @@ def test_process_counts_come_from_the_run_or_the_placement() -> None:
     with pytest.raises(ConfigError, match="but the run starts no engines: set inference"):
         plan_placement(placed(PlacementSpec(inference=RoleSpec(count=1))))
     with pytest.raises(ConfigError, match=r"set compute\.shard\.ranks"):
-        plan_placement(with_placement(small(compute=ComputeSpec(backend="fsdp")), "ray"))
+        plan_placement(with_placement_kind(small(compute=ComputeSpec(backend="fsdp")), "ray"))
 
 
 def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> None:
@@ -263,14 +263,14 @@ def test_run_that_does_not_fit_is_rejected_locally_and_on_ray(tmp_path: Any) -> 
     spec = PlacementSpec(pools={"main": NodePool(cpus=3)}, trainer=RoleSpec(cpus=2))
     for kind in ("local", "ray"):
         with pytest.raises(ConfigError, match="trainer 2 x 2 = 4 CPUs, but it has 1 x 3 = 3"):
-            train(with_placement(placed(spec, ranks=2), kind), tmp_path / "out")
+            train(with_placement_kind(placed(spec, ranks=2), kind), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_single_process_run_needs_no_placement() -> None:
     run = small()
     assert plan_placement(run) == (run, [])
-    assert with_placement(run, "local") is run
+    assert with_placement_kind(run, "local") is run
 
 
 def test_requested_bundles_are_checked_against_cluster_nodes() -> None:

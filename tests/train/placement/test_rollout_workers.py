@@ -136,7 +136,7 @@ class NoEngines:
     """Engines at an address where no server listens."""
 
     version = 0
-    current_urls = ("http://127.0.0.1:9",)
+    up_to_date_urls = ("http://127.0.0.1:9",)
 
     async def handle_reported_loss(self, url: str, who: str) -> None: ...
 

@@ -14,7 +14,7 @@ from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, TaskStart, TrajectoryRewardFunction
-from ramify.train.branch_sampler import BranchOptions, fork_arguments
+from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Fork, Trajectory
@@ -52,7 +52,9 @@ def counting() -> Any:
 def rolled(options: BranchOptions, model: Any = None, task: SimpleTask = TASK) -> Trajectory:
     async def main() -> Trajectory:
         async with RLM(model or counting(), limits=LIMITS, sandbox=JAIL, scaffold=SCAFFOLD) as rlm:
-            return await attempt(rlm, task, ITEM, name="a", **fork_arguments(options, LIMITS))
+            return await attempt(
+                rlm, task, ITEM, name="a", **rollout_fork_arguments(options, LIMITS)
+            )
 
     return asyncio.run(main())
 

@@ -109,14 +109,14 @@ def test_step_takes_complete_groups_and_next_step_waits_for_those_too_stale() ->
     async def test(queue: GroupQueue) -> None:
         assert numbers(await queue.take(0)) == [2, 3]
         assert (sorted(gates.asked), queue.state()) == ([0, 1, 2, 3], (4, [0, 1]))
-        queue.newer(1)
+        queue.note_new_weights(1)
         assert queue.state() == (6, [0, 1, 4, 5])
         gates.open(4, 5)
         taking = asyncio.create_task(queue.take(1))
         await check_blocked(taking)
         gates.open(0, 1)
         assert numbers(await taking) == [0, 1]
-        queue.newer(2)  # the last step: no group is started that no step would take
+        queue.note_new_weights(2)  # the last step: no group is started that no step would take
         assert queue.state() == (6, [4, 5])
         assert numbers(await queue.take(2)) == [4, 5]
         assert queue.state() == (6, [])
@@ -129,7 +129,7 @@ def test_slow_group_may_be_late_by_at_most_grace_steps() -> None:
 
     async def test(queue: GroupQueue) -> None:
         assert [numbers(await queue.take(step)) for step in range(3)] == [[1], [2], [3]]
-        queue.newer(3)
+        queue.note_new_weights(3)
         taking = asyncio.create_task(queue.take(3))
         await check_blocked(taking)
         gates.open(0)
@@ -145,13 +145,13 @@ def test_step_leaves_later_steps_no_more_groups_than_they_can_take() -> None:
 
     async def test(queue: GroupQueue) -> None:
         assert numbers(await queue.take(0)) == [2]
-        queue.newer(1)
+        queue.note_new_weights(1)
         taking = asyncio.create_task(queue.take(1))
         await wait_until(lambda: 3 in gates.asked)
         await check_blocked(taking)
         gates.open(1)
         assert numbers(await taking) == [1]
-        queue.newer(2)
+        queue.note_new_weights(2)
         gates.open(0)
         assert numbers(await queue.take(2)) == [0]
         assert numbers(await queue.take(3)) == [3]
@@ -166,7 +166,7 @@ def test_without_staleness_groups_start_only_at_their_step() -> None:
         for step in range(3):
             taken = await queue.take(step)
             assert numbers(taken) == [2 * step, 2 * step + 1]
-            queue.newer(step + 1)
+            queue.note_new_weights(step + 1)
             assert queue.state() == (2 * step + 2, [])
             assert [t.id for _, group in taken.groups for t in group.trajectories] == [
                 f"step={step}/group={index}/rollout={number}"

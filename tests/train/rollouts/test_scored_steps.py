@@ -198,7 +198,7 @@ def test_synchronous_step_is_one_call() -> None:
     async def test(queue: GroupQueue) -> None:
         for step in range(2):
             assert len((await queue.take(step)).groups) == 3
-            queue.newer(step + 1)
+            queue.note_new_weights(step + 1)
 
     client = ScriptedClient(at_once(2, lambda _: "FINAL(1)"), ids=ScriptedByteTokenizer())
     run_queue(reward, client, test, items=3, concurrency=2)
@@ -213,7 +213,7 @@ def test_step_of_rollouts_that_run_ahead_scores_the_groups_that_it_takes() -> No
 
     async def test(queue: GroupQueue) -> None:
         taken: list[StepGroups] = [await queue.take(0)]
-        queue.newer(1)
+        queue.note_new_weights(1)
         assert reward.sizes == [4]
         taken.append(await queue.take(1))
         assert reward.sizes == [4, 4]

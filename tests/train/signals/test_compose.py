@@ -14,7 +14,7 @@ import pytest
 from ramify.errors import ConfigError, TrainError
 from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
-from ramify.train.advantages.token_arithmetic import early_first
+from ramify.train.advantages.token_arithmetic import weight_early_tokens
 from ramify.train.data.compile import token_sequences
 from ramify.train.signals.base import SignalContext, SignalScore, TopKCandidates
 from ramify.train.signals.compose import Hybrid, HybridWithStepScores
@@ -114,8 +114,8 @@ def test_route_selects_rollouts_that_a_term_acts_on(route: Any, acted: list[str]
 
 
 def test_early_tokens_weigh_more() -> None:
-    assert early_first([1, 1, 2], 0.5) == [1.5, 1.375, 1.25 * 2]
-    assert early_first([0, 0], 0.5) == [0, 0]
+    assert weight_early_tokens([1, 1, 2], 0.5) == [1.5, 1.375, 1.25 * 2]
+    assert weight_early_tokens([0, 0], 0.5) == [0, 0]
     hybrid = Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", early=0.5),))
     found = hybrid.with_readings(
         {"teacher": {"r0": teacher_score(1.0, -1.0)}}, 0

@@ -34,7 +34,7 @@ from ramify.train.learner import PolicyWeightTransfer
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.override import override
-from ramify.train.preflight import check_teacher_sampling
+from ramify.train.preflight import check_teacher_truncation
 from ramify.train.recipe import load_stored_run
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
@@ -107,12 +107,12 @@ def test_teacher_is_rejected_with_truncated_sampling(cut: Any, tmp_path: Path) -
         train(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     others = {name: each for name, each in run.rl.signals.items() if name != "teacher"}
-    check_teacher_sampling(
+    check_teacher_truncation(
         msgspec.structs.replace(
             run, rl=msgspec.structs.replace(run.rl, signals=others, algorithm=Hybrid())
         )
     )
-    check_teacher_sampling(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
+    check_teacher_truncation(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
 
 
 def test_judge_without_any_valid_verdict_is_reported(tmp_path: Path) -> None:

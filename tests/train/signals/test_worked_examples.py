@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
-from ramify.train.advantages.token_arithmetic import step_index
+from ramify.train.advantages.token_arithmetic import normalise_by_step
 from ramify.train.data.compile import token_sequences
 from ramify.train.losses import PpoClip
 from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
@@ -73,7 +73,7 @@ def test_e2_step_buckets() -> None:
     outcomes = {"r0": 1.0, "r1": -1.0, "r2": -1.0}
     rows = [{s: o + p for s, p in enumerate(process[id])} for id, o in outcomes.items()]
     expected = [[1.224744, 1.224744], [-1.224744, 0, 0], [0, -1.224744]]
-    assert [list(row.values()) for row in step_index(rows)] == [
+    assert [list(row.values()) for row in normalise_by_step(rows)] == [
         pytest.approx(row, abs=1e-6) for row in expected
     ]
     one = Group(

@@ -57,7 +57,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
         problem = ToyProgramExercise(
             rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words)
         )
-        gold = ops.solve(problem)
+        gold = ops.correct_answer(problem)
         return Item(
             problem.text, gold=gold, wrong=(gold + 1) % MODULUS, metadata={"secret": secret}
         )

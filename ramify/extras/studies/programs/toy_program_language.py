@@ -143,7 +143,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         a, b, c = self.maps[function]
         return (a * value + b * operand + c) % MODULUS
 
-    def solve(self, problem: ToyProgramExercise) -> int:
+    def correct_answer(self, problem: ToyProgramExercise) -> int:
         value = problem.start
         for word, operand in problem.steps:
             value = self.apply(self.right[word], value, operand)
