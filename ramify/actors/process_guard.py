@@ -122,14 +122,14 @@ class ProcessGuard:
 
     def _become(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
         """Execute the command in the process that the guard has forked. If that fails, write the
-        error number to the file descriptor ``failure``."""
-        os.setsid()
+        error number to the file descriptor ``failure``, which a successful exec closes."""
+        os.setsid()  # signals for the command go to its process group
         self._prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != guard:  # the guard was killed before the line above
             os._exit(1)
         for number in _RESTORED:
             signal.signal(number, signal.SIG_DFL)
-        for at, descriptor in enumerate(spec["files"]):
+        for at, descriptor in enumerate(spec["files"]):  # the descriptors are above 2
             os.dup2(descriptor, at)
             os.close(descriptor)
         try:
@@ -236,7 +236,8 @@ class ProcessGuard:
     # --- end
 
     def _sweep(self) -> None:
-        """End every process that the command started and that is still running."""
+        """End every process that the command started and that is still running. If the command
+        ended by itself, they first have time to end too, and then get SIGTERM before SIGKILL."""
         if not self._is_ending:
             self._num_left = self._await_left()
         began = time.monotonic()
@@ -245,10 +246,11 @@ class ProcessGuard:
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-            except ChildProcessError:
+            except ChildProcessError:  # no descendant is left: orphans become children of the guard
                 return
             if waited_s > _LEFT_S:
                 number = signal.SIGKILL
+            # Listed again each time, since a process may have forked before the signal reached it.
             for pid in _descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)

@@ -247,10 +247,12 @@ def follow(
 def _answer(
     pulse: RankProgress, watch: Channel, rank: int, timeout_s: float, stop: threading.Event
 ) -> None:
+    """Answer the requests of rank 0 for signs of life and for the stack, until ``stop`` is set.
+    Exit this process if rank 0 asks for it, is gone, or is silent for ``timeout_s`` seconds."""
     beat_s = min(1.0, timeout_s / 10)
     quiet = 0.0
     while not stop.is_set():
-        # A native thread writes the stack if this one is blocked from running.
+        # If this thread cannot run, since another holds the GIL, a native thread writes the stack.
         faulthandler.dump_traceback_later(timeout_s, file=sys.stderr)
         try:
             if not watch.poll(beat_s):
@@ -264,6 +266,7 @@ def _answer(
             asks_stack = isinstance(request, StackRequest)
             watch.send(RankStack(pulse.stack()) if asks_stack else HeartbeatEcho(pulse.count))
         except (EOFError, OSError):
+            # Rank 0 may have ended the group, which the thread that runs its methods then sees.
             if stop.wait(GRACE_S):
                 return
             _end(rank, "rank 0 is gone")

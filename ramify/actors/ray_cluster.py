@@ -281,6 +281,7 @@ def check_nodes(version: str) -> None:
             continue
         at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         try:
+            # With num_cpus=0, the check also runs on a node whose slots are all taken.
             ray.get(check.options(num_cpus=0, scheduling_strategy=at).remote(version))
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)

@@ -168,12 +168,13 @@ class ChannelListener:
         while True:
             ready = self._selector.select(max(0.0, min(_LOOK_S, until - time.monotonic())))
             for key, _ in ready:
-                if key.data is None:
+                if key.data is None:  # the listening socket
                     self._take_peers()
                 elif (first := self._advanced(key.data)) is not None:
                     with contextlib.suppress(msgspec.MsgspecError):
                         message: T = decode(first, kind)
                         return Channel(key.data.peer, self.key), message
+                    # It has the key, but sent another kind of message. It is not pending any more.
                     key.data.peer.close()
             now = time.monotonic()
             for proof in [each for each in self._pending if now > each.until]:
@@ -345,10 +346,10 @@ _LEAST_KEY = 16
 
 def given_key() -> bytes | None:
     """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
-    ``RAMIFY_RUN_KEY_FILE`` names. Returns None if neither variable is set.
+    ``RAMIFY_RUN_KEY_FILE`` names. The file takes precedence. Returns None if neither gives a key.
 
-    Raises TrainError if the key is too short, or if the file cannot be read or is readable by other
-    users."""
+    Raises ConfigError if the key is too short, if the file cannot be read, or if other users can
+    access the file."""
     text = os.environ.get(KEY, "")
     if path := os.environ.get(KEY_FILE, ""):
         try:

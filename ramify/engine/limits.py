@@ -317,6 +317,7 @@ class BudgetLedger:
         self.outstanding = self.outstanding.plus(amount)
 
     async def _reserve(self, amount: BudgetAmount) -> None:
+        """Wait until ``amount`` fits into this ledger, and reserve it there alone."""
         total = self.outstanding.plus(amount)
         is_next = not self._waiting and not self.is_draining
         committed = self.spent if self.held is _NOTHING else self._committed()
@@ -328,11 +329,13 @@ class BudgetLedger:
             raise self._reached(exceeded, amount)
         admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((amount, admission))
+        # At once, because the requests before it may have been cancelled.
         self._admit()
         try:
             await admission
         except asyncio.CancelledError:
-            # It was admitted at the moment of cancellation, so the reservation is returned.
+            # It was admitted at the moment of cancellation, so the reservation is returned. If it
+            # was still waiting, the next settled request admits those behind it.
             if admission.done() and not admission.cancelled() and admission.exception() is None:
                 self._free(amount)
             raise
@@ -382,10 +385,11 @@ class BudgetLedger:
     def _admit(self) -> None:
         """Admit waiting requests that now fit the budget, in order, and refuse those that can never
         fit."""
+        # Draining ends when no request is in flight.
         self.is_draining = self.is_draining and self.outstanding.calls > 0
         while self._waiting:
             amount, admission = self._waiting[0]
-            if admission.done():
+            if admission.done():  # its caller was cancelled
                 self._waiting.popleft()
                 continue
             exceeded = self.would_pass(amount)

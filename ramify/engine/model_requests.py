@@ -329,18 +329,19 @@ class ModelRequests:
         call, recording = turn.call, self.recording
         if recording is not None:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
-                # The run closes while a request that had been cut off is sent again.
+                # The run is closing: a final request replaces the recorded one, which was cut off.
                 self._repeat_attempts(recording, turn)
                 recording.drop_request(call.id, call.turn)
             turn.use_recorded_prompt(recording)
             recording.check_prompt_matches(call.id, call.turn, turn.digest)
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
-            if reply is not None and recording.is_fork:
+            if reply is not None and recording.is_fork:  # the forked run has paid for it
                 return _free(reply), recording.num_reused_token_ids(call.id, call.turn)
             if reply is not None:
                 turn.book_recorded(reply)
                 return reply, recording.num_reused_token_ids(call.id, call.turn)
+            # A fork can have edited code, which takes the place of a reply.
             code = recording.given.get((call.id, call.turn))
             if code is not None:
                 return call.history.strip_stored_ids(self.setup.scaffold.code_reply(code))

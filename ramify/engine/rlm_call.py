@@ -183,6 +183,7 @@ class RlmCall:
         run, call = self.run, self.call
         run.continue_past_recorded_limit(call)
         stop = run.must_stop(call)
+        # The final request of a child call is not reserved: after most limits, it is not sent.
         if stop is None and self._is_root and self.scaffold.last_word:
             stop = run.requests.hold_last_word(call, self._state.pending)
         if (
@@ -208,7 +209,7 @@ class RlmCall:
                 and call.turn
                 and not self.scaffold.compact_at
             )
-            # A history that is never summarized ends at the window.
+            # Without compaction, a long history fills the window. This is a limit, not an error.
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
             return CallOutcome(stop, self._best(use_prose=False), str(error), error)
         self._state.reused = None
@@ -216,6 +217,7 @@ class RlmCall:
         read = await read_reply(self.scaffold, reply.message, self._state.is_cut)
         action, self._state.last_prose = read.action, read.prose
         self._state.last_text = "" if action.was_attempted else reply.message.content
+        # Again, for the turn after this reply: the cells that run now are dropped with that turn.
         run.continue_past_recorded_limit(call)
         try:
             outcome, messages = await self._act(action)
@@ -354,10 +356,11 @@ class RlmCall:
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
+            # Opened before the checks, because the run may begin to close during the wait.
             await self.notebook.session()
             if self.run.was_cell_skipped_at_end(self.call, turn, index):
                 break
-            # The run started to close meanwhile, which interrupts only sessions that were open.
+            # In a session that was opened too late, nothing would interrupt this cell.
             if self.run.ending.closing is not None:
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
@@ -421,6 +424,7 @@ class RlmCall:
                 session = await self.notebook.session()
                 return await session.get(name)
             except (HostCallError, SandboxError) as error:
+                # The variable exists, and its value exceeds a limit.
                 is_too_much = isinstance(error, HostCallError) and error.kind == "ValueError"
                 if final.variable or is_too_much:
                     form = "FINAL_VAR" if final.variable else "FINAL"
@@ -499,6 +503,8 @@ class RlmCall:
         )
 
     async def _last_answer(self, message: Message, stop: Stop) -> Any:
+        """Return the answer that the reply to the final request gives, or else the best so far."""
+        # Otherwise such a scaffold runs each reply as code. This one may be an answer in text.
         if self.scaffold.raw_code:
             action = read_action(message)
         else:
@@ -506,7 +512,7 @@ class RlmCall:
             action, self._state.last_prose = read.action, read.prose
         value = await self._last_cells(action, stop)
         if value is _NOTHING and action.final is not None:
-            value = await self._text_final(action.final, [])
+            value = await self._text_final(action.final, [])  # no turn follows to show notes in
         if value is _NOTHING:
             return self._best()
         try:

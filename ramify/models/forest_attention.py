@@ -62,7 +62,8 @@ class DescendantAttentionBlock(NamedTuple):
     queries: tuple[int, int]
     """Range [start, end) of the query tokens, as indices among the tokens that have queries."""
     level: int
-    """Depth of the segment: the number of segments above it."""
+    """Depth of the segment: the number of segments above it. Some kernels compute all blocks of one
+    depth in one call."""
 
 
 class ForestAttentionPlan(NamedTuple):
@@ -112,6 +113,7 @@ class ForestAttentionPlan(NamedTuple):
             first = segment.start
             if rows is not None:
                 at = bisect_left(rows, segment.start)
+                # The next needed token may belong to a later segment.
                 first = min(rows[at], segment.end) if at < len(rows) else segment.end
             if first < segment.end:
                 own.append(segment.end - first)
@@ -121,7 +123,7 @@ class ForestAttentionPlan(NamedTuple):
             # tokens attend to as well as its descendants.
             for keys in ((segment.start, first), (first, segment.end)):
                 queries = (keys[1], end)
-                if rows is not None:
+                if rows is not None:  # queries are counted among the needed tokens
                     queries = (bisect_left(rows, keys[1]), bisect_left(rows, end))
                 if keys[0] < keys[1] and queries[0] < queries[1]:
                     below.append(DescendantAttentionBlock(keys, queries, level))
@@ -287,6 +289,8 @@ class _Blocks:
         dk, dv = self._filled(k), self._filled(v)
         do, q, o, dq = (_heads_first(x) for x in (do_THd, q_THd, o_THd, dq_THd))
         lse = lse_HT[None]
+        # The output and log-sum-exp are those over all blocks, so the blocks' gradients add up.
+        # Causal blocks do not overlap and come first, so each writes; later blocks add.
         own = (self._own(x) for x in (do, q, k, v, o, lse, dq, dk, dv))
         for do_own, q_own, k_own, v_own, o_own, lse_own, *gradient_views in zip(*own, strict=True):
             block_gradients = self._kernel.backward(

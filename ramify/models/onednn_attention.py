@@ -91,6 +91,8 @@ class TiledAttention:
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return the attention output [T, H, d], the negative log-sum-exp [K, T, g] to base 2, and
+        no further tensors."""
         (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
         q_KTge = _room(kv_heads, num, groups, size + 1, like=q_THd)
         q_KTgd = q_KTge[:, :num, :, :size]
@@ -112,6 +114,7 @@ class TiledAttention:
             o_needed, q_needed = o_KTgd, q_KTge
         else:
             o_needed = o_KTgd.index_select(1, rows)
+            # Only q needs rows after the last one: tiles read them, but write no output there.
             q_needed = _room(kv_heads, len(rows), groups, size + 1, like=q_THd)
             q_needed[:, : len(rows)] = q_KTge.index_select(1, rows)
         for block in self._below:
@@ -124,6 +127,8 @@ class TiledAttention:
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of the queries, keys and values. ``saved`` holds these, and the
+        output and the negative log-sum-exp that ``forward`` returned."""
         q_THd, k_TKd, v_TKd, o_THd, minus_lse_KTg = saved
         (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
         q_KTgd, do_KTgd = (_room(kv_heads, num, groups, size, like=q_THd) for _ in range(2))
@@ -131,6 +136,7 @@ class TiledAttention:
         do_KTgd[:, :num] = _by_key_head(do_THd, kv_heads)
         k_KTd, v_KTd = (_room(kv_heads, num, size, like=k_TKd) for _ in range(2))
         k_KTd[:, :num] = k_TKd.transpose(0, 1)
+        # ln(2) in v and delta and log2(e) in q cancel, so the keys' gradient is not scaled again.
         torch.mul(v_TKd.transpose(0, 1), _LN_2, out=v_KTd[:, :num])
         bias_KTg, delta_KTg = (_room(kv_heads, num, groups, like=q_THd) for _ in range(2))
         bias_KTg[:, :num] = minus_lse_KTg
@@ -275,13 +281,17 @@ def _transposed_mask(groups: int) -> Tensor:
 def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKeyBlock) -> None:
     """Add a block's contribution to the attention output of its queries, in place. It is merged
     into the output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e], which holds
-    the negative log-sum-exp. In a tiled causal block, the output already contains each token's own
-    key. Flash attention computes small causal blocks from scratch."""
+    the negative log-sum-exp to base 2.
+
+    A causal block is the first block of its queries. In tiles, it excludes each token's own key,
+    which the output already contains. A small one is left to flash attention, which includes that
+    key and replaces the output."""
     (start, end), (first, last) = block.queries, block.keys
     groups, size = q.shape[2], v.shape[2]
     if not _takes(block, groups):
         _extend_by_flash(o, q, k, v, block)
         return
+    # With few keys, twice as many queries still make no more scores than a full tile.
     most = 2 * _TILE if last - first <= _TILE // 2 else _TILE
     for head in range(len(k)):
         q_h, o_h = q[head].flatten(0, 1), o[head].flatten(0, 1)
@@ -295,7 +305,8 @@ def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKeyBlock) ->
             mask_Nm = _mask(groups)[n0:n1] if block.is_causal else None
             more, sums = _attend(q_Ne, keys, mask_Nm)
             o_at, minus_lse = o_h[begin : begin + num], q_h[begin : begin + num, size:]
-            # Nothing overflowed, as is usual: merge the sums, which are relative to the old L.
+            # The usual case: no sum overflows. Scores are relative to the old L, so the old output
+            # has weight 1.
             if float(sums[:num].max()) < _LARGEST_SUM:  # not if it is NaN either
                 total = sums[:num].add_(1)
                 o_at.add_(more[:num]).div_(total)
@@ -369,6 +380,8 @@ def _extend_by_flash(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKey
 
 
 def _add_gradients(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
+    """Add a block's contribution to the gradients, in place. The gradient of the queries still
+    lacks the factor that ``x.q`` contains."""
     (start, end), (first, last) = block.queries, block.keys
     groups = x.q.shape[2]
     if not _takes(block, groups):
@@ -388,10 +401,10 @@ def _add_gradients(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
             for m0, m1, m_rows in _key_tiles(block, n1, groups):
                 k_Md, v_Md = (each[first + m0 : first + m0 + m_rows] for each in (k_h, v_h))
                 p_MN = product(k_Md, q_Nd, lse_h[at])
-                if block.is_causal:
+                if block.is_causal:  # with each token's own key, which no other block has
                     p_MN[: m1 - m0, :num] += _transposed_mask(groups)[m0:m1, n0:n1]
                 p_MN.exp2_()
-                # Rows after the tile's last belong to other tokens, so their weights must be zero.
+                # The tile is padded with rows of other tokens, whose weights must be zero.
                 if m1 - m0 < m_rows:
                     p_MN[m1 - m0 :] = 0
                 if num < n_rows:

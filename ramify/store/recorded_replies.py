@@ -456,8 +456,10 @@ class RunEventIndex:
         return end.stop is Stop.SUSPENDED or (end.stop is Stop.CANCELLED and end.answer is None)
 
     def _add(self, event: AnyEvent) -> None:
+        """Enter one event of the journal into the index."""
         if isinstance(event, ScoreAdded):
             return  # a score is about the run, not part of it
+        # The run was resumed after this end, so the end does not count. A new question keeps it.
         if self._failed_end and not isinstance(event, RunStarted):
             self._reopen()
         if type(event) not in _LOOKED_UP:
@@ -472,7 +474,7 @@ class RunEventIndex:
             case RequestStarted():
                 place = (event.call, event.turn)
                 before = self._requests.get(place)
-                if before is not None:
+                if before is not None:  # only the newer request can be looked up by its turn
                     self._held[_key(before)] = None
                     self._replaced[*place, before.prompt_hash] = (before, event)
                 self._requests[place] = event
@@ -494,7 +496,7 @@ class RunEventIndex:
                 self.attempts.append(event)
                 self._attempts.setdefault((event.call, event.turn), []).append(event)
             case RunStarted():
-                self._finished += bool(self.questions)
+                self._finished += bool(self.questions)  # the question before this one has ended
                 self._failed_end = False
                 self.questions.append(event)
                 self.ended = None

@@ -111,6 +111,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckRes
         if not reason:
             try:
                 event = decode_line(line, FileStoredRun(path), number)
+                # Without checksums, lost lines show only by later lines that do not fit.
                 if not chain.is_checked and not has_checksum(line):
                     fold.apply(event)
                 _note(check, event, digests)
@@ -118,7 +119,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckRes
                 reason = str(error.__cause__ or error)
             except (KeyError, IndexError):
                 reason = MISFIT
-        elif reason == CHANGED:
+        elif reason == CHANGED:  # or it is intact, in the wrong place
             reason = _place_of(line, chain, crcs) or reason
         if reason:
             check.num_damaged += 1

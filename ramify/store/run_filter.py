@@ -115,10 +115,12 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
             if sort not in FIELDS:
                 fix = f"sort:{_nearest(sort)}"
                 raise _unreadable(part, f"rows can only be sorted by {_listed(FIELDS)}", fix)
+            # Numbers sort from high to low, texts from A to Z. A minus reverses both.
             is_descending = (sort not in _TEXTS) == (sort == value)
         else:
             holds = _condition(part, name, sign, value, clock) if name else _has_words(value)
             conditions.append(_negated(holds) if minus else holds)
+            # If no run has the value, the user gets a hint.
             if name in _SHORT and value != "none" and not minus:
                 values.append((name, value))
     return RunFilter(tuple(conditions), sort, is_descending, group, tuple(values))

@@ -71,7 +71,7 @@ class GuestBranches:
 
         ``id`` is the id of the host's request, which may come with descriptors for the branch.
         """
-        fds = self._channel.take_fds()
+        fds = self._channel.take_fds()  # none in a jail, where they follow after the fork
         reason, pid = self._cannot_fork(fds), -1
         if reason is None:
             try:
@@ -135,8 +135,10 @@ class GuestBranches:
         self._channel.restart_reading()
 
     def _cannot_fork(self, fds: list[int]) -> str | None:
+        """Return the reason why this process cannot fork now, or None. ``fds`` are the descriptors
+        that came with the host's request."""
         assert isinstance(self._spool, FileOutputSpool)
-        self.reap()
+        self.reap()  # a cell may fork many times, and the main loop reaps only between requests
         if len(sys._current_frames()) > 1:
             return (
                 "threads are alive, which a branch would lack: wait for them, or use the batched "
@@ -146,7 +148,7 @@ class GuestBranches:
         if loop is not None:
             if loop.is_running() or sys.modules["asyncio"].all_tasks(loop):
                 return "an event loop has work: await its tasks first"
-            self._notebook.end_loop()
+            self._notebook.end_loop()  # an idle loop has descriptors, which would be counted below
         own_fds = {*self._channel.descriptors(), self._spool.fd, *fds}
         count = sum(fd not in own_fds for fd in _open_descriptors())
         if count:
@@ -155,6 +157,7 @@ class GuestBranches:
                 "them first"
             )
         has_buffers = self._channel.shared_buffers is not None
+        # Socket, output file and buffers. The kernel drops those for which no number is free.
         num_expected = 0 if self._apart is not None else 3 if has_buffers else 2
         return None if len(fds) == num_expected else "no descriptor is free"
 

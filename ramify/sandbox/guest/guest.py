@@ -292,11 +292,13 @@ class Guest:
         os._exit(1 if error else 0)
 
     def _end_cell(self, id: int, value: str | None, error: str | None) -> None:
+        """Finish a cell: run the hooks that follow it, restore reserved names, and send its
+        remaining output together with its result to the host."""
         self._mend()
         channel, output = self._channel, self.output
         with channel.sending:
             parts = output.take_frames(final=True)
-        output.keep_last_output()
+        output.keep_last_output()  # so that the hooks can read it
         note, encoder, has_hooks = None, None, self.notebook.has_after_cell_hooks
         if has_hooks:
             encoder = ValueEncoder(bounded=True)
@@ -309,6 +311,7 @@ class Guest:
             self._inbox.drop_calls()
             done = (id, value, error, restored, output.chars)
             channel.write(parts + self._report(done, note, encoder))
+        # After the report, so that the host need not wait for it.
         self._mend_process()
 
     def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:

@@ -161,6 +161,9 @@ class PendingHostCalls:
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingHostCall) -> None:
+        """Answer one call of the cell. Every failure becomes an error in the cell, and an
+        unexpected one is also stored in ``bug``."""
+        # Long texts stay unencoded until it is known whether they fit into the shared buffers.
         encoder = ValueEncoder(defers=self.wire.transport.shared_buffers is not None)
         failure: HostCallError | None = None
         data = None
@@ -172,7 +175,7 @@ class PendingHostCalls:
             failure = error
         except CodecError as error:
             failure = HostCallError("TypeError", f"{call.name}: {error}")
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # not raised again, because the cell waits for an answer
             failure = HostCallError("Interrupted", f"{call.name} was cut off")
         except Exception as error:  # noqa: BLE001  (a bug of the host, not of the cell: ``run`` raises it)
             self.bug = error

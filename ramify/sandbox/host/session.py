@@ -155,6 +155,8 @@ class GuestSessionProxy:
         return await self._finish(cell, None)
 
     async def _finish(self, cell: RunningCell, request: dict[str, Any] | None) -> CellResult:
+        """Wait for the end of a cell, and return its result. ``request`` starts the cell. It is
+        None in a branch, which continues a cell of its origin."""
         try:
             self._alarm.watch(cell)
             if request is not None:
@@ -168,6 +170,7 @@ class GuestSessionProxy:
             if isinstance(end, SessionDied):
                 raise await self._death_of(cell)
         finally:
+            # Before the wait at the end, which may be cancelled.
             self._cell = None
             self._become_idle()
             self._alarm.watch(None)
@@ -341,6 +344,7 @@ class GuestSessionProxy:
             self._check_alive()
         self._check_waits(cell)
         # The branch inherits the random generator, so a pending seed is applied before the fork.
+        # The guest does not reply to this request, which therefore needs no id.
         if self._wire.seed is not None:
             self._wire.send({"op": "seed", "id": 0})
         reply = self._expect_reply()
@@ -349,6 +353,7 @@ class GuestSessionProxy:
             await transport.prepare_branch()
             # The session may have changed its state during the wait.
             self._check_waits(cell)
+            # A call that is answered during the fork is still unanswered in the branch.
             pending = dict(cell.calls.pending) if cell is not None else {}
             branch_transport = transport.fork_branch(
                 session_wire.build_request_frame({"op": "fork", "id": id}), self._moved
@@ -481,7 +486,10 @@ class GuestSessionProxy:
     # -- frames
 
     def _take(self, message: session_wire.FromGuest, value: Any, weight: int) -> None:
+        """Handle one decoded frame from the guest. ``weight`` is its estimated memory in bytes.
+        Raises ProtocolError if no such frame may arrive now."""
         cell = self._cell
+        # The cell of a suspended branch waits for the host, so it sends nothing.
         if cell is not None and cell.end is None and self._state is not SessionStatus.SUSPENDED:
             if type(message) is session_wire.CellDoneFrame:
                 self._end_cell(cell, message, value)
@@ -498,7 +506,7 @@ class GuestSessionProxy:
         if isinstance(message, session_wire.GuestReadyFrame) and not self._hello.done():
             self.pid = message.pid
             self._hello.set_result(None)
-        elif not self._failure:
+        elif not self._failure:  # after a failure, late frames are ignored
             raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that was not expected")
 
     def _end_cell(self, cell: RunningCell, message: session_wire.CellDoneFrame, note: Any) -> None:

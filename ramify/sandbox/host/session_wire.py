@@ -262,7 +262,7 @@ def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Ra
         if group and size + len(item) > _PIECE_BYTES:
             yield group
             group, size = [], 0
-        if len(item) > _PIECE_BYTES:
+        if len(item) > _PIECE_BYTES:  # too long to decode at once: the caller divides it
             yield item
         else:
             group.append(item)
@@ -500,7 +500,8 @@ class GuestFrameConnection:
 
 def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
     """Decode the value of a frame. Returns it with an estimate of the memory that it uses, in
-    bytes. ``size`` is the size of the frame in bytes."""
+    bytes. ``size`` is the size of the frame in bytes. The estimate limits the calls that wait for
+    an answer, so it is 0 for output and for the end of a cell."""
     kind = type(message)
     if kind is CellDoneFrame:
         note = message.note  # type: ignore[union-attr]
@@ -513,6 +514,7 @@ def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any
         return bytes(blobs[0]), 0
     if kind is HostCallFrame or kind is ValueFrame:
         long = sum(map(len, blobs))
+        # Blobs in the shared buffers are not part of the frame.
         short = size if message.shelved else size - long  # type: ignore[union-attr]
         value = value_of(message, message.value, blobs)  # type: ignore[arg-type,union-attr]
         return value, long + _WEIGHT_OF_JSON * short

@@ -347,6 +347,8 @@ class SocketStream:
             raise SandboxError("the session has stopped reading its input")
 
     def write(self, data: list[Any]) -> None:
+        """Send buffers without blocking. What the socket does not accept at once is sent later. If
+        the connection is lost, nothing is sent, and reading reports the loss."""
         self._is_quick = self.is_only_active()
         self._shared.last_used = self
         if not self._is_expected:
@@ -356,6 +358,7 @@ class SocketStream:
             self._queue(self._backlog, [memoryview(part) for part in data])
             return
         try:
+            # The system limits the number of buffers. Further ones are queued like an unsent rest.
             count = self._sock.send(data[0]) if len(data) == 1 else self._sock.sendmsg(data[:64])
         except (BlockingIOError, InterruptedError):
             count = 0

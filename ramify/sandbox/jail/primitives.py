@@ -134,13 +134,15 @@ def take_wire(wire: int, *files: int) -> None:
     """Take over a new, private connection to the host after a fork. The connection's descriptor
     gets the number ``wire``.
 
-    Over the connection, the host sends the standard streams, then the output file and the shared
-    buffers, which get the numbers in ``files``. Raises OSError if something is missing.
+    Over the connection, the host sends the standard input, the output file for standard output, the
+    output file once more, and the shared buffers if there are any. The last two get the numbers in
+    ``files``; the output file also stays open as standard error. Raises OSError if something is
+    missing.
     """
     request_descriptor(wire)
     end = _Socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, wire)
     try:
-        _, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(16))
+        _, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(16))  # up to 4 descriptors
     finally:
         end.detach()
     received = len(ancillary[0][2]) // 4 if ancillary else 0  # as 0, 1, 2, …: no others are open
@@ -148,7 +150,7 @@ def take_wire(wire: int, *files: int) -> None:
         raise OSError(f"{received} descriptors arrived on the new wire")
     for fd, place in enumerate(files, 2):
         _dup2(fd, place, inheritable=False)
-        if fd > 2:
+        if fd > 2:  # 2 is standard error
             _close(fd)
 
 

@@ -90,12 +90,13 @@ def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> Reached
     TierUnavailable, and any error that ``preload`` raises.
     """
     missing: dict[str, str] = {}
+    # Every tier needs the system call filter.
     if not seccomp.is_supported(os.uname().machine):
         raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
     is_kept = False
     for tier in config["tiers"]:
         try:
-            if tier != "A":
+            if tier != "A":  # without a process namespace, a parent ends what the zygote leaves
                 is_kept = is_kept or _continue_kept(let_go)
                 return _no_spaces(config, missing, tier, preload)
             return _spaces(config, missing, let_go)
@@ -367,7 +368,8 @@ def _try_out(walls: ReachedIsolation) -> None:
     theirs.close()
     with ours:
         trouble = _serve_trial(ours, pid)
-    if trouble is None and prepared.scratch >= 0:  # as before a fork
+    # This machine must be able to do it, because a session's folder is frozen before it forks.
+    if trouble is None and prepared.scratch >= 0:
         primitives.freeze_filesystem(prepared.scratch)
     prepared.drop_rules()
     prepared.drop_scratch()
@@ -378,7 +380,7 @@ def _try_out(walls: ReachedIsolation) -> None:
         names = [
             name
             for number, name in enumerate(_ATTACKS)
-            if 0 < status < _NOT_STARTED and status >> number & 1
+            if 0 < status < _NOT_STARTED and status >> number & 1  # the bit of this attack
         ]
         raise OSError(
             0,
@@ -430,6 +432,7 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
                 return OSError(0, f"a trial session did not start: {why}")
             poll = select.poll()
             poll.register(listener, select.POLLIN)
+            # After a timeout, the listener is closed, which makes further requests fail.
             while poll.poll(_TRIAL_S * 1000):
                 if not _answer_trial(listener, file):
                     break
@@ -446,7 +449,7 @@ def _answer_trial(listener: int, file: int) -> bool:
     try:
         request = requests.receive_seccomp_notification(listener)
     except OSError as error:
-        if error.errno == errno.ENOENT:
+        if error.errno == errno.ENOENT:  # the session ended before its request was read
             return False
         raise OSError(
             0, f"seccomp notifications, which need Linux 5.0, failed: {error.strerror}"
@@ -454,6 +457,7 @@ def _answer_trial(listener: int, file: int) -> bool:
     is_last = requests.asks_for_wire(request)
     if is_last:
         try:
+            # 3 is the number that the trial session asks for.
             requests.insert(listener, request.id, file, 3)
         except OSError as error:
             raise OSError(

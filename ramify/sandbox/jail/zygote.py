@@ -163,6 +163,7 @@ def _store_library() -> None:
         with contextlib.suppress(OSError):
             for file in os.listdir(f"{folder}/lib-dynload"):
                 name = file.partition(".")[0]
+                # The module _tkinter would load Tcl and Tk.
                 if name in sys.stdlib_module_names - {"_tkinter"}:
                     with contextlib.suppress(ImportError):
                         importlib.import_module(name)
@@ -271,6 +272,9 @@ def _use_wait(sock: socket.socket) -> None:
 
 
 def _live(control: Any, config: dict[str, Any]) -> None:
+    """Isolate this process and serve as the zygote that ``config`` describes. With
+    ``config["reports"]``, report the isolation as soon as it is built. With ``config["probes"]``,
+    end after that."""
     sys.path[:] = [os.path.realpath(path) for path in sys.path]
     config["paths"] = [os.path.realpath(path) for path in config["paths"]]
     if config["deny"]:
@@ -281,6 +285,7 @@ def _live(control: Any, config: dict[str, Any]) -> None:
             forkserver.preload(config["paths"], (*forkserver.PRELOAD, *(MORE if more else ())))
             if more:
                 _store_library()
+            # The hooks that the user's packages register must run after forks.
             confine.restore_fork_hooks()
             forkserver.preload([], config["packages"])
 
@@ -297,6 +302,8 @@ def _live(control: Any, config: dict[str, Any]) -> None:
     if config["probes"]:
         return
     zygote = Zygote(control, config, built)
+    # Sessions of tier A can read the library, so the zygote may import it later, when idle.
+    # Packages are imported now, so that one that cannot be imported is reported at the start.
     if built.tier == "A" and not config["packages"]:
         zygote.to_import = [name for name in forkserver.PRELOAD if name not in sys.modules]
     elif built.tier == "A":

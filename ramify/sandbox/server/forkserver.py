@@ -245,9 +245,10 @@ class ForkServer:
     # -- forking
 
     def _open(self, header: dict[str, Any], fds: list[int]) -> None:
-        while self.children and self.to_import:  # many sessions would each import for themselves
+        # The first session starts at once. Later ones share the modules that are imported here.
+        while self.children and self.to_import:
             self._import_next()
-        prepared = _TEMPLATE
+        prepared = _TEMPLATE  # nothing is prepared yet
         try:
             prepared = self.prepare()
             pid = os.fork()
@@ -416,6 +417,7 @@ class ForkServer:
             if not pid:
                 break
             is_child, prepared = pid in self.children, self.children.pop(pid, _TEMPLATE)
+            # Templates are in the server's own process group. Adopted orphans are only reaped.
             if prepared is not _TEMPLATE:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
@@ -441,7 +443,7 @@ class ForkServer:
         """End all sessions, all templates and this process, because the host has ended or closed
         the connection."""
         self.is_ending = True
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(-1)  # nothing waits for it any more: the loop below polls
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
             for pid, prepared in self.children.items():
@@ -456,7 +458,7 @@ class ForkServer:
         for pid in self.children:  # only a hanging template is left
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        if not self._has_context:
+        if not self._has_context:  # a template shares the folder of its server
             delete_folder(self.config["folder"])
         os._exit(0)
 

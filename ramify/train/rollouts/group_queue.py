@@ -254,7 +254,7 @@ class GroupQueue:
                 self._begin()
                 if not suffice(self._sample, self.open_groups, self._whole(), self._step):
                     await self._wait()
-                elif unscored := self._unscored():
+                elif unscored := self._unscored():  # scores may show that groups have no signal
                     await self._score(unscored)
                 else:
                     break
@@ -450,6 +450,8 @@ class GroupQueue:
         attempt.give_up(why)
 
     def _taken(self) -> StepGroups:
+        """Choose the groups that the step learns from. Close them, and the groups that no step can
+        take any more."""
         sample = self._sample
         whole = sorted(self._whole(), key=lambda entry: entry.number)
         zero_variance, with_signal = (
@@ -458,6 +460,7 @@ class GroupQueue:
         )
         taken = with_signal[: sample.items]
         missing = sample.items - len(taken)
+        # Only if dynamic sampling has used all its tries: there are no better groups.
         taken += zero_variance[:missing]
         given_up = [entry.unlearned_record() for entry in zero_variance[missing:]]
         closed = taken + zero_variance[missing:]
@@ -483,6 +486,7 @@ class GroupQueue:
             metrics["concurrency"] = float(self._rollouts.room.limit)
         self._given_up = [entry for entry in self._given_up if not entry.has_stopped]
         notes, self._notes = self._notes, []
+        # All are complete; the condition is for the type checker.
         groups = [(entry.number, entry.group) for entry in taken if entry.group is not None]
         stragglers = {
             entry.number: names for entry in taken if (names := entry.rolling.given_up_names)
@@ -577,7 +581,9 @@ def suffice(
     has_tried_all = len(whole) >= (rules.max_items or float("inf"))
     if num_with_signal < rules.items and not has_tried_all:
         return False
-    # Later steps must be able to take all groups in time: check each deadline in turn.
+    # A group that began at step s must be taken by step s + max_token_staleness. Of the groups due
+    # by ``step + later``, the steps after this one can take ``later * items``. All others must be
+    # complete now.
     for later in range(rules.max_token_staleness + 1):
         last = step + later - rules.max_token_staleness
         due = [

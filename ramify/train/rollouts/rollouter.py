@@ -475,11 +475,12 @@ class Rollouter:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     found = [tasks.create_task(whole(pending)) for pending in begun]
+                # These have rewards only once the whole step is scored, so ``after`` has to wait.
                 late = [each for each in begun if self.is_scored_by_step(each.item)]
                 await self.score(late)
                 if after is not None:
                     await asyncio.gather(*[after(await pending.whole()) for pending in late])
-            except BaseExceptionGroup as errors:
+            except BaseExceptionGroup as errors:  # the first error cancelled the other tasks
                 raise errors.exceptions[0] from None
             finally:
                 await close([attempt for pending in begun for attempt in pending.attempts])
