@@ -254,8 +254,9 @@ flushing a thousand times per second would take more CPU time than writing.
 
 
 File = int | Path
-"""An open file descriptor, or a path to open when it is flushed, so that waiting files need no
-descriptors. Flushing a folder makes the names in it durable.
+"""An open file descriptor, or a path that is opened only when the file is flushed. With paths,
+files that wait for their flush use no descriptors. A path may be a folder: flushing it makes sure
+that its entries survive a crash.
 """
 
 
@@ -299,7 +300,9 @@ class FsyncFlusher:
             self._running = False
 
     def settle(self, owner: FlushErrorHandler) -> None:
-        """Wait until all requested flushes of the files of ``owner`` are done."""
+        """Wait until all flushes that were requested for files of ``owner``, such as a journal,
+        are done.
+        """
         with self._turn:
             mine = [file for file, other in self._due.items() if other is owner]
             for file in mine:

@@ -49,8 +49,8 @@ from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, RunStarted, Tr
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 
 _PATIENCE_S = 0.3
-"""Seconds to keep trying for the lock. A reader that checks for a live writer holds it for an
-instant.
+"""Seconds to keep trying for the lock. A reader that checks whether a journal has a live writer
+holds the lock very briefly.
 """
 
 
@@ -80,26 +80,30 @@ class LineWriter:
         """
         self.path = path
         self.size = os.fstat(fd).st_size
-        """Total number of bytes written so far, including bytes from earlier writers."""
+        """Size of the file in bytes, including what earlier writers wrote."""
         self.trouble: StoreError | None = None
-        """Why the reserve was used up: the work should end soon."""
+        """Set once the reserved disk space had to be used: the run should then end soon. None
+        before.
+        """
         self._fd = fd
         self._flusher = flusher
         self._chain = chain
         self._lock = threading.Lock()
         self._failure: OSError | None = None
         self._gap: StoreError | None = None
-        """Why a line was not written; none is written after it."""
+        """The error that kept a line from being written; None if there is none. No line is written
+        after it.
+        """
         self._closed = False
 
     def append(self, line: bytes, *, flushes: bool = False, allow_gap: bool = False) -> int:
         """Append one line of JSON with its newline, and return its byte offset in the file. The
-        line survives the death of this process. With ``flushes``, it is soon flushed to disk and
-        survives a machine crash, too.
+        line survives the death of this process. With ``flushes=True``, it is also flushed to disk
+        in the background, so that it survives a crash of the machine.
 
         If the disk is full, the line is written to space that the store has reserved, and
-        ``trouble`` is set. Raises StoreError if the line cannot be written. Unless ``allow_gap`` is
-        set, every later call then raises, too, so the file ends like that of a killed process.
+        ``trouble`` is set. Raises StoreError if the line cannot be written. Unless ``allow_gap``
+        is set, every later call then raises, too, so the file ends like that of a killed process.
         """
         with self._lock:
             self._check(allow_gap=allow_gap)
@@ -217,7 +221,9 @@ class Journal:
         self.file.close()
 
     def live_text(self) -> LiveReplyFileWriter:
-        """Return the writer of the file beside the journal that shows replies as they arrive."""
+        """Return the writer of the live file, which is kept beside the journal and holds the
+        replies that are still arriving.
+        """
         return LiveReplyFileWriter(self.path, self._secrets)
 
     def __enter__(self) -> Journal:
@@ -482,8 +488,8 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
 
 
 def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
-    """Decode a block of lines at once, which is several times faster than line by line. If any line
-    is damaged, None stands for each line of the block.
+    """Decode a block of lines at once, which is several times faster than line by line. If any
+    line is damaged, return None for every line of the block.
     """
     with contextlib.suppress(*CANNOT_DECODE):
         events: list[AnyEvent] = _decoder().decode_lines(block)
@@ -495,7 +501,7 @@ def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
 class FileStoredRun(NamedTuple):
     """A run that is read from its journal file. Implements ``StoredRun``.
 
-    Its reviews may also be those of a file of trajectories.
+    For reading and writing reviews, the path may also be that of a file of trajectories.
     """
 
     path: Path
@@ -564,7 +570,9 @@ def damaged(run: StoredRun, number: int, why: object) -> StoreError:
 
 
 NOTHING_KEPT = "it says what the run is about, so nothing can be kept"
-"""Explains why a journal with a damaged first line cannot be repaired."""
+"""Text that says why a journal with a damaged first line cannot be repaired. It is part of error
+messages and advice.
+"""
 
 
 def decode_line(
@@ -636,8 +644,9 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """Return the inode number of ``path``. Raises StoreError if the journal was replaced or
-    truncated: the number is not ``inode`` (0 accepts any), or the file is shorter than ``offset``.
+    """Return the inode number of ``path``. Raises StoreError if the journal was replaced, so that
+    the number differs from ``inode``, or truncated, so that it is shorter than ``offset``. An
+    ``inode`` of 0 accepts any number.
     """
     try:
         stat = path.stat()

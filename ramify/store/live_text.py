@@ -57,8 +57,8 @@ class _Snapshot(msgspec.Struct):
 
 
 class LiveReplyFile:
-    """The file beside a journal that holds the replies that are still arriving. The object may have
-    the file open or closed.
+    """The file beside a journal that holds the replies that are still arriving. It is opened only
+    when needed.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -117,8 +117,8 @@ class LiveReplyFileWriter(LiveReplyFile):
         return self._fd is not None
 
     def write(self, replies: Sequence[ArrivingReply]) -> None:
-        """Replace the contents of the file by these replies, unless they are unchanged. Call this
-        only after ``is_followed`` has returned True.
+        """Replace the contents of the file with these replies, unless they are unchanged. Call
+        this only after ``is_followed`` has returned True.
         """
         assert self._fd is not None
         most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
@@ -142,8 +142,8 @@ class LiveReplyFileWriter(LiveReplyFile):
         return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
 
     def _public(self, text: str) -> str:
-        """Redact the secrets in ``text``. An end that may be the beginning of a secret is removed,
-        too.
+        """Redact the secrets in ``text``. Its last characters are removed if they could be the
+        beginning of a secret.
         """
         return self._secrets.trim_partial_secret(self._secrets.redact(encodable(text)))
 
@@ -156,7 +156,7 @@ class LiveReplyFileReader(LiveReplyFile):
     def __init__(self, journal: Path) -> None:
         super().__init__(journal)
         self._read_state: tuple[int, int] | None = None
-        """Size and time of the file when it was last read."""
+        """Size and modification time of the file when it was last read; None before."""
 
     def read(self) -> Sequence[ArrivingReply] | None:
         """Return the replies that are arriving, or None if nothing has changed since the last call.

@@ -2,9 +2,10 @@
 the process ends.
 
 Such a run can be resumed, replayed and forked, which is not possible without a store. Its events
-are kept as the same lines that a file would have, so what is read back is the same and has no
-secrets. The runs are shown in the page of this process (``ramify.view``). Replies from a cache
-(``cache=True``), checking, repairing and pruning need the files of a ``Store``.
+are kept as the lines that a file would contain, with secrets redacted, so reading them back gives
+the same result as with files. The runs are shown in the page of this process (``ramify.view``).
+Replies from a cache (``cache=True``), checking, repairing and pruning need the files of a
+``Store``.
 """
 
 from __future__ import annotations

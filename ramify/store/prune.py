@@ -1,10 +1,10 @@
 """Deletes runs, evaluations and stored token ids, and the blobs that no journal refers to. Blobs
 are contexts and long outputs, stored by their hash.
 
-A blob is needed if a journal refers to it: every quoted string of 64 hexadecimal digits counts as a
-reference. A run stores a blob, or renews its time, just before it refers to it. Therefore a blob is
-kept if it was stored after the end of the run that is deleted, or, while any run is being written,
-if it was stored within the last hour.
+A blob is needed if a journal refers to it: every quoted string of 64 hexadecimal digits counts as
+a reference. Just before a run refers to a blob, it stores the blob, or updates its modification
+time if it is already stored. Therefore a blob is kept if it was stored after the end of the run
+that is deleted, or, while any run is being written, if it was stored within the last hour.
 """
 
 from __future__ import annotations
@@ -194,8 +194,9 @@ def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
     """Delete a journal and the files that belong to it. Raises StoreError if the journal is being
     written or cannot be deleted.
 
-    Returns the attributes of the deleted file and, for each blob that the journal referred to, the
-    time of the journal's last write.
+    Returns the attributes of the deleted file, and a dict from the digest of each blob that the
+    journal referred to, to the time of the journal's last write. A blob that is newer may belong
+    to another run.
     """
     try:
         fd = open_locked(path, 0)

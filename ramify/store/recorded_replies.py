@@ -42,8 +42,8 @@ from ramify.types.trajectory import CallKind, CallSite, Cell, Stop
 
 Key = tuple[object, ...]
 _LOOKED_UP = (CallStarted, RequestStarted, ReplyReceived, CallEnded)
-"""The most frequent types of events. They are found by call and turn, so no separate keys are
-stored for them.
+"""The most frequent types of events. The indexes by call and turn already find them, so their keys
+are not kept in ``_held``.
 """
 
 
@@ -73,7 +73,9 @@ class RunEventIndex:
     diverged: ReplayDiverged | None
     """First difference between the current run and the recorded one, or None."""
     attempts: list[AttemptFailed]
-    """Failed attempts, whose cost counts for the resumed run because some may have been billed."""
+    """Failed attempts. Their cost is charged to the resumed run, because some may have been
+    billed.
+    """
     is_fork: bool
     """True if another run continues from this record, and so pays only for new requests."""
     given: dict[tuple[str, int], str]
@@ -83,8 +85,8 @@ class RunEventIndex:
     edits.
     """
     has_other_limits: bool
-    """True if the prompts of the current run may state other limits than those of the
-    recorded run.
+    """True if the prompts of the current run may state different limits from those of the recorded
+    run.
     """
     limits: dict[str, Any]
     """Limits of the latest resumption; empty if the run was never resumed."""
@@ -105,9 +107,11 @@ class RunEventIndex:
         self.last_s = 0.0
         self.chosen_mode = None
         self._failed_end = False
-        """Whether the last event is an end after which the run can be resumed."""
+        """True if the last event ended the run in a way that allows it to be resumed."""
         self._finished = 0
-        """Earlier questions that ended, and whose end a resume repeats."""
+        """Number of earlier questions whose recorded end a resumed run emits again. These events
+        must not be appended a second time.
+        """
         self._forgotten: dict[tuple[str, int], list[TurnsDroppedOnResume]] = {}
         self._models: dict[str, str] = {}
         self._kinds: dict[str, CallKind] = {}
@@ -122,7 +126,7 @@ class RunEventIndex:
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[AttemptFailed]] = {}
         self._held: dict[Key, None] = {}
-        """Identities of the events that ``must_not_append`` cannot look up elsewhere."""
+        """Keys of the recorded events that ``must_not_append`` cannot find in another index."""
         self._booked: set[tuple[str, int]] = set()
         """Requests without a reply whose last attempt is accounted for."""
         for event in events:
@@ -266,8 +270,8 @@ class RunEventIndex:
         return self._cells.get((call, turn, cell))
 
     def has_call(self, id: str, where: CallSite) -> bool:
-        """Return True if the recorded run has a call ``id`` that the code cell at ``where``
-        made.
+        """Return True if the call ``id`` in the recorded run was made by the code cell at
+        ``where``.
         """
         return self._parents.get(id) == where
 

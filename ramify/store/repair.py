@@ -42,7 +42,7 @@ from ramify.types.event import (
 from ramify.types.trajectory import Stop
 
 _MAX_NAMED = 20
-"""Maximum number of damaged lines that a check describes. Further ones are only counted."""
+"""Maximum number of damaged lines that a check describes. The rest are only counted."""
 _MAX_COMPARED_BYTES = 1 << 28
 """Maximum number of bytes to process when searching for the original position of a
 misplaced line.
@@ -147,8 +147,8 @@ def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) 
 
 
 def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
-    """Return after which line a misplaced line belongs, worded for an error message. Empty if it
-    fits nowhere.
+    """Find the line after which a misplaced line belongs, and return a phrase about it for an
+    error message. The phrase is empty if the line fits nowhere.
     """
     if len(line) * len(crcs) > _MAX_COMPARED_BYTES:
         return ""

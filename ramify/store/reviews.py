@@ -57,7 +57,9 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     """Unix time of the last change; 0 before the review is saved."""
 
     def __post_init__(self) -> None:
-        """Check the review. Raises ConfigError if a text is too long or a score has no value."""
+        """Check the review. Raises ConfigError if a text is too long, or if a score has no name or
+        is not a finite number.
+        """
         for label in self.labels:
             if not label.strip() or len(label) > MAX_LABEL:
                 raise ConfigError(
@@ -96,8 +98,8 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def labels_and_verdict(self) -> tuple[str, ...]:
-        """Labels by which lists show and filter the run. The combined verdict of all people comes
-        last, if there is one.
+        """Labels under which the run is shown and filtered in lists. The combined verdict of all
+        people comes last, if there is one.
         """
         return (*self.labels, self.combined_verdict) if self.combined_verdict else self.labels
 

@@ -91,7 +91,7 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
     """Parse the text of a run filter. Dates are in local time and relative to ``now``, a Unix time
     that defaults to the current time.
 
-    Raises ConfigError, with what to write instead, for a part that cannot be read.
+    Raises ConfigError for a part that cannot be parsed. The error says what to write instead.
     """
     clock = time.time() if now is None else now
     _check_spaces(text)
@@ -216,7 +216,9 @@ def _check_spaces(text: str) -> None:
 
 
 def _opened(part: str) -> str:
-    """Complete a condition that has no value yet, by adding a valid value for its field."""
+    """Complete a condition that has no value yet, by adding a valid value for its field. The
+    result is an example for an error message.
+    """
     name = part.strip("-:=<>").lower()
     values = {"sort": FIELDS[0], "group": GROUPS[0], **dict.fromkeys(_NUMBERS, "0")}
     return part + {**values, **dict.fromkeys(_TIMES, "today")}.get(name, "none")
@@ -286,8 +288,8 @@ def _span(value: str, now: float) -> tuple[float, float] | None:
     """Parse a period, and return its start and its exclusive end as Unix times. Returns None if
     ``value`` is invalid.
 
-    The period is a minute, day, month or year in local time, or all the time since an age such as
-    ``2h``.
+    The period is a minute, day, month or year in local time. It can also be an age such as ``2h``,
+    a period that began two hours ago and has no end.
     """
     today = datetime.fromtimestamp(now).replace(hour=0, minute=0, second=0, microsecond=0)
     if value in ("today", "yesterday"):
@@ -315,8 +317,9 @@ def _span(value: str, now: float) -> tuple[float, float] | None:
 
 
 def _is_in(at: float, sign: str, first: float, after: float) -> bool:
-    """Compare a time with a period by an operator such as ``>``. An age is compared with the first
-    second of its period.
+    """Compare a time with the period from ``first`` to ``after``, using an operator such as ``>``.
+    A period without an end, which comes from an age such as ``2h``, is compared as the moment
+    ``first``.
     """
     last = first if after == inf else after
     match sign:

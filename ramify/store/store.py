@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 _STAMP = re.compile(r"\d{8}-\d{6}-")
 _WRITER = ".writer"
 SETTLED_NS = 2_000_000_000
-"""Age in nanoseconds from which a folder's modification time is trusted. A newer time may hide a
-second change with the same time.
+"""Minimum age in nanoseconds of a folder's modification time that can be trusted. If the folder
+was changed more recently, another change could follow that leaves the same modification time.
 """
 _EVERY_S = 30.0
 """Seconds after which all journals are checked again even if the folder is unchanged, since another
@@ -91,7 +91,9 @@ class Store(RunStore):
         self.blobs = BlobStore(make_folder(self.root / "blobs", fsync), self._flusher)
         self._size = StoreSizeMonitor(self.root)
         self._claimed: tuple[int, frozenset[str]] = (-1, frozenset())
-        """Time of a change of the folder of runs, and the runs that had a writer then."""
+        """Modification time of the runs folder when it was last read, and the runs that had a
+        writer then.
+        """
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
         """Create the journal of a new run. ``secrets`` maps names to values that are redacted in
@@ -135,7 +137,7 @@ class Store(RunStore):
 
     def check(self, run: str | Path) -> JournalCheckResult:
         """Verify the checksums of a run's journal and its stored contexts, and return the result.
-        The run may still be in progress in another process."""
+        It is safe to call this while a process is writing the run."""
         from ramify.store.repair import check_journal
 
         return check_journal(self.path(run), self.blobs)
@@ -280,7 +282,7 @@ class Store(RunStore):
 
 def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
     """Return the run ids of the journals in a folder's entries, newest first. The time is part of
-    the id. For an id without a time, the file's modification time counts.
+    the id. For an id without a time, the file's modification time is used.
     """
     keyed = []
     for entry in entries:

@@ -39,8 +39,9 @@ class StoredRun(Protocol):
         """Path of the run's journal file, or None if the store has no files."""
 
     def state(self) -> tuple[int, int]:
-        """Return a number that changes if another run takes this run's place, and the run's size in
-        bytes. Raises StoreError if the run does not exist.
+        """Return a number that identifies this run's storage, and the run's size in bytes. The
+        number changes if the run is replaced by another. Raises StoreError if the run does not
+        exist.
         """
 
     def is_written(self) -> bool:
@@ -79,4 +80,6 @@ class StoredRun(Protocol):
         """
 
     def remedy(self, number: int) -> str:
-        """Return advice for the user for the case that line ``number`` is the first damaged one."""
+        """Return advice for the user if the first damaged line of the journal is line ``number``,
+        counted from 1.
+        """

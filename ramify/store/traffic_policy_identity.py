@@ -1,8 +1,8 @@
 """The file ``traffic.json`` in a store of recorded traffic. It identifies the policy, that is, the
 served model that produced the traffic.
 
-Not here: what it holds (``types/recorded_traffic.py``), and who records
-(``serve/traffic_recorder.py``).
+The contents of the file are defined in ``types/recorded_traffic.py``. Traffic is recorded by
+``serve/traffic_recorder.py``.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class Item(msgspec.Struct, frozen=True):
     question: str = ""
     """The question. If empty, the last of ``messages`` is the question; it must be the user's."""
     context: Any = None
-    """Value of the variable ``context`` in the session. None or an empty text: no context."""
+    """Value of the variable ``context`` in the session. None or an empty string means no context.
+    """
     gold: Any = None
     """The right answer, in the form that the score function expects."""
     kind: str = ""
@@ -96,7 +97,9 @@ class Item(msgspec.Struct, frozen=True):
     of accepted answers.
     """
     wrong: Any = None
-    """An answer that must not score 1. None: ``validate`` uses a text that resembles no answer."""
+    """An answer that must not score 1. If None, ``validate`` uses a text that looks like no
+    answer.
+    """
     metadata: Mapping[str, Any] = {}
     """Further values for the score function or a report."""
     messages: tuple[Message, ...] = ()
@@ -117,8 +120,8 @@ class Item(msgspec.Struct, frozen=True):
         """Convert the chat messages of the item. Without a question, the last message becomes the
         question.
 
-        Raises ValueError if a message is invalid, or if the question would have to come from a
-        message that is not the user's.
+        Raises ValueError if a message is invalid, or if the question is missing and the last
+        message is not the user's.
         """
         messages, question = messages_of(self.messages), self.question
         if not question:
@@ -140,7 +143,8 @@ class TaskStart(msgspec.Struct, kw_only=True):
     """
 
     context: Any = None
-    """Value of the variable ``context`` in the session. None or an empty text: no context."""
+    """Value of the variable ``context`` in the session. None or an empty string means no context.
+    """
     tools: Mapping[str, Any] = {}
     """Functions and values that the sessions of the root call and its children get. Functions run
     in the host process.
@@ -160,10 +164,10 @@ class TaskStart(msgspec.Struct, kw_only=True):
     names or install modules.
     """
     conduct: Callable[[Any], Awaitable[Any]] | None = None
-    """Runs the rollout's conversations in place of the engine, and returns the answer; for an
-    agent, or an environment with its own loop. The argument is the run's ``RunModelClient``
-    (``ramify/engine/external_conversations.py``). None: the engine runs a session or one plain
-    call.
+    """Function that conducts the rollout's conversations instead of the engine, and returns the
+    answer. Agents and environments with their own loop use it. The argument is the run's
+    ``RunModelClient`` (``ramify/engine/external_conversations.py``). If None, the engine runs a
+    session or one plain call.
     """
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
     """Called once when the rollout has ended for any reason, with the answer or None. The result is
@@ -223,8 +227,8 @@ class Task(Protocol):
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         """Score ``trajectory`` as an answer to ``item``. The result must be deterministic. The
-        method may be slow, since it runs in a thread, and it may raise if the task itself is at
-        fault.
+        method may be slow, since it runs in a thread. It should raise an error only for a fault of
+        the task, not for a wrong answer.
         """
         ...
 
@@ -519,7 +523,7 @@ def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
 
 
 Worth = float | Mapping[str, float] | Score
-"""What a reward function returns."""
+"""What a reward function returns: one number, several numbers by name, or a ``Score``."""
 AnswerReward = Callable[[Any, Item], Worth | Coroutine[Any, Any, Worth]]
 """A reward function, async or not: (answer, item) -> reward. The answer is None if the rollout has
 none.
@@ -547,8 +551,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
     name: str
     splits: Mapping[str, Sequence[Item]]
     reward: AnswerReward | TrajectoryRewardFunction
-    """Called with (answer, item), or as a ``TrajectoryRewardFunction``. To score a whole step at
-    once, it also has ``waits_for_step`` and ``of_step``, as ``BatchedReward`` does.
+    """Function that is called with (answer, item), or a ``TrajectoryRewardFunction``. A reward
+    that scores a whole step at once must also have ``waits_for_step`` and ``of_step``, as
+    ``BatchedReward`` does.
     """
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
@@ -558,7 +563,7 @@ class SimpleTask(msgspec.Struct, frozen=True):
     examples: Sequence[Any] = ()
     """(question, answer) pairs that are added to the prompt of every item."""
     families: Sequence[str] = ()
-    """Kinds of questions that were chosen by the task's option ``families``, if it has one. A
+    """Kinds of questions that were selected with the task's option ``families``, if it has one. A
     matrix of evaluations shows one row for each.
     """
 

@@ -42,8 +42,8 @@ class BatchScoredTask(Protocol):
         ...
 
     def score_step(self, rollouts: Sequence[EndedRollout]) -> Sequence[Score | RamifyError]:
-        """Return one result for each rollout, in order: its score, or the error because of which it
-        has none.
+        """Return one result for each rollout, in order: its score, or the error that prevented
+        one.
         """
         ...
 
@@ -55,7 +55,7 @@ def is_scored_by_step(task: Task, item: Item) -> bool:
 
 def batch_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
     """Score all rollouts of a step with one call of the task. Returns for each rollout its score,
-    or the error because of which it has none.
+    or the error that prevented one.
     """
     assert isinstance(task, BatchScoredTask)
     where = f"task '{task.name}': its score of {len(rollouts)} rollouts"

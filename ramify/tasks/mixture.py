@@ -91,7 +91,9 @@ class MixtureTask(msgspec.Struct, frozen=True):
     """Names of the parts that are trained on."""
 
     def right_worth(self, item: Item) -> float:
-        """Return the weighted reward for a right answer to ``item``."""
+        """Return the reward for a right answer to ``item``, multiplied by the factor of the item's
+        part.
+        """
         return self.factors[_own(item)[0]]
 
     async def prepare(self, item: Item) -> TaskStart:
@@ -145,7 +147,9 @@ class MixedItems(LazySequence[Item]):
         self._repeats = repeats
         self._order = list(_order(weights))
         self._before: list[int] = []
-        """Items of the same part earlier in the period."""
+        """For each position in the period: the number of earlier positions that belong to the same
+        part.
+        """
         seen: Counter[str] = Counter()
         for name in self._order:
             self._before.append(seen[name])
@@ -153,8 +157,8 @@ class MixedItems(LazySequence[Item]):
         self._counts = seen
 
     def __len__(self) -> int:
-        """Return the number of items until a part would have to start over. If parts may repeat,
-        return the number until every item has been used once.
+        """Return how many items there are before any part would have to start over. If parts may
+        repeat, count the items until every item has been used once.
         """
         period = len(self._order)
         sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
@@ -295,9 +299,9 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
 
 def _place(items: Sequence[Item], id: str) -> int | None:
-    """Return the item index at the end of an id, as in ``ledger/train/57``, if the item there has
-    this id. Otherwise return None: in a dataset that was divided into splits, ids end with a row
-    number.
+    """Return the item index at the end of an id such as ``ledger/train/57``. Returns None if the
+    item at that index has a different id, since ids can also end with a row number of a dataset
+    that was divided into splits.
     """
     last = id.rpartition("/")[2]
     place = int(last) if last.isdecimal() else len(items)

@@ -39,7 +39,7 @@ from ramify.types.trajectory import Trajectory
 
 ENDED = "(the episode has ended)"
 REJECTED = "rejected actions"
-"""Metric: number of texts in an episode that were not valid actions."""
+"""Metric: number of actions that were attempted in an episode but were not valid."""
 _KEY = "episode"
 _ABOUT = (
     "`step(action)` does one action, given as text, in an environment, and returns what is seen "
@@ -214,7 +214,9 @@ class EnvEpisode:
             if parse is None and _space(env) is not None
             else ""
         )
-        """Description of the valid actions; empty if any text is one or ``parse`` decides."""
+        """Description of the valid actions. Empty if any text is valid, or if the function
+        ``parse`` decides which actions are.
+        """
 
     @property
     def is_over(self) -> bool:

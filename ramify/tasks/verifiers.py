@@ -213,7 +213,8 @@ class VerifiersTasksetItems(LazySequence[Item]):
 
 async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
     """Score the answer of a trajectory with the rewards and metrics of its ``verifiers`` task.
-    Raises RamifyError if a reward is missing or needs a runtime.
+    Raises RamifyError if a reward is missing, or if it needs a ``verifiers`` runtime, which does
+    not exist here.
     """
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),

@@ -99,11 +99,11 @@ class BatchServer:
         self.files: dict[str, bytes] = {}
         """Id -> content."""
         self.served = Usage()
-        """Usage of all that was answered."""
+        """Total token usage of all requests answered so far."""
         self.num_direct = 0
-        """Requests outside of batches."""
+        """Number of requests that were not part of a batch."""
         self.log: list[str] = []
-        """Each request: ``POST /v1/batches``."""
+        """Method and path of each request, such as ``POST /v1/batches``."""
         self.on_request: Callable[[str, bool], bool] = lambda line, is_done: True
         """Called with each line of the log, before it is served (False) and after (True). If it
         returns False, the connection is closed at that moment, without a response."""
@@ -154,7 +154,7 @@ class BatchServer:
 
     def soon(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine, such as ``finish()``, in a separate task. ``on_request`` can use this
-        for work after the current request.
+        to do work after the current request has been answered.
         """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -431,15 +431,15 @@ def _unserved(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
 
 
 def _lines(requests: list[BatchRequest]) -> bytes:
-    """Return the results as JSON lines in reverse order, since the providers do not keep the order
-    of requests either.
+    """Return the results as JSON lines in reverse order, since real providers do not guarantee the
+    order of results.
     """
     return b"".join(_encode(each.result) + b"\n" for each in reversed(requests))
 
 
 def _messages(body: dict[str, Any]) -> list[Message]:
-    """Return the messages of a request body, in the format of OpenAI or Anthropic, as messages for
-    a script.
+    """Convert the messages of a request body, in the format of OpenAI or Anthropic, to the
+    messages that a script receives.
     """
     found = list[Message]()
     if system := body.get("system"):

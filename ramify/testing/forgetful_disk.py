@@ -33,7 +33,9 @@ class ForgetfulDisk:
         self._files: dict[int, bytes] = {}
         """Inode -> content on the disk."""
         self._folders: dict[int, dict[str, tuple[int, bool]]] = {}
-        """Inode -> name on the disk -> (inode, True for a folder)."""
+        """Maps the inode of each folder to its entries on the disk: name to (inode, True for a
+        folder).
+        """
         self._changed = threading.Condition()
         for folder, _, files in os.walk(self.root):
             for path in (folder, *(os.path.join(folder, name) for name in files)):

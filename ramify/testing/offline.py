@@ -150,20 +150,22 @@ class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
     asks: str
     """Regular expression that recognises the suite's questions."""
     solve: Callable[[str, str, Ask, int], str]
-    """The strategy: (question, context, ask, characters of one sub-call) -> answer. A root call
+    """The strategy. It is called with the question, the context, ``ask`` (which makes a sub-call)
+    and the number of characters that one sub-call can read, and returns the answer. A root call
     writes the source of this function into its session.
     """
     read: Callable[[str, str], str | None]
-    """(question, text) -> the right reply to a question of ``solve`` about a part of the context,
-    or None for any other question.
+    """Function that gets a question and a text. It returns the right reply if the question is one
+    that ``solve`` asks about a part of the context, and None for any other question.
     """
     spoil: Callable[[str, str, str, random.Random], str]
     """(question, text, right reply, random generator) -> a plausible wrong reply."""
     helpers: tuple[Callable[..., object], ...] = ()
     """Functions that ``solve`` calls. Their source is added to the session too."""
     leaf: Callable[[ParsedPlanLeafRequest], Any] | None = None
-    """(request of a fixed model program) -> the right value: a list with one value per record, or a
-    text. None if the suite does not know the question or the kind of request.
+    """Function that gets the request of a predefined plan about one part of the data, and returns
+    the right value: a list with one value per record, or a string. Returns None if the suite does
+    not know the question or the kind of request.
     """
 
     def code(self) -> str:
@@ -185,7 +187,9 @@ class OfflineModel(
     """
 
     curve: AccuracyCurve = AccuracyCurve()
-    """Accuracy of replies to questions about a text. The steps of a root call have no errors."""
+    """Accuracy of replies to questions about a text. A root call, in contrast, makes no errors in
+    its steps.
+    """
     latency: ModelLatency = ModelLatency()
     sleep: Literal["none", "virtual", "real"] = "none"
     """``real``: replies take the simulated time. ``virtual``: replies come at once and only state
@@ -196,7 +200,7 @@ class OfflineModel(
     window: int = 128_000
     """Maximum number of tokens of a prompt."""
     seed: int = 0
-    """Random seed of the errors."""
+    """Random seed that decides which replies are wrong."""
     leaf_tokens: int = 2_000
     """Tokens of text that a root call gives to one sub-call, unless that needs too many
     sub-calls.

@@ -35,7 +35,9 @@ _RECORD = re.compile(r"^\d+: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"\A\[[^\n]*\]\n")
 _BETWEEN = "\n\n---\n\n"
 _SHARE_WRONG = 20
-"""A wrong reply has one wrong value, plus another for each group of this many records."""
+"""Records per wrong value: a wrong reply has one wrong value, plus one more for every this many
+records.
+"""
 
 
 class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
@@ -96,7 +98,7 @@ def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
 
 
 def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
-    """Return the text of a reply with ``value``, in the form that the request asks for: JSON or
+    """Return the reply text that states ``value`` in the form that the request asks for: JSON or
     plain text.
     """
     if turn.kind == "passage":
@@ -122,8 +124,9 @@ def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """Return what identifies each leaf of the ready plans: its kind, whether its answer has a JSON
-    schema, and a pattern for the beginning of its prompt.
+    """Return the features by which the requests of the predefined plans are recognised. For each
+    kind of request, they are its name, whether its answer has a JSON schema, and a pattern for the
+    beginning of its prompt.
     """
     wanted = {
         ("aggregate", "value"): "value",
@@ -142,8 +145,9 @@ def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
 
 
 def _beginning(prompt: str) -> re.Pattern[str]:
-    """Return a pattern for the beginning of all prompts that a leaf sends. They differ from
-    ``prompt`` only in numbers and in the user's question, which the pattern captures.
+    """Return a pattern that matches the beginning of every prompt made from the template
+    ``prompt``. Such prompts differ only in numbers and in the user's question, which the pattern
+    captures.
     """
     pieces = (re.sub(r"\d+", r"\\d+", re.escape(each)) for each in prompt.split(QUESTION))
     return re.compile("(.*?)".join(pieces) + "\n\n", re.DOTALL)

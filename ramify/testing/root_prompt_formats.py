@@ -41,7 +41,9 @@ def ask(prompts: list[str]) -> list[str]:
             replies[place] = llm_query(prompts[place])
     return replies
 """
-"""Code for systems that advise about 20 prompts per batch. Two of them return errors as texts."""
+"""Code that asks several prompts, in batches of the 20 that these systems recommend. A reply that
+reports an error is asked for again, because two of the systems return errors as reply text.
+"""
 _WHOLE = """\
 def ask(prompts: list[str]) -> list[str]:
     try:

@@ -97,8 +97,8 @@ def unreachable() -> ScriptedFailure:
 
 
 def dropped(text: str = "lost") -> ScriptedFailure:
-    """Return a failure in which the connection closes before the reply begins, although the model
-    has worked and is billed.
+    """Return a failure in which the connection closes before the reply begins. The model has still
+    produced the reply, which is billed.
 
     Example:
         testing.ScriptedClient([testing.dropped(), "the reply"])
@@ -107,8 +107,8 @@ def dropped(text: str = "lost") -> ScriptedFailure:
 
 
 def cut(text: str = "cut in the middle") -> ScriptedFailure:
-    """Return a failure in which the connection closes in the middle of the reply, although the
-    model has worked and is billed.
+    """Return a failure in which the connection closes in the middle of the reply. The model has
+    still produced the whole reply, which is billed.
 
     Example:
         testing.ScriptedClient([testing.cut(), "the whole reply"])    # a retry gets the second
@@ -117,8 +117,8 @@ def cut(text: str = "cut in the middle") -> ScriptedFailure:
 
 
 def stalled(text: str = "too late") -> ScriptedFailure:
-    """Return a failure in which the connection stays open but the reply never arrives, although the
-    model has worked.
+    """Return a failure in which the connection stays open but the reply never arrives, although
+    the model has produced it.
 
     Example:
         testing.ScriptedClient([testing.stalled()])    # until the deadline of the run

@@ -167,7 +167,8 @@ class ScriptedClient:
         self.price = price
         self.vision = vision
         self.served = Usage()
-        """Everything that the model processed, whether or not the reply arrived."""
+        """Total token usage of all requests that the model processed, whether or not the reply
+        arrived."""
         self.requests: list[Request] = []
         """All requests, in order of arrival."""
         self.in_flight = 0

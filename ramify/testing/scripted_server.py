@@ -114,7 +114,7 @@ class ScriptedServer:
         self.served = Usage()
         self.requests: list[ReceivedRequest] = []
         self.answered = 0
-        """Number of requests for a reply so far."""
+        """Number of completion requests received so far."""
         self.most_in_flight = 0
         self._in_flight = 0
         self._script = (
@@ -127,7 +127,7 @@ class ScriptedServer:
         self.piece_s = piece_s
         """Seconds between two parts of a streamed reply. It may change while a reply is sent."""
         self.num_cut_off = 0
-        """Streams whose client left before their end."""
+        """Number of streamed replies that a client left before they ended."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._http = MockHttpServer(self._handle, host, port)
 

@@ -3,9 +3,9 @@ and closed in reverse.
 
     RunParts ─ machines ─ services ─ engines ─ rollout workers ─ trained models ─ stages ─> Trainer
 
-All that is opened is on one stack and closed in reverse: a part is opened after the parts that it
-calls. Trained models are opened late and closed after the engines, since an engine that comes back
-asks for their weights. Loading and checking are done by ``load_run_parts.py``, starting engines and
+One exit stack closes the resources in reverse. Each part is opened after the parts that it calls.
+Trained models are opened late and closed after the engines, since an engine that comes back asks
+for their weights. Loading and checking are done by ``load_run_parts.py``, starting engines and
 workers by ``start_rollout_resources.py``, and the steps of a run by ``trainer.py``.
 """
 

@@ -58,12 +58,12 @@ class TrainingProgress(msgspec.Struct, kw_only=True):
     stage_step: int = 0
     """Completed steps of that stage."""
     next_item: int = 0
-    """Number of the first item that has never begun. Dynamic sampling uses more items than a step's
-    share."""
+    """Index of the first item that has never been started. Dynamic sampling can start more items
+    than the steps need."""
     first_item: int = 0
-    """Number of the first item of the run."""
+    """Index of the run's first item."""
     pending: list[int] = []
-    """Numbers of items that have begun but were not learned from: a run that resumes here begins
+    """Indices of items that have been started but not learned from. A run that resumes here begins
     with them."""
     version: int = 0
     """Version of the policy: how often its weights were published."""
@@ -77,7 +77,8 @@ class TrainingProgress(msgspec.Struct, kw_only=True):
     stopped: str = ""
     """Why the stage ended before its last step; empty if it did not."""
     scored_since: int = 0
-    """Step since which scores can be compared: none of their conditions has changed since."""
+    """First step whose score can be compared with current ones, because the conditions of scoring
+    have not changed since."""
     is_due: bool = False
     """Whether the evaluation after this step was cut off, so that a resumed run begins with it."""
     memory: dict[str, float] = {}
@@ -85,14 +86,15 @@ class TrainingProgress(msgspec.Struct, kw_only=True):
     memories: dict[str, dict[str, float]] = {}
     """Name of another policy -> state of its algorithm."""
     guard: TrainingGuardState = msgspec.field(default_factory=TrainingGuardState)
-    """State of the training guard in this stage."""
+    """State of the guard against collapse and divergence in this stage."""
     lr_scale: float = 1.0
-    """Factor of the learning rates of this stage: below 1 after a rollback."""
+    """Factor by which the learning rates of this stage are multiplied. It is below 1 after a
+    rollback."""
     config: dict[str, Any] = {}
     """The run's configuration as plain data, without secrets."""
     checksums: str = ""
-    """Name of the file with the checksums of all other files; empty in checkpoints from before
-    there were checksums."""
+    """Name of the file with the checksums of all other files; empty in old checkpoints without
+    checksums."""
     schema_version: int = SCHEMA_VERSION
 
     def algorithm_state(self, policy: str) -> dict[str, float]:
@@ -289,11 +291,11 @@ def read_state(checkpoint: Path) -> TrainingProgress:
 
 
 def verify(checkpoint: Path, under: str = "") -> None:
-    """Check the files of a checkpoint against their stored checksums. ``under`` restricts the check
-    to paths that begin with it.
+    """Check the files of a checkpoint against their stored checksums. ``under`` restricts the
+    check to paths that begin with it.
 
-    Raises StoreError, which names the first damaged file and the checkpoint to use instead. A
-    checkpoint from before there were checksums is accepted as it is.
+    Raises StoreError, which names the first damaged file and the checkpoint to use instead. An old
+    checkpoint without checksums is accepted.
     """
     has_checksums = bool(_decoded(checkpoint).checksums)
     folder_file_checksums.check(checkpoint, under, lambda: _instead_of(checkpoint))
@@ -371,8 +373,8 @@ def _sync_folder(path: Path) -> None:
 
 FILE = ".lock"
 _PATIENCE_S = 0.5
-"""Seconds for which taking the lock is retried. A reader that checks whether a run is live holds it
-for an instant."""
+"""Seconds to keep trying for the lock. A reader that checks whether a run is live holds the lock
+very briefly."""
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 

@@ -73,18 +73,19 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at
     the end of the stage."""
     checkpoint_every: int | None = None
-    """Steps between checkpoints, in addition to those after each evaluation (including the first)
-    and at the end of each stage; None: no others."""
+    """Steps between checkpoints. A checkpoint is also saved after each evaluation, including the
+    one before the first step, and at the end of each stage. None: only those."""
     checkpoint_every_s: float | None = 1800.0
-    """Seconds after which a step is followed by a checkpoint even if the steps above are not
-    reached; None: never."""
+    """Save a checkpoint after a step if this many seconds have passed since the last checkpoint,
+    whatever ``checkpoint_every`` says; None: never."""
     save_rollouts_every: int | None = None
     """Steps between complete saves of a step's rollouts in OUT/rollouts, to look at or learn from
     (``sft.trajectories``); None: no saves."""
     keep_last: int = 2
     """Number of the newest checkpoints that are kept."""
     keep_best: int = 1
-    """Number of checkpoints with the best validation scores that are kept, too."""
+    """Number of checkpoints with the best validation scores that are kept in addition to the newest
+    ones (``keep_last``)."""
 
     def __post_init__(self) -> None:
         check_none_or_positive("schedule", "never", checkpoint_every=self.checkpoint_every)
@@ -110,7 +111,7 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     rank: int = 16
     """Rank of the adapters: the size of their inner dimension."""
     alpha: float | None = None
-    """Adapters are scaled by ``alpha / rank``. None: by the policy
+    """Adapters are scaled by ``alpha / rank``. None: a default that depends on the policy
     (``policy_dependent_defaults.py``)."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the modules that get an adapter."""
@@ -134,22 +135,23 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """A checkpoint's folder, a hub name, or the name of a packaged policy. Empty: create a model
     from ``shape`` with random weights."""
     shape: dict[str, Any] = {}
-    """If there is no ``path``: the fields of a Hugging Face configuration, including
-    ``model_type``, of the model to create from scratch. Empty as well: a transformer whose
+    """Fields of a Hugging Face configuration, including ``model_type``, of a model to create from
+    scratch, if ``path`` is empty. If ``shape`` is empty too, the model is a transformer whose
     vocabulary, window and sizes follow from the demonstrations
     (``policy_dependent_defaults.scratch_model_config``)."""
     tokenizer: str = ""
     """A folder with the tokenizer for a model created from scratch. Empty: train one on the
     demonstrations."""
     words: tuple[str, ...] = ()
-    """Alternatively, the vocabulary of a word-level tokenizer, one token per word
+    """Vocabulary of a word-level tokenizer, one token per word, as an alternative to ``tokenizer``
     (``models.tokenizer.word_tokenizer``)."""
     vocab_size: int | None = None
     """Size of the vocabulary, if a tokenizer is trained; None: 512, or from the demonstrations if
     there is no ``shape``."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the engine. auto: as ``compute.precision``; if that is auto too, fp32 on a CPU
-    and for a model created from scratch, and the stored precision on a GPU."""
+    """Precision of the engine. auto: the precision in ``compute.precision``. If that is also auto,
+    fp32 on a CPU and for a model created from scratch, and otherwise the precision of the stored
+    weights."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     slots: int | None = None
@@ -159,7 +161,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     GPU."""
     thinking: bool | None = None
     """Whether a hybrid model thinks, if its chat template has ``enable_thinking``; saved with the
-    policy. None: as a policy was trained; other checkpoints do not, if it can be switched."""
+    policy. None: a policy trained by Ramify keeps the setting it was trained with, and any other
+    checkpoint does not think if its template can switch thinking off."""
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
@@ -239,9 +242,9 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     folder of such files (a run's ``rollouts``), or a store's folder, whose evaluated runs have
     rewards. Set ``algorithm.min_reward`` to learn from the good ones only."""
     epochs: int = 1
-    """How often each example is learned from."""
+    """Number of times each example is trained on."""
     batch_tokens: int = 2048
-    """Largest number of tokens per step. A longer example is a step alone."""
+    """Maximum number of tokens per step. A longer example gets a separate step."""
     optim: OptimizerSpec = OptimizerSpec()
     algorithm: SFT = SFT()
 
@@ -268,9 +271,9 @@ class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """
 
     model: Literal["shared", "own"] = "shared"
-    """``shared``: a value head on the policy's own layers. ``own``: a second model that starts as a
-    copy of the policy and has a value head. It doubles the memory, and learning values does not
-    change the policy."""
+    """``shared``: a value head on the policy's own layers. ``own``: a second model with a value
+    head that starts as a copy of the policy. It doubles the memory, but learning values then does
+    not change the policy."""
     optim: OptimizerSpec | None = None
     """Optimizer of a separate critic; None: same as the policy's."""
 
@@ -291,9 +294,9 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sample: RolloutBatchSpec = RolloutBatchSpec()
     rollout: RolloutOptions = RolloutOptions()
     objective: str = ""
-    """Name of an objective in docs/objectives.md. In a recipe it sets ``algorithm`` and ``loss`` if
-    they are not given. As an override it sets both, before the overrides of single fields. Empty:
-    none."""
+    """Name of an objective in docs/objectives.md; empty for none. In a recipe, it sets
+    ``algorithm`` and ``loss`` unless they are given. As an override on the command line, it
+    replaces both, and overrides of single fields are applied afterwards."""
     algorithm: Any = _ALGORITHM
     """Implements ``advantages.base.Algorithm``. A text is a name from ``docs/algorithms.md`` or a
     dotted path."""
@@ -354,7 +357,7 @@ class CoTrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     policy: PolicySpec | None = None
     """Its checkpoint; None: a copy of ``Run.policy``, as it is when rollouts begin."""
     optim: OptimizerSpec = OptimizerSpec()
-    """Its own optimizer and learning rate; with ``lr=0`` it stays as it is."""
+    """Optimizer and learning rate of this policy. With ``lr=0``, the policy is not changed."""
     inference: InferenceSpec | None = None
     """Its own engines in separate processes; None: an engine in the trainer's process."""
 
@@ -407,11 +410,11 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     name: str = "run"
     """Name of the run; its folder is ``runs/NAME`` unless ``--out`` gives another."""
     seed: int = 0
-    """Seed of everything random: new weights, demonstrations, the order of rows, sampling."""
+    """Random seed for new weights, demonstrations, the order of rows, and sampling."""
     deterministic: bool = False
-    """Compute in fixed shapes, in the engine and in the trainer: the same run gives the same bits
-    at any concurrency, and a sampled token has the same log-probability in both. It costs time; see
-    docs/train.md."""
+    """Compute in shapes that do not depend on the batch, in the engine and in the trainer. The same
+    run then gives the same bits at any concurrency, and a sampled token has the same
+    log-probability in both. This makes the run slower; see docs/train.md."""
     policy: PolicySpec
     task: TaskSpec = TaskSpec()
     """The questions of rollouts and evaluations. A run that only imitates conversations and names
@@ -423,8 +426,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Name -> a policy that is trained in addition to ``policy``; ``depths`` names the calls that
     it answers."""
     depths: tuple[DepthSpec, ...] = ()
-    """The model of the calls at each depth, the root's first; the last one serves all deeper calls,
-    and the second also ``llm_query``. Empty: the policy answers all of them."""
+    """Models that answer the calls at each depth, the root's first. The last entry applies to all
+    deeper calls. The second entry also answers every ``llm_query``. Empty: the policy answers all
+    calls."""
     frozen: FrozenModelBudget = FrozenModelBudget()
     """Budgets of the models in ``depths`` that are not trained."""
     scaffold: str = "default"
@@ -437,7 +441,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     schedule: Schedule = Schedule()
     guard: TrainingGuard = TrainingGuard()
     compute: ComputeSpec = ComputeSpec()
-    """How the trainer computes."""
+    """How the trainer computes: its backend, ranks, precision and batch size."""
     trackers: tuple[str, ...] = ()
     """Experiment trackers that receive the metrics in addition to ``metrics.jsonl``: names in
     ``trackers.base.TRACKERS``, or ``module:Class``."""

@@ -62,9 +62,10 @@ OTHER_NAMES: Mapping[str, Sequence[str]] = {
     "schedule.checkpoint_every": ("save_steps", "save_every", "save_freq"),
     "trackers": ("report_to", "logger", "wandb"),
 }
-"""Name of a field here, or the end of it -> what other trainers and people call it."""
+"""Maps the full name of a field, or the last part of a name, to the names that other trainers and
+their users give it."""
 _SURE = 0.75
-"""Similarity from which a field of the same section is suggested before others."""
+"""Minimum similarity of names at which a field of the same section is suggested before others."""
 _MOST_SUGGESTED = 3
 
 
@@ -82,9 +83,10 @@ class ConfigField(NamedTuple):
     value: Any
     """Its value in the configuration that was described, or its default."""
     about: str
-    """Its docstring on one line, or that of the class of its fields; empty if it has none."""
+    """The field's docstring on one line. If it has none and is a section, the docstring of the
+    section's class; otherwise empty."""
     section: type[msgspec.Struct] | None
-    """Class of its fields, if it has fields."""
+    """The section's struct class, if this field is a section, that is, has fields inside it."""
 
 
 def fields(
@@ -129,8 +131,8 @@ def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _section(hint: Any, value: Any) -> type[msgspec.Struct] | None:
-    """Return the class of the fields of ``value``, or the only struct class that its type allows.
-    None if it has no fields inside it."""
+    """Return the struct class of ``value`` if it is a section, that is, has fields inside it.
+    Otherwise return the only struct class that its type allows, or None."""
     if isinstance(value, msgspec.Struct):
         return type(value)
     structs = [each for each in _members(hint) if _is_struct(each)]
@@ -157,7 +159,7 @@ _WORDS = {
 
 
 def in_words(hint: Any, section: type | None = None) -> str:
-    """Describe a type for people.
+    """Describe a type in plain words.
 
     >>> in_words(tuple[int, ...]), in_words(float | None), in_words(Literal["a", "b"])
     ('list of whole number', 'number or null', "'a' or 'b'")
@@ -277,9 +279,9 @@ def _known_part(name: str, every: set[str]) -> tuple[str, str]:
 def _elsewhere(
     every: Sequence[ConfigField], wanted: set[str], name: str, section: str
 ) -> list[ConfigField]:
-    """Return the fields that have one of the ``wanted`` names, here or in other trainers. Those of
-    ``section`` are returned alone if there are any, and likewise those of sections that are set.
-    Short names come first, then those that resemble ``name``."""
+    """Return the fields that have one of the ``wanted`` names, here or in other trainers. If some
+    are in ``section``, the others are left out. If some are in sections that the run sets, those in
+    unset sections are left out. Short names come first, then those that resemble ``name``."""
     meant = {
         *wanted,
         *(ours for ours, others in OTHER_NAMES.items() if not wanted.isdisjoint(others)),

@@ -57,8 +57,8 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_turns: int | None = None
     """Maximum requests of one of its calls; None: ``limits.max_turns``."""
     scaffold: str | None = None
-    """Scaffold of its sessions, with the protocol of the run's; None: the run's. The root's is
-    always the run's."""
+    """Scaffold of the sessions at this depth; None for the run's scaffold. It must have the same
+    protocol and stop strings as the run's scaffold, and the root cannot have its own."""
     tools: tuple[str, ...] | None = None
     """Names of the task's tools (``TaskStart.tools``) that its sessions have; None: all."""
 
@@ -93,7 +93,7 @@ class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     do failed requests that may be billed."""
 
     step_cost: float | None = None
-    """Dollars for a step and the evaluation before it; None: no limit but the run's."""
+    """Maximum dollars for a step and the evaluation before it; None: only ``run_cost`` applies."""
     run_cost: float | None = None
     """Dollars for the whole run, over all resumptions; None: no limit."""
     step_calls: int | None = None
@@ -324,9 +324,9 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
 
 
 def temperature_by_call(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
-    """Return the sampling temperature of calls, for use in the loss. This is the number ``usual``
-    if no depth sets its own temperature. Otherwise it is a function from a call to its temperature.
-    ``names`` maps each policy to the model name under which it answers calls."""
+    """Return the sampling temperature of calls, for use in the loss. If no depth sets its own
+    temperature, return the number ``usual``. Otherwise return a function from a call to its
+    temperature. ``names`` maps each policy to the model name under which it answers calls."""
 
     def of(call: Call) -> float:
         by_depth = depths[min(call.depth, len(depths) - 1)]

@@ -34,10 +34,11 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     disables its report."""
 
     zero_variance: float | None = 0.9
-    """Share of groups whose rollouts all have the same reward. From this share on, almost nothing
-    is learned: the items are too easy or too hard, or the reward is constant."""
+    """Reported if at least this share of groups has the same reward in all rollouts. Almost nothing
+    is then learned: the items are too easy or too hard, or the reward is constant."""
     entropy: float | None = 0.1
-    """Entropy relative to the first steps, from which on the policy no longer explores."""
+    """Reported if the entropy falls to this fraction of its value in the first steps. The policy
+    then no longer explores."""
     length: float | None = 3.0
     """Factor by which rollouts may become longer or shorter than in the first steps."""
     clipped: float | None = 0.3
@@ -49,24 +50,25 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The engine counts as stale if the KL (nats per token) between sampler and trainer reaches
     this value."""
     truncated: float | None = 0.8
-    """Share of rollouts cut by a limit, if far fewer were cut at first; the same for replies that
-    are cut from the first step on, for children that are cut or fail, and for cells that raise."""
+    """Reported if at least this share of rollouts is cut by a limit, and at most half as many were
+    cut at first. The same threshold applies to children that are cut or fail. It also applies to
+    replies that are cut and cells that raise, if their share was as large in the first steps."""
     failed: float | None = 0.5
     """Share of rollouts that failed for reasons other than the policy, and share of answers for
     which the task's score failed. If so many answers have no score, and nothing is learned from the
     others, the run ends with an error (see ``guard.then``)."""
     reward: float | None = 0.25
-    """Share of its peak that the mean training reward of two steps may lose. The same share applies
-    to the best validation reward. A fall within five standard errors, or within the confidence
-    interval, counts as noise."""
+    """Reported if the mean training reward of two steps falls by more than this share of its peak.
+    The same share applies to the best validation reward. A fall within five standard errors, or
+    within the confidence interval, counts as noise."""
     length_corr: float | None = 0.9
     """The reward counts as following length if their correlation within groups reaches this value
     in three steps."""
     abstained: float | None = 0.9
     """Share of rollouts on which a signal abstains."""
     window: int = 5
-    """Number of steps at the start of a stage that are averaged for comparison, without steps that
-    have a finding."""
+    """Number of steps at the start of a stage whose average is compared with later steps. Steps in
+    which something was reported are excluded."""
 
     def __post_init__(self) -> None:
         limits = {name: getattr(self, name) for name in self.__struct_fields__ if name != "window"}
@@ -94,8 +96,8 @@ class StageStepHistory(NamedTuple):
     """Values from earlier steps of the training stage, with which the current step is compared."""
 
     first: Values
-    """Means over the first steps of the stage; ``peak_reward`` and its standard error
-    ``peak_error``. Empty before the first step."""
+    """Means over the first steps of the stage, together with the highest reward ``peak_reward`` and
+    its standard error ``peak_error``. Empty before the first step."""
     recent: Mapping[str, list[float]]
     """Name -> values of the last ``RECENT`` steps before this one, for ``WATCHED``."""
 

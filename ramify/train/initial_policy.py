@@ -1,13 +1,13 @@
 """Create the policy that a run begins with. This module chooses its device, and loads or
 initializes its weights and its tokenizer.
 
-    policy.path   a checkpoint, or its shapes alone if only ranks and engines hold weights
+    policy.path   a checkpoint; only its shapes are read if just ranks and engines hold weights
     policy.shape  random weights, and a tokenizer trained on the demonstrations
     neither       a shape that follows from the demonstrations (``policy_dependent_defaults.py``)
 
 This module also decides whether the engine in this process serves the trained policy itself or a
-copy. Options that follow from the policy are set in ``policy_dependent_defaults.py``, and its files
-are read by ``models/load.py``.
+copy. Options that follow from the policy are set in ``policy_dependent_defaults.py``, and its
+files are read by ``models/load.py``.
 """
 
 from __future__ import annotations

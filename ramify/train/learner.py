@@ -340,10 +340,11 @@ class Publisher:
         self.check = check
         self.phase = EngineWeightState.BEHIND
         self.backend: Backend | None = None
-        """The backend of the current stage, with whose log-probabilities those of the engines are
-        compared."""
+        """The backend of the current stage. Its log-probabilities are compared with those of the
+        engines."""
         self.changing = asyncio.Lock()
-        """A lock that is held from a change of the weights until the engines have them."""
+        """A lock that is held from the moment the weights change until the engines have received
+        them."""
         self._record = record
 
     def learned(self) -> None:

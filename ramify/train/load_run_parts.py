@@ -70,15 +70,17 @@ class RunParts:
     """The loaded and checked parts of a run, which is ready to start."""
 
     run: Run
-    """The configuration, with the number of processes settled."""
+    """The configuration of the run, in which the number of processes of each role is already
+    determined."""
     placement_slots: Sequence[NodeResourceSlot]
-    """Slots of the processes that the run starts elsewhere."""
+    """Placement slots (machine and devices) of the processes that the run starts outside this
+    process."""
     engines: InferenceSpec | None
     """Engines outside this process; None: the engine is in this process."""
     kind: Any
     """Class of the trained model, which implements ``TrainedModel``."""
     compute: ComputeSpec
-    """How the backend computes, with the precision decided."""
+    """Compute settings of the backend, in which the precision is already chosen."""
     precision: RunPrecision
     task: Task
     scaffold: Scaffold
@@ -87,11 +89,12 @@ class RunParts:
     serving: Policy
     """The policy that the engine of this process serves: the same one, or a copy."""
     rows: Sequence[TokenSequence]
-    """What is imitated before rollouts."""
+    """Token sequences for the supervised stages that precede reinforcement learning."""
     fixed: Sequence[TrainingStage]
     """The training stages without rollouts."""
     others: Mapping[str, RunParts] = dataclasses.field(default_factory=dict)
-    """Name of another policy -> its parts: its run is this one, with its policy and optimizer."""
+    """Maps the name of each additional policy to its parts. Their ``run`` is a copy of this run
+    with that policy and its optimizer."""
 
     @property
     def is_placed_by_ray(self) -> bool:
@@ -129,8 +132,8 @@ class RunParts:
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
 
     def check_checkpoint_tensors(self, checkpoint: Path) -> None:
-        """Raise ConfigError if the policy of a checkpoint has other tensors than this run's policy.
-        The error names the first tensor that differs."""
+        """Raise ConfigError if the policy in a checkpoint has different tensors from this run's
+        policy. The error names the first tensor that differs."""
         from ramify.models.weights import check_weights, read_weights
 
         folder = checkpoint / "policy"

@@ -431,7 +431,7 @@ class CpuMeter:
 
     def __init__(self, paces: Callable[[], list[EngineStepTotals]]) -> None:
         """Create a meter. ``paces`` is a function that returns the cost of the engine's steps since
-        its previous call."""
+        that function was last called."""
         self._paces = paces
         self._loop_s = 0.0
         self._sessions_s = 0.0

@@ -56,7 +56,7 @@ class PaperObjective(msgspec.Struct, frozen=True, kw_only=True):
     loss: Options = {}
     """Options of ``rl.loss`` that differ from ``PLAIN_LOSS``."""
     note: str = ""
-    """Choices that the paper leaves open, or other options that have to be set."""
+    """What the paper leaves open, or which other options the user must set."""
 
 
 _EVEN: Options = {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}

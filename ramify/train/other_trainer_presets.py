@@ -63,9 +63,9 @@ class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
     each_algorithm: Options
     """Options that apply to every estimator that has them."""
     algorithms: Mapping[str, Options] = {}
-    """Further options for single estimators, by name."""
+    """Further options for individual estimators, by estimator name."""
     policies: Mapping[str, Options]
-    """Options for single policy losses, by name."""
+    """Options for individual policy losses, by name of the loss."""
     loss: Options = {}
     """Other options of ``rl.loss``."""
     objectives: Mapping[str, PresetObjective]

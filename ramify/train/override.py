@@ -138,8 +138,8 @@ class NamedObjectBuilder(Protocol):
 
 
 Bundle = Callable[[Any, str], Any]
-"""A function of a configuration and a name. It returns the configuration with all fields set to
-which the name applies."""
+"""A function that takes a configuration and a name. It returns the configuration with every field
+set that the name stands for."""
 Choices = Mapping[str, NamedObjectBuilder | Bundle]
 """Map the dotted name of a field to its named values or bundles. A ``Bundle`` sets several fields.
 It applies before all other assignments, which may then change some of these fields."""

@@ -64,8 +64,8 @@ def _check_rollout_workers(run: Run) -> None:
 def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
     """Plan the number of processes of each role, and the placement slots on which they run. Returns
     a copy of ``run`` with these numbers, and the slots. Without a placement, the run is unchanged
-    and there are no slots. Raises ConfigError, which shows the sums, if the roles do not fit their
-    pools."""
+    and there are no slots. Raises ConfigError if the roles do not fit their pools; the error shows
+    the calculation."""
     spec = run.placement
     if spec is None:
         return run, []
@@ -166,9 +166,9 @@ def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
 
 
 def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
-    """Return ``run.inference`` with options that follow from the rest of the recipe. These are
-    whether engines sleep while the trainer learns, and whether they report the chosen experts of a
-    mixture."""
+    """Return ``run.inference`` with options that follow from the rest of the recipe: whether
+    engines sleep while the trainer learns, and whether they report to which experts a
+    mixture-of-experts model routed each token."""
     spec = with_sleep_mode(run, device)
     if spec is None or run.rl is None or not run.rl.rollout.replay_routes:
         return spec

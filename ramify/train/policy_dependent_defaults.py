@@ -44,8 +44,8 @@ _FROM_SCRATCH_RATES = {"warmup": 1e-3, "sft": 1e-3, "rl": 3e-4}
 """Usual learning rates for a policy from scratch, by stage. A policy that has just learned to
 imitate is certain of what it does, and at 1e-3 a few updates of ``rl`` unlearn it."""
 _HIGH, _HIGH_FROM_SCRATCH = 10, 100
-"""Factors above the usual learning rate from which on a learning rate is reported. Small policies
-from scratch were trained well at 30 times the usual one."""
+"""A learning rate is reported if it is at least this many times the usual one. Small policies from
+scratch were trained well at 30 times the usual one."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -127,7 +127,8 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
 
 
 _SIZES = ((0, 128, 3), (5_000_000, 256, 4), (50_000_000, 512, 8))
-"""Model sizes (tokens of demonstrations, width, layers), with 0.5M, 3M and 20M parameters."""
+"""Model sizes (minimum number of tokens in the demonstrations, width, layers). The models have
+0.5M, 3M and 20M parameters."""
 _WINDOWS = (512, 32_768)
 
 
@@ -235,8 +236,8 @@ def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
 
 
 def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
-    """Return the default number of warm-up steps of a stage, as a list with one pair of field and
-    value. The list is empty if the run sets the warm-up itself, or if it has no such stage."""
+    """Return the default number of warm-up steps of a stage, as a list of one (field, value) pair.
+    The list is empty if the run sets the warm-up itself or has no such stage."""
     stage = getattr(run, name)
     if name not in _RATES or stage is None or stage.optim.warmup_steps is not None:
         return []

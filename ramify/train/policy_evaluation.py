@@ -111,8 +111,8 @@ def report(
 
 
 def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
-    """Log a warning if none of the policy's texts was a valid action in its environment. Such an
-    environment gives no reward."""
+    """Log a warning if the policy never produced a valid action in its environment, and so could
+    not earn a reward."""
     rejected = metrics.get(f"{split}/metric {REJECTED}", 0.0)
     if rejected and not metrics.get(f"{split}/metric steps"):
         text = (
@@ -146,8 +146,8 @@ def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
 def _failure_message(
     split: str, failed: Sequence[Trajectory], num: int, passed: float | None
 ) -> str:
-    """Return the warning about failed attempts. ``passed`` is the permitted share of failures if it
-    was exceeded, and None otherwise."""
+    """Return the warning about failed attempts. ``passed`` is the maximum share of failures if that
+    share was exceeded, and None otherwise."""
     first = next(
         (trajectory.errors[-1] for trajectory in failed if trajectory.errors),
         "no error was reported",

@@ -114,9 +114,9 @@ class Learners:
     async def weight_update(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
-        """Hold a context in which the weights may change. Inside, no engine rejoins, and engines on
-        the trainer's devices sleep. The context's value is a dict of metrics with the staleness of
-        the sampled tokens and the time until the engines slept."""
+        """Return a context manager inside which the weights may change. Meanwhile, no engine
+        rejoins, and engines on the trainer's devices sleep. Its value is a dict of metrics with the
+        staleness of the sampled tokens and the time until the engines slept."""
         values: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as stack:
             for learner, _, own in self._of(stage, work):

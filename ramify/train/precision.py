@@ -24,14 +24,16 @@ from ramify.train.selfcheck import CanaryTolerance
 
 _OPTIONS = "policy.dtype (engine) and compute.precision (trainer)"
 _LIMITS = {"float32": (1e-4, 0.0), "float16": (0.04, 2.0**-8), "bfloat16": (0.3, 2.0**-5)}
-"""Largest difference between two log-probabilities that each precision causes, in nats and relative
-to the largest log-probability of the path, since rounding grows with it.
+"""Largest difference between two log-probabilities that each precision can cause. It is given in
+nats, and relative to the largest log-probability of the compared tokens, since rounding grows with
+it.
 
-bf16 has 8 bits: 2^-5 is eight units in the last place; six were measured. A pair of precisions gets
-the limit of the coarser one, because with bf16 on one side as much was measured as with bf16 on
-both."""
+bf16 has 8 bits: 2^-5 is eight units in the last place; six were measured. A pair of precisions
+gets the limit of the coarser one, because with bf16 on one side as much was measured as with bf16
+on both.
+"""
 _FOREIGN = 1e-3
-"""Least tolerance in nats if the engine is not Ramify's, since its kernels round differently."""
+"""Minimum tolerance in nats for an engine other than Ramify's, whose kernels round differently."""
 _UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Relative error of one rounding, by precision."""
 

@@ -170,8 +170,8 @@ def traffic_task(run: Run, task: Task) -> Task:
 
 
 def check_first_items(run: Run, task: Task) -> None:
-    """Begin and end one item of the task, or of each task of a mixture. This reports faults of its
-    environment, its servers or its ``begin`` function before a policy is loaded. No model is
+    """Set up and tear down one item of the task, or of each task of a mixture. This reports faults
+    of its environment, its servers or its ``begin`` function before a policy is loaded. No model is
     called."""
     if isinstance(task, MixtureTask):
         for part in task.tasks.values():
@@ -473,8 +473,8 @@ def check_deterministic(run: Run) -> None:
 
 
 def check_policies(run: Run) -> None:
-    """Raise ConfigError for learning rates with which nothing would be learned. The same holds for
-    runs of several policies with options that support only one."""
+    """Raise ConfigError if nothing would be learned with the given learning rates. Also raise it if
+    a run with several policies uses options that support only one."""
     stages = {name: getattr(run, name) for name in ("warmup", "sft", "rl")}
     others = [spec.optim.peak_lr for spec in run.policies.values()]
     for name, stage in stages.items():

@@ -99,7 +99,7 @@ def _wrong_argument(error: Exception) -> str:
 
 
 def _called_class(trace: TracebackType) -> Any:
-    """Return the configuration class that the last call of a traceback was to create. Returns None
+    """Return the configuration class that the last call in a traceback was meant to create, or None
     if the source does not show it."""
     *_, (frame, line) = traceback.walk_tb(trace)
     *_, summary = traceback.extract_tb(trace)

@@ -118,7 +118,7 @@ class TrainingRunRecorder:
         self._measures = measures
         self._meter = meter
         self.account = TimeAccount(None if meter is None else descendant_cpu_s)
-        """Divides the time of a step by activity. Sessions are counted only if a CPU meter was
+        """Accounts for the time of a step by activity. Sessions are counted only if a CPU meter was
         given, since only then are the child processes known to be sessions."""
         self._metrics: MetricsFile | None = None
         self._since = self._saved_at = time.monotonic()

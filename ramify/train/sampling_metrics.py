@@ -1,7 +1,7 @@
-"""Compute metrics of everything that was sampled for a step, including samples that are not trained
-on.
+"""Compute metrics of everything that was sampled for a step, including samples that are not
+trained on.
 
-    rollouts  ── of_samples ──> rewards, lengths, ends, and what reward and length have in common
+    rollouts  ── of_samples ──> rewards, lengths, ends, and the correlation of reward and length
     replies   ── of_tokens ──────> entropy, over all tokens that this policy sampled
     rows      ── of_credit ──────> advantages, and the share of tokens without loss
     a sample  ── UpdateProbe ────> the gaps between sampler and trainer, and between the policies

@@ -44,9 +44,10 @@ Floats64 = np.ndarray[Any, np.dtype[np.float64]]
 Weights = Iterable[tuple[str, "Tensor"]]
 CANARY_TOKENS = 16
 _MIN_CHANGE = 0.01
-"""Share of changed weights above which an engine cannot return the same scores as before. Measured
-in bf16, with a model of half a million parameters and 87 positions: a change of 0.03 % left all
-bits unchanged in two of ten runs, 0.3 % changed 60 positions or more, and 2.4 % changed all."""
+"""If at least this share of the weights has changed, an engine that returns exactly the same scores
+as before must be using old weights. Measured in bf16, with a model of half a million parameters and
+87 positions: a change of 0.03 % left all bits unchanged in two of ten runs, 0.3 % changed 60
+positions or more, and 2.4 % changed all."""
 _MIN_POSITIONS = 32
 """Minimum number of positions for which bitwise equality is meaningful."""
 _NUM_COMPARED = 1024
@@ -125,7 +126,8 @@ class CanaryLogprobs(NamedTuple):
     path: tuple[int, ...]
     theirs: tuple[float, ...]
     some: Mapping[str, Tensor]
-    """A sample of the values of each weight matrix that the engine should have had at that time."""
+    """A sample of the values of each weight matrix, as the engine should have had them when it
+    returned these log-probabilities."""
     version: int
 
 
@@ -225,8 +227,8 @@ class EngineConsistencyChecks:
 
     def _check_moved(self, engine: InferenceClient, now: CanaryLogprobs) -> None:
         """Raise TrainError if the engine's log-probabilities did not change although its weights
-        did. Rounding can hide one small step but not many, so the weight change is measured since
-        the log-probabilities last changed."""
+        did. Rounding can hide the change of one small step, but not that of many. So the change of
+        the weights is measured since the log-probabilities last changed."""
         before = self._scored.get(engine.name)
         # Different scores show that the new weights are used; too few positions prove nothing.
         if before is None or before[:2] != now[:2] or len(now.theirs) < _MIN_POSITIONS:

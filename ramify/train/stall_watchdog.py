@@ -1,5 +1,5 @@
-"""Limit every wait of a training run. The run then ends either with its result or with an error
-that says what was stuck and where.
+"""Put a time limit on everything that a training run waits for. The run then ends either with its
+result or with an error that says what was stuck and where.
 
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
@@ -8,10 +8,10 @@ that says what was stuck and where.
     await torch.run(step, work, …)          the same for work in the thread that changes weights
 
 A separate thread detects stalls, so that it also notices if the event loop itself is stuck. It
-writes the stacks of all threads, tasks and other processes to OUT/stalled.txt and ends the wait. If
-the event loop does not react, the thread raises the error in the loop's thread. Waits with shorter
-time limits (a reply, a cell, a rollout, a judge, a step of a weight update, a rank) are limited
-elsewhere.
+writes the stacks of all threads, tasks and other processes to OUT/stalled.txt and ends the wait.
+If the event loop does not react, the thread raises the error in the loop's thread. Waits with
+shorter time limits (a reply, a cell, a rollout, a judge, a step of a weight update, a rank) are
+limited elsewhere.
 """
 
 from __future__ import annotations

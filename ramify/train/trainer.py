@@ -279,7 +279,7 @@ class Trainer:
 
     @property
     def _repair(self) -> str:
-        """Advice for the end of an error message, after rollouts failed."""
+        """Return advice for the end of an error message about failed rollouts."""
         if self.record.checkpoints.latest() is None:
             return ""
         return f"; repair that, and continue with: ramify train --resume {self.record.out}"

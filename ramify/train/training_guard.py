@@ -43,8 +43,8 @@ from ramify.train.metrics import Diagnosis
 
 Action = Literal["stop", "rollback", "warn"]
 _MOST_IDLE = 3
-"""Consecutive steps without signal after which a score that fails for most answers ends the run. If
-the stage has learned nothing yet, one such step is enough."""
+"""The run ends after this many consecutive steps without a training signal if scoring failed for
+most answers. If the stage has learned nothing yet, one such step is enough."""
 _AFTER_DIVERGENCE = 5
 """Steps after a divergence in which its consequences are not reported."""
 
@@ -117,9 +117,10 @@ class TrainingGuardState(msgspec.Struct, kw_only=True):
     num_idle: int = 0
     """Number of consecutive steps, up to the last one, that had nothing to learn from."""
     num_unscored: float = 0.0
-    """Number of rollouts in those steps for which the task's score failed."""
+    """Number of rollouts for which the task's score failed, in the steps counted by
+    ``num_idle``."""
     num_scored: float = 0.0
-    """Number of rollouts with an answer in those steps that have a reward."""
+    """Number of rollouts that have an answer and a reward, in the steps counted by ``num_idle``."""
     since_divergence: int | None = None
     """Steps since the last divergence; None if there was none."""
     best_score: ValidationScore | None = None

@@ -140,9 +140,9 @@ def make_rows(
     """Generate ``num`` rows for which the question has an answer and common mistakes give a wrong
     one.
 
-    The label occurs in names, the greatest quantity as text is not the greatest number, and the
-    first row matters if a header is wrongly expected. Quantities are below ``scale`` times
-    ``quantity_bound``.
+    Depending on the kind of question, the label also occurs in names, the greatest quantity in the
+    order of text is not the greatest number, or the answer changes if the first row is skipped as
+    a header. Quantities are below ``scale`` times ``quantity_bound``.
     """
     if num < 4:
         raise ValueError(f"a ledger of {num} rows: give at least 4")

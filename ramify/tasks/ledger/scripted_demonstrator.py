@@ -73,7 +73,9 @@ class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
     looks: float = 1.0
     """Looks at the context first. Otherwise guesses the format and the separator of documents."""
     knows_header: float = 1.0
-    """Skips the first line only if it is a header. Otherwise decides at random."""
+    """Fraction of calls that skip the first line only if it is a header. In the other calls, it is
+    skipped at random.
+    """
     mistakes: Mapping[Kind, float] = {}
     """Makes a mistake: counts the label in the whole text, omits the filter, compares numbers as
     text, or takes the first value instead of the latest.
@@ -89,8 +91,8 @@ class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
     asks_children_wrong: float = 0.0
     """Asks child calls a question of the wrong kind."""
     combines_wrong: float = 0.0
-    """Combines results wrongly: adds where the maximum is asked for, and takes the maximum where
-    the sum is.
+    """Combines results wrongly: adds them if the maximum is asked for, or takes the maximum if the
+    sum is asked for.
     """
 
 
@@ -241,8 +243,8 @@ def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) ->
     """Return a Python expression that answers the question from the parsed rows in the variable
     ``R``.
 
-    The column names are in the same place for all kinds of questions, so that a policy learns to
-    read a format only once.
+    The column names always come at the same place in the expression, whatever the kind of
+    question, so that a policy learns to read a format only once.
     """
     rows = f"for {','.join(NAMES_OF[field] for field in form.field_order)} in R"
     label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"

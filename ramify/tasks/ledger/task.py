@@ -76,7 +76,7 @@ _ASKED = {
     for kind, text in QUESTIONS.items()
 }
 _TEXT_CHARS = 11.3
-"""Mean length of a row without its quantity in characters: name, label, two separators and
+"""Mean number of characters in a row apart from its quantity: name, label, two separators and
 newline.
 """
 

@@ -138,7 +138,7 @@ class NumericScorer(msgspec.Struct, frozen=True):
     rel_tol: float = 1e-6
     abs_tol: float = 0.0
     last: bool = False
-    """Use the last number of a text. Otherwise a text with several numbers is rejected."""
+    """If True, use the last number of a text. If False, a text with several numbers is rejected."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         number = self.read(answer)

@@ -113,8 +113,8 @@ class BatchedReward:
             return len(self._waiting)
 
     def _run_batches(self) -> None:
-        """Score batches in this thread, until no answer is waiting or enough other threads
-        do so.
+        """Score batches in this thread until no answer is waiting, or until enough other threads
+        are scoring.
         """
         while True:
             with self._lock:

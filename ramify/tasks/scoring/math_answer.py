@@ -46,7 +46,9 @@ class MathScorer(msgspec.Struct, frozen=True):
     tail_chars: int = TAIL_CHARS
     """A boxed answer counts only if it begins within this many characters of the end."""
     boxed: bool = False
-    """Require an answer in a LaTeX box. Otherwise a text without a box is an answer as a whole."""
+    """Require an answer in a LaTeX box. If False, a text without a box is taken as the answer in
+    full.
+    """
     timeout_s: float = 5.0
     """Time limit of one comparison in seconds. An answer that takes longer counts as wrong."""
 
@@ -158,7 +160,8 @@ def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
 
 
 math_answer = MathScorer()
-"""Compares a box near the end, or the whole answer.
+"""Scores 1 if the last LaTeX box near the end of an answer has the same value as a gold answer.
+The whole answer is compared if it has no box.
 
 Example:
     math_answer("1/2", tasks.Item("?", gold="0.5"))    # 1.0

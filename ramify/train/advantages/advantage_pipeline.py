@@ -90,23 +90,23 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     llm_calls: bool = False
     """Train ``llm_query`` calls that the policy itself answered."""
     reduction: Reduction = "constant"
-    """How much each token weighs; see ``token_loss_weights.py``. ``rollout``, which divides by a
-    rollout's own tokens, makes wide trees count less."""
+    """How much each token counts in the loss; see ``token_loss_weights.py``. With ``rollout``,
+    which divides by the number of tokens of a rollout, wide trees count less."""
     rollout_tokens: int | None = None
-    """L of ``reduction=constant``: tokens per rollout that the loss is divided by; None: a running
-    mean over the steps before (in a run's first step, its own mean)."""
+    """The constant L by which ``reduction=constant`` divides the loss, in tokens per rollout. None:
+    a running mean over the steps before (in a run's first step, its own mean)."""
     share: Share = "token"
     """How a rollout's weight is divided among its calls."""
     kl_reduction: Reduction | None = None
-    """How much each token weighs in the KL penalty in the loss (``loss.kl_beta``); None: as
-    ``reduction`` says."""
+    """How much each token counts in the KL penalty in the loss (``loss.kl_beta``). None: the same
+    as ``reduction``."""
     drop_zero_variance: bool | Literal["calls"] = True
     """Leave groups without any advantage out of the step (the zero-variance filter). ``calls``:
     also each call whose own advantage is 0."""
     overlong: Overlong = "punish"
-    """How a call is treated whose last reply was cut at its token limit: ``punish`` keeps its
-    score, ``mask`` gives it no loss (and none to the whole tree if it is the root). A call that
-    used up its turns, calls, tokens or dollars keeps its score with both."""
+    """How to treat a call whose last reply was cut off at its token limit: ``punish`` keeps its
+    score, ``mask`` excludes it from the loss, or excludes the whole tree if it is the root. A call
+    that used up its turns, calls, tokens or dollars keeps its score with both."""
     max_rollout_tokens: int | None = None
     """Sampled tokens per rollout at which the soft overlong penalty reaches -1; None: no
     penalty."""
@@ -121,11 +121,12 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Number that is added to the standard deviation before ``normalise`` divides by it. None: 1e-8
     is added to the variance instead."""
     value_reduction: Reduction | None = None
-    """How much each token weighs in the critic's loss; None: as ``reduction`` says."""
+    """How much each token counts in the critic's loss. None: the same as ``reduction``."""
     kl_reward: float = 0.0
-    """β of the KL penalty in the reward: each token's k1 estimate of the KL to the reference
-    policy (o - ref), times β, is subtracted from its advantage and from those of the tokens before
-    it in its call; 0: no penalty. ``loss.kl_beta`` is the KL penalty in the loss."""
+    """Factor β of the KL penalty in the reward; 0 for no penalty. For each token, the
+    log-probability of the policy minus that of the reference policy is an estimate (k1) of their
+    KL. β times this estimate is subtracted from the advantages of the token and of the tokens
+    before it in its call. ``loss.kl_beta`` is the KL penalty in the loss."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """State from the steps before; kept in checkpoints."""
 
@@ -194,8 +195,8 @@ class TurnCredit(NamedTuple):
 
     advantage: float
     share: float = 1.0
-    """Factor of the turn's weight; 0: do not train on the turn. The continuations of a fork share
-    the weight of one rollout.
+    """Factor by which the turn's weight is multiplied; 0 excludes the turn from training. The
+    continuations of a fork share the weight of one rollout.
     """
 
 
@@ -229,8 +230,8 @@ class ScoredGroup:
     advantages: Sequence[Numbers] = ()
     """For each rollout, the advantage of each call."""
     turns: Sequence[TurnCredits] = ()
-    """For each rollout, the credit of single turns, which replaces ``advantages``. Empty
-    for none.
+    """For each rollout, the credit of individual turns, which replaces ``advantages``. Empty if no
+    turn has separate credit.
     """
 
     def rollouts(self) -> list[_Rollout]:

@@ -35,13 +35,13 @@ class TokenCredit(msgspec.Struct, omit_defaults=True):
     """
 
     advantages: list[float] = msgspec.field(default_factory=list)
-    """[N] advantages; empty for none."""
+    """[N] advantages; an empty list if there are none."""
     rl: list[float] = msgspec.field(default_factory=list)
-    """[N] weights of the policy-gradient loss; empty for none."""
+    """[N] weights of the policy-gradient loss; an empty list if the turn has none."""
     ce: list[float] = msgspec.field(default_factory=list)
-    """[N] weights of the cross-entropy loss; empty for none."""
+    """[N] weights of the cross-entropy loss; an empty list if the turn has none."""
     kd: list[float] = msgspec.field(default_factory=list)
-    """[N] weights of the distillation loss; empty for none."""
+    """[N] weights of the distillation loss; an empty list if the turn has none."""
     streams: dict[str, list[float] | list[list[float]]] = msgspec.field(default_factory=dict)
     """Further named streams of shape [N] or [N, k], such as reference log-probabilities."""
     given: float = 0.0
@@ -154,10 +154,11 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
 
 
 def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
-    """Complete the advantages of a step once the trainer has added the values that the algorithm
-    needs to ``rows``. These are the step's token sequences. Returns metrics.
+    """Complete a step's advantages after the trainer has added values that the algorithm needs,
+    such as log-probabilities, to the token sequences ``rows``. Returns metrics.
 
-    The rows stay unchanged if the algorithm needs no such numbers."""
+    The rows stay unchanged if the algorithm needs no such values.
+    """
     if not needs_of(algorithm).streams:
         return {}
     own = getattr(algorithm, "finish", None)
@@ -206,8 +207,8 @@ def with_reduction(algorithm: T, reduction: str | None) -> T:
 
 
 _NEUTRAL = {"kl_share": 1.0, "value_share": 1.0}
-"""Neutral values of streams for which that is not 0: a token then has its usual weight in the KL
-and for the critic.
+"""Neutral values of those streams whose neutral value is not 0. With them, a token has its usual
+weight in the KL penalty and in the critic's loss.
 """
 _BY_TRAINER = ("ref_logprobs",)
 """Streams that the trainer computes for token sequences that lack them."""

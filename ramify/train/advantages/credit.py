@@ -228,8 +228,9 @@ def inherited_returns(tree: Tree, gamma: float) -> Numbers:
 
 
 OwnRewards = Callable[[int, str], list[float] | None]
-"""(index of a tree, id of a call below its root) -> one reward per tree to compare the call by;
-None if nothing is comparable. The call's own tree has the call's own reward.
+"""Function that gets the index of a tree and the id of a call below its root. It returns one
+reward per tree, with which the call is compared, or None if nothing is comparable. The entry for
+the call's own tree is the call's own reward.
 """
 
 
@@ -352,10 +353,12 @@ class _Peers:
         """Compare a call with its peers in the same tree, by constructing a reward for each other
         tree.
 
-        Returns one reward per tree, with the call's own reward for its own tree. The made-up
-        rewards average to the mean of the peers in the call's tree. They vary as the rewards that
-        ``spread`` finds in the other trees do, since an estimator that divides by the standard
-        deviation needs some variation. Returns None if the call has no peers in its tree."""
+        Returns one reward per tree, with the call's own reward for its own tree. The constructed
+        rewards average to the mean reward of the peers in the call's tree. Their variation is that
+        of the rewards that ``spread`` finds in the other trees, since an estimator that divides by
+        the standard deviation needs some variation. Returns None if the call has no peers in its
+        tree.
+        """
         expected = self.mean_within(index, id)
         if expected is None:
             return None
@@ -408,7 +411,9 @@ class RolloutLength(NamedTuple):
 
 
 class LengthPenaltyScale(NamedTuple):
-    """The maximum lengths in a group, by which the length penalty is divided."""
+    """The greatest numbers of sampled tokens, prompt tokens and turns in a group. The length
+    penalty measures each rollout relative to them.
+    """
 
     output: int
     input: int
@@ -524,8 +529,8 @@ def in_order(trajectory: Trajectory) -> list[Call]:
 
 
 def parent_id_of(trajectory: Trajectory, call: Call) -> str | None:
-    """Return the id of the parent of ``call``, or None for a root. A fork of a root call counts as
-    a child of that root, since the two share no parent.
+    """Return the id of the parent of ``call``, or None for a root. A fork of a root call has no
+    parent to share with it, and counts as a child of that root.
     """
     is_fork = False
     while call.parent is None and call.fork is not None:
