@@ -8,7 +8,7 @@ the order of the known names wins, so callers put the names that are used most f
 
     nearest_name("modle", ["model", "mode"])  # "model": one swap; "mode" drops one letter
 
-Not here: the words around the suggestion (``errors.did_you_mean``).
+The words around the suggestion are in ``errors.did_you_mean``.
 """
 
 from __future__ import annotations

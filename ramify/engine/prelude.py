@@ -127,8 +127,8 @@ def _pictures(images: Any) -> list[Any]:
 
 
 def _picture(image: Any) -> Any:
-    """Return a picture as bytes, or unchanged if it already has another supported form. A Pillow
-    image is converted to PNG."""
+    """Return a picture as bytes if it is a buffer of bytes or a Pillow image, which is converted to
+    PNG. Any other value is returned unchanged."""
     if isinstance(image, (bytearray, memoryview)):
         return bytes(image)
     if not isinstance(image, bytes) and callable(getattr(image, "save", None)):

@@ -45,14 +45,15 @@ _OF_A_MODEL = ("api_key", "base_url", "alias", "window", "price", "headers", "vi
 _PICTURES = ("image", "image_url", "input_image", "input_audio", "input_file", "file", "video_url")
 """The names that providers use for those parts of a message that are not text."""
 PAGE_PICTURE = "page_picture"
-"""Name of the tool that shows a page of a PDF. A short context is answered without it."""
+"""Name of the tool that shows a page of a PDF. It is optional: a short context is answered by a
+plain call, without the tool."""
 _MAX_PATH_CHARS = 255
 """Contexts longer than this are not tested for being a file name."""
 _LONG_QUESTION_CHARS = 2000
 """A question that is longer than its context causes a warning only if it has at least this many
 characters."""
 MAX_BARE_PROMPT_CHARS = 20_000
-"""A longer prompt without a query becomes the context."""
+"""A prompt without a query becomes the context if it is longer than this."""
 _BARE = "The task and its data are in `context`. Read it and do what it asks."
 
 
@@ -128,7 +129,7 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """Code that answers the question in place of a session, such as a
     ``ramify.plans.PlanStrategy``."""
     mode: Mode | None = None
-    """How the question is answered: ``free`` (in a session), ``plan`` (by a predefined plan that
+    """How the question is answered: ``free`` (in a session), ``plan`` (by the ready-made plan that
     fits the wording of the question), ``direct`` (by one plain call), or ``auto``, which chooses by
     rules and at most one call. None: ``direct`` and ``strategy`` decide."""
     budget: BudgetLedger | None = None

@@ -458,7 +458,7 @@ class RLM:
         """Start a new run that repeats a stored one up to a turn and then continues differently.
         ``turn`` counts from 0, in the root call or in the call that the option ``call`` names.
         Everything before that turn is taken from the record and costs nothing. The same holds for
-        calls that were already in progress at that turn.
+        calls that had already begun in parallel with the forked call.
 
         The option ``code`` replaces the reply of the turn. Without it, the model is asked again;
         the option ``prompt`` then replaces the text of the last message, or with a list, of the

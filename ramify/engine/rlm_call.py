@@ -457,8 +457,8 @@ class RlmCall:
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
         """Ask the model for a final answer because a limit has been reached, and return the
-        outcome. The root call can always afford this request, because its cost was reserved in
-        advance. A child call may send it only if its own turns ran out."""
+        outcome. For the root call, the cost of this request was reserved in advance. A child call
+        may send it only if its own turns ran out."""
         if not self.scaffold.last_word:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):

@@ -4,7 +4,7 @@ question of a task).
     direct    one plain call with the question and the whole context; an item that is longer than
               the model's window is not asked, and scores 0
     free      a session, in which the model writes code and calls models
-    plan      the ready plan that the words of the question ask for
+    plan      the ready-made plan that fits the wording of the question
     auto      one of them, chosen by rules and at most one call
 
 A mode is a function like ``attempt`` (see attempt.py), and is looked up by its name. Modes of other
@@ -97,7 +97,7 @@ async def answer_freely(rlm: RLM, task: Task, item: Item, **options: Any) -> Tra
 
 
 async def answer_by_plan(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item (a question of a task) with the predefined plan that fits the wording of the
+    """Attempt an item (a question of a task) with the ready-made plan that fits the wording of the
     question."""
     return await attempt(rlm, task, item, **{**options, "mode": "plan"})
 

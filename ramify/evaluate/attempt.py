@@ -106,7 +106,7 @@ async def attempt(
         is_scored: False if the caller scores the trajectory later (``score_attempts``).
         refuse: Returns the reason why an item is not asked, or an empty string. An item that is not
             asked scores 0.
-        model: Replaces the model of ``rlm``, for example by one that a meter counts.
+        model: Replaces the model of ``rlm``, for example with one that a meter counts.
     """
     if max_cost is not None:
         limits = msgspec.structs.replace(limits or rlm.limits, max_cost=max_cost)

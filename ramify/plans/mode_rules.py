@@ -85,7 +85,7 @@ question names, if it names them. Do not answer the question."""
 
 
 def choose_plan(facts: ModeChoiceInput) -> ModeChoice:
-    """Choose a ready-made plan from the words of the question."""
+    """Choose the ready-made plan that fits the wording of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client, is_table=facts.is_csv)
     return ModeChoice("plan", strategy.reason, strategy)
 

@@ -9,8 +9,8 @@ In a text without blank lines (a log, a table, JSONL), each line is a unit. In o
 is a passage: a paragraph, or several lines of code. It ends at a blank line, before a heading and
 before a page. A unit depends only on where it begins and on what follows, so a hit is found again
 from its beginning. Chinese, Japanese, Thai, Lao, Khmer and Burmese have no spaces between words:
-their words are all pairs of neighbouring characters. Not here: the index
-(``search_index_process.py``).
+their words are all pairs of neighbouring characters. The index is in
+``search_index_process.py``.
 """
 
 from __future__ import annotations

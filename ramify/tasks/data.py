@@ -150,8 +150,8 @@ def dataset(
     ``question`` and ``gold`` are the columns of the question and of the right answer; without them,
     the columns of common datasets are recognised (see ``DatasetColumns``). ``item`` converts a row
     to an item and replaces the column names. ``reward`` is the name of a score in ``scoring`` or a
-    function of (answer, item). With ``gold=None`` the rows have no right answer, and ``reward``
-    must be a function that does not need one.
+    function that takes an answer and an item. With ``gold=None`` the rows have no right answer, and
+    ``reward`` must be a function that does not need one.
 
     Raises ConfigError for invalid options and SourceError for an unreadable source. A malformed row
     raises when it is accessed.

@@ -163,7 +163,7 @@ class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
     helpers: tuple[Callable[..., object], ...] = ()
     """Functions that ``solve`` calls. Their source is added to the session too."""
     leaf: Callable[[ParsedPlanLeafRequest], Any] | None = None
-    """Function that gets the request of a predefined plan about one part of the data, and returns
+    """Function that gets the request of a ready-made plan about one part of the data, and returns
     the right value: a list with one value per record, or a string. Returns None if the suite does
     not know the question or the kind of request.
     """

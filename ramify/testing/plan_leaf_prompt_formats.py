@@ -124,7 +124,7 @@ def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """Return the features by which the requests of the predefined plans are recognised. For each
+    """Return the features by which the requests of the ready-made plans are recognised. For each
     kind of request, they are its name, whether its answer has a JSON schema, and a pattern for the
     beginning of its prompt.
     """

@@ -219,7 +219,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps of the run, including the one that decided the outcome, as in
     ``metrics.jsonl``."""
     number: int
-    """Number of the item."""
+    """Index of the item."""
     item: str
     """Id of the item."""
     version: int | None

@@ -193,7 +193,7 @@ def _rewarded(store: Store, temperature: float) -> tuple[list[RewardedReply], Co
 
 
 def _why_not(turn: Turn, marks: Sequence[Annotation], temperature: float) -> str:
-    """Return the reason why a reply cannot be trained on, or an empty text if it can."""
+    """Return the reason why a reply cannot be trained on, or an empty string if it can."""
     if not turn.reply.token_ids or turn.reply.logprobs is None:
         return "have no token ids"
     sampled_at = next(

@@ -44,7 +44,7 @@ class TokenizerAndArchitecture(msgspec.Struct, frozen=True):
     """Description of the architecture, such as ``qwen3 of 596,049,920 parameters``."""
 
     def difference(self, other: TokenizerAndArchitecture) -> str:
-        """Describe how the policy ``other`` differs from this one. Returns an empty text if both
+        """Describe how the policy ``other`` differs from this one. Returns an empty string if both
         have the same tokenizer and architecture, so that token ids and log-probabilities of one
         can be used for the other.
         """

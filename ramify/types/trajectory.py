@@ -464,7 +464,7 @@ def cut(text: str, width: int = 120) -> str:
 
 
 def answer_text(value: Any) -> str:
-    """Convert an answer to text. A string stays as it is, None becomes the empty text, and other
+    """Convert an answer to text. A string stays as it is, None becomes the empty string, and other
     values become JSON."""
     return (
         value

@@ -188,7 +188,7 @@ class RunAgain:
 
 async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
     """Wait until a run has ended, and close the resources that only this run used. Returns the
-    run's error, or an empty text."""
+    run's error, or an empty string."""
     try:
         async with own:
             return (await handle).error or ""

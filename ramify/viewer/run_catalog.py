@@ -455,7 +455,7 @@ class RunCatalog:
 
     def map(self, key: str) -> dict[str, Any]:
         """Return the summary and the rows of the map with address ``key``. Each row has the address
-        of its run, or an empty text. Raises StoreError if the map does not exist."""
+        of its run, or an empty string. Raises StoreError if the map does not exist."""
         with self._reading_maps:
             place, table = self._places.find_map(key)
             rows = [

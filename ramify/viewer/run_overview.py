@@ -158,7 +158,7 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
 
 
 def _same(column: list[Any]) -> Any:
-    """Replace a column whose values are all the same by that single value. Any other column is
+    """Replace a column whose values are all the same with that single value. Any other column is
     returned unchanged.
     """
     first = column[0] if column else None

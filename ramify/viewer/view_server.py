@@ -513,7 +513,7 @@ class LabelRunsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     keys: tuple[str, ...]
     verdict: Verdict | Literal["none", ""] = ""
-    """The person's verdict. ``none`` removes it, and an empty text leaves it unchanged."""
+    """The person's verdict. ``none`` removes it, and an empty string leaves it unchanged."""
     note: str | None = None
     """Note that replaces the present one. None leaves it unchanged."""
     person: str = ""

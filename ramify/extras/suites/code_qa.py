@@ -217,8 +217,8 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _order(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the order in which four functions begin to run. They call each other,
-    and each call runs to its end before its caller continues."""
+    """Make a question about the order in which four functions begin to run. Some of them call
+    others, and each call runs to its end before its caller makes the next one."""
     start, *rest = used[:5]
     run, *called = rng.sample(_FUNCTIONS, 5)
     places = [f"{module}.{function}" for module, function in zip(rest, called, strict=True)]

@@ -477,9 +477,9 @@ class HostGuestSharedMemory:
         self.key = -1
         """Id of the message whose blobs this end wrote last, as given to ``try_put``."""
         self.put_count = 0
-        """Number of times that this end has written blobs."""
+        """Number of times this end has written blobs."""
         self.got = 0
-        """Number of times that this end has read blobs."""
+        """Number of times this end has read blobs."""
         self.reported = 0
         """Last value of ``got`` that was reported to the other end."""
 

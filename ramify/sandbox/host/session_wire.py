@@ -57,7 +57,7 @@ NO_VALUE = msgspec.Raw(b"null")
 
 class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False, kw_only=True):
     got: Count = 0
-    """Number of times that the guest has read the shared memory buffers."""
+    """Number of times the guest has read the shared memory buffers."""
 
 
 class GuestReadyFrame(_Frame, tag="hello"):

@@ -24,7 +24,8 @@ engine. ``play`` runs them without a session, in this process, thousands of cell
 The code is written by this package and the contexts are generated, so no sandbox is needed. The
 first message of each call and the reports of its cells are the engine's, which are passed as
 ``DemonstrationPromptFormat``; conversations are equal to those of the engine (a test compares
-them). Not here: what the demonstrator does not use (echoes, tools, limits, failing children).
+them). Echoes, tools, limits and failing children are left out, since the demonstrator does
+not use them.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ SCORERS = Registry(
     },
     others="module:name or file.py:name of a function of (answer, item)",
 )
-"""Score name -> function of (answer, item).
+"""Maps the name of each score to a function that takes an answer and an item.
 
 Example:
     SCORERS["f1"]("the web host", tasks.Item("?", gold="web host"))    # 1.0

@@ -356,7 +356,7 @@ class Backend(Protocol):
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the parameters by ``weights``. The optimizer state stays unchanged."""
+        """Replace the parameters with ``weights``. The optimizer state stays unchanged."""
         ...
 
     def save(self, folder: Path) -> Callable[[], None] | None:
@@ -372,8 +372,8 @@ class Backend(Protocol):
 
 
 def resolve_precision(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
-    """Replace ``precision="auto"`` in ``compute`` by a definite precision. It is bf16 if the policy
-    was loaded in a 16-bit ``dtype`` and the device supports bf16. Otherwise it is fp32."""
+    """Replace ``precision="auto"`` in ``compute`` with a definite precision. It is bf16 if the
+    policy was loaded in a 16-bit ``dtype`` and the device supports bf16. Otherwise it is fp32."""
     if compute.precision != "auto":
         return compute
     is_half = dtype.itemsize == 2

@@ -361,7 +361,7 @@ class FsdpModel:
         yield from self._gathered(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights on all ranks by full tensors of this process. The tensors are sent
+        """Replace the weights on all ranks with full tensors of this process. The tensors are sent
         one at a time. Raises ConfigError if the model has adapters."""
         if self.lora is not None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The SAPO loss, which replaces PPO's clip by a sigmoid. The gradient fades but is never cut
+"""The SAPO loss, which replaces PPO's clip with a sigmoid. The gradient fades but is never cut
 off."""
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def for_minibatches(self, num: int) -> LossSpec:
         """Return a copy of this loss for training steps with ``num`` optimizer steps each. The
-        copy replaces ``old="auto"`` by the source of old log-probabilities that is right for that
+        copy replaces ``old="auto"`` with the source of old log-probabilities that is right for that
         number.
         """
         if self.old != "auto":

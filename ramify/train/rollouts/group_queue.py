@@ -143,7 +143,7 @@ class QueuedGroup(msgspec.Struct, eq=False):
     """A rollout group that has begun and that no training step has taken yet."""
 
     number: int
-    """Number of the group's item."""
+    """Index of the group's item."""
     rolling: GroupInProgress
     task: asyncio.Task[Group]
     """Completes when all rollouts of the group have ended and their signals are computed. For a

@@ -168,7 +168,7 @@ class TokenScoringRequest(msgspec.Struct, frozen=True, eq=False):
     """Half-open ranges ``[start, end)`` to score, in order; N tokens in total. The first token of a
     sequence cannot be scored."""
     candidates: Sequence[Sequence[int]] = ()
-    """Further token ids to score at each position, [N, k]. Empty for none."""
+    """Further token ids to score at each position, [N, k]. Empty if there are none."""
     temperature: float = 1.0
     """Logits are divided by this number, the temperature at which the tokens were sampled."""
     is_plain: bool = False

@@ -205,7 +205,7 @@ class HintWritingJudge(
 
 async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
     """Ask the judge's model once for each vote and return the texts of the replies. A vote without
-    a reply becomes an empty text, which counts as invalid."""
+    a reply becomes an empty string, which counts as invalid."""
     if view.ask is None:
         raise RamifyError(
             f"judge {judge.model} cannot ask its model: this run has no clients for models"

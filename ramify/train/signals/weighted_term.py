@@ -266,7 +266,7 @@ def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, w
 
 def first_non_finite(reading: SignalScore) -> str:
     """Describe the first number in ``reading`` that is not finite, with its turn. Returns an empty
-    text if all numbers are finite."""
+    string if all numbers are finite."""
     for place, value in reading.turns.items():
         if not math.isfinite(value):
             return f"{value} for call {place[0]}, turn {place[1]}"
