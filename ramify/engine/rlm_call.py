@@ -93,7 +93,7 @@ class MutableCallState(msgspec.Struct):
     cell_error: str = ""
     """The exception of the last cell that ran, in one line; empty if that cell succeeded."""
     told: dict[str, int] = {}
-    """Limit -> urgency of the last warning about it."""
+    """Maps each limit to the urgency of the last warning about it."""
 
     def copy(self) -> MutableCallState:
         """Return an independent copy, from which a second continuation of the call can start."""

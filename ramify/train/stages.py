@@ -101,8 +101,8 @@ class StepSource(Protocol):
         ...
 
     def state(self) -> tuple[int, list[int]]:
-        """Return the position in the data, which a checkpoint stores: the number of the next new
-        item, and the numbers of the items in progress."""
+        """Return the position in the data, which a checkpoint stores: the index of the next new
+        item, and the indices of the items in progress."""
         ...
 
     def take_skipped(self) -> list[GroupRecord]:
@@ -177,7 +177,7 @@ class TrainingStage(Protocol):
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
         """Open the stage's data source at a position from a checkpoint. ``next_item`` is the
-        number of the next new item, and ``pending`` holds the numbers of the items that were in
+        index of the next new item, and ``pending`` holds the indices of the items that were in
         progress."""
         ...
 
@@ -465,7 +465,7 @@ class RolloutStepSource:
         self._queue = queue
         self._reader = reader
         self._taken: list[int] = []
-        """Numbers of the items whose groups were taken from the queue and are being scored by
+        """Indices of the items whose groups were taken from the queue and are being scored by
         signals."""
         self.note_new_weights = queue.note_new_weights
         self.paused = queue.paused

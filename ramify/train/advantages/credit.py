@@ -11,7 +11,7 @@ The functions work on a small tree without tokens or tensors:
 is the task's), which calls attempt the same sub-task (the same question over the same context), and
 that a continuation of a call (``Call.fork``) counts as its sibling, under the same parent.
 
-``Overlong`` decides how a call is treated whose last reply was cut at its token limit, which says
+``Overlong`` decides how to treat a call whose last reply was cut off at its token limit, which says
 little about the answer it would have given. ``punish`` (the default) keeps its score. ``mask``
 keeps it in the baseline but removes its tokens from the loss (DAPO's overlong filtering). A call
 that used up its turns, calls, tokens or dollars is a failure of the policy: it keeps its score with

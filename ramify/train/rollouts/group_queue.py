@@ -207,8 +207,8 @@ class GroupQueue:
     ) -> None:
         """Create a queue. Rollouts begin when ``take`` or ``note_new_weights`` is called.
 
-        ``next_item`` is the number of the first item that has not begun. If the run is resumed,
-        ``pending`` holds the numbers of items that were in progress when it stopped, and these
+        ``next_item`` is the index of the first item that has not begun. If the run is resumed,
+        ``pending`` holds the indices of items that were in progress when it stopped, and these
         begin first. ``read`` computes the signals of a group whose rollouts are complete.
         ``has_no_signal`` returns True if nothing can be learned from a complete group. ``pool``
         decides which items are skipped because they gave no signal recently.
@@ -270,8 +270,8 @@ class GroupQueue:
             self._begin()
 
     def state(self) -> tuple[int, list[int]]:
-        """Return the state that a resumed run needs: the number of the first item that has never
-        begun, and the numbers of the items with open groups."""
+        """Return the state that a resumed run needs: the index of the first item that has never
+        begun, and the indices of the items with open groups."""
         return self._next_item, sorted(
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
