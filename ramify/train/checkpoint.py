@@ -34,6 +34,7 @@ from ramify.errors import ConfigError, RunInUse, StoreError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
 from ramify.store.journal import WriterProcessId, this_process
+from ramify.train.config_redaction import check_bounds
 from ramify.train.override import with_new_names
 from ramify.train.training_guard import TrainingGuardState
 
@@ -107,11 +108,8 @@ class CheckpointStore:
     """The checkpoints in the folder of one run."""
 
     def __init__(self, out: Path, keep_last: int = 2, keep_best: int = 1) -> None:
-        if keep_last < 1 or keep_best < 0:
-            raise ConfigError(
-                f"checkpoint keep_last={keep_last} must be at least 1, keep_best={keep_best} at "
-                "least 0"
-            )
+        check_bounds("schedule", least=1, keep_last=keep_last)
+        check_bounds("schedule", least=0, keep_best=keep_best)
         self.folder = out / FOLDER
         self._keep_last = keep_last
         self._keep_best = keep_best

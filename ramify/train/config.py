@@ -40,7 +40,7 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config_redaction import check_none_or_positive, redacted
+from ramify.train.config_redaction import check_bounds, check_none_or_positive, redacted
 from ramify.train.depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.total_loss import LossSpec
@@ -94,11 +94,8 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         check_none_or_positive(
             "schedule", "only at the stage's end", evaluate_every=self.evaluate_every
         )
-        if min(self.keep_last, self.keep_best) < 0:
-            raise ConfigError(
-                f"schedule: keep_last={self.keep_last} and keep_best={self.keep_best} cannot be "
-                "negative"
-            )
+        check_bounds("schedule", least=1, keep_last=self.keep_last)
+        check_bounds("schedule", least=0, keep_best=self.keep_best)
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -216,11 +213,11 @@ class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     optim: OptimizerSpec = OptimizerSpec()
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_tokens < 1:
+        if self.steps < 1:
             raise ConfigError(
-                f"warmup: steps={self.steps} and batch_tokens={self.batch_tokens} must be at least "
-                "1; or warmup=null"
+                f"warmup.steps={self.steps} must be at least 1; for no warm-up set warmup to null"
             )
+        check_bounds("warmup", least=1, batch_tokens=self.batch_tokens)
 
 
 class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -256,11 +253,8 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         if not self.demos and not self.trajectories:
             raise ConfigError("sft has nothing to learn from: give demos or trajectories")
-        if self.num < 1 or self.epochs < 1 or self.batch_tokens < 1:
-            raise ConfigError(
-                f"sft: num={self.num}, epochs={self.epochs}, batch_tokens={self.batch_tokens} must "
-                "be positive"
-            )
+        given = {"num": self.num, "epochs": self.epochs, "batch_tokens": self.batch_tokens}
+        check_bounds("sft", least=1, **given)
 
 
 class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -388,16 +382,11 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     stream."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.num, self.attempts, self.num if self.validation is None else self.validation)
-            < 1
-        ):
-            raise ConfigError(
-                f"evaluate: num={self.num}, validation={self.validation} and "
-                f"attempts={self.attempts} must be at least 1"
-            )
-        if not self.temperature > 0:
-            raise ConfigError(f"evaluate.temperature={self.temperature} must be above 0")
+        validation = self.num if self.validation is None else self.validation
+        check_bounds(
+            "evaluate", least=1, num=self.num, validation=validation, attempts=self.attempts
+        )
+        check_bounds("evaluate", above=0, temperature=self.temperature)
         if not 0 <= self.max_failed <= 1:
             raise ConfigError(
                 f"evaluate.max_failed={self.max_failed} is a share of attempts: from 0 to 1"

@@ -110,6 +110,19 @@ def check_none_or_positive(owner: str, null: str, **values: float | None) -> Non
             raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")
 
 
+def check_bounds(
+    owner: str, *, least: float | None = None, above: float | None = None, **values: float
+) -> None:
+    """Raise ConfigError for the first of the given fields that is below ``least``, or not above
+    ``above``; None: no such bound. The message names this field alone. ``owner`` is the name of the
+    configuration section, for the message."""
+    for name, value in values.items():
+        if least is not None and not value >= least:
+            raise ConfigError(f"{owner}.{name}={value:g} must be at least {least:g}")
+        if above is not None and not value > above:
+            raise ConfigError(f"{owner}.{name}={value:g} must be above {above:g}")
+
+
 def check_types(config: msgspec.Struct, name: str = "") -> None:
     """Raise ConfigError if a field of a configuration has a value of the wrong type. Nested structs
     are checked too. The error names the field."""

@@ -24,7 +24,7 @@ from ramify.errors import ConfigError, OldNameWarning
 from ramify.logging import ComponentLogger
 from ramify.plugins import Registry
 from ramify.train.backends.mesh import MeshSizes
-from ramify.train.config_redaction import check_none_or_positive
+from ramify.train.config_redaction import check_bounds, check_none_or_positive
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.training_sequences import Batch, Floats
@@ -169,16 +169,13 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         check_none_or_positive("compute.shard", "one per GPU", ranks=self.ranks)
         check_none_or_positive("compute.shard", "any free port", port=self.port)
-        for name in ("replicas", "tensor", "experts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"compute.shard.{name}={getattr(self, name)} must be at least 1")
+        sizes = {name: getattr(self, name) for name in ("replicas", "tensor", "experts")}
+        check_bounds("compute.shard", least=1, **sizes)
         if self.ranks is not None:
             self.mesh(self.ranks)
-        if not self.timeout_s > 0 or (self.port is not None and self.port > 65535):
-            raise ConfigError(
-                f"compute.shard: timeout_s={self.timeout_s} must be positive, and "
-                f"port={self.port} at most 65535"
-            )
+        check_bounds("compute.shard", above=0, timeout_s=self.timeout_s)
+        if self.port is not None and self.port > 65535:
+            raise ConfigError(f"compute.shard.port={self.port} must be at most 65535")
 
     def mesh(self, num_ranks: int) -> MeshSizes:
         """Return the sizes of the device mesh that ``num_ranks`` ranks form. Raises ConfigError if

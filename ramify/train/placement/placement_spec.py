@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
-from ramify.train.config_redaction import check_none_or_positive
+from ramify.train.config_redaction import check_bounds, check_none_or_positive
 
 ROLES = ("trainer", "inference", "rollouts")
 KINDS = ("local", "ray")
@@ -43,11 +43,8 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def __post_init__(self) -> None:
         check_none_or_positive("placement.pools", "not counted", memory_gb=self.memory_gb)
-        if self.nodes < 1 or min(self.gpus, self.cpus) < 0:
-            raise ConfigError(
-                f"placement.pools: nodes={self.nodes} must be at least 1; gpus={self.gpus:g}, "
-                f"cpus={self.cpus:g} cannot be negative"
-            )
+        check_bounds("placement.pools", least=1, nodes=self.nodes)
+        check_bounds("placement.pools", least=0, gpus=self.gpus, cpus=self.cpus)
 
 
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -150,11 +147,8 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if pool and pool not in self.pools:
                 hint = did_you_mean(pool, self.pools) if self.pools else "placement.pools is empty"
                 raise ConfigError(f"placement.{name}.pool: unknown pool '{pool}': {hint}")
-        if not self.start_s > 0 or self.restarts < 0:
-            raise ConfigError(
-                f"placement: start_s={self.start_s} must be positive, and "
-                f"restarts={self.restarts} not negative"
-            )
+        check_bounds("placement", above=0, start_s=self.start_s)
+        check_bounds("placement", least=0, restarts=self.restarts)
 
     @property
     def roles(self) -> tuple[str, ...]:

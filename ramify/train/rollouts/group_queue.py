@@ -46,7 +46,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.progress import ProgressReporter, report_progress
 from ramify.tasks.base import Item
-from ramify.train.config_redaction import check_none_or_positive
+from ramify.train.config_redaction import check_bounds, check_none_or_positive
 from ramify.train.metrics import GroupRecord, group_record
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import GroupInProgress, RolloutAttempt, Rollouter, close
@@ -107,8 +107,8 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return self.max_staleness + self.grace_steps if self.max_staleness else 0
 
     def __post_init__(self) -> None:
-        if self.grace_steps < 0:
-            raise ConfigError(f"rl.sample: grace_steps={self.grace_steps} must be at least 0")
+        staleness = {"grace_steps": self.grace_steps, "max_staleness": self.max_staleness}
+        check_bounds("rl.sample", least=0, **staleness)
         check_none_or_positive("rl.sample", "no dynamic sampling", max_items=self.max_items)
         check_none_or_positive("rl.sample", "never", straggler_factor=self.straggler_factor)
         if self.straggler_factor is not None and self.straggler_factor < 1:
@@ -121,17 +121,11 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 f"rl.sample: settled_share={self.settled_share:g} is a share of turns: above 0 and "
                 "at most 1, or null to ask every item"
             )
-        if (
-            self.items < 1
-            or self.minibatches < 1
-            or self.max_staleness < 0
-            or (self.max_items is not None and self.max_items < self.items)
-        ):
+        check_bounds("rl.sample", least=1, items=self.items, minibatches=self.minibatches)
+        if self.max_items is not None and self.max_items < self.items:
             raise ConfigError(
-                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at "
-                "least 1, "
-                f"max_items={self.max_items} null or at least items, "
-                f"max_staleness={self.max_staleness} not negative"
+                f"rl.sample.max_items={self.max_items} must be at least rl.sample.items="
+                f"{self.items}; give null for no dynamic sampling"
             )
 
 

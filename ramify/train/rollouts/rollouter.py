@@ -52,7 +52,7 @@ from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
 from ramify.tasks.batch_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
-from ramify.train.config_redaction import check_none_or_positive
+from ramify.train.config_redaction import check_bounds, check_none_or_positive
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.traffic import TrafficTask, is_recorded
 from ramify.types.event import score_events
@@ -181,15 +181,8 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ``vine``, ``entropy_branch``); None: no forks."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.group, self.concurrency) < 1
-            or not self.temperature > 0
-            or not self.grace_s > 0
-        ):
-            raise ConfigError(
-                f"rollout group={self.group} and concurrency={self.concurrency} must be at least "
-                f"1, temperature={self.temperature} and grace_s={self.grace_s} above 0"
-            )
+        check_bounds("rl.rollout", least=1, group=self.group, concurrency=self.concurrency)
+        check_bounds("rl.rollout", above=0, temperature=self.temperature, grace_s=self.grace_s)
         check_none_or_positive(
             "rl.rollout", "always concurrency", min_concurrency=self.min_concurrency
         )

@@ -233,10 +233,16 @@ def test_children_are_scored_by_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"group": 0}, {"concurrency": 0}, {"temperature": 0}, {"grace_s": 0}]
+    ("options", "message"),
+    [
+        ({"group": 0}, r"^rl\.rollout\.group=0 must be at least 1$"),
+        ({"concurrency": 0}, r"^rl\.rollout\.concurrency=0 must be at least 1$"),
+        ({"temperature": 0}, r"^rl\.rollout\.temperature=0 must be above 0$"),
+        ({"grace_s": 0}, r"^rl\.rollout\.grace_s=0 must be above 0$"),
+    ],
 )
-def test_rollout_options_must_be_positive(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="must be at least 1"):
+def test_error_of_an_option_names_it_alone(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         RolloutOptions(**options)
 
 
