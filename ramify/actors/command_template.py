@@ -108,7 +108,11 @@ def _check_placeholders(word: str, known: Collection[str], where: str) -> None:
     for _, name, format, conversion in parts:
         if name is None:
             continue
-        if name not in known or format or conversion:
+        if name in known and (format or conversion):
+            raise ConfigError(
+                f"{where}: command: placeholder {{{name}}} cannot have a format or a conversion"
+            )
+        if name not in known:
             raise ConfigError(
                 f"{where}: command has an unknown placeholder {{{name}}}: "
                 f"{did_you_mean(name, known)}; for a literal brace, write {{{{ or }}}}"

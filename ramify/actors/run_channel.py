@@ -346,10 +346,10 @@ _LEAST_KEY = 16
 
 def given_key() -> bytes | None:
     """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
-    ``RAMIFY_RUN_KEY_FILE`` names. The file takes precedence. Returns None if neither gives a key.
+    ``RAMIFY_RUN_KEY_FILE`` names. The file takes precedence. Returns None if neither variable is set.
 
-    Raises ConfigError if the key is too short, if the file cannot be read, or if other users can
-    access the file."""
+    Raises ConfigError if the key is too short, if the file is empty or cannot be read, or if other
+    users can access the file."""
     text = os.environ.get(KEY, "")
     if path := os.environ.get(KEY_FILE, ""):
         try:
@@ -361,6 +361,8 @@ def given_key() -> bytes | None:
             raise ConfigError(
                 f"{KEY_FILE}={path} is accessible to other users: run chmod 600 {path}"
             )
+        if not text:
+            raise ConfigError(f"{KEY_FILE}={path} is empty: make a key with openssl rand -hex 32")
     if not text:
         return None
     if len(text) < _LEAST_KEY:

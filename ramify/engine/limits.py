@@ -338,6 +338,8 @@ class BudgetLedger:
             # was still waiting, the next settled request admits those behind it.
             if admission.done() and not admission.cancelled() and admission.exception() is None:
                 self._free(amount)
+            else:
+                self._admit()  # those behind this request may fit now
             raise
 
     def is_excess(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> bool:

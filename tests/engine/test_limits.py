@@ -423,6 +423,20 @@ def test_cancelled_waiters_are_passed_over() -> None:
     asyncio.run(main())
 
 
+def test_a_smaller_request_goes_on_when_the_large_one_before_it_is_cancelled() -> None:
+    async def main() -> None:
+        ledger = BudgetLedger(Limits(max_calls=3), priced=False)
+        await ledger.reserve(BudgetAmount(2))
+        large, small = (asyncio.create_task(ledger.reserve(BudgetAmount(n))) for n in (2, 1))
+        await asyncio.sleep(0)
+        assert not small.done()  # in order: the large one first
+        large.cancel()
+        await asyncio.wait_for(small, 60)  # nothing is released meanwhile
+        assert ledger.outstanding == BudgetAmount(3)
+
+    asyncio.run(main())
+
+
 def test_the_largest_report_of_each_kind_is_kept() -> None:
     """(most, reported, cost) one after the other -> the bound of the next request."""
     most = Usage(100, 50, calls=1)

@@ -106,6 +106,7 @@ def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
     [
         ("cat {context_file}", r"has no \{question\}.*add \{question\}"),
         ("cat {question} {contex_file}", "unknown placeholder {contex_file}: .*context_file"),
+        ("cat {question:>8}", "placeholder {question} cannot have a format"),
         ("no-such-program {question}", "the program 'no-such-program' was not found: install it"),
         ("rlm", "'rlm' is not a system: .*'rlms'"),
         ("", "'' is not a system"),

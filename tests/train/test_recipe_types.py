@@ -80,6 +80,7 @@ def test_error_in_a_recipe_names_its_line(tmp_path: Path) -> None:
     [
         (lambda: RolloutOptions(top_p=0.0), "rl.rollout.top_p=0 must be above 0 and at most 1"),
         (lambda: RolloutOptions(top_k=-1), "rl.rollout.top_k=-1 must be at least 1"),
+        (lambda: RolloutOptions(top_k=0), "rl.rollout.top_k=0 must be at least 1"),
         (lambda: Schedule(keep_last=-1), r"schedule\.keep_last=-1 must be at least 1$"),
         (lambda: PolicySpec(path="x", slots=-3), "policy.slots=-3 must be above 0"),
     ],

@@ -432,14 +432,13 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
                 return OSError(0, f"a trial session did not start: {why}")
             poll = select.poll()
             poll.register(listener, select.POLLIN)
-            # After a timeout, the listener is closed, which makes further requests fail.
-            while poll.poll(_TRIAL_S * 1000):
+            while poll.poll(_TRIAL_END_S * 1000):
                 if not _answer_trial(listener, file):
-                    break
+                    return None
+            raise OSError(0, f"a trial session did not end within {_TRIAL_END_S:g} s")
     except OSError as error:
         os.kill(pid, signal.SIGKILL)
         return error
-    return None
 
 
 def _answer_trial(listener: int, file: int) -> bool:
@@ -484,7 +483,7 @@ def _succeeds(attack: Any) -> bool:
 
 
 _NOT_STARTED = 1 << 7
-_TRIAL_S = 10.0
+_TRIAL_S, _TRIAL_END_S = 10.0, 60.0
 _MEMFD_FLAGS = getattr(os, "MFD_CLOEXEC", 1) | getattr(os, "MFD_ALLOW_SEALING", 2)
 _F_ADD_SEALS, _F_SEAL_WRITE = 1033, 0x8
 _ATTACKS = {

@@ -193,7 +193,7 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"rl.rollout.top_p={self.top_p:g} must be above 0 and at most 1")
-        if self.top_k is not None and self.top_k < 0:
+        if self.top_k is not None and self.top_k < 1:
             raise ConfigError(
                 f"rl.rollout.top_k={self.top_k} must be at least 1; give null for all"
             )

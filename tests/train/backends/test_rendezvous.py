@@ -107,6 +107,9 @@ def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RAMIFY_RUN_KEY_FILE", str(file))
     with pytest.raises(ConfigError, match="cannot be read"):
         member(0, 1, False)
+    file.touch(0o600)
+    with pytest.raises(ConfigError, match="is empty: make a key"):
+        member(0, 1, False)
     file.write_text(KEY + "\n")
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="is accessible to other users: run chmod 600"):
