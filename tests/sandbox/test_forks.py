@@ -190,6 +190,24 @@ def test_process_provider_forks_concurrently() -> None:
     asyncio.run(main())
 
 
+def test_a_refused_fork_leaves_nothing_that_refuses_the_next_one() -> None:
+    async def main() -> None:
+        sandbox = open_sandbox(SandboxSpec(provider="process", allow_weaker=True))
+        try:
+            session = await sandbox.open()
+            await value(session, "import os\nends = os.pipe()")
+            for _ in range(2):
+                with pytest.raises(SandboxError, match=r"\(2\)"):  # the two ends of the pipe
+                    await session.fork()
+            await value(session, "[os.close(end) for end in ends]")
+            branch = await session.fork()
+            assert await value(branch, "len(ends)") == "2"
+        finally:
+            await sandbox.close()
+
+    asyncio.run(main())
+
+
 def test_forks_beyond_open_file_limit_raise_sandbox_error() -> None:
     """Runs in a separate process with a low limit on open files."""
     code = """

@@ -87,6 +87,8 @@ class GuestBranches:
         elif reason is None:
             self._channel.send({"op": "ok", "id": id})
         else:
+            for fd in fds:  # left open, they would refuse the next fork
+                _close(fd)
             self._channel.send(
                 {"op": "failed", "id": id, "kind": "SandboxError", "message": reason}
             )
