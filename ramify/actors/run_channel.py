@@ -348,8 +348,8 @@ def given_key() -> bytes | None:
     """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
     ``RAMIFY_RUN_KEY_FILE`` names. The file takes precedence. Returns None if neither variable is set.
 
-    Raises ConfigError if the key is too short, if the file is empty or cannot be read, or if other
-    users can access the file."""
+    Raises ConfigError if the key is too short, if the file is empty or cannot be read, or if
+    other users can access the file."""
     text = os.environ.get(KEY, "")
     if path := os.environ.get(KEY_FILE, ""):
         try:
