@@ -346,7 +346,7 @@ _LEAST_KEY = 16
 
 def given_key() -> bytes | None:
     """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
-    ``RAMIFY_RUN_KEY_FILE`` names. The file takes precedence. Returns None if neither variable is set.
+    ``RAMIFY_RUN_KEY_FILE`` names, which takes precedence. Returns None if neither is set.
 
     Raises ConfigError if the key is too short, if the file is empty or cannot be read, or if
     other users can access the file."""
