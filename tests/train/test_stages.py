@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -161,9 +162,14 @@ def test_schedules_use_the_length_of_their_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"items": 0}, {"minibatches": 0}, {"max_staleness": -1}, {"items": 4, "max_items": 3}],
+    ("options", "message"),
+    [
+        ({"items": 0}, "rl.sample.items=0 must be at least 1"),
+        ({"minibatches": 0}, "rl.sample.minibatches=0 must be at least 1"),
+        ({"max_staleness": -1}, "rl.sample.max_staleness=-1 must be at least 0"),
+        ({"items": 4, "max_items": 3}, "rl.sample.max_items=3 must be at least rl.sample.items=4"),
+    ],
 )
-def test_invalid_sample_sizes_are_rejected(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"rl\.sample: items="):
+def test_invalid_sample_sizes_are_rejected(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         RolloutBatchSpec(**options)

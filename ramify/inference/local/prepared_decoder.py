@@ -114,6 +114,9 @@ class PreparedDecoder:
             gate_TM, up_TM = gate_up.chunk(2, -1)
             inner_TM = torch.mul(F.silu(gate_TM, inplace=True), up_TM, out=room.inner)
             h_TD = _with_product(h_TD, inner_TM, layer.down, layer.down_bias)
+        final_norm = self._model.model.norm
+        if final_norm._forward_hooks:  # an observer of the model sees each step
+            final_norm(h_TD[:num])
         return room.norm(h_TD)[:num]
 
     def logits(self, h_ND: Tensor) -> Tensor:
