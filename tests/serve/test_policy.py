@@ -260,7 +260,7 @@ def test_server_that_takes_weights_always_needs_a_key() -> None:
         assert PolicyServer(client, name="x", address=ListenAddress(is_open=True)).key == ""
         assert PolicyServer(client, name="x", address=ListenAddress()).key.startswith("rk-")
         with pytest.raises(
-            ConfigError, match="always needs a key, .*: remove --open-to-this-machine"
+            ConfigError, match=r"always needs a key, .*: remove --open-to-this-machine"
         ):
             PolicyServer(
                 client, name="x", address=ListenAddress(is_open=True), weight_transfer=True
