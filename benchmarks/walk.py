@@ -280,7 +280,7 @@ def draw() -> Iterator[Walk]:
     moments = (
         "viewer/run_catalog.py:look",
         "viewer/run_tree.py:apply",
-        "viewer/run_overview.py:head",
+        "viewer/run_overview.py:run_facts",
     )
     recorder = Recorder(*moments)
     with tempfile.TemporaryDirectory() as folder:

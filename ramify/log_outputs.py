@@ -39,9 +39,9 @@ RUN_LOG = "run.log"
 OFF = logging.CRITICAL + 1
 LEVELS = {"debug": DEBUG, "info": INFO, "warning": WARNING, "error": ERROR}
 ROOMS = [
-    *("ramify", "cli", "clients", "cluster", "engine", "evaluate", "inference"),
-    *("models", "progress", "sandbox", "serve", "sources", "store", "tasks", "testing", "train"),
-    "viewer",
+    *("ramify", "actors", "cli", "clients", "cluster", "engine", "evaluate", "inference", "maps"),
+    *("models", "plans", "progress", "sandbox", "serve", "sources", "store", "tasks", "testing"),
+    *("train", "viewer"),
 ]
 """Names of the subpackages that have their own logger. In a setting, ``ramify`` stands for all of
 them."""

@@ -23,7 +23,7 @@ import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetAmount, BudgetLedger
-from ramify.log_outputs import RUN_LOG, FileLogHandler, levels_of
+from ramify.log_outputs import ROOMS, RUN_LOG, FileLogHandler, levels_of
 from ramify.logging import ComponentLogger, attached, in_run
 from ramify.progress import report_progress
 from ramify.testing.script import rate_limited, server_error, unreachable
@@ -360,6 +360,14 @@ def run_cli(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **variables},
         check=False,
     )
+
+
+def test_each_logger_of_the_package_can_be_set_by_name() -> None:
+    package = Path(ramify.__file__).parent
+    sources = (path.read_text("utf-8") for path in package.rglob("*.py"))
+    named = {name for text in sources for name in re.findall(r'ComponentLogger\("(\w+)"', text)}
+    assert len(named) > 10
+    assert named <= set(ROOMS)
 
 
 def test_invalid_log_setting_is_one_line_and_command_continues(tmp_path: Path) -> None:

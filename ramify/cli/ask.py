@@ -827,8 +827,8 @@ Answer QUESTION over the content of each PATH: a file, folder, glob, archive or 
 standard input. Without a PATH, piped input is read. Without either, the question has no context.
 
 The answer goes to stdout, everything else to stderr. Press Ctrl-C once for the best answer so far,
-twice to stop. Every option except --answer-schema and --resume can also be set in the configuration
-file or as an environment variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
+twice to stop. The options up to --progress can also be set in the configuration file or as an
+environment variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
     ask,
     "QUESTION PATH…",
     max_words=None,
