@@ -258,9 +258,10 @@ class ModelRequests:
         if exceeded not in (Stop.MAX_TOKENS, Stop.MAX_COST) or longer > 1:
             return exceeded
         refusal = self.ledger.refusals[exceeded]
-        for tokens in _shorter_replies(self.reply_tokens(call)):
+        usual = self.reply_tokens(call)
+        for tokens in _shorter_replies(usual):
             if self._hold(call, new, tokens, 0) is None:
-                call.shrunk = (tokens, str(exceeded))
+                call.shrunk = (tokens, str(exceeded)) if tokens < usual else None
                 return None
         if call.messages:
             self.ledger.refusals[exceeded] = refusal

@@ -69,7 +69,7 @@ def test_max_calls_is_never_exceeded(max_calls: int, concurrency: int) -> None:
 def test_max_cost_is_never_exceeded(cents: float, latency_ms: int) -> None:
     price = Price(input=10.0, output=30.0)
     model = client(last_word_or(ASK_MANY), price=price, latency_s=latency_ms / 1000)
-    limits = Limits(max_cost=cents / 100, max_reply_tokens=20)
+    limits = Limits(max_cost=cents / 100, max_reply_tokens=100)
     with rlm(model, limits=limits, sandbox="inprocess") as r:
         result = r.completion("text", "?")
     assert price.of(model.served) <= cents / 100 * (1 + 1e-9)

@@ -73,7 +73,7 @@ def test_sandbox_recovers_from_failed_fork_server_start() -> None:
 
     async def main() -> None:
         sandbox = open_sandbox(SandboxSpec(provider="process", allow_weaker=True))
-        start, starts = sandbox.start, []  # type: ignore[attr-defined]
+        start, starts = sandbox.start_fork_server, []  # type: ignore[attr-defined]
 
         def killed_start() -> object:
             started = start()
@@ -81,7 +81,7 @@ def test_sandbox_recovers_from_failed_fork_server_start() -> None:
             started.process.kill()
             return started
 
-        sandbox.start = killed_start  # type: ignore[attr-defined]
+        sandbox.start_fork_server = killed_start  # type: ignore[attr-defined]
         ticks = 0
 
         async def tick() -> None:
@@ -94,7 +94,7 @@ def test_sandbox_recovers_from_failed_fork_server_start() -> None:
         for _ in range(2):
             with pytest.raises(SandboxError):
                 await sandbox.open()
-        sandbox.start = start  # type: ignore[attr-defined]
+        sandbox.start_fork_server = start  # type: ignore[attr-defined]
         session = await sandbox.open()
         assert (await session.run("6 * 7", answer=answer)).cell.value == "42"
         await sandbox.close()

@@ -195,6 +195,11 @@ def test_missing_files_are_named(files: dict[str, str]) -> None:
         assemble(
             load_recipe(
                 RECIPES / "retool_sft.py",
-                [f"policy.path={files['policy']}", *given, "sft.options={}"],
+                [
+                    f"policy.path={files['policy']}",
+                    *given,
+                    "sft.options={}",
+                    "evaluate.num=1",
+                ],
             )
         )
