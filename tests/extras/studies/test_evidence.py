@@ -143,7 +143,8 @@ def test_invalid_evidence_options_are_rejected(options: dict[str, Any], message:
 
 def test_recipe_demonstrations_contain_right_and_wrong_runs() -> None:
     run = load_recipe(RECIPES / "tiny_evidence.py", ["sft.num=16"])
-    ((shown, _),) = demonstrations_of(run, evidence(), TINY)
+    (made,) = demonstrations_of(run, evidence(), TINY)
+    shown = made.trajectories
     rewards = [each.rewards["f1"] for each in shown]
     children = [each["f1"] for run in shown for each in run.call_rewards.values()]
     assert (len(shown), [each.errors for each in shown]) == (16, [[]] * 16)
