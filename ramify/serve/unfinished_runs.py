@@ -3,10 +3,6 @@
 Each run in progress has an empty file as its marker, because a server may be killed at any time,
 and two servers may share a store. Only a store in a folder has such markers. How a run continues is
 defined in ``RLM.restart``.
-
-Each run in progress has an empty file as its mark, because a server may be killed at any time, and
-two servers may share a store. Only a store in a folder has such marks. How a run continues is
-defined in ``RLM.restart``.
 """
 
 from __future__ import annotations

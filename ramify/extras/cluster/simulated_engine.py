@@ -194,11 +194,6 @@ class SimulatedEngine:
         ``context`` is the length of the prompt in tokens, of which ``new`` are not cached. The
         event's value lists how many tokens were sampled with which version of the weights.
         ``cancel_requests_of`` ends all requests with the same ``owner``.
-
-        ``sampled`` is the length of the reply and ``context`` that of the prompt, of which ``new``
-        tokens are in no cache (all in tokens). The value of the event is a list that says how many
-        tokens were sampled with which version of the weights. ``cancel_requests_of`` ends all
-        requests with the same ``owner``.
         """
         done = self._env.event()
         self.in_flight += 1
