@@ -89,19 +89,19 @@ def test_forest_properties_hold_for_arbitrary_sequences(
 
 
 def test_forest_time_is_near_linear_in_siblings():
-    """Four times the siblings (2,000 tokens each, 1,900 shared) take four times as long, within a
-    factor of two."""
+    """Sixteen times the siblings (2,000 tokens each, 1,900 shared) take sixteen times as long, within
+    a factor of four, which leaves room for caches. Quadratic time would be a factor of 256."""
 
     def seconds(num: int) -> float:
         rng = np.random.default_rng(0)
         prompt = rng.integers(0, 500, 1900)
         rows = [sequence(*prompt, *rng.integers(0, 500, 100)) for _ in range(num)]
         best = float("inf")
-        for _ in range(9):
+        for _ in range(5):
             start = time.process_time()
             found = forest(rows)
             best = min(best, time.process_time() - start)
         assert found.num_tokens <= 1900 + 100 * num
         return best
 
-    assert seconds(800) < 8 * seconds(200)
+    assert seconds(6400) < 64 * seconds(400)
