@@ -1,5 +1,7 @@
-"""The entry point of the ``ramify`` command. Pressing Ctrl-C ends the command without a traceback,
-even while its modules are still being imported.
+"""The entry point of the ``ramify`` command.
+
+Pressing Ctrl-C ends the command without a traceback, even while its modules are still being
+imported.
 
 To achieve this, the default signal handler is installed before anything else is imported. The
 module ``_signal`` is used because importing ``signal`` takes as long as the rest of this file.
@@ -12,7 +14,10 @@ import sys
 
 
 def main() -> None:
-    """Run the ``ramify`` command. This function never returns: it exits the process."""
+    """Run the ``ramify`` command.
+
+    This function never returns: it exits the process.
+    """
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     from ramify.cli.predict_session_need import is_ask_over_large_input
 

@@ -1,5 +1,6 @@
-"""Public names from earlier versions of Ramify. They still work, but issue a warning that gives the
-new name.
+"""Public names from earlier versions of Ramify.
+
+They still work, but issue a warning that gives the new name.
 
 ``docs/renames.tsv`` lists every rename, including those of names that are not public.
 """
@@ -52,8 +53,11 @@ PUBLIC_NAMES = {
 
 
 def new_name(package: str, name: str) -> str | None:
-    """Return the current name for an old name of a package, and issue a warning at the place
-    where the old name is used. Returns None if the package never had that name."""
+    """Return the current name for an old name of a package, and issue a warning at the place where
+    the old name is used.
+
+    Returns None if the package never had that name.
+    """
     new = PUBLIC_NAMES.get(package, {}).get(name)
     if new is not None:
         warnings.warn(

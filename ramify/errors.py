@@ -48,8 +48,9 @@ from ramify.printable import clean, one_line
 
 
 class RamifyError(Exception):
-    """Base class of all errors that this package raises for its users. ``str(error)`` is one
-    readable line.
+    """Base class of all errors that this package raises for its users.
+
+    ``str(error)`` is one readable line.
 
     Example:
         except ramify.RamifyError as error:
@@ -57,13 +58,16 @@ class RamifyError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        """Create an error with a message. Control characters are removed, because the message may
-        quote text from a server."""
+        """Create an error with a message.
+
+        Control characters are removed, because the message may quote text from a server.
+        """
         super().__init__(*(clean(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class Suspended(RamifyError):
     """Raised when a stored run is suspended because a person must first fix the cause of a failure.
+
     ``run_id`` names the run, and ``resume()`` continues the run and returns its result. Recorded
     replies are not paid for again.
 
@@ -82,8 +86,9 @@ class Suspended(RamifyError):
 
 class LoopBlocked(RamifyError):
     """Raised if code blocks the run's event loop beyond the run's deadline, and a watchdog thread
-    has to end the run. The message names the line that blocked the loop. ``run_id`` is empty if the
-    run is not stored.
+    has to end the run.
+
+    The message names the line that blocked the loop. ``run_id`` is empty if the run is not stored.
 
     Example:
         rlm.completion(text, query, on_event=lambda event: time.sleep(1e9))    # blocks the loop
@@ -106,8 +111,9 @@ class ConfigError(RamifyError):
 
 
 class SourceError(RamifyError):
-    """Raised if an input, such as a file or folder, cannot be read. The message is one printable
-    line that names the input.
+    """Raised if an input, such as a file or folder, cannot be read.
+
+    The message is one printable line that names the input.
 
     >>> try:
     ...     ramify.load("no-such-folder/")
@@ -121,7 +127,9 @@ class SourceError(RamifyError):
 
 
 class ModelError(RamifyError):
-    """Raised if a language model gave no usable reply. Each cause has its own subclass.
+    """Raised if a language model gave no usable reply.
+
+    Each cause has its own subclass.
 
     Example:
         except ramify.ModelError as error:
@@ -200,7 +208,9 @@ class MalformedResponse(ModelError):
 
 
 class ReplyCut(ModelError):
-    """Raised if a reply was truncated at its length limit. ``text`` is the part that arrived.
+    """Raised if a reply was truncated at its length limit.
+
+    ``text`` is the part that arrived.
 
     >>> inference.ReplyCut("cut at 8 tokens", "The first host").text
     'The first host'
@@ -212,8 +222,9 @@ class ReplyCut(ModelError):
 
 
 class ReplyFiltered(ModelError):
-    """Raised if a content filter stopped the reply or the model refused to answer. ``text`` is the
-    part that arrived.
+    """Raised if a content filter stopped the reply or the model refused to answer.
+
+    ``text`` is the part that arrived.
 
     >>> inference.ReplyFiltered("stopped by a content filter", "I can").text
     'I can'
@@ -249,8 +260,10 @@ class SandboxError(RamifyError):
 
 
 class SessionDied(SandboxError):
-    """Raised if the process of a Python session ended. ``stdout`` is what the current code had
-    printed by then."""
+    """Raised if the process of a Python session ended.
+
+    ``stdout`` is what the current code had printed by then.
+    """
 
     def __init__(self, message: str, stdout: str = "") -> None:
         super().__init__(message)
@@ -259,6 +272,7 @@ class SessionDied(SandboxError):
 
 class WeakSandboxWarning(UserWarning):
     """Warns that model-written code runs without strong isolation.
+
     ``SandboxSpec(allow_weaker=True)`` accepts such a sandbox.
 
     Example:
@@ -267,8 +281,10 @@ class WeakSandboxWarning(UserWarning):
 
 
 class OldNameWarning(DeprecationWarning):
-    """Warns that a setting was passed under an old or alternative name. The command line shows this
-    warning."""
+    """Warns that a setting was passed under an old or alternative name.
+
+    The command line shows this warning.
+    """
 
 
 class StoreError(RamifyError):
@@ -297,8 +313,9 @@ class ReplayDiverged(StoreError):
 
 
 class TrainError(RamifyError):
-    """Raised if training cannot continue, for example because a loss or gradient is not finite. In
-    that case, the message names the sequence and the file with its dumped data.
+    """Raised if training cannot continue, for example because a loss or gradient is not finite.
+
+    In that case, the message names the sequence and the file with its dumped data.
 
     Example:
         except ramify.TrainError as error:
@@ -307,7 +324,10 @@ class TrainError(RamifyError):
 
 
 class LimitReached(RamifyError):
-    """Raised if a limit of the run was reached. ``stop`` is the ``Stop`` value of that limit."""
+    """Raised if a limit of the run was reached.
+
+    ``stop`` is the ``Stop`` value of that limit.
+    """
 
     def __init__(self, message: str, stop: str) -> None:
         super().__init__(message)
@@ -317,8 +337,9 @@ class LimitReached(RamifyError):
 
 
 class HostCallError(Exception):
-    """Raised by the host while it handles a call from session code. The session then raises a
-    corresponding exception inside that code.
+    """Raised by the host while it handles a call from session code.
+
+    The session then raises a corresponding exception inside that code.
 
     ``kind`` names the exception class in the session and ``data`` holds its attributes. Not a
     ``RamifyError``, because users of the library never see it.
@@ -332,7 +353,9 @@ class HostCallError(Exception):
 
 def can_be_fixed(error: BaseException | None) -> bool:
     """Return True if a person can fix the cause of ``error``, so that the run can be continued.
-    Examples are a network failure, a used-up quota, a wrong key or a full disk."""
+
+    Examples are a network failure, a used-up quota, a wrong key or a full disk.
+    """
     if isinstance(error, StoreError):
         return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
     if isinstance(error, LoopBlocked):
@@ -344,8 +367,10 @@ def can_be_fixed(error: BaseException | None) -> bool:
 
 
 def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
-    """Create the error for a server that cannot listen on its address. The message names the
-    command-line option to change."""
+    """Create the error for a server that cannot listen on its address.
+
+    The message names the command-line option to change.
+    """
     if isinstance(error, OverflowError):
         return ConfigError(f"--port {port}: a port must be from 1 to 65535, or 0 for any free port")
     # A negative number comes from name resolution: the host name is unknown.
@@ -364,7 +389,10 @@ _MAX_LISTED = 40
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about an unknown name, such as ``"did you mean 'a'? known:
-    a, b"``. A long list is left out if a name is near. Letter case is ignored."""
+    a, b"``.
+
+    A long list is left out if a name is near. Letter case is ignored.
+    """
     if not isinstance(known, set | frozenset):
         known = list(known)
     if not known:
@@ -383,9 +411,11 @@ else:
 
 
 class StrictKeywordsMeta(StructMeta):
-    """Metaclass for structs that users create by hand. An unknown field raises an error with the
-    nearest known name, as in ``unknown keyword 'temprature' of Sampling: did you mean
-    'temperature'?``"""
+    """Metaclass for structs that users create by hand.
+
+    An unknown field raises an error with the nearest known name, as in ``unknown keyword
+    'temprature' of Sampling: did you mean 'temperature'?``
+    """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         try:
@@ -396,8 +426,10 @@ class StrictKeywordsMeta(StructMeta):
 
 
 def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError if a keyword in ``given`` is not in ``known``. The message names ``owner``,
-    the class or function that received the keywords."""
+    """Raise ConfigError if a keyword in ``given`` is not in ``known``.
+
+    The message names ``owner``, the class or function that received the keywords.
+    """
     names = list(known)
     for keyword in given:
         if keyword not in names:

@@ -42,8 +42,10 @@ def plain(number: float, digits: int = 3) -> str:
 
 
 def dollars(cost: float | None) -> str:
-    """Format a cost in dollars: ``$1.23``, ``$0.012``, ``$0.000012``. None becomes ``cost
-    unknown``."""
+    """Format a cost in dollars: ``$1.23``, ``$0.012``, ``$0.000012``.
+
+    None becomes ``cost unknown``.
+    """
     if cost is None:
         return "cost unknown"
     if cost == 0 or cost >= 0.0995:
@@ -71,8 +73,11 @@ def seconds(value: float) -> str:
 
 
 def _two(whole: int, size: int, unit: str, part: str) -> str:
-    """Format an amount in two units, such as ``3 min 5 s``. ``whole`` is the amount in the smaller
-    unit, and ``size`` is how many of those make one larger unit. A remainder of 0 is omitted."""
+    """Format an amount in two units, such as ``3 min 5 s``.
+
+    ``whole`` is the amount in the smaller unit, and ``size`` is how many of those make one larger
+    unit. A remainder of 0 is omitted.
+    """
     units, rest = divmod(whole, size)
     return f"{units:,} {unit}" + (f" {rest} {part}" if rest else "")
 
@@ -83,6 +88,8 @@ def format_rounded_duration(value: float) -> str:
 
 
 def format_growing_duration(value: float) -> str:
-    """Format a duration that is displayed while it grows. Below a minute it always has one decimal
-    place, so that the text does not jump in width."""
+    """Format a duration that is displayed while it grows.
+
+    Below a minute it always has one decimal place, so that the text does not jump in width.
+    """
     return f"{max(0.0, value):.1f} s" if value < 59.95 else seconds(value)

@@ -26,8 +26,10 @@ def install_command(*extras: str) -> str:
 
 
 def command_for(record: str | None, extras: tuple[str, ...]) -> str:
-    """Return the ``pip install`` command for an installation. ``record`` is the text of its
-    ``direct_url.json``, or None if there is no such file."""
+    """Return the ``pip install`` command for an installation.
+
+    ``record`` is the text of its ``direct_url.json``, or None if there is no such file.
+    """
     import json
     import shlex
     from urllib.parse import unquote, urlsplit

@@ -15,8 +15,10 @@ from typing import Any, cast
 
 
 class LazyPattern:
-    """A stand-in for a compiled regular expression. It compiles the expression when one of its
-    attributes is first used."""
+    """A stand-in for a compiled regular expression.
+
+    It compiles the expression when one of its attributes is first used.
+    """
 
     def __init__(self, text: str, flags: int) -> None:
         self._text = text
@@ -29,6 +31,8 @@ class LazyPattern:
 
 
 def lazy_pattern(text: str, flags: int = 0) -> re.Pattern[str]:
-    """Return a regular expression that is compiled at its first use. An error in the pattern is
-    raised only then."""
+    """Return a regular expression that is compiled at its first use.
+
+    An error in the pattern is raised only then.
+    """
     return cast("re.Pattern[str]", LazyPattern(text, flags))

@@ -51,8 +51,11 @@ them."""
 
 
 def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
-    """Parse a log-level setting such as ``engine=debug,info``. Returns the level of each logger by
-    name, with ``""`` for all others, and an error message for each invalid item."""
+    """Parse a log-level setting such as ``engine=debug,info``.
+
+    Returns the level of each logger by name, with ``""`` for all others, and an error message for
+    each invalid item.
+    """
     levels: dict[str, int] = {}
     problems = []
     for part in filter(None, (part.strip() for part in setting.split(","))):
@@ -74,8 +77,10 @@ def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
 
 
 def component_levels(level: int) -> dict[str, int]:
-    """Return the log level of each logger by name, with ``""`` for all others. The level is
-    ``level``, or lower if the variable ``RAMIFY_LOG`` asks for more detail."""
+    """Return the log level of each logger by name, with ``""`` for all others.
+
+    The level is ``level``, or lower if the variable ``RAMIFY_LOG`` asks for more detail.
+    """
     levels, _ = levels_of(os.environ.get(VARIABLE, ""))
     return {"": level} | {room: min(level, own) for room, own in levels.items()}
 
@@ -84,8 +89,10 @@ def component_levels(level: int) -> dict[str, int]:
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter that writes a log record as one line of text. ``short=True`` gives the shorter
-    form for terminals."""
+    """A formatter that writes a log record as one line of text.
+
+    ``short=True`` gives the shorter form for terminals.
+    """
 
     def __init__(self, *, short: bool = False) -> None:
         super().__init__()
@@ -179,8 +186,11 @@ class _ComponentLogHandler(logging.Handler):
     """A log handler with a separate log level for each logger of the package."""
 
     def __init__(self, levels: Mapping[str, int]) -> None:
-        """Create a handler. ``levels`` maps a logger name, such as ``engine``, to its log level,
-        with ``""`` for all others."""
+        """Create a handler.
+
+        ``levels`` maps a logger name, such as ``engine``, to its log level, with ``""`` for all
+        others.
+        """
         super().__init__(min(levels.values(), default=INFO))
         self.levels = dict(levels)
         self.is_json = os.environ.get(FORMAT_VARIABLE, "") == "json"
@@ -195,12 +205,17 @@ class _ComponentLogHandler(logging.Handler):
 
 class FileLogHandler(_ComponentLogHandler):
     """A handler that appends log records of level INFO and above to a file, as lines of limited
-    length. Several processes may append to the same file."""
+    length.
+
+    Several processes may append to the same file.
+    """
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
-        """Create a handler for the file at ``path``. The first record creates the file, which only
-        its owner can read. With ``waits``, records stay in memory until ``release_held_records`` is
-        called."""
+        """Create a handler for the file at ``path``.
+
+        The first record creates the file, which only its owner can read. With ``waits``, records
+        stay in memory until ``release_held_records`` is called.
+        """
         super().__init__(component_levels(INFO))
         self.path = path
         self._fd: int | None = None
@@ -225,8 +240,10 @@ class FileLogHandler(_ComponentLogHandler):
             os.write(self._fd, line.encode("utf-8", "backslashreplace") + b"\n")
 
     def close(self) -> None:
-        """Close the file. A later record opens it again, because ``logging.config`` closes all
-        handlers of a process."""
+        """Close the file.
+
+        A later record opens it again, because ``logging.config`` closes all handlers of a process.
+        """
         if self._fd is not None:
             fd, self._fd = self._fd, None
             os.close(fd)
@@ -234,8 +251,11 @@ class FileLogHandler(_ComponentLogHandler):
 
 
 class ConsoleLogHandler(_ComponentLogHandler):
-    """A handler that prints log records on a terminal, in a short form. It prints the records
-    logged with ``shown=True``, and those at or above the configured log levels."""
+    """A handler that prints log records on a terminal, in a short form.
+
+    It prints the records logged with ``shown=True``, and those at or above the configured log
+    levels.
+    """
 
     def __init__(
         self, show: Callable[[str], None], levels: Mapping[str, int] | None = None
@@ -266,8 +286,10 @@ class ConsoleLogHandler(_ComponentLogHandler):
 
 
 class ForwardedLogRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A log record that one process sends to another. It contains plain data only, because the
-    sender may run code written by a model."""
+    """A log record that one process sends to another.
+
+    It contains plain data only, because the sender may run code written by a model.
+    """
 
     room: str
     level: int

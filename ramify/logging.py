@@ -1,5 +1,7 @@
-"""Logging for the whole package. Each subpackage has its own logger below ``ramify``, and each
-record has an event name, fields and the id of a run.
+"""Logging for the whole package.
+
+Each subpackage has its own logger below ``ramify``, and each record has an event name, fields and
+the id of a run.
 
     log = ComponentLogger("clients")                        the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
@@ -72,7 +74,10 @@ _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", defaul
 
 
 class CallingLine(NamedTuple):
-    """A line outside of the package that called it. Warnings about the call point there."""
+    """A line outside of the package that called it.
+
+    Warnings about the call point there.
+    """
 
     path: str
     number: int
@@ -89,7 +94,10 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 def calling_line() -> CallingLine | None:
     """Return the innermost line on the stack that belongs neither to this package nor to the
-    standard library. If there is none, return the line that started the current work, or None."""
+    standard library.
+
+    If there is none, return the line that started the current work, or None.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -119,8 +127,10 @@ def warn_at(line: CallingLine | None, message: str, category: type[Warning]) -> 
 
 class LogRedactionFilter(logging.Filter):
     """A filter that removes secrets from each log record, limits its length, and adds the ids of
-    the current runs. It changes the record in place, because the application's own handlers receive
-    the same object."""
+    the current runs.
+
+    It changes the record in place, because the application's own handlers receive the same object.
+    """
 
     def filter(self, record: LogRecord) -> bool:
         secrets = SecretRedactor()
@@ -174,16 +184,20 @@ _outputs.addHandler(logging.NullHandler(OFF))  # without a handler, Python print
 
 
 class ComponentLogger:
-    """The logger of one subpackage, such as ``train``. Commands print a record that is logged with
-    ``shown=True`` even without ``-v``."""
+    """The logger of one subpackage, such as ``train``.
+
+    Commands print a record that is logged with ``shown=True`` even without ``-v``.
+    """
 
     def __init__(self, room: str) -> None:
         self.room = room
         self._logger = logging.getLogger(f"ramify.{room}")
 
     def wants(self, level: int) -> bool:
-        """Return True if any handler accepts records of this level. Check this before computing
-        expensive fields."""
+        """Return True if any handler accepts records of this level.
+
+        Check this before computing expensive fields.
+        """
         return level >= _outputs.level or self._logger.isEnabledFor(level)
 
     def debug(self, event: str, message: str, /, *, shown: bool = False, **fields: Any) -> None:
@@ -209,15 +223,20 @@ class ComponentLogger:
         error: BaseException | None = None,
         **fields: Any,
     ) -> None:
-        """Log an error. The traceback of ``error`` is added to the record if one is given."""
+        """Log an error.
+
+        The traceback of ``error`` is added to the record if one is given.
+        """
         self._emit(ERROR, event, message, fields, shown, error)
 
     def warn(
         self, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
     ) -> None:
-        """Issue a Python warning, and log the event ``warning``. The journal of the current run
-        records the warning too. The warning points to the line that started the current work, or
-        else to the frame at ``stacklevel``."""
+        """Issue a Python warning, and log the event ``warning``.
+
+        The journal of the current run records the warning too. The warning points to the line that
+        started the current work, or else to the frame at ``stacklevel``.
+        """
         fields = {"category": category.__name__}
         _tell_run(self._emit(WARNING, "warning", message, fields, depth=stacklevel))
         if (line := _calling_line.get()) is not None:
@@ -242,8 +261,10 @@ class ComponentLogger:
         error: BaseException | None = None,
         depth: int = 1,
     ) -> str:
-        """Pass a record to all handlers, and return its message with secrets removed. ``depth`` is
-        the number of stack frames between this class and the code that logs."""
+        """Pass a record to all handlers, and return its message with secrets removed.
+
+        ``depth`` is the number of stack frames between this class and the code that logs.
+        """
         logger = self._logger
         path, line, function, _ = logger.findCaller(stacklevel=depth + 2)
         trace = (type(error), error, error.__traceback__) if error is not None else None
@@ -259,7 +280,10 @@ class ComponentLogger:
 
 class _PlainRecords(logging.NullHandler):
     """A handler that passes records of Python's own loggers below ``ramify`` to the attached
-    handlers. Plug-ins, for example, use such loggers."""
+    handlers.
+
+    Plug-ins, for example, use such loggers.
+    """
 
     def handle(self, record: LogRecord) -> bool:
         if not hasattr(record, "is_filtered"):
@@ -290,9 +314,12 @@ def in_run(
     all_threads: bool = False,
 ) -> Iterator[None]:
     """Add a run's id to all log records of a ``with`` block, including tasks and threads that
-    inherit its context. ``on_warning`` is called with the text of each warning. With
-    ``all_threads``, the id is also added to records of threads that do not inherit the context, so
-    use it only if this process has a single run."""
+    inherit its context.
+
+    ``on_warning`` is called with the text of each warning. With ``all_threads``, the id is also
+    added to records of threads that do not inherit the context, so use it only if this process has
+    a single run.
+    """
     global _process_runs
     runs, before = (*_runs.get(), id), _process_runs
     if all_threads:
@@ -306,14 +333,19 @@ def in_run(
 
 
 def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
-    """Log the records of a ``with`` block under the outermost run alone. Use this if an inner run,
-    such as a rollout, notices something that concerns the whole training run."""
+    """Log the records of a ``with`` block under the outermost run alone.
+
+    Use this if an inner run, such as a rollout, notices something that concerns the whole training
+    run.
+    """
     return _given(_runs, (_runs.get() or _process_runs)[:1])
 
 
 def hold_warnings_for_run() -> None:
-    """Start to collect warnings that are logged outside any run. The next run that starts in this
-    context receives them."""
+    """Start to collect warnings that are logged outside any run.
+
+    The next run that starts in this context receives them.
+    """
     _collected.set([])
 
 
@@ -349,12 +381,18 @@ def attached(handler: Handler) -> Iterator[None]:
 
 def attach(handler: Handler) -> None:
     """Send all of Ramify's log records to a handler until ``detach`` is called, regardless of the
-    levels that the application sets. A handler without a level gets records of INFO and above."""
+    levels that the application sets.
+
+    A handler without a level gets records of INFO and above.
+    """
     _set_handlers([*_outputs.handlers, handler])
 
 
 def detach(handler: Handler) -> None:
-    """Stop sending log records to a handler. Does nothing if the handler is not attached."""
+    """Stop sending log records to a handler.
+
+    Does nothing if the handler is not attached.
+    """
     _set_handlers([other for other in _outputs.handlers if other is not handler])
 
 
@@ -365,8 +403,10 @@ def _set_handlers(handlers: list[Handler]) -> None:
 
 def configure_console(show: Callable[[str], None], verbosity: int = 0) -> None:
     """Show log records on the console of this process, and replace any earlier setting.
+
     ``verbosity`` is the number of ``-v`` options: 1 means INFO and 2 means DEBUG. ``show`` prints
-    one line, and also reports an invalid ``RAMIFY_LOG``."""
+    one line, and also reports an invalid ``RAMIFY_LOG``.
+    """
     levels, problems = levels_of(os.environ.get(VARIABLE, ""))
     if (form := os.environ.get(FORMAT_VARIABLE, "")) not in ("", "text", "json"):
         show(f"ramify: {FORMAT_VARIABLE}: '{form}' is ignored; write json, or text")
@@ -402,9 +442,11 @@ def _to_stderr(text: str) -> None:
 @contextlib.contextmanager
 def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
     """Write a run's log records to a file while a ``with`` block runs, including those of all
-    threads and child processes. The file gets records of INFO and above, or more if ``RAMIFY_LOG``
-    asks for more. Writing starts when ``begin`` is called, so a run with an invalid configuration
-    leaves no file."""
+    threads and child processes.
+
+    The file gets records of INFO and above, or more if ``RAMIFY_LOG`` asks for more. Writing starts
+    when ``begin`` is called, so a run with an invalid configuration leaves no file.
+    """
     file = FileLogHandler(path, waits=True)
     variables = {_FILE_VARIABLE: str(path.absolute()), _RUN_VARIABLE: id}
     before = {name: os.environ.get(name) for name in variables}
@@ -423,8 +465,10 @@ def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
 
 def join_parent_run_log(process: str) -> None:
     """Append this child process's log records to the log of the run that started it, marked with
-    the name ``process``. Does nothing if no run started this process, or if the run's folder is not
-    on this machine."""
+    the name ``process``.
+
+    Does nothing if no run started this process, or if the run's folder is not on this machine.
+    """
     global _process, _process_runs
     file = Path(os.environ.get(_FILE_VARIABLE, ""))
     if file.name:

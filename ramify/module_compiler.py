@@ -31,8 +31,11 @@ def file_source(path: Path) -> str:
 
 @functools.lru_cache(64)
 def compiled_module(module: str, source: str) -> bytes:
-    """Return the compiled module as bytes in the format of ``marshal``. Returns empty bytes if the
-    source cannot be compiled, and the session that installs it then reports the error."""
+    """Return the compiled module as bytes in the format of ``marshal``.
+
+    Returns empty bytes if the source cannot be compiled, and the session that installs it then
+    reports the error.
+    """
     name = f"<{module}>"
     try:
         if source in _files:
@@ -52,8 +55,10 @@ def _kept_code(path: Path) -> CodeType:
 
 
 def _renamed(code: CodeType, name: str) -> CodeType:
-    """Return a copy of the code whose tracebacks show ``name`` as the file. A session must not see
-    where this package is installed."""
+    """Return a copy of the code whose tracebacks show ``name`` as the file.
+
+    A session must not see where this package is installed.
+    """
     inner = (
         _renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts
     )

@@ -17,8 +17,9 @@ from collections.abc import Iterable
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name that is closest to ``name``, or None if none is similar. The comparison
-    ignores case.
+    """Return the known name that is closest to ``name``, or None if none is similar.
+
+    The comparison ignores case.
 
     ``cutoff`` is the minimum fraction of letters that a candidate must have in common with
     ``name``, from 0 (any name) to 1. The names of a set are taken in alphabetical order.
@@ -38,7 +39,10 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
 
 def _num_edits(a: str, b: str) -> int:
     """Count the edits that turn ``a`` into ``b``: letters added, dropped or replaced, and
-    neighbours swapped. This is the Damerau-Levenshtein distance without overlapping edits."""
+    neighbours swapped.
+
+    This is the Damerau-Levenshtein distance without overlapping edits.
+    """
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):

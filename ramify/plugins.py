@@ -1,5 +1,6 @@
-"""Registries that map names to plug-ins. There is one registry for each kind of thing that users
-choose by name, such as tasks or sandboxes.
+"""Registries that map names to plug-ins.
+
+There is one registry for each kind of thing that users choose by name, such as tasks or sandboxes.
 
     rl.algorithm=grpo                     built in: ``ALGORITHMS`` maps the name to "module:class"
     task.name=oolong                      built in, but outside the core: listed in
@@ -227,10 +228,12 @@ class Registry(Mapping[str, Any]):
         aliases: Mapping[str, str] | None = None,
         elsewhere: Mapping[str, str] | None = None,
     ) -> None:
-        """Create a registry. ``kind`` is what error messages call an entry, such as "algorithm",
-        and ``group`` is the entry-point group for installed packages. ``table`` maps the names of
-        Ramify's own entries to objects or to locations such as ``module:name``. Entries of
-        ``ramify.extras`` are added to it.
+        """Create a registry.
+
+        ``kind`` is what error messages call an entry, such as "algorithm", and ``group`` is the
+        entry-point group for installed packages. ``table`` maps the names of Ramify's own entries
+        to objects or to locations such as ``module:name``. Entries of ``ramify.extras`` are added
+        to it.
 
         If ``structs`` is true, an entry must be a struct whose tag is its name, so that a
         checkpoint can name it. ``others`` describes in errors which values are accepted in place of
@@ -263,8 +266,10 @@ class Registry(Mapping[str, Any]):
         return name in self._table or any(point.name == name for point in self._points())
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers a class under a name. Raises ConfigError if the name is
-        taken, or if the class cannot be registered under it."""
+        """Return a decorator that registers a class under a name.
+
+        Raises ConfigError if the name is taken, or if the class cannot be registered under it.
+        """
 
         def put(entry: T) -> T:
             before = self._table.get(name)
@@ -302,8 +307,10 @@ class Registry(Mapping[str, Any]):
         return self._loaded[name]
 
     def check(self, name: str) -> None:
-        """Raise ConfigError with the nearest name if a name is unknown. The entry is not
-        imported."""
+        """Raise ConfigError with the nearest name if a name is unknown.
+
+        The entry is not imported.
+        """
         name = self.canonical(name)
         if name not in self and not is_reference(name):
             raise self._unknown(name)
@@ -314,13 +321,18 @@ class Registry(Mapping[str, Any]):
         return ConfigError(f"unknown {self.kind} '{name}': {advice}")
 
     def canonical(self, name: str) -> str:
-        """Return the built-in name for an alias. Any other name is returned unchanged."""
+        """Return the built-in name for an alias.
+
+        Any other name is returned unchanged.
+        """
         return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
-        """Create an instance of an entry. ``value`` is the entry's name, or a mapping with ``name``
-        and options. Any other value is returned unchanged. Raises ConfigError if the entry is
-        unknown or the options are invalid."""
+        """Create an instance of an entry.
+
+        ``value`` is the entry's name, or a mapping with ``name`` and options. Any other value is
+        returned unchanged. Raises ConfigError if the entry is unknown or the options are invalid.
+        """
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
@@ -350,8 +362,10 @@ class Registry(Mapping[str, Any]):
         self._loaded.clear()
 
     def entries(self) -> Iterator[PluginEntry]:
-        """Yield every name of the registry with its origin. Entries of installed packages are
-        imported, so that a broken entry is listed with its error."""
+        """Yield every name of the registry with its origin.
+
+        Entries of installed packages are imported, so that a broken entry is listed with its error.
+        """
         for name, entry in self._table.items():
             origin = "ramify" if name in self.ours else "recipe"
             yield PluginEntry(self.kind, name, origin, _about(entry))
@@ -401,8 +415,11 @@ class Registry(Mapping[str, Any]):
 
 
 def registries() -> Iterator[Registry | PluginEntry]:
-    """Yield all registries. If a registry needs a package that is not installed, an entry with that
-    error is yielded instead."""
+    """Yield all registries.
+
+    If a registry needs a package that is not installed, an entry with that error is yielded
+    instead.
+    """
     for location in REGISTRIES:
         try:
             yield load_object(location, location)
@@ -411,14 +428,18 @@ def registries() -> Iterator[Registry | PluginEntry]:
 
 
 def is_reference(name: str) -> bool:
-    """Return True if a name is the location of an object, and not a name in a registry. Locations
-    are ``module:name``, ``file.py:name`` and dotted module names."""
+    """Return True if a name is the location of an object, and not a name in a registry.
+
+    Locations are ``module:name``, ``file.py:name`` and dotted module names.
+    """
     return not {*".:/"}.isdisjoint(name)
 
 
 def _resolved(location: str) -> Any:
-    """Return the object at a location. The location is ``module:name``, or a dotted path of a
-    module or of an object in one."""
+    """Return the object at a location.
+
+    The location is ``module:name``, or a dotted path of a module or of an object in one.
+    """
     module, _, name = location.partition(":")
     if name:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
@@ -432,8 +453,11 @@ def _resolved(location: str) -> Any:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load a Python file and return its module. The file is executed again only if it has changed.
-    It can import modules from its own folder, and its errors are raised unchanged."""
+    """Load a Python file and return its module.
+
+    The file is executed again only if it has changed. It can import modules from its own folder,
+    and its errors are raised unchanged.
+    """
     path = path.absolute()
     return _run_file(path, path.stat().st_mtime_ns)
 
@@ -460,8 +484,10 @@ def _run_file(path: Path, _changed_ns: int) -> ModuleType:
 
 
 def check_methods(field: str, part: Any, *methods: str) -> None:
-    """Raise ConfigError if an object lacks one of the named methods. ``field`` is the option's name
-    in the error message."""
+    """Raise ConfigError if an object lacks one of the named methods.
+
+    ``field`` is the option's name in the error message.
+    """
     missing = [name for name in methods if not callable(getattr(part, name, None))]
     if missing:
         raise ConfigError(
@@ -472,8 +498,11 @@ def check_methods(field: str, part: Any, *methods: str) -> None:
 
 def import_reference(kind: type) -> str:
     """Return the location from which a class can be loaded again, either ``file.py:Class`` or
-    ``module:Class``. Returns an empty string for Ramify's own classes, which have registered names,
-    and for classes defined inside a function or outside a file."""
+    ``module:Class``.
+
+    Returns an empty string for Ramify's own classes, which have registered names, and for classes
+    defined inside a function or outside a file.
+    """
     module, name = sys.modules.get(kind.__module__), kind.__qualname__
     file = getattr(module, "__file__", None)
     if file is None or "<locals>" in name or kind.__module__.partition(".")[0] == "ramify":
@@ -483,8 +512,10 @@ def import_reference(kind: type) -> str:
 
 
 def replace_plugin_names(part: Any, data: Any) -> None:
-    """Replace plug-in names in a serialized configuration with import locations. A process that
-    resumes the run may not know the registered names of plug-ins."""
+    """Replace plug-in names in a serialized configuration with import locations.
+
+    A process that resumes the run may not know the registered names of plug-ins.
+    """
     if isinstance(part, Mapping):
         for name, each in part.items():
             replace_plugin_names(each, data[name])
@@ -505,8 +536,10 @@ def _module_name(path: Path) -> str:
 
 
 def load_object(location: str, what: str) -> Any:
-    """Return a module, or the object at ``module:name`` or ``file.py:name``. Raises ConfigError if
-    it cannot be loaded. ``what`` is the beginning of the error message."""
+    """Return a module, or the object at ``module:name`` or ``file.py:name``.
+
+    Raises ConfigError if it cannot be loaded. ``what`` is the beginning of the error message.
+    """
     place, _, name = location.rpartition(":")
     if location.startswith(":") or location.endswith((".py", ":", ".")):
         raise ConfigError(f"{what} names no object: write module:name or file.py:name")
@@ -554,8 +587,10 @@ def _lacks(owner: ModuleType | type, name: str) -> str:
 
 def _line_in(place: str, error: BaseException) -> str:
     """Return the line of a file that was running when an error was raised, for the end of an error
-    message: `` in line 3``. Returns an empty string if the line is unknown or the error already
-    mentions it."""
+    message: `` in line 3``.
+
+    Returns an empty string if the line is unknown or the error already mentions it.
+    """
     if not place.endswith(".py") or isinstance(error, SyntaxError):
         return ""
     path = str(Path(place).expanduser().absolute())
@@ -566,7 +601,10 @@ def _line_in(place: str, error: BaseException) -> str:
 
 def _moved(location: str) -> str:
     """Return the current location of an object from the location that an earlier version of Ramify
-    stored. A module may have moved several times."""
+    stored.
+
+    A module may have moved several times.
+    """
     for old, new in MOVED_MODULES.items():
         rest = location.removeprefix(old)
         if rest != location and (old.endswith(".") or rest[:1] in ("", ".", ":")):
@@ -585,8 +623,10 @@ def _place(entry: Any) -> str:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Return True if two entries are the same object of the same file. A file may be imported
-    twice, as a module and as ``file.py:name``."""
+    """Return True if two entries are the same object of the same file.
+
+    A file may be imported twice, as a module and as ``file.py:name``.
+    """
     if _place(first) == _place(second):
         return True
     places = [
@@ -598,8 +638,11 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _about(entry: Any) -> str:
-    """Return the first sentence of an entry's docstring. For a location within Ramify, it is read
-    from the source text, because importing the module may require a missing package."""
+    """Return the first sentence of an entry's docstring.
+
+    For a location within Ramify, it is read from the source text, because importing the module may
+    require a missing package.
+    """
     if isinstance(entry, str):
         text = _doc_in_source(entry)
     elif isinstance(entry, ModuleType | type) or callable(entry):
@@ -611,8 +654,10 @@ def _about(entry: Any) -> str:
 
 
 def _doc_in_source(location: str) -> str:
-    """Return the docstring of a module, class or function in this package without importing it. For
-    an assignment, it is the string that follows."""
+    """Return the docstring of a module, class or function in this package without importing it.
+
+    For an assignment, it is the string that follows.
+    """
     module, _, name = location.partition(":")
     path = os.path.join(os.path.dirname(__file__), *module.split(".")[1:])
     path = f"{path}/__init__.py" if os.path.isdir(path) else f"{path}.py"
@@ -661,8 +706,10 @@ def explain_conversion_error(error: Exception, kind: Any) -> str:
 
 
 def _members(kind: Any) -> list[Any]:
-    """Return the members of a union type. Any other type is returned as the only element of a
-    list."""
+    """Return the members of a union type.
+
+    Any other type is returned as the only element of a list.
+    """
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return [kind]
     return [inner for each in typing.get_args(kind) for inner in _members(each)]

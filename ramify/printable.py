@@ -46,8 +46,10 @@ _RETURN = lazy_pattern(r"\r\n?")
 
 
 def one_line(text: str) -> str:
-    """Replace each unprintable character, so that the text fits on one line. For example,
-    ``"a\\nb"`` becomes ``"a\ufffdb"``. Use this for untrusted text such as file names."""
+    """Replace each unprintable character, so that the text fits on one line.
+
+    For example, ``"a\\nb"`` becomes ``"a\ufffdb"``. Use this for untrusted text such as file names.
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
@@ -66,27 +68,37 @@ def clean_line(text: str) -> str:
 
 
 def escape_json_controls(json: bytes) -> bytes:
-    """Replace control characters in encoded JSON with escapes such as ``\\u009b``. The value of the
-    JSON does not change."""
+    """Replace control characters in encoded JSON with escapes such as ``\\u009b``.
+
+    The value of the JSON does not change.
+    """
     return _ENCODED_CONTROLS.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)
 
 
 class SanitizingTerminalStream(io.TextIOBase):
     """A terminal output stream that removes escape sequences and control characters from everything
-    written to it. Lines passed to ``write_cleaned_line`` are exempt."""
+    written to it.
+
+    Lines passed to ``write_cleaned_line`` are exempt.
+    """
 
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
         """The unprotected stream, for programs that draw on the terminal, such as a live view."""
 
     def write(self, text: str, /) -> int:
-        """Write ``text`` with escape sequences and control characters removed. A carriage return
-        becomes a line break, so that progress bars stay readable."""
+        """Write ``text`` with escape sequences and control characters removed.
+
+        A carriage return becomes a line break, so that progress bars stay readable.
+        """
         self.terminal.write(clean(_RETURN.sub("\n", text)))
         return len(text)
 
     def write_cleaned_line(self, line: str) -> None:
-        """Write a line unchanged. The caller must clean the line before adding colors."""
+        """Write a line unchanged.
+
+        The caller must clean the line before adding colors.
+        """
         self.terminal.write(line)
 
     def flush(self) -> None:

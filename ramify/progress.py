@@ -1,5 +1,6 @@
-"""Progress reporting for long tasks. The code that does the work reports its progress, and front
-ends display it.
+"""Progress reporting for long tasks.
+
+The code that does the work reports its progress, and front ends display it.
 
     with report_progress("reading", unit="bytes") as task:    loading, tokenizing, evaluating, …
         task.at(12_000, note="server.log")
@@ -59,8 +60,10 @@ class ProgressState(msgspec.Struct, frozen=True):
 
 
 class ReplyTextDelta(msgspec.Struct, frozen=True):
-    """A piece of a model's reply that has just arrived. The run's journal records only complete
-    replies."""
+    """A piece of a model's reply that has just arrived.
+
+    The run's journal records only complete replies.
+    """
 
     run: str
     call: str
@@ -100,8 +103,10 @@ class ProgressReporter:
         self._recorded_at = -math.inf
 
     def at(self, done: float, note: str | None = None) -> None:
-        """Set the amount of work that is done. If ``note`` is given, it replaces the previous
-        note."""
+        """Set the amount of work that is done.
+
+        If ``note`` is given, it replaces the previous note.
+        """
         self.done = done
         if note is not None:
             self.note = note
@@ -136,9 +141,11 @@ class ProgressReporter:
 def report_progress(
     what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
 ) -> Iterator[ProgressReporter]:
-    """Report the progress of a task while a ``with`` block runs. The task ends with the block, even
-    after an error. ``total`` is the amount of work in ``unit``, of which ``first`` was done
-    before."""
+    """Report the progress of a task while a ``with`` block runs.
+
+    The task ends with the block, even after an error. ``total`` is the amount of work in ``unit``,
+    of which ``first`` was done before.
+    """
     task = ProgressReporter(what, total, unit, note, first)
     task._notify()
     try:
@@ -165,15 +172,19 @@ def subscribe(listener: Listener) -> Iterator[None]:
 
 def heartbeat() -> None:
     """Report that long work is still making progress, so that a watchdog does not consider it hung.
-    May be called from any thread."""
+
+    May be called from any thread.
+    """
     for pulse in _pulses:
         pulse()
 
 
 @contextlib.contextmanager
 def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
-    """Call a function at every ``heartbeat()`` while a ``with`` block runs. The function must
-    return quickly."""
+    """Call a function at every ``heartbeat()`` while a ``with`` block runs.
+
+    The function must return quickly.
+    """
     global _pulses
     _pulses = (*_pulses, pulse)
     try:

@@ -23,9 +23,11 @@ NAMESPACES = (
 
 
 def public_name_advice(package: str, name: str) -> str:
-    """Return the end of an error message about an unknown name of ``package``. Returns an empty
-    string if no public name resembles it. Case and underscores are ignored. A name that exists in
-    another namespace is preferred to one that is only similar."""
+    """Return the end of an error message about an unknown name of ``package``.
+
+    Returns an empty string if no public name resembles it. Case and underscores are ignored. A name
+    that exists in another namespace is preferred to one that is only similar.
+    """
     from difflib import get_close_matches
 
     here = _names(package)

@@ -1,5 +1,6 @@
-"""Redact secrets from everything that journals and logs write. This is the last line of defence for
-keys.
+"""Redact secrets from everything that journals and logs write.
+
+This is the last line of defence for keys.
 
     SecretRedactor().redact(text)    redacts known secrets: for journals, which keep all other text
     redact_likely_secrets(text)      also what looks like a secret: for logs, errors, configurations
@@ -58,8 +59,10 @@ _remembered: dict[str, str] = {}
 
 
 class SecretRedactor:
-    """A redactor that finds the secret values of this process in text and replaces them. It also
-    covers values that are registered later with ``remember``."""
+    """A redactor that finds the secret values of this process in text and replaces them.
+
+    It also covers values that are registered later with ``remember``.
+    """
 
     def __init__(
         self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
@@ -82,8 +85,10 @@ class SecretRedactor:
         self._encoded = [msgspec.json.encode(_clean(form))[1:-1] for form in self._names]
 
     def found_in(self, line: bytes) -> bool:
-        """Return True if an encoded line of JSON contains a secret. The line is searched once for
-        each secret, which is fast."""
+        """Return True if an encoded line of JSON contains a secret.
+
+        The line is searched once for each secret, which is fast.
+        """
         if len(_remembered) != self._num_remembered:
             self._prepare()
         for secret in self._encoded:  # noqa: SIM110 -- a generator takes twice as long
@@ -116,7 +121,10 @@ class SecretRedactor:
 
     def trim_partial_secret(self, text: str) -> str:
         """Cut off the end of ``text`` if it may be the beginning of a secret, such as ``sk-1`` of
-        ``sk-123…``. Use this for text that is displayed while it arrives."""
+        ``sk-123…``.
+
+        Use this for text that is displayed while it arrives.
+        """
         cut = len(text)
         for value in self._names:
             start = text.find(value[:_MIN_BEGINNING], max(0, len(text) - len(value)))
@@ -164,8 +172,10 @@ def forms_of(value: str) -> tuple[str, ...]:
 
 def _in_base64(value: bytes) -> Iterator[str]:
     """Yield the base64 fragments that reveal a secret inside longer encoded text, such as
-    ``user:secret``. Three bytes become four characters, so each of the three possible offsets has
-    its own fragment."""
+    ``user:secret``.
+
+    Three bytes become four characters, so each of the three possible offsets has its own fragment.
+    """
     for before in range(3):
         encoded = binascii.b2a_base64(bytes(before) + value, newline=False)
         # The first and last characters also depend on the bytes around the value.
@@ -187,9 +197,10 @@ def names_a_secret(name: str) -> bool:
 
 
 def redact_likely_secrets(text: str, known: SecretRedactor | None = None) -> str:
-    """Redact known secrets in ``text``, and everything that looks like a secret. This includes
-    logins and keys in URLs, values after names such as ``api_key``, and strings in the format of a
-    provider's keys.
+    """Redact known secrets in ``text``, and everything that looks like a secret.
+
+    This includes logins and keys in URLs, values after names such as ``api_key``, and strings in
+    the format of a provider's keys.
 
     ``"https://me:pw@host/v1?key=k"`` becomes ``"https://«redacted»@host/v1?key=«redacted»"``.
     """
@@ -214,14 +225,19 @@ def likely_secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int,
 
 
 def without_url_secrets(text: str) -> str:
-    """Redact logins and keys in URLs. Call this before redacting known secrets, because their
-    placeholders contain spaces, which would break the URLs."""
+    """Redact logins and keys in URLs.
+
+    Call this before redacting known secrets, because their placeholders contain spaces, which would
+    break the URLs.
+    """
     return QUERY.sub(rf"\1{MARK}", LOGIN.sub(f"//{MARK}@", text))
 
 
 def _is_secret(value: str) -> bool:
-    """Return True if a value may be a secret. Short words, plain numbers and paths of key files are
-    not, because they occur in ordinary text."""
+    """Return True if a value may be a secret.
+
+    Short words, plain numbers and paths of key files are not, because they occur in ordinary text.
+    """
     return (
         len(value) >= MIN_CHARS
         and not value.isdigit()
@@ -230,6 +246,8 @@ def _is_secret(value: str) -> bool:
 
 
 def _clean(value: str) -> str:
-    """Replace lone surrogates, which JSON lines cannot contain. They come from environment
-    variables that are not UTF-8."""
+    """Replace lone surrogates, which JSON lines cannot contain.
+
+    They come from environment variables that are not UTF-8.
+    """
     return value.encode("utf-8", "replace").decode()

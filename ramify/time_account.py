@@ -1,5 +1,7 @@
-"""Measures where the time of a training step goes. Code reports which part of the step it is
-working on, and a ``TimeAccount`` totals the wall and CPU time of each part.
+"""Measures where the time of a training step goes.
+
+Code reports which part of the step it is working on, and a ``TimeAccount`` totals the wall and CPU
+time of each part.
 
     with TimeAccount(): …                the account of this process; ``train/trainer.py`` opens it
     with WallAndCpuTimer("packing"): …   one thread works on a part; awaits nothing meanwhile
@@ -61,8 +63,9 @@ class PartTimes(NamedTuple):
 
 
 class TimeAccount:
-    """Totals the wall and CPU time of each part of a training step. Open it and call ``take`` in
-    the thread of the event loop.
+    """Totals the wall and CPU time of each part of a training step.
+
+    Open it and call ``take`` in the thread of the event loop.
     """
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
@@ -100,8 +103,9 @@ class TimeAccount:
         _account = self._outer
 
     def begin_part(self, part: Part) -> None:
-        """Record that a part of the work begins. The same part may begin several times at once, and
-        each begin needs its own ``end_part``.
+        """Record that a part of the work begins.
+
+        The same part may begin several times at once, and each begin needs its own ``end_part``.
         """
         with self._lock:
             self._charge()
@@ -167,8 +171,9 @@ class TimeAccount:
 
 
 class WallTimer:
-    """A context manager that marks a part of the work as in progress while its block runs. Only
-    wall time is counted.
+    """A context manager that marks a part of the work as in progress while its block runs.
+
+    Only wall time is counted.
     """
 
     __slots__ = ("_account", "_part")
@@ -189,7 +194,9 @@ class WallTimer:
 
 class WallAndCpuTimer:
     """A context manager that counts wall time, and the calling thread's CPU time, for a part of the
-    work. The block must not await anything, but may contain blocks of other parts.
+    work.
+
+    The block must not await anything, but may contain blocks of other parts.
     """
 
     __slots__ = ("_account", "_began_s", "_inner_s", "_outer", "_part")
@@ -225,8 +232,9 @@ class WallAndCpuTimer:
 
 
 def begin_part(part: Part) -> None:
-    """Record that a part of the work begins, for work that does not fit into a ``with`` block. Each
-    begin needs its own ``end_part``.
+    """Record that a part of the work begins, for work that does not fit into a ``with`` block.
+
+    Each begin needs its own ``end_part``.
     """
     if _account is not None:
         _account.begin_part(part)

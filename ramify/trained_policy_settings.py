@@ -1,5 +1,6 @@
-"""Read and write ``policy.json``, which records how the policy in a folder was trained. This module
-also finds the policies that ship with the package.
+"""Read and write ``policy.json``, which records how the policy in a folder was trained.
+
+This module also finds the policies that ship with the package.
 
     ramify/models/NAME/policy.json     a packaged policy, used as --model NAME
     runs/mine/policy/policy.json       a trained one, used as --model local:runs/mine/policy
@@ -75,23 +76,29 @@ def packaged_policies() -> tuple[str, ...]:
 
 
 def packaged_policy_folder(name: str) -> Path | None:
-    """Return the folder of the policy ``name`` that ships with Ramify. Returns None if there is no
-    such policy."""
+    """Return the folder of the policy ``name`` that ships with Ramify.
+
+    Returns None if there is no such policy.
+    """
     return _PACKAGED / name if name in packaged_policies() else None
 
 
 def local_model_folder(model: str) -> Path | None:
-    """Return the folder of a model that runs in this process. Returns None for any other model
-    name."""
+    """Return the folder of a model that runs in this process.
+
+    Returns None for any other model name.
+    """
     if model.startswith("local:"):
         return Path(model.removeprefix("local:")).expanduser()
     return packaged_policy_folder(model)
 
 
 def read_card(folder: Path) -> TrainedPolicySettings:
-    """Read the training settings that ``folder`` stores for its policy. Returns defaults if the
-    file is missing. Raises ConfigError for an invalid file. In the folder of a training run, a file
-    of this name has another purpose and is ignored."""
+    """Read the training settings that ``folder`` stores for its policy.
+
+    Returns defaults if the file is missing. Raises ConfigError for an invalid file. In the folder
+    of a training run, a file of this name has another purpose and is ignored.
+    """
     path = folder / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=TrainedPolicySettings)
@@ -111,16 +118,20 @@ def read_card(folder: Path) -> TrainedPolicySettings:
 
 
 def run_policy_folder(run: Path) -> Path | None:
-    """Return the policy folder inside the training run's folder ``run``. Returns None if ``run``
-    does not belong to a training run."""
+    """Return the policy folder inside the training run's folder ``run``.
+
+    Returns None if ``run`` does not belong to a training run.
+    """
     folder = run / "policy"
     is_run = (folder / "config.json").is_file() and not (run / "config.json").is_file()
     return folder if is_run else None
 
 
 def write_card(folder: Path, card: TrainedPolicySettings) -> None:
-    """Write a policy's training settings ``card`` to ``folder``. If all settings have their
-    defaults, no file is written and an old one is removed."""
+    """Write a policy's training settings ``card`` to ``folder``.
+
+    If all settings have their defaults, no file is written and an old one is removed.
+    """
     if card == TrainedPolicySettings():
         (folder / FILE).unlink(missing_ok=True)
         return

@@ -19,8 +19,10 @@ _IS_ROLLOUT = (b'"question":', b'"schema_version":')
 
 def training_run_hint(path: Path) -> str:
     """If a training run wrote ``path``, return a hint that says what it is and which command reads
-    it: ``it is a checkpoint of a training run: continue it with …``. Otherwise return an empty
-    string."""
+    it: ``it is a checkpoint of a training run: continue it with …``.
+
+    Otherwise return an empty string.
+    """
     path = path.expanduser()
     if _is_run(path):
         policy = path / "policy"

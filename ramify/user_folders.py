@@ -21,7 +21,10 @@ _XDG = {
 
 
 def user_folder(kind: Literal["config", "data", "cache"]) -> Path:
-    """Return this user's folder for files of one kind. The folder need not exist."""
+    """Return this user's folder for files of one kind.
+
+    The folder need not exist.
+    """
     if sys.platform != "linux":
         import platformdirs
 

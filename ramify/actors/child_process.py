@@ -1,5 +1,6 @@
-"""Start processes on this machine, each with its own session and log. When this process ends, each
-of them is ended too, together with everything that it started.
+"""Start processes on this machine, each with its own session and log.
+
+When this process ends, each of them is ended too, together with everything that it started.
 
     child = ChildProcess(command, log=…)
     child.poll()           exit status, or None while it runs
@@ -56,8 +57,10 @@ is cut off by the quote is still recognised and redacted."""
 
 
 class ProcessHandle(Protocol):
-    """A running process that this process started, on this machine or on another one. Its
-    methods are thread-safe."""
+    """A running process that this process started, on this machine or on another one.
+
+    Its methods are thread-safe.
+    """
 
     pid: int
     """Process id; 0 if it runs on another machine."""
@@ -65,18 +68,25 @@ class ProcessHandle(Protocol):
     """Description for messages, such as ``process 4711 on node-2``."""
 
     def poll(self) -> int | None:
-        """Return the exit status of the process, or None while it runs. If a signal killed the
-        process, the status is the negative signal number."""
+        """Return the exit status of the process, or None while it runs.
+
+        If a signal killed the process, the status is the negative signal number.
+        """
         ...
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and its process group. Does nothing if the process has
-        ended."""
+        """Send a signal to the process and its process group.
+
+        Does nothing if the process has ended.
+        """
         ...
 
     def end(self, timeout_s: float) -> None:
         """Send SIGTERM, wait up to ``timeout_s`` seconds, then kill the process and everything it
-        started. Calling this again has no effect."""
+        started.
+
+        Calling this again has no effect.
+        """
         ...
 
     def exit_reason(self) -> str:
@@ -101,8 +111,9 @@ class ChildProcess:
         inherits: bool = True,
         left_s: float = 0.0,
     ) -> None:
-        """Start ``command`` as a child process, and return once it runs. Raises OSError, which
-        names the program, if the command cannot be started.
+        """Start ``command`` as a child process, and return once it runs.
+
+        Raises OSError, which names the program, if the command cannot be started.
 
         The child gets the environment of this process with ``environment`` added to it; if
         ``inherits`` is False, it gets ``environment`` alone. Output is appended to ``log``, which
@@ -158,15 +169,20 @@ class ChildProcess:
         self.where = f"process {self.pid} on {os.uname().nodename}"
 
     def poll(self) -> int | None:
-        """Return the exit status of the process, or None while it runs. The status is negative
-        if a signal killed the process. By the time a status is returned, everything that the
-        process started has ended, too."""
+        """Return the exit status of the process, or None while it runs.
+
+        The status is negative if a signal killed the process. By the time a status is returned,
+        everything that the process started has ended, too.
+        """
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait up to ``timeout_s`` seconds for the process to end, and return its exit status,
-        or None if it still runs. The status is the negative signal number if a signal killed the
-        process. A timeout of None waits forever."""
+        """Wait up to ``timeout_s`` seconds for the process to end, and return its exit status, or
+        None if it still runs.
+
+        The status is the negative signal number if a signal killed the process. A timeout of None
+        waits forever.
+        """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None and self._is_readable(until):
             with self._lock:  # another thread may have read the line
@@ -175,13 +191,17 @@ class ChildProcess:
         return self._status
 
     def fileno(self) -> int:
-        """Return a file descriptor that becomes readable once the process has ended. A selector
-        or an event loop can wait for it; ``poll`` then returns the exit status."""
+        """Return a file descriptor that becomes readable once the process has ended.
+
+        A selector or an event loop can wait for it; ``poll`` then returns the exit status.
+        """
         return self._socket
 
     def log_tail(self) -> str:
-        """Return the end of the process's log as one line. Secrets from the process's
-        environment are redacted."""
+        """Return the end of the process's log as one line.
+
+        Secrets from the process's environment are redacted.
+        """
         if self._log is None:
             return ""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
@@ -193,8 +213,10 @@ class ChildProcess:
         return ""
 
     def exit_reason(self) -> str:
-        """Describe how the process ended, and quote the end of its log, for an error message. If
-        its connections have only just closed, the process first gets a moment to end."""
+        """Describe how the process ended, and quote the end of its log, for an error message.
+
+        If its connections have only just closed, the process first gets a moment to end.
+        """
         status = self.wait(_ENDS_S)
         return exit_reason(status, self._reason, self.log_tail() if self._log else None)
 
@@ -224,7 +246,10 @@ class ChildProcess:
 
     def _started(self, program: str) -> int:
         """Wait until the guard process has started the command, and return the command's process
-        id. Raises OSError if the command cannot be started."""
+        id.
+
+        Raises OSError if the command cannot be started.
+        """
         line, until = None, time.monotonic() + _START_S
         while line is None and self._is_readable(until):
             line = self._line()
@@ -246,7 +271,10 @@ class ChildProcess:
 
     def _line(self) -> str | None:
         """Return the next line that the guard process has sent, or None if no complete line has
-        arrived yet. An empty string means that the guard has ended."""
+        arrived yet.
+
+        An empty string means that the guard has ended.
+        """
         try:
             block = os.read(self._socket, 1000)
         except BlockingIOError:
@@ -286,8 +314,11 @@ _KEPT = ("LD_LIBRARY_PATH", "PATH")
 
 
 def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
-    """End several child processes at the same time. Each gets SIGTERM and up to ``timeout_s``
-    seconds to end. After that, it is killed with everything it started."""
+    """End several child processes at the same time.
+
+    Each gets SIGTERM and up to ``timeout_s`` seconds to end. After that, it is killed with
+    everything it started.
+    """
     alive = [child for child in children if child.poll() is None]
     until = time.monotonic() + timeout_s + _KILLED_S
     for child in alive:
@@ -310,7 +341,9 @@ def wait_then_kill(processes: Sequence[ProcessHandle], timeout_s: float) -> None
 
 def exit_reason(status: int | None, reason: str = "", log_tail: str | None = None) -> str:
     """Describe how a process ended, such as "was killed by signal 9", for an error message.
-    ``log_tail`` is the end of the process's log, or None if it has no log."""
+
+    ``log_tail`` is the end of the process's log, or None if it has no log.
+    """
     if status is None:
         how = "still runs"
     elif status < 0:
@@ -331,15 +364,20 @@ def import_path() -> dict[str, str]:
 
 def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
     """Duplicate a file descriptor to a number above 2, so that it does not collide with the
-    standard streams. The copy is closed when ``stack`` ends."""
+    standard streams.
+
+    The copy is closed when ``stack`` ends.
+    """
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     stack.callback(os.close, copy)
     return copy
 
 
 def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
-    """Return the read end of a pipe that already holds ``data``. The data must not exceed
-    ``select.PIPE_BUF`` bytes, so that writing it cannot block."""
+    """Return the read end of a pipe that already holds ``data``.
+
+    The data must not exceed ``select.PIPE_BUF`` bytes, so that writing it cannot block.
+    """
     assert len(data) <= select.PIPE_BUF, "more would block"
     reading, writing = os.pipe()
     stack.callback(os.close, reading)
@@ -349,8 +387,10 @@ def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
-    """End a child process whose ``ChildProcess`` object was garbage-collected. Closing the
-    socket to its guard process makes the guard end the child."""
+    """End a child process whose ``ChildProcess`` object was garbage-collected.
+
+    Closing the socket to its guard process makes the guard end the child.
+    """
     os.close(descriptor)
     with contextlib.suppress(RuntimeError):  # at the end of the interpreter
         threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()
@@ -358,6 +398,7 @@ def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
 
 class RequestProcessPool:
     """A pool of small helper processes, each of which answers one request at a time over its pipes.
+
     Processes are started on demand, kept while idle, and ended with this process.
 
         with processes.lend_process() as process:
@@ -372,8 +413,10 @@ class RequestProcessPool:
 
     @contextlib.contextmanager
     def lend_process(self) -> Iterator[subprocess.Popen[Any]]:
-        """Lend a process from the pool for the duration of a ``with`` block. No other caller
-        uses the process in the meantime."""
+        """Lend a process from the pool for the duration of a ``with`` block.
+
+        No other caller uses the process in the meantime.
+        """
         with self._lock:
             process = self._idle.pop() if self._idle else None
         if process is not None and process.poll() is not None:
@@ -407,8 +450,11 @@ def kill_and_reap(process: subprocess.Popen[Any]) -> None:
 
 
 class ForegroundProcess:
-    """Runs commands in the terminal one after the other, and forwards SIGINT, SIGTERM and SIGHUP
-    to the running command. It is a context manager."""
+    """Runs commands in the terminal one after the other, and forwards SIGINT, SIGTERM and SIGHUP to
+    the running command.
+
+    It is a context manager.
+    """
 
     def __init__(self) -> None:
         self.was_stopped = False
@@ -427,8 +473,10 @@ class ForegroundProcess:
             self._process.end(0.0)
 
     def run(self, command: Sequence[str]) -> int:
-        """Run a command on the standard streams of this process, and wait for it. Returns its
-        exit status, which is negative if a signal killed the command."""
+        """Run a command on the standard streams of this process, and wait for it.
+
+        Returns its exit status, which is negative if a signal killed the command.
+        """
         self._process = ChildProcess(command, files=(0, 1, 2))
         if self.was_stopped:  # by a signal that came before there was a process
             self._process.signal(signal.SIGTERM)
@@ -437,8 +485,11 @@ class ForegroundProcess:
         return code
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for a number of seconds. Raises KeyboardInterrupt if this process has received a
-        signal, either before or during the sleep."""
+        """Sleep for a number of seconds.
+
+        Raises KeyboardInterrupt if this process has received a signal, either before or during the
+        sleep.
+        """
         until = time.monotonic() + seconds
         while not self.was_stopped and time.monotonic() < until:
             time.sleep(0.05)
@@ -446,8 +497,10 @@ class ForegroundProcess:
             raise KeyboardInterrupt
 
     def _stop(self, number: int, _: object) -> None:
-        """Forward a signal to the running command. The command has a separate session, so it
-        does not receive the terminal's signals itself."""
+        """Forward a signal to the running command.
+
+        The command has a separate session, so it does not receive the terminal's signals itself.
+        """
         self.was_stopped = True
         if self._process is not None:
             self._process.signal(number)

@@ -39,6 +39,7 @@ def split_command(
     command: str | Sequence[str], placeholders: Collection[str], where: str
 ) -> list[str]:
     """Split a user's command into words, and check that it uses only the given placeholders.
+
     ``where`` is the beginning of each error message.
 
     Raises ConfigError if the command is empty, or has an unclosed quote or an unknown
@@ -72,8 +73,11 @@ def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
 
 def absolute_word(word: str) -> str:
     """Return the absolute path of a word of a command if the word names a file in the current
-    folder. Other words are returned unchanged. This is needed because the command will run in
-    another folder."""
+    folder.
+
+    Other words are returned unchanged. This is needed because the command will run in another
+    folder.
+    """
     if "{" in word or os.path.isabs(word) or not os.path.isfile(word):
         return word
     if os.sep not in word and shutil.which(word) is not None:

@@ -37,12 +37,16 @@ class ConnectBackTicket(msgspec.Struct, frozen=True):
 
 
 class ConnectBackListener(ChannelListener):
-    """Accepts connections from processes that were started with one of its tickets. A ticket
-    holds the listener's address, a secret key, and the name of the process."""
+    """Accepts connections from processes that were started with one of its tickets.
+
+    A ticket holds the listener's address, a secret key, and the name of the process.
+    """
 
     def ticket(self, name: str) -> bytes:
-        """Return a ticket for a new process, as bytes to pass on its standard input. The ticket
-        holds the run's address and key. The process then calls ``connect_back``."""
+        """Return a ticket for a new process, as bytes to pass on its standard input.
+
+        The ticket holds the run's address and key. The process then calls ``connect_back``.
+        """
         return encode(ConnectBackTicket(self.address, self.key, name))
 
 
@@ -54,15 +58,19 @@ def read_ticket() -> ConnectBackTicket:
 
 
 def connect_back() -> Channel:
-    """Connect this process to the run that started it. The run's address and key are read from
-    the ticket on standard input."""
+    """Connect this process to the run that started it.
+
+    The run's address and key are read from the ticket on standard input.
+    """
     ticket = read_ticket()
     return connect(ticket.address, ticket.key, ticket.name)
 
 
 def beat(send: Callable[[], None], stop: threading.Event) -> None:
-    """Start a thread that sends a heartbeat every second until ``stop`` is set. ``send`` sends
-    one heartbeat."""
+    """Start a thread that sends a heartbeat every second until ``stop`` is set.
+
+    ``send`` sends one heartbeat.
+    """
 
     def run() -> None:
         while not stop.wait(BEAT_S):
@@ -79,18 +87,25 @@ class MissedHeartbeatDetector:
     """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
-        """Create a detector with a limit of ``limit_s`` seconds. The caller must then call
-        ``is_overdue`` every ``look_s`` seconds."""
+        """Create a detector with a limit of ``limit_s`` seconds.
+
+        The caller must then call ``is_overdue`` every ``look_s`` seconds.
+        """
         self.limit_s = limit_s
         self._look_s = look_s
         self._quiet_s = 0.0
 
     def heard(self) -> None:
-        """Record that the process has sent a message. Any thread may call this."""
+        """Record that the process has sent a message.
+
+        Any thread may call this.
+        """
         self._quiet_s = 0.0
 
     def is_overdue(self) -> bool:
-        """Return True if no message has arrived for more than the limit. Call this at regular
-        intervals, because each call counts as one interval of silence."""
+        """Return True if no message has arrived for more than the limit.
+
+        Call this at regular intervals, because each call counts as one interval of silence.
+        """
         self._quiet_s += self._look_s
         return self._quiet_s > self.limit_s

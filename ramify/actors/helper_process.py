@@ -29,11 +29,13 @@ _BARE = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TZ")
 
 
 def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Popen[bytes]:
-    """Start a Python process that calls the function ``serve``, given as ``module:name``. The
-    process answers requests over its standard input and output.
+    """Start a Python process that calls the function ``serve``, given as ``module:name``.
+
+    The process answers requests over its standard input and output.
 
     If ``is_bare`` is True, the process does not get the environment variables of this process,
-    because they may contain API keys."""
+    because they may contain API keys.
+    """
     module, _, function = serve.partition(":")
     kept = {n: v for n, v in os.environ.items() if not is_bare or n in _BARE}
     return subprocess.Popen(
@@ -62,8 +64,10 @@ def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: flo
 
 
 def answer_requests(answer: Callable[[list[bytes]], Sequence[bytes]]) -> None:
-    """Answer requests from standard input until it is closed or memory runs out. The function
-    ``answer`` computes each response."""
+    """Answer requests from standard input until it is closed or memory runs out.
+
+    The function ``answer`` computes each response.
+    """
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt, MemoryError):
         while True:

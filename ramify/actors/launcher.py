@@ -1,5 +1,6 @@
-"""Start the processes of a run, each on its slot, which is a reserved share of a machine. Processes
-run on this machine, or on other machines through Ray.
+"""Start the processes of a run, each on its slot, which is a reserved share of a machine.
+
+Processes run on this machine, or on other machines through Ray.
 
     launcher.start(RoleInstanceId("trainer", 1), command, environment, log)
         ->  a Process, which can be polled and ended, and says why it ended
@@ -100,7 +101,9 @@ _KILLED = -int(signal.SIGKILL)
 
 class Launcher(Protocol):
     """Starts the processes of a run, each on its slot, which is a reserved share of one machine.
-    Implementations are thread-safe."""
+
+    Implementations are thread-safe.
+    """
 
     @property
     def address(self) -> str:
@@ -123,8 +126,10 @@ class Launcher(Protocol):
         ...
 
     def address_of(self, member: RoleInstanceId) -> str:
-        """Return the network address of the machine on which a process is placed. Other
-        processes connect to this address."""
+        """Return the network address of the machine on which a process is placed.
+
+        Other processes connect to this address.
+        """
         ...
 
     def free_port(self, member: RoleInstanceId) -> int:
@@ -132,12 +137,18 @@ class Launcher(Protocol):
         ...
 
     def renew(self, member: RoleInstanceId) -> None:
-        """Ensure that a process still has a slot. If its slot is lost, find another one, perhaps
-        on another machine. This may take a while. Raises ConfigError if no slot is available."""
+        """Ensure that a process still has a slot.
+
+        If its slot is lost, find another one, perhaps on another machine. This may take a while.
+        Raises ConfigError if no slot is available.
+        """
         ...
 
     def close(self) -> None:
-        """End all processes that this launcher started. Calling this again has no effect."""
+        """End all processes that this launcher started.
+
+        Calling this again has no effect.
+        """
         ...
 
 
@@ -157,7 +168,10 @@ class LocalLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> ChildProcess:
-        """Start a process on this machine. Raises ConfigError if the process cannot be started."""
+        """Start a process on this machine.
+
+        Raises ConfigError if the process cannot be started.
+        """
         try:
             child = self._children[member] = ChildProcess(
                 command, environment=environment, log=log, stdin=stdin, stopped_s=STOPPED_S
@@ -180,11 +194,13 @@ class LocalLauncher:
 
 
 class NodeAgent:
-    """Starts and controls the run's processes on one slot of a cluster node. An agent is itself a
-    process on that node.
+    """Starts and controls the run's processes on one slot of a cluster node.
+
+    An agent is itself a process on that node.
 
     The cluster's software (Ray) starts the agent; the agent uses that software only to report its
-    location."""
+    location.
+    """
 
     def __init__(self) -> None:
         self._children: dict[str, ChildProcess] = {}
@@ -209,11 +225,13 @@ class NodeAgent:
         folder: str,
         stdin: bytes = b"",
     ) -> int | str:
-        """Start a command on the agent's machine. Returns the process id, or an error message if
-        the command cannot be started.
+        """Start a command on the agent's machine.
+
+        Returns the process id, or an error message if the command cannot be started.
 
         The command runs in ``folder`` if that exists there. If its first word is ``python``, the
-        path of the caller's interpreter, the interpreter of the agent's machine is used instead."""
+        path of the caller's interpreter, the interpreter of the agent's machine is used instead.
+        """
         if command[0] == python:
             command = [sys.executable, *command[1:]]
         if name in self._children:
@@ -233,8 +251,11 @@ class NodeAgent:
 
     def poll(self, name: str) -> tuple[int | None]:
         """Return the exit status of a process as a tuple of one element, which is None while the
-        process runs. The tuple distinguishes a running process from a lost agent, because a
-        remote call to a lost agent returns None."""
+        process runs.
+
+        The tuple distinguishes a running process from a lost agent, because a remote call to a lost
+        agent returns None.
+        """
         return (self._children[name].poll(),)
 
     def exit_reason(self, name: str) -> str:
@@ -260,8 +281,11 @@ class NodeAgentProcess:
     def __init__(
         self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool
     ) -> None:
-        """Create a handle to the process ``name``. ``ask`` calls a method of the node agent, and
-        returns None if the agent is gone. In that case the process has ended, too."""
+        """Create a handle to the process ``name``.
+
+        ``ask`` calls a method of the node agent, and returns None if the agent is gone. In that
+        case the process has ended, too.
+        """
         self._ask = ask
         self._name = name
         self.pid = pid if is_here else 0
@@ -301,8 +325,10 @@ def register_cleanup(
     stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]
 ) -> None:
     """Register the resource ``part`` to be closed when the exit stack ends, in reverse order of
-    registration. The first failure of the block or of a resource is raised; later failures are
-    logged."""
+    registration.
+
+    The first failure of the block or of a resource is raised; later failures are logged.
+    """
 
     async def closed(kind: object, first: BaseException | None, trace: object) -> None:
         try:

@@ -1,4 +1,5 @@
 """Encode and decode the messages between the processes of a run, as MessagePack of declared types.
+
 Pickle is never used, because decoding it can run code.
 
     encode(RolloutRequest(…))             bytes
@@ -24,14 +25,18 @@ _Array = tuple[str, tuple[int, ...], memoryview]
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message as MessagePack. Raises TypeError if the message contains an unsupported
-    value."""
+    """Encode a message as MessagePack.
+
+    Raises TypeError if the message contains an unsupported value.
+    """
     return msgspec.msgpack.encode(message, enc_hook=_extension)
 
 
 def decode(data: Any, kind: type[T] | Any) -> T:
-    """Decode a message of the declared type ``kind``. Raises MsgspecError if the data does not
-    match that type."""
+    """Decode a message of the declared type ``kind``.
+
+    Raises MsgspecError if the data does not match that type.
+    """
     found: T = msgspec.msgpack.decode(data, type=kind, ext_hook=_value)
     return found
 
@@ -52,8 +57,10 @@ def _extension(value: Any) -> Any:
 
 
 def _value(code: int, data: memoryview) -> Any:
-    """Decode the array or tensor in a MessagePack extension. Raises MsgspecError if it is
-    malformed."""
+    """Decode the array or tensor in a MessagePack extension.
+
+    Raises MsgspecError if it is malformed.
+    """
     name, shape, flat = msgspec.msgpack.decode(data, type=_Array)
     try:
         if code == _ARRAY:

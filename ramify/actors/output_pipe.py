@@ -25,8 +25,10 @@ class OutputPipe:
     """A pipe that collects the output of a process, and keeps only its last bytes."""
 
     def __init__(self, max_bytes: int, on_read: Callable[[], object] | None = None) -> None:
-        """Create a pipe that keeps the last ``max_bytes`` bytes. ``on_read`` is called in the event
-        loop after each block of output."""
+        """Create a pipe that keeps the last ``max_bytes`` bytes.
+
+        ``on_read`` is called in the event loop after each block of output.
+        """
         self.num_bytes = 0
         """Number of bytes read so far."""
         self._reading, self.writing = os.pipe()
@@ -36,8 +38,11 @@ class OutputPipe:
         self._kept = bytearray()
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start to read the output in the event loop. Call this after the process has received
-        the write end of the pipe, because the copy in this process is closed here."""
+        """Start to read the output in the event loop.
+
+        Call this after the process has received the write end of the pipe, because the copy in this
+        process is closed here.
+        """
         os.close(self.writing)
         self.writing = -1
         loop.add_reader(self._reading, self._read, loop)
@@ -65,8 +70,10 @@ class OutputPipe:
             self._on_read()
 
     def _take(self) -> bool:
-        """Read one block of output. Returns False at the end of the output, or if nothing has
-        arrived."""
+        """Read one block of output.
+
+        Returns False at the end of the output, or if nothing has arrived.
+        """
         try:
             block = os.read(self._reading, _BLOCK)
         except BlockingIOError:

@@ -71,8 +71,10 @@ class ProcessGuard:
         self._pid = self._start(spec)
 
     def run_until_all_exit(self) -> None:
-        """Watch the command until it and everything that it started have exited. Then report the
-        command's exit status to the parent process."""
+        """Watch the command until it and everything that it started have exited.
+
+        Then report the command's exit status to the parent process.
+        """
         try:
             while self._status is None:
                 self._step()
@@ -121,8 +123,11 @@ class ProcessGuard:
         return pid
 
     def _become(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
-        """Execute the command in the process that the guard has forked. If that fails, write the
-        error number to the file descriptor ``failure``, which a successful exec closes."""
+        """Execute the command in the process that the guard has forked.
+
+        If that fails, write the error number to the file descriptor ``failure``, which a successful
+        exec closes.
+        """
         os.setsid()  # signals for the command go to its process group
         self._prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != guard:  # the guard was killed before the line above
@@ -236,8 +241,11 @@ class ProcessGuard:
     # --- end
 
     def _sweep(self) -> None:
-        """End every process that the command started and that is still running. If the command
-        ended by itself, they first have time to end too, and then get SIGTERM before SIGKILL."""
+        """End every process that the command started and that is still running.
+
+        If the command ended by itself, they first have time to end too, and then get SIGTERM before
+        SIGKILL.
+        """
         if not self._is_ending:
             self._num_left = self._await_left()
         began = time.monotonic()
@@ -272,8 +280,10 @@ class ProcessGuard:
 
 
 def _prctl() -> Any:
-    """Return the C function ``prctl``. On systems other than Linux, return a function that does
-    nothing."""
+    """Return the C function ``prctl``.
+
+    On systems other than Linux, return a function that does nothing.
+    """
     if sys.platform != "linux":
         return lambda *_: 0
     import ctypes
@@ -282,8 +292,10 @@ def _prctl() -> Any:
 
 
 def _descendants(root: int) -> Iterator[int]:
-    """Yield the ids of all descendants of the process ``root``. Yields nothing on systems
-    without ``/proc``."""
+    """Yield the ids of all descendants of the process ``root``.
+
+    Yields nothing on systems without ``/proc``.
+    """
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():

@@ -62,20 +62,27 @@ class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndRankGroupRequest(msgspec.Struct, tag="EndGroupRequest", frozen=True):
-    """A message from rank 0 that ends the group. No method call follows it."""
+    """A message from rank 0 that ends the group.
+
+    No method call follows it.
+    """
 
 
 RankRequest = RankMethodCall | EndRankGroupRequest
 
 
 class PeerRankFailedError(TrainError):
-    """Raised on a rank that stops because another rank has failed. The other rank reports the
-    actual error."""
+    """Raised on a rank that stops because another rank has failed.
+
+    The other rank reports the actual error.
+    """
 
 
 class RankGroup:
-    """Lets rank 0 call a method on every rank of a group, itself included, and collect the
-    results. All ranks run the method at the same time."""
+    """Lets rank 0 call a method on every rank of a group, itself included, and collect the results.
+
+    All ranks run the method at the same time.
+    """
 
     def __init__(
         self,
@@ -103,8 +110,9 @@ class RankGroup:
     def call(
         self, verb: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None
     ) -> list[Any]:
-        """Run a method on every rank, and return the results in the order of the ranks. Each rank
-        gets the ``shared`` arguments, followed by the arguments in its entry of ``each``.
+        """Run a method on every rank, and return the results in the order of the ranks.
+
+        Each rank gets the ``shared`` arguments, followed by the arguments in its entry of ``each``.
 
         If ranks raise an error that does not break the group, that error is raised here. If a rank
         is lost, this call and all later ones raise TrainError.
@@ -159,8 +167,10 @@ def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
 
 
 def _received(result: RankMethodResult, kind: Any) -> _Outcome:
-    """Decode the result or the error that another rank has sent. ``kind`` is the return type of
-    the called method."""
+    """Decode the result or the error that another rank has sent.
+
+    ``kind`` is the return type of the called method.
+    """
     if result.error is None:
         return _Outcome(decode(result.value, kind))
     return _Outcome(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
@@ -215,8 +225,10 @@ def _describe(verb: str, error: Exception) -> str:
 def follow(
     own: Any, pulse: RankProgress, talk: Channel, watch: Channel, rank: int, timeout_s: float
 ) -> None:
-    """Serve rank 0: run each method that rank 0 calls, until it ends the group. If rank 0 is
-    gone, or a method fails with an unexpected error, exit this process."""
+    """Serve rank 0: run each method that rank 0 calls, until it ends the group.
+
+    If rank 0 is gone, or a method fails with an unexpected error, exit this process.
+    """
     stop = threading.Event()
     answering = threading.Thread(
         target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True
@@ -248,7 +260,9 @@ def _answer(
     pulse: RankProgress, watch: Channel, rank: int, timeout_s: float, stop: threading.Event
 ) -> None:
     """Answer the requests of rank 0 for signs of life and for the stack, until ``stop`` is set.
-    Exit this process if rank 0 asks for it, is gone, or is silent for ``timeout_s`` seconds."""
+
+    Exit this process if rank 0 asks for it, is gone, or is silent for ``timeout_s`` seconds.
+    """
     beat_s = min(1.0, timeout_s / 10)
     quiet = 0.0
     while not stop.is_set():

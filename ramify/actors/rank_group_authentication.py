@@ -38,15 +38,20 @@ class AuthenticatedGroupFactory:
     """Creates torch.distributed groups, and checks that every member has the run's secret key."""
 
     def __init__(self, key: bytes, is_local: bool) -> None:
-        """Create a factory for groups whose members must have ``key``. ``is_local`` is True if
-        all members run on this machine."""
+        """Create a factory for groups whose members must have ``key``.
+
+        ``is_local`` is True if all members run on this machine.
+        """
         self._key = key
         self._is_local = is_local
 
     def formed(self, form: Callable[[], Any], *devices: str) -> Any:
         """Create a torch.distributed group by calling ``form``, and return it once every member has
-        proved that it has the key. The members exchange this proof over the group's own
-        connections, separately for each of the ``devices`` (``cpu``, ``cuda``)."""
+        proved that it has the key.
+
+        The members exchange this proof over the group's own connections, separately for each of the
+        ``devices`` (``cpu``, ``cuda``).
+        """
         with gloo_on_loopback(self._is_local):
             group = form()
         for device in devices:
@@ -54,8 +59,11 @@ class AuthenticatedGroupFactory:
         return group
 
     def formed_mesh(self, form: Callable[[], Any], device: str) -> Any:
-        """Create a device mesh by calling ``form``, and return it once every member has proved
-        that it has the key. The proof is repeated within the group of each mesh axis."""
+        """Create a device mesh by calling ``form``, and return it once every member has proved that
+        it has the key.
+
+        The proof is repeated within the group of each mesh axis.
+        """
         with gloo_on_loopback(self._is_local):
             mesh = form()
         for axis in range(mesh.ndim):
@@ -70,9 +78,11 @@ class AuthenticatedGroupFactory:
 
 
 def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
-    """Check that every other member of a process group has the run's key. All members must call
-    this together before they use the group. Raises TrainError if a member has another key or is
-    lost."""
+    """Check that every other member of a process group has the run's key.
+
+    All members must call this together before they use the group. Raises TrainError if a member has
+    another key or is lost.
+    """
     rank, size = group.rank(), group.size()
     if size < 2:
         return
@@ -97,9 +107,12 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
 
 @contextlib.contextmanager
 def gloo_on_loopback(is_local: bool) -> Iterator[None]:
-    """Make gloo listen on the loopback interface within a ``with`` block, if all processes are
-    on this machine. By default gloo listens on the host's name, which may not resolve, or may be
-    reachable from other machines."""
+    """Make gloo listen on the loopback interface within a ``with`` block, if all processes are on
+    this machine.
+
+    By default gloo listens on the host's name, which may not resolve, or may be reachable from
+    other machines.
+    """
     # The environment belongs to the whole process, so only one thread may change it at a time.
     with _SETTING:
         if not is_local or _INTERFACE in os.environ or not sys.platform.startswith("linux"):

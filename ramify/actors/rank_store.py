@@ -1,5 +1,7 @@
 """Provide the key-value store through which the processes of a torch.distributed group exchange
-their addresses. All requests travel over authenticated channels.
+their addresses.
+
+All requests travel over authenticated channels.
 
     rank 0           HashStore <── KeyValueStoreServer, one thread per channel <──┐
     rank 1, 2, …     RankStoreClient ── SetKeyRequest, WaitForKeysRequest, … ────────┘
@@ -53,7 +55,10 @@ class CheckKeysRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class IncrementKeyRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request to add a number to the value of a key. A missing key counts as 0."""
+    """A request to add a number to the value of a key.
+
+    A missing key counts as 0.
+    """
 
     key: str
     amount: int
@@ -97,11 +102,13 @@ class KeyValueStoreServer:
     def __init__(
         self, channels: Sequence[Channel], look: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the server, with one thread per channel. Each thread answers the requests of one
-        rank.
+        """Start the server, with one thread per channel.
+
+        Each thread answers the requests of one rank.
 
         ``look`` is called while a rank waits for keys. It should raise TrainError if another rank
-        has ended; the wait then fails with that error."""
+        has ended; the wait then fails with that error.
+        """
         self._store = dist.HashStore()  # type: ignore[attr-defined]
         self._look = look
         ours, theirs = (Channel(each) for each in socket.socketpair())
@@ -114,7 +121,10 @@ class KeyValueStoreServer:
             ).start()
 
     def close(self) -> None:
-        """Close the channels to all ranks. Calling this again has no effect."""
+        """Close the channels to all ranks.
+
+        Calling this again has no effect.
+        """
         for channel in self._channels:
             channel.shut()
         self._channels[0].close()
@@ -152,8 +162,11 @@ class KeyValueStoreServer:
         return RankStoreReply()
 
     def _awaited(self, request: WaitForKeysRequest, channel: Channel) -> RankStoreReply:
-        """Wait until the requested keys exist or the timeout expires. The wait is split into
-        short intervals, so that this thread ends soon after the requesting rank ends."""
+        """Wait until the requested keys exist or the timeout expires.
+
+        The wait is split into short intervals, so that this thread ends soon after the requesting
+        rank ends.
+        """
         until = time.monotonic() + request.timeout_s
         while not channel.is_ended:
             left_s = until - time.monotonic()
@@ -170,11 +183,13 @@ class KeyValueStoreServer:
 
 
 class RankStoreClient(dist.Store):  # type: ignore[name-defined, misc]
-    """A torch.distributed store for all ranks except rank 0. It forwards each request to the
-    key-value store that rank 0 hosts.
+    """A torch.distributed store for all ranks except rank 0.
+
+    It forwards each request to the key-value store that rank 0 hosts.
 
     torch may call the methods from any thread, and the caller must keep the store alive as long as
-    torch uses it."""
+    torch uses it.
+    """
 
     def __init__(self, channel: Channel) -> None:
         super().__init__()

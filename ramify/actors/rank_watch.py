@@ -61,7 +61,10 @@ class RankProgress:
 
     def stack(self) -> str:
         """Return the stack trace of the thread that runs the current method, with the outermost
-        call first. Returns an empty string if there is no such thread."""
+        call first.
+
+        Returns an empty string if there is no such thread.
+        """
         frame = sys._current_frames().get(self.thread)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
@@ -154,13 +157,19 @@ class RankWatch:
             self._thread.start()
 
     def check(self) -> None:
-        """Raise TrainError if a rank has been lost. The group cannot be used afterwards."""
+        """Raise TrainError if a rank has been lost.
+
+        The group cannot be used afterwards.
+        """
         if self._reason:
             raise TrainError(self._reason)
 
     def raise_rank_lost(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
-        """Declare a rank lost, end all other ranks, and raise TrainError. If another rank turns
-        out to be the cause within ``grace_s`` seconds, the error names that rank instead."""
+        """Declare a rank lost, end all other ranks, and raise TrainError.
+
+        If another rank turns out to be the cause within ``grace_s`` seconds, the error names that
+        rank instead.
+        """
         until = time.monotonic() + grace_s
         while not self._reason and time.monotonic() < until and self._connections:
             if other := self._reported_failure() or self._dead():
@@ -171,8 +180,10 @@ class RankWatch:
         raise TrainError(self._reason)
 
     def wait_for_result(self, link: RankConnection) -> RankMethodResult:
-        """Wait until a rank finishes the current method, and return its result. Raises
-        TrainError if any rank is lost in the meantime."""
+        """Wait until a rank finishes the current method, and return its result.
+
+        Raises TrainError if any rank is lost in the meantime.
+        """
         while True:
             self.check()
             with contextlib.suppress(OSError):
@@ -218,8 +229,10 @@ class RankWatch:
                 return
 
     def stacks(self) -> str:
-        """Return the stack traces of the other ranks as text. The text also names the ranks that
-        did not answer in time."""
+        """Return the stack traces of the other ranks as text.
+
+        The text also names the ranks that did not answer in time.
+        """
         self._answers.clear()
         self._ask_stacks(lambda: None)  # the watch thread reads the answers
         answers = [
@@ -243,8 +256,10 @@ class RankWatch:
                         self._answers[link.rank] = answer.text
 
     def _dead(self) -> tuple[int, str] | None:
-        """Find a rank whose process or connection has ended. Returns its number and how it
-        ended, or None if all ranks are alive."""
+        """Find a rank whose process or connection has ended.
+
+        Returns its number and how it ended, or None if all ranks are alive.
+        """
         for link in self._connections:
             process = self._processes[link.rank - 1] if self._processes else None
             if process is not None and process.poll() is not None:
@@ -254,8 +269,10 @@ class RankWatch:
         return None
 
     def _reported_failure(self) -> tuple[int, str] | None:
-        """Find a rank that has reported a fatal error. Returns its number and the error, or None
-        if there is no such rank."""
+        """Find a rank that has reported a fatal error.
+
+        Returns its number and the error, or None if there is no such rank.
+        """
         for link in self._connections:
             self._receive(link)
             for ended in self._inbox[link.rank]:
@@ -265,7 +282,9 @@ class RankWatch:
 
     def _ask_stacks(self, read: Callable[[], None]) -> None:
         """Ask the other ranks for their stack traces, and wait a few seconds for the replies.
-        Stopped processes are skipped, because they cannot reply."""
+
+        Stopped processes are skipped, because they cannot reply.
+        """
         for link in self._connections:
             self._send(link, StackRequest())
         until = time.monotonic() + GRACE_S
@@ -276,8 +295,10 @@ class RankWatch:
             read()
 
     def _report_stall(self) -> None:
-        """End the group because no rank makes progress. The error names the ranks that block the
-        others."""
+        """End the group because no rank makes progress.
+
+        The error names the ranks that block the others.
+        """
         verb = self._pulse.verb
         self._ask_stacks(self._read)
         stacks = {0: self._pulse.stack(), **self._answers}
@@ -326,8 +347,10 @@ class RankWatch:
         return path
 
     def _give_up(self, reason: str, culprits: Sequence[int] = ()) -> None:
-        """End the other ranks, and record the reason. This also releases every thread that waits
-        for one of them."""
+        """End the other ranks, and record the reason.
+
+        This also releases every thread that waits for one of them.
+        """
         with self._guard:
             if self._reason:
                 return
@@ -352,15 +375,19 @@ class RankWatch:
 
 
 def _waits(stack: str) -> bool:
-    """Return True if a rank is waiting for others in a collective operation. That is the case if
-    the innermost call of its stack is in torch.distributed."""
+    """Return True if a rank is waiting for others in a collective operation.
+
+    That is the case if the innermost call of its stack is in torch.distributed.
+    """
     places = [line for line in stack.splitlines() if line.lstrip().startswith("File ")]
     return bool(places) and _DISTRIBUTED in places[-1]
 
 
 def _process_state(pid: int) -> str:
     """Describe the state of a process for an error message, such as `` (State: T (stopped))``.
-    Returns an empty string if the state is unknown."""
+
+    Returns an empty string if the state is unknown.
+    """
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines() if pid else ():
             if line.startswith("State:"):

@@ -67,8 +67,10 @@ class RayClusterConnection:
         """Reverts the changes that this class made to Ray's settings in this process."""
 
     def leave(self) -> None:
-        """Leave the cluster. If it was started here, shut it down. Calling this again has no
-        effect."""
+        """Leave the cluster.
+
+        If it was started here, shut it down. Calling this again has no effect.
+        """
         if self._is_joined:
             self._is_joined = False
             self._ray.shutdown()
@@ -77,8 +79,10 @@ class RayClusterConnection:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def join(self, num_gpus: int = 0) -> None:
-        """Join the cluster, or start one with the given number of this machine's GPUs. Raises
-        ConfigError if that fails."""
+        """Join the cluster, or start one with the given number of this machine's GPUs.
+
+        Raises ConfigError if that fails.
+        """
         ray = self._ray
         if ray.is_initialized():
             raise ConfigError(
@@ -131,8 +135,11 @@ class RayClusterConnection:
                         raise ConfigError(self._why_not_joined(str(error))) from None
 
     def _check_reachable(self) -> None:
-        """Raise ConfigError if nothing listens at the cluster's address, or if the listener is
-        not a Ray head node. Without this check, Ray would retry for minutes."""
+        """Raise ConfigError if nothing listens at the cluster's address, or if the listener is not
+        a Ray head node.
+
+        Without this check, Ray would retry for minutes.
+        """
         host, _, port = self.address.rpartition(":")
         if not host or "/" in host or not port.isdigit():
             return
@@ -173,8 +180,10 @@ class RayClusterConnection:
 
 
 def _speaks_grpc(connection: socket.socket) -> bool:
-    """Return True if a server speaks gRPC. Every gRPC server answers the start of an HTTP/2
-    connection with a SETTINGS frame."""
+    """Return True if a server speaks gRPC.
+
+    Every gRPC server answers the start of an HTTP/2 connection with a SETTINGS frame.
+    """
     try:
         connection.sendall(_PREFACE)
         frame = connection.recv(4)
@@ -207,7 +216,9 @@ def keep_loopback_address() -> Callable[[], None]:
 
 def _keep_quiet() -> Callable[[], None]:
     """Make Ray write nothing to stdout and stderr, and return a function that undoes the change.
-    By default Ray prints the last log lines of each lost node, and warnings of its C++ code."""
+
+    By default Ray prints the last log lines of each lost node, and warnings of its C++ code.
+    """
     from ray._private import worker
 
     name, variable = "print_to_stdstream", "RAY_BACKEND_LOG_LEVEL"
@@ -239,7 +250,10 @@ def _without_stderr() -> Iterator[None]:
 
 
 def imported() -> Any:
-    """Import the module ``ray`` and return it. Raises ConfigError if it is not installed."""
+    """Import the module ``ray`` and return it.
+
+    Raises ConfigError if it is not installed.
+    """
     try:
         import ray
         import ray.util
@@ -250,8 +264,10 @@ def imported() -> Any:
 
 @contextlib.contextmanager
 def _own_handlers() -> Any:
-    """Keep this process's SIGTERM handler within a ``with`` block. The handler that Ray installs
-    would end the process immediately."""
+    """Keep this process's SIGTERM handler within a ``with`` block.
+
+    The handler that Ray installs would end the process immediately.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -295,7 +311,9 @@ def check_nodes(version: str) -> None:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of a Ray error message, which states the cause. It is shortened to
-    300 characters."""
+    """Return the last line of a Ray error message, which states the cause.
+
+    It is shortened to 300 characters.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__

@@ -1,5 +1,6 @@
-"""Reserve slots on a Ray cluster, and start the processes of a run on them. A slot is a reserved
-share of one machine.
+"""Reserve slots on a Ray cluster, and start the processes of a run on them.
+
+A slot is a reserved share of one machine.
 
     pool ── placement group: one bundle per node (PACK or SPREAD)
          ── slot ── node agent (a Ray actor) ── processes (rank 1, engine 1)
@@ -105,8 +106,11 @@ class RayLauncher:
         log: Path,
         stdin: bytes = b"",
     ) -> NodeAgentProcess:
-        """Start a process on its slot. The node agent that controls the slot starts the command.
-        Raises ConfigError if the process cannot be started."""
+        """Start a process on its slot.
+
+        The node agent that controls the slot starts the command. Raises ConfigError if the process
+        cannot be started.
+        """
         index = self._slot_of(member)
         name = f"{member.role}-{member.number}"
         location = self._locations[index]
@@ -128,9 +132,11 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """Return the address at which other processes can reach this one. As long as all slots
-        are on this machine, it is the loopback address. From then on, it is the machine's
-        network address."""
+        """Return the address at which other processes can reach this one.
+
+        As long as all slots are on this machine, it is the loopback address. From then on, it is
+        the machine's network address.
+        """
         return self._own if self._is_distributed else _LOOPBACK
 
     def address_of(self, member: RoleInstanceId) -> str:
@@ -141,9 +147,11 @@ class RayLauncher:
         return int(self._ask(self._slot_of(member), "free_port"))
 
     def renew(self, member: RoleInstanceId) -> None:
-        """Ensure that a process still has a slot. If the slot's node agent does not answer, kill
-        the agent and start another one, perhaps on another machine. Raises ConfigError if no
-        node has room."""
+        """Ensure that a process still has a slot.
+
+        If the slot's node agent does not answer, kill the agent and start another one, perhaps on
+        another machine. Raises ConfigError if no node has room.
+        """
         index = self._slot_of(member)
         with self._renewing:
             if self._ask_or_none(self._agents[index], "about") is not None:
@@ -156,8 +164,10 @@ class RayLauncher:
             self._is_distributed = self._is_distributed or location["address"] != self._own
 
     def close(self) -> None:
-        """End all processes that were started, release the slots, and leave the cluster. A
-        cluster that was started here is shut down. Calling this again has no effect."""
+        """End all processes that were started, release the slots, and leave the cluster.
+
+        A cluster that was started here is shut down. Calling this again has no effect.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -264,8 +274,11 @@ class RayLauncher:
         return make.remote()
 
     def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Start a new node agent for a slot whose agent is gone. Returns the agent and its
-        location. Raises ConfigError if no node has room within the time limit."""
+        """Start a new node agent for a slot whose agent is gone.
+
+        Returns the agent and its location. Raises ConfigError if no node has room within the time
+        limit.
+        """
         ray, until = self._ray, time.monotonic() + self.start_s
         lost = self._locations[index]
         where = f"slot {index}, which was on {lost['host']} ({lost['address']})"
@@ -288,7 +301,10 @@ class RayLauncher:
 
     def _check_first(self) -> None:
         """Check that the first slot contains the GPU that this process uses, because this process
-        is rank 0. Raises ConfigError if the slot has another GPU."""
+        is rank 0.
+
+        Raises ConfigError if the slot has another GPU.
+        """
         if not self._placement_slots or not self._placement_slots[0].needs.gpus:
             return
         slot_gpus = self._placement_slots[0].gpus_for(
@@ -305,8 +321,11 @@ class RayLauncher:
 def bundles(
     placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
-    """Group slots by pool and node. Returns the total resources to reserve on each node, and the
-    indices of its slots. A slot without a pool counts as a separate node."""
+    """Group slots by pool and node.
+
+    Returns the total resources to reserve on each node, and the indices of its slots. A slot
+    without a pool counts as a separate node.
+    """
     by_pool: dict[str, dict[int, tuple[SlotResources, list[int]]]] = {}
     for index, placement_slot in enumerate(placement_slots):
         nodes = by_pool.setdefault(placement_slot.pool, {})
@@ -321,8 +340,10 @@ def check_bundles(
     nodes: Sequence[SlotResources],
     where: str,
 ) -> None:
-    """Raise ConfigError if the requested resources do not fit on the given nodes. The error
-    shows the totals."""
+    """Raise ConfigError if the requested resources do not fit on the given nodes.
+
+    The error shows the totals.
+    """
     all_needs = [(pool, needs) for pool, bundles in requested.items() for needs, _ in bundles]
     for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
         available = [getattr(node, field) for node in nodes]

@@ -28,8 +28,10 @@ Name = str | int
 
 
 class ProcessRestartLimiter:
-    """Decides whether to restart a lost process. It counts how often in a row each process was
-    lost without doing any work in between."""
+    """Decides whether to restart a lost process.
+
+    It counts how often in a row each process was lost without doing any work in between.
+    """
 
     def __init__(self, restarts: int, log: ComponentLogger, kind: str) -> None:
         """Allow each process up to ``restarts`` consecutive restarts before it is given up.
@@ -53,8 +55,9 @@ class ProcessRestartLimiter:
         event: str = "restart",
         **fields: Any,
     ) -> bool:
-        """Record in the log that a process was lost or could not be restarted. Returns True if the
-        process should be restarted.
+        """Record in the log that a process was lost or could not be restarted.
+
+        Returns True if the process should be restarted.
 
         The log record says ``why`` the process was lost, followed by ``again`` if it is restarted
         and by ``given_up`` if it is not. ``event`` is the name of the record of a restart, and
@@ -76,14 +79,18 @@ class ProcessRestartLimiter:
         return is_restarted
 
     def count_loss(self, name: Name) -> bool:
-        """Count the loss of a process, or a failed restart, without logging it. Returns True if
-        the process should be restarted."""
+        """Count the loss of a process, or a failed restart, without logging it.
+
+        Returns True if the process should be restarted.
+        """
         self._losses[name] += 1
         return self._losses[name] <= self._restarts
 
     def back(self, name: Name, text: str) -> None:
-        """Record that a process is back after a restart, and show a message on the console. The
-        log record has level DEBUG, because the restart itself is already logged."""
+        """Record that a process is back after a restart, and show a message on the console.
+
+        The log record has level DEBUG, because the restart itself is already logged.
+        """
         self.started(name)
         self._log.debug("back", text, shown=True, **{self._kind: name})
 
@@ -123,9 +130,11 @@ async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
 async def retry_until_started(
     start: Callable[[], Awaitable[T]], on_failure: Callable[[Exception], bool], pause_s: float = 0.0
 ) -> T | None:
-    """Call ``start`` until it succeeds, and return its result. After each error, the function
-    ``on_failure`` returns True to try again after ``pause_s`` seconds, or False to give up and
-    return None."""
+    """Call ``start`` until it succeeds, and return its result.
+
+    After each error, the function ``on_failure`` returns True to try again after ``pause_s``
+    seconds, or False to give up and return None.
+    """
     while True:
         try:
             return await start()

@@ -54,8 +54,10 @@ _MAX_PATH = 100
 
 
 class Channel:
-    """An authenticated connection between two processes that carries messages. Several threads
-    may send at the same time, but only one may receive."""
+    """An authenticated connection between two processes that carries messages.
+
+    Several threads may send at the same time, but only one may receive.
+    """
 
     def __init__(self, peer: socket.socket, key: bytes = b"") -> None:
         peer.settimeout(None)
@@ -65,22 +67,30 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send one message. Raises OSError if the peer is gone."""
+        """Send one message.
+
+        Raises OSError if the peer is gone.
+        """
         data = encode(message)
         with self._sending:
             self._peer.sendall(len(data).to_bytes(_LENGTH, "little"))
             self._peer.sendall(data)
 
     def receive(self, kind: type[T] | Any) -> T:
-        """Wait for the next message, and decode it as the type ``kind``. Raises EOFError if the
-        peer has closed the channel, and MsgspecError if the message has another type."""
+        """Wait for the next message, and decode it as the type ``kind``.
+
+        Raises EOFError if the peer has closed the channel, and MsgspecError if the message has
+        another type.
+        """
         length = int.from_bytes(self._exactly(_LENGTH), "little")
         found: T = decode(self._exactly(length), kind)
         return found
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Wait up to ``timeout_s`` seconds for a message, or for the peer to close the channel.
-        Returns True if either happens. Raises OSError if this side has closed the channel."""
+
+        Returns True if either happens. Raises OSError if this side has closed the channel.
+        """
         if self._peer.fileno() < 0:
             raise OSError("the channel is closed")
         poll = select.poll()
@@ -98,12 +108,18 @@ class Channel:
             return True
 
     def shut(self) -> None:
-        """Shut down the connection. This wakes every thread that is sending or receiving on it."""
+        """Shut down the connection.
+
+        This wakes every thread that is sending or receiving on it.
+        """
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection. Calling this again has no effect."""
+        """Close the connection.
+
+        Calling this again has no effect.
+        """
         self._peer.close()
 
     def __enter__(self) -> Channel:
@@ -127,7 +143,9 @@ class ChannelListener:
     """Accepts connections from processes that have the run's key, and returns them as channels."""
 
     def __init__(self, host: str = LOOPBACK, port: int = 0, *, key: bytes = b"") -> None:
-        """Start to listen. ``host`` is the address at which other processes reach this one.
+        """Start to listen.
+
+        ``host`` is the address at which other processes reach this one.
 
         On a loopback address, a Unix socket is used if the system supports it, and ``port`` is
         ignored. If no ``key`` is given, a new one is generated.
@@ -157,8 +175,9 @@ class ChannelListener:
     def accept(
         self, kind: type[T] | Any, wait_s: float, look: Callable[[], None] = lambda: None
     ) -> tuple[Channel, T]:
-        """Wait for the next peer that has the key. Returns its channel and its first message,
-        decoded as the type ``kind``.
+        """Wait for the next peer that has the key.
+
+        Returns its channel and its first message, decoded as the type ``kind``.
 
         ``look`` is called while waiting. It should raise an error if the peer's process has ended.
         Raises TimeoutError after ``wait_s`` seconds.
@@ -213,8 +232,10 @@ class ChannelListener:
             self._selector.register(peer, selectors.EVENT_READ, proof)
 
     def _advanced(self, proof: _Proof) -> bytes | None:
-        """Read the data that a peer has sent before its authentication is complete. Returns the
-        peer's first message, or None if data is missing or the peer was dropped."""
+        """Read the data that a peer has sent before its authentication is complete.
+
+        Returns the peer's first message, or None if data is missing or the peer was dropped.
+        """
         try:
             first = proof.advance()
         except (OSError, EOFError):
@@ -232,8 +253,10 @@ class ChannelListener:
 
 
 class _Proof:
-    """The authentication of one connected peer by the listener. It ends with the peer's first
-    message."""
+    """The authentication of one connected peer by the listener.
+
+    It ends with the peer's first message.
+    """
 
     def __init__(self, peer: socket.socket, key: bytes) -> None:
         self.peer = peer
@@ -247,9 +270,11 @@ class _Proof:
             peer.send(self._nonce)
 
     def advance(self) -> bytes | None:
-        """Process the data that has arrived. Returns the peer's first message once it is
-        complete, and None before that. Raises EOFError or OSError if the peer has disconnected
-        or has another key."""
+        """Process the data that has arrived.
+
+        Returns the peer's first message once it is complete, and None before that. Raises EOFError
+        or OSError if the peer has disconnected or has another key.
+        """
         # Never read beyond the frame: the next byte belongs to the channel.
         while (missing := self._missing()) > 0:
             try:
@@ -282,8 +307,10 @@ class _Proof:
 
 
 def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Channel:
-    """Connect to a listener, check that it has the run's key, and send the first message. Raises
-    OSError if no listener answers at the address, or if it has another key."""
+    """Connect to a listener, check that it has the run's key, and send the first message.
+
+    Raises OSError if no listener answers at the address, or if it has another key.
+    """
     peer = _connected(address, wait_s)
     try:
         nonce = _read(peer, _NONCE)
@@ -346,10 +373,13 @@ _LEAST_KEY = 16
 
 def given_key() -> bytes | None:
     """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
-    ``RAMIFY_RUN_KEY_FILE`` names, which takes precedence. Returns None if neither is set.
+    ``RAMIFY_RUN_KEY_FILE`` names, which takes precedence.
+
+    Returns None if neither is set.
 
     Raises ConfigError if the key is too short, if the file is empty or cannot be read, or if
-    other users can access the file."""
+    other users can access the file.
+    """
     text = os.environ.get(KEY, "")
     if path := os.environ.get(KEY_FILE, ""):
         try:

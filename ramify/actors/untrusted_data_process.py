@@ -42,11 +42,13 @@ class HelperProcessDied(Exception):
 
 
 async def in_helper(function: str, *data: bytes) -> bytes:
-    """Call a function in a helper process, and return its result. The function is named as
-    ``module:name``. Its arguments and its result are bytes.
+    """Call a function in a helper process, and return its result.
+
+    The function is named as ``module:name``. Its arguments and its result are bytes.
 
     Raises HelperProcessDied if the function exceeds the limits on CPU time and memory, and
-    RuntimeError if it raises an exception."""
+    RuntimeError if it raises an exception.
+    """
     request = _HelperRequest([function.encode(), *data])
     try:
         return await asyncio.get_running_loop().run_in_executor(_threads(), request.run)
@@ -56,7 +58,10 @@ async def in_helper(function: str, *data: bytes) -> bytes:
 
 
 class _HelperRequest:
-    """One request to a helper process. Call ``run`` in a thread, because it blocks."""
+    """One request to a helper process.
+
+    Call ``run`` in a thread, because it blocks.
+    """
 
     def __init__(self, parts: list[bytes]) -> None:
         self._parts = parts
@@ -79,9 +84,11 @@ class _HelperRequest:
         return answer
 
     def _answer(self) -> tuple[bytes, bytes] | None:
-        """Send the request to a helper process, and return its answer. Returns None if the
-        helper was killed for another reason, so that the caller can try another one. Raises
-        HelperProcessDied if the request exceeded its limits."""
+        """Send the request to a helper process, and return its answer.
+
+        Returns None if the helper was killed for another reason, so that the caller can try another
+        one. Raises HelperProcessDied if the request exceeded its limits.
+        """
         process = None
         try:
             with _helpers.lend_process() as process:
@@ -122,15 +129,19 @@ _helpers = RequestProcessPool(functools.partial(start_python_process, f"{__name_
 
 
 def serve() -> None:
-    """Answer requests from standard input until it is closed. This function runs in the helper
-    process."""
+    """Answer requests from standard input until it is closed.
+
+    This function runs in the helper process.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     answer_requests(_answered)
 
 
 def _answered(request: list[bytes]) -> tuple[bytes, bytes]:
-    """Call the function that a request names. Returns an empty status with the result, or the
-    status ``failed`` with the error."""
+    """Call the function that a request names.
+
+    Returns an empty status with the result, or the status ``failed`` with the error.
+    """
     name, *data = request
     module, _, function = name.decode().partition(":")
     call = getattr(importlib.import_module(module), function)

@@ -1,5 +1,6 @@
-"""Wait until all nodes of a Ray cluster have joined. Run this as ``python -m
-ramify.actors.wait_for_ray_nodes ADDRESS NODES``.
+"""Wait until all nodes of a Ray cluster have joined.
+
+Run this as ``python -m ramify.actors.wait_for_ray_nodes ADDRESS NODES``.
 
 Job files that start a cluster call this module (``ramify/extras/cluster/scheduler_job.py``),
 because a run that joins a cluster checks at once whether its slots fit the cluster's nodes.
@@ -20,8 +21,10 @@ _AGAIN_S = 2.0
 
 
 def wait_for_nodes(address: str, nodes: int, timeout_s: float = WAIT_S) -> None:
-    """Wait until a Ray cluster has the given number of living nodes. Raises ConfigError after
-    ``timeout_s`` seconds. The error says how many nodes have joined."""
+    """Wait until a Ray cluster has the given number of living nodes.
+
+    Raises ConfigError after ``timeout_s`` seconds. The error says how many nodes have joined.
+    """
     ray = imported()
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     until, found, why = time.monotonic() + timeout_s, 0, ""

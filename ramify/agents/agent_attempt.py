@@ -59,11 +59,17 @@ class RunningAgent(Protocol):
 
     def current_line(self) -> str:
         """Return the line of code that the agent is running, as text for the end of an error
-        message: ``, at agent.py:12 (solve)``. Returns an empty string if the line is unknown."""
+        message: ``, at agent.py:12 (solve)``.
+
+        Returns an empty string if the line is unknown.
+        """
         ...
 
     async def end(self) -> None:
-        """End the agent and everything that it started. Calling this again has no effect."""
+        """End the agent and everything that it started.
+
+        Calling this again has no effect.
+        """
         ...
 
 
@@ -87,8 +93,11 @@ class AgentAttempt:
     """One rollout in which an agent works on one item of a task."""
 
     def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentTimeLimits) -> None:
-        """Prepare a rollout. ``where`` names the task and the item at the start of every error
-        message. ``start`` starts the agent."""
+        """Prepare a rollout.
+
+        ``where`` names the task and the item at the start of every error message. ``start`` starts
+        the agent.
+        """
         self._where = where
         self._item = item
         self._start = start
@@ -97,8 +106,10 @@ class AgentAttempt:
         self._remove: weakref.finalize[Any, Any] | None = None
 
     async def run(self, conversations: RunModelClient) -> Any:
-        """Run the agent on the item until it ends, and return its answer. Raises RamifyError if
-        the agent crashes, exceeds a time limit, or never calls a model."""
+        """Run the agent on the item until it ends, and return its answer.
+
+        Raises RamifyError if the agent crashes, exceeds a time limit, or never calls a model.
+        """
         endpoint = await conversations.shared_resource(AgentModelServer, AgentModelServer)
         folder = new_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
@@ -136,8 +147,10 @@ class AgentAttempt:
         return answer.replace(key, MARK) if isinstance(answer, str) else answer
 
     def trajectory_metadata(self, answer: Any) -> Mapping[str, Any]:
-        """Return the metadata to store with the rollout's trajectory. The metadata records how
-        the agent ended. Call this once, after the rollout."""
+        """Return the metadata to store with the rollout's trajectory.
+
+        The metadata records how the agent ended. Call this once, after the rollout.
+        """
         is_scored = self._record is not None and self._record.folder
         if self._remove is not None and not is_scored:
             self._remove()

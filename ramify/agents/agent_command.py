@@ -72,8 +72,10 @@ class CommandTemplate:
     def __init__(
         self, command: str | Sequence[str], *, shell: bool = False, container: str = ""
     ) -> None:
-        """Parse and check an agent's command. If ``container`` names an image, the command runs in
-        a Docker container, otherwise on this machine.
+        """Parse and check an agent's command.
+
+        If ``container`` names an image, the command runs in a Docker container, otherwise on this
+        machine.
 
         Raises ConfigError if the command is empty, has an unknown placeholder, or names a program
         that does not exist.
@@ -91,8 +93,10 @@ class CommandTemplate:
             check_program_installed(self._words[0], "AgentTask")
 
     def words(self, job: AgentJob) -> list[str]:
-        """Fill in a command's placeholders for one rollout, and return its words. In a
-        container, ``{python}`` is the container's ``python3``."""
+        """Fill in a command's placeholders for one rollout, and return its words.
+
+        In a container, ``{python}`` is the container's ``python3``.
+        """
         values = {
             "item_file": str(job.item_file),
             "question": job.item.question,
@@ -111,14 +115,18 @@ class CommandTemplate:
         return filled_words(self._words, values)
 
     def cleanup(self, job: AgentJob) -> list[str]:
-        """Return the command that cleans up after an agent that was stopped early, for example
-        by removing its container. Returns an empty list if there is nothing to clean up."""
+        """Return the command that cleans up after an agent that was stopped early, for example by
+        removing its container.
+
+        Returns an empty list if there is nothing to clean up.
+        """
         return [] if self.container is None else self.container.removal(job)
 
 
 def agent_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that a task defines for its agent. Each entry of ``names``
-    is ``NAME=value``, or the name of a variable of this process.
+    """Return the environment variables that a task defines for its agent.
+
+    Each entry of ``names`` is ``NAME=value``, or the name of a variable of this process.
 
     Raises ConfigError for an empty name, and for a variable that is not set in this process.
     """
@@ -150,8 +158,10 @@ def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
 async def start_command(
     template: CommandTemplate, job: AgentJob, names: Sequence[str]
 ) -> AgentProcess:
-    """Start an agent's command for one rollout, and return the running agent. Raises RamifyError
-    if the command cannot be started."""
+    """Start an agent's command for one rollout, and return the running agent.
+
+    Raises RamifyError if the command cannot be started.
+    """
     own = environment_of(job, names)
     words, cleanup = template.words(job), template.cleanup(job)
     if template.container is not None:
@@ -181,7 +191,10 @@ async def start_command(
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command until it ends. Its output and its result are ignored."""
+    """Run a command until it ends.
+
+    Its output and its result are ignored.
+    """
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             command,
@@ -219,8 +232,10 @@ class AgentProcess:
         errors: OutputPipe,
         cleanup: Sequence[str] = (),
     ) -> None:
-        """Watch a started process. ``cleanup`` is the command to run if the process has to be
-        stopped early."""
+        """Watch a started process.
+
+        ``cleanup`` is the command to run if the process has to be stopped early.
+        """
         self._cleanup = list(cleanup)
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -242,8 +257,10 @@ class AgentProcess:
         return ""
 
     async def end(self) -> None:
-        """End the process and everything that it started, and run the cleanup command. Calling this
-        again has no effect."""
+        """End the process and everything that it started, and run the cleanup command.
+
+        Calling this again has no effect.
+        """
         if not self.ended.done():
             self._is_stopped = True
             await in_thread(self._child.end, _END_S)
@@ -252,8 +269,10 @@ class AgentProcess:
             self._look()
 
     def _look(self) -> None:
-        """Check whether the process has ended. If it has, record its exit code and output, and
-        complete the future ``ended``."""
+        """Check whether the process has ended.
+
+        If it has, record its exit code and output, and complete the future ``ended``.
+        """
         if self.ended.done() or (status := self._child.poll()) is None:
             return
         self._loop.remove_reader(self._child)

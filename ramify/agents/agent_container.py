@@ -29,8 +29,11 @@ class AgentContainer:
     """The container image in which an agent's command runs, and the ``docker`` commands for it."""
 
     def __init__(self, image: str) -> None:
-        """Check that Docker can run the image. Raises ConfigError if ``image`` is the name of a
-        sandbox, or if the program ``docker`` is missing."""
+        """Check that Docker can run the image.
+
+        Raises ConfigError if ``image`` is the name of a sandbox, or if the program ``docker`` is
+        missing.
+        """
         if image in SANDBOXES.ours:
             raise ConfigError(
                 f"AgentTask: container={image!r} is a sandbox for sessions without network, but "
@@ -46,7 +49,10 @@ class AgentContainer:
 
     def words(self, command: Sequence[str], job: AgentJob, names: Iterable[str]) -> list[str]:
         """Return the words of the ``docker run`` command that runs an agent's command in a
-        container. ``names`` lists the environment variables that are passed on to the container."""
+        container.
+
+        ``names`` lists the environment variables that are passed on to the container.
+        """
         folder = str(job.folder.parent)
         variables = [word for name in names for word in ("--env", name)]
         return [

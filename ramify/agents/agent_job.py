@@ -56,22 +56,28 @@ def visible_to_agent(item: Item) -> Item:
 
 
 def new_folder() -> Path:
-    """Create a temporary folder for one rollout, with the agent's working folder inside. Returns
-    the outer folder."""
+    """Create a temporary folder for one rollout, with the agent's working folder inside.
+
+    Returns the outer folder.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ramify-agent-"))
     (folder / "work").mkdir()
     return folder
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete the folder of a rollout. Files that cannot be deleted are ignored. Calling this
-    again has no effect."""
+    """Delete the folder of a rollout.
+
+    Files that cannot be deleted are ignored. Calling this again has no effect.
+    """
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_item_file(item: Item, folder: Path) -> Path:
     """Write an item as JSON into the folder of a rollout, and return the path of the file.
-    Raises RamifyError if the item's context cannot be written as JSON."""
+
+    Raises RamifyError if the item's context cannot be written as JSON.
+    """
     shown = {
         "id": item.id,
         "question": item.question,

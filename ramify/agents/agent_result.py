@@ -17,8 +17,10 @@ MAX_OUTPUT_CHARS = 1 << 16
 
 
 class AgentExitRecord(msgspec.Struct, kw_only=True):
-    """A record of how an agent ended, with its outcome, exit code, output and duration. It is
-    stored in ``Trajectory.metadata``."""
+    """A record of how an agent ended, with its outcome, exit code, output and duration.
+
+    It is stored in ``Trajectory.metadata``.
+    """
 
     outcome: AgentOutcome
     exit_code: int | None = None

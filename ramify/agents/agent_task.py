@@ -167,8 +167,11 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def splits(self) -> Mapping[str, Sequence[Item]]:
-        """Load the items of each split. Returns a dict from the split's name to its items.
-        Raises ConfigError or SourceError if they cannot be read."""
+        """Load the items of each split.
+
+        Returns a dict from the split's name to its items. Raises ConfigError or SourceError if they
+        cannot be read.
+        """
         items, options = self.items, self.item_options
         if isinstance(items, Task):
             return items.splits
@@ -207,8 +210,10 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @property
     def writes_prompts(self) -> bool:
-        """True, because the agent writes its own prompts. Ramify's prompt scaffolds do not
-        apply."""
+        """True, because the agent writes its own prompts.
+
+        Ramify's prompt scaffolds do not apply.
+        """
         return True
 
     @property
@@ -219,7 +224,9 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     def as_answer(self, right: Any) -> Any:
         """Return the answer that a perfect agent would give, in the agent's output format.
-        ``validate`` uses it to check that the reward function accepts the gold answer."""
+
+        ``validate`` uses it to check that the reward function accepts the gold answer.
+        """
         convert = getattr(self._reward, "as_answer", None)
         return right if convert is None else convert(right)
 
@@ -227,8 +234,10 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _start(self) -> StartAgent:
-        """Return the function that starts the agent for one rollout. Raises ConfigError if the
-        agent cannot be loaded."""
+        """Return the function that starts the agent for one rollout.
+
+        Raises ConfigError if the agent cannot be loaded.
+        """
         if self.command:
             template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
@@ -274,8 +283,11 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 
 def _unscored(answer: Any, item: Item) -> float:
-    """Raise RamifyError. Items that are read from a file have this function as their scorer,
-    because only the reward of the ``AgentTask`` can score them."""
+    """Raise RamifyError.
+
+    Items that are read from a file have this function as their scorer, because only the reward of
+    the ``AgentTask`` can score them.
+    """
     raise RamifyError(
         f"item {item.id}: only the reward of its AgentTask can score it: evaluate or train that "
         "task"
@@ -308,8 +320,10 @@ def _check_call(field: str, function: Any, argument: str) -> None:
 
 def _named(value: Any) -> Any:
     """Return the import location of a function (``file.py:name``), so that a checkpoint or another
-    process can find it. Other values, and functions that cannot be imported, are returned
-    unchanged."""
+    process can find it.
+
+    Other values, and functions that cannot be imported, are returned unchanged.
+    """
     if not inspect.isroutine(value) or "<" in value.__qualname__:
         return value
     if value.__module__ == "__main__":
@@ -353,8 +367,10 @@ def _score(worth: Any, trajectory: Trajectory) -> Score:
 
 
 def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Average each named reward over the calls that have it. Raises RamifyError if a value is
-    not a number."""
+    """Average each named reward over the calls that have it.
+
+    Raises RamifyError if a value is not a number.
+    """
     known: dict[str, list[float]] = {}
     for call, values in by_call.items():
         for name, value in values.items():

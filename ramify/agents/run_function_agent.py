@@ -25,8 +25,10 @@ _END_S = 1.0
 
 
 def _called(function: Callable[[AgentJob], Any], job: AgentJob) -> Any:
-    """Call an agent's function and return its result. If the function returns a coroutine, the
-    coroutine is first run to completion."""
+    """Call an agent's function and return its result.
+
+    If the function returns a coroutine, the coroutine is first run to completion.
+    """
     answer = function(job)
     return run_coroutine(answer) if inspect.iscoroutine(answer) else answer
 
@@ -59,11 +61,17 @@ class AgentFunctionRun:
 
     def current_line(self) -> str:
         """Return the line of code that the function is running, as text for the end of an error
-        message: ``, at agent.py:12 (solve)``. Returns an empty string if the line is unknown."""
+        message: ``, at agent.py:12 (solve)``.
+
+        Returns an empty string if the line is unknown.
+        """
         return self._thread.place() if self._thread is not None else ""
 
     async def end(self) -> None:
-        """Stop the function if it is still running. Calling this again has no effect."""
+        """Stop the function if it is still running.
+
+        Calling this again has no effect.
+        """
         if self.ended.done():
             return
         if self._task is not None:

@@ -313,8 +313,9 @@ def check_mode(mode: str, given: Mapping[str, Any]) -> None:
 
 
 def make_message_writer(settings: dict[str, Any], kinds: Mapping[str, Any]) -> StderrMessageWriter:
-    """Create the object that writes a command's messages to stderr. It also receives the warnings
-    of this process.
+    """Create the object that writes a command's messages to stderr.
+
+    It also receives the warnings of this process.
 
     The first messages warn about environment variables whose names look like misspelled settings.
     ``kinds`` contains the settings that exist.
@@ -365,8 +366,10 @@ def show_prompt(
     notes: StderrMessageWriter,
     **options: Any,
 ) -> int:
-    """Print the initial prompt for a question. Additional keyword arguments are passed to
-    ``prompt_preview_printer.show``."""
+    """Print the initial prompt for a question.
+
+    Additional keyword arguments are passed to ``prompt_preview_printer.show``.
+    """
     from ramify.cli import prompt_preview_printer
 
     with mcp_tools(settings) as tools:
@@ -387,8 +390,10 @@ def show_prompt(
 
 
 def _refuse_a_path(question: str, paths: list[str]) -> None:
-    """Raise UsageError if the question is the name of a file or a URL. The user probably forgot
-    the question, and the model would see only the name."""
+    """Raise UsageError if the question is the name of a file or a URL.
+
+    The user probably forgot the question, and the model would see only the name.
+    """
     is_url = "://" in question and not any(map(str.isspace, question))
     if (os.path.exists(question) or is_url) and not any(map(os.path.exists, paths)):
         from ramify.sources.url_recognition import shown_url
@@ -401,8 +406,10 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
 
 
 def _decoded_text(argument: str) -> str:
-    """Decode a command-line argument that is not valid in the locale's encoding. It is read as
-    UTF-8, or as Windows-1252 if that fails, in the same way as files."""
+    """Decode a command-line argument that is not valid in the locale's encoding.
+
+    It is read as UTF-8, or as Windows-1252 if that fails, in the same way as files.
+    """
     try:
         argument.encode()
         return argument
@@ -449,7 +456,10 @@ def _ask(
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
     """Connect to the MCP servers that the setting ``mcp`` names, for the duration of a ``with``
-    block. The block receives their tools, or None if no server is named."""
+    block.
+
+    The block receives their tools, or None if no server is named.
+    """
     if not settings.get("mcp"):
         return contextlib.nullcontext()
     from ramify.engine.mcp_tools import McpTools
@@ -517,7 +527,10 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
 
 def read_mount(given: str) -> tuple[str, str]:
     """Split the value of ``--mount``, such as ``data:/data``, into the absolute path on this
-    machine and the path inside the session. If there is only one path, it is used for both."""
+    machine and the path inside the session.
+
+    If there is only one path, it is used for both.
+    """
     path, colon, place = given.rpartition(":")
     path = os.path.abspath(os.path.expanduser(path if colon else given))
     return path, place if colon else path
@@ -580,8 +593,10 @@ def make_rlm(
 
 
 def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError if a maximum cost is set but a model has no known price. Models of
-    third-party providers are accepted, because their clients may know the price."""
+    """Raise UsageError if a maximum cost is set but a model has no known price.
+
+    Models of third-party providers are accepted, because their clients may know the price.
+    """
     from ramify.clients.providers import CLIENTS, PriceTable
 
     if max_cost is None or not math.isfinite(max_cost):
@@ -615,8 +630,10 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
 
 
 def check_keys(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a model has no API key, or if its script cannot be read. Call this
-    before sources are loaded, which may take long."""
+    """Raise ConfigError if a model has no API key, or if its script cannot be read.
+
+    Call this before sources are loaded, which may take long.
+    """
     from ramify.clients.model_config import Model, check_api_key_exists
     from ramify.clients.providers import CLIENTS, is_script
 
@@ -659,8 +676,9 @@ def open_store(settings: dict[str, Any]) -> RunStore | None:
 
 def open_folder_store(settings: dict[str, Any], command: str) -> Store | None:
     """Open the store of runs for a command that keeps additional files in the store's folder.
-    Returns None if the settings disable the store. Raises ConfigError if the store is not a
-    folder."""
+
+    Returns None if the settings disable the store. Raises ConfigError if the store is not a folder.
+    """
     if settings.get("store") is False:
         return None
     from ramify.store.stores import require_folder_store
@@ -671,8 +689,10 @@ def open_folder_store(settings: dict[str, Any], command: str) -> Store | None:
 def load_sources(
     paths: list[str], notes: StderrMessageWriter, settings: dict[str, Any]
 ) -> LoadedContext | None:
-    """Load the given files, folders and URLs, or standard input if none are given. Returns None
-    if no source was given and standard input is empty."""
+    """Load the given files, folders and URLs, or standard input if none are given.
+
+    Returns None if no source was given and standard input is empty.
+    """
     size = settings.get("max_bytes")
     max_bytes = None if size is None else parse_size(size, "--max-bytes")
     if not paths and not _is_piped(notes):
@@ -721,7 +741,10 @@ def read_scaffold(given: str | None, model: str) -> Any:
 
 
 def read_instructions(given: str | None) -> str:
-    """Return the user's instructions. They are given either as text or as the name of a file."""
+    """Return the user's instructions.
+
+    They are given either as text or as the name of a file.
+    """
     if not given:
         return ""
     if "\n" not in given and os.path.isfile(os.path.expanduser(given)):
@@ -780,8 +803,10 @@ def _decoded(data: bytes, name: str) -> Any:
 
 
 def _is_piped(notes: StderrMessageWriter) -> bool:
-    """Return True if standard input is a pipe or a file with at least one byte. Waits until a
-    byte arrives or the pipe is closed."""
+    """Return True if standard input is a pipe or a file with at least one byte.
+
+    Waits until a byte arrives or the pipe is closed.
+    """
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, ValueError, OSError):
@@ -799,8 +824,10 @@ def _is_piped(notes: StderrMessageWriter) -> bool:
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
-    """Raise UsageError if ``--resume`` is combined with a setting that a resumed run cannot
-    change. Settings about output and this machine are allowed."""
+    """Raise UsageError if ``--resume`` is combined with a setting that a resumed run cannot change.
+
+    Settings about output and this machine are allowed.
+    """
     options = [option for option in SETTINGS if given[option.name] is not None]
     refused = [each.long for each in options if each.name not in _ALLOWED_WITH_RESUME]
     refused += ["--answer-schema"] if answer_schema else []

@@ -85,8 +85,10 @@ def run_again(
     models: dict[str, Any],
     fork: tuple[int, dict[str, str | None]] | None,
 ) -> ExitCode:
-    """Continue a stored run. If the run has already ended, print its recorded answer. A run that
-    was ended by a limit continues if that limit is now higher.
+    """Continue a stored run.
+
+    If the run has already ended, print its recorded answer. A run that was ended by a limit
+    continues if that limit is now higher.
 
     ``limits`` and ``models`` replace recorded ones. ``fork`` is None, or the index of a turn with
     the options of ``RLM.start_fork``. In that case a new run starts from that turn instead.
@@ -178,8 +180,10 @@ def _watcher(rlm: RLM, screen: ProgressDisplay) -> RunEventPrinter | LiveView:
 
 
 class RunInterrupts:
-    """Handles Ctrl-C and SIGTERM while a run is in progress. The first Ctrl-C asks for the best
-    answer so far. The second one, or SIGTERM, stops the run."""
+    """Handles Ctrl-C and SIGTERM while a run is in progress.
+
+    The first Ctrl-C asks for the best answer so far. The second one, or SIGTERM, stops the run.
+    """
 
     def __init__(self, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.STOPPED
@@ -259,16 +263,20 @@ def _print(
 
 
 def _why(result: Result) -> str:
-    """Explain why a run has no answer. If a limit ended the run, the explanation includes the
-    last error."""
+    """Explain why a run has no answer.
+
+    If a limit ended the run, the explanation includes the last error.
+    """
     why = why_unanswered(result)
     errors = [error for error in result.trajectory.errors if why not in error]
     return f"{why}; before that: {errors[-1]}" if errors and result.stop.is_truncated() else why
 
 
 def _print_json(result: Result, run_id: str | None) -> None:
-    """Print the result of a run as the JSON object that ``docs/cli.md`` describes. It always has
-    all fields, in the same order."""
+    """Print the result of a run as the JSON object that ``docs/cli.md`` describes.
+
+    It always has all fields, in the same order.
+    """
     mode, why = mode_and_reason(result.trajectory.metadata)
     fields = {
         "answer": jsonable(result.answer),
@@ -287,8 +295,10 @@ def _print_json(result: Result, run_id: str | None) -> None:
 
 
 def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) -> None:
-    """Print the answer unchanged, followed by its citations. If a JSON schema is set, the
-    citations go to stderr, so that stdout remains valid JSON."""
+    """Print the answer unchanged, followed by its citations.
+
+    If a JSON schema is set, the citations go to stderr, so that stdout remains valid JSON.
+    """
     print(result.response)
     lines = [
         f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "
@@ -306,8 +316,9 @@ def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) 
 def format_run_summary(
     trajectory: Trajectory, run_id: str | None, unfinished: str = "running"
 ) -> str:
-    """Summarise a run in one line. For a run that has not ended, the text ``unfinished`` replaces
-    the stop reason.
+    """Summarise a run in one line.
+
+    For a run that has not ended, the text ``unfinished`` replaces the stop reason.
 
     ``final · 3 turns, 12 requests · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``
     """

@@ -1,6 +1,7 @@
 """The command ``ramify calibrate MODEL``: measure how accurately a model answers questions about
-texts of different sizes. Later plans use the best size for each model call that reads one part of a
-text.
+texts of different sizes.
+
+Later plans use the best size for each model call that reads one part of a text.
 
     model ──> sizes up to its window ──> cost estimate ──> confirmation ──> plain calls about
     generated texts (a matrix, as of ``ramify eval``) ──> curve ──> the file that later plans read
@@ -189,8 +190,9 @@ class _Curve:
 def _plan(
     model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
 ) -> tuple[MatrixPlan, float | None]:
-    """Plan the evaluation that measures a model with plain calls at each text size. Returns the
-    plan and its likely cost in dollars, which is None if the model has no price.
+    """Plan the evaluation that measures a model with plain calls at each text size.
+
+    Returns the plan and its likely cost in dollars, which is None if the model has no price.
 
     Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
     """
@@ -234,7 +236,9 @@ def _plan(
 
 def _sizes(text: str) -> list[int]:
     """Parse the value of ``--sizes``: both ``2000,8000`` and ``2k,8k`` give [2000, 8000].
-    Returns token counts in ascending order. Raises UsageError for any other form."""
+
+    Returns token counts in ascending order. Raises UsageError for any other form.
+    """
     from ramify.evaluate.leaf_size_accuracy_curve import to_text_tokens
 
     found = []
@@ -251,8 +255,10 @@ def _sizes(text: str) -> list[int]:
 
 
 def _recorded(id: str) -> MatrixPlan:
-    """Load the plan of a stored calibration by its id. Raises an error if the id is unknown or
-    belongs to another kind of evaluation."""
+    """Load the plan of a stored calibration by its id.
+
+    Raises an error if the id is unknown or belongs to another kind of evaluation.
+    """
     from ramify.evaluate.leaf_size_accuracy_curve import is_calibration
     from ramify.evaluate.matrix import EvaluationMatrixStore
 

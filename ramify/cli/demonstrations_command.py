@@ -215,8 +215,10 @@ class _Demonstrations:
     def _made(
         self, store: Store, record: EvaluationFileWriter, budget: CostBudget | None
     ) -> EvaluationResult | None:
-        """Create the demonstrations that are still missing. Returns None if the user pressed
-        Ctrl-C."""
+        """Create the demonstrations that are still missing.
+
+        Returns None if the user pressed Ctrl-C.
+        """
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
 

@@ -227,7 +227,9 @@ def evaluate(
 
 def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
     """Load the stored plan of an evaluation matrix (several models, lengths or modes) by its id.
-    Returns None if the id belongs to a single evaluation."""
+
+    Returns None if the id belongs to a single evaluation.
+    """
     from ramify.evaluate.matrix import EvaluationMatrixStore
 
     store = open_folder_store(settings, "ramify eval")
@@ -241,8 +243,11 @@ def _refuse_others(
     dry_run: bool | None,
     yes: bool | None,
 ) -> None:
-    """Raise UsageError for an option that does not fit the kind of evaluation. Some options
-    apply only to a single evaluation, others only to a matrix, which compares several settings."""
+    """Raise UsageError for an option that does not fit the kind of evaluation.
+
+    Some options apply only to a single evaluation, others only to a matrix, which compares several
+    settings.
+    """
     of_matrix = {"--html": html, "--dry-run": dry_run, "--yes": yes}
     refused = [name for name, value in (of_one if is_matrix else of_matrix).items() if value]
     if refused and is_matrix:
@@ -369,7 +374,10 @@ class _Command:
 
     def _baseline(self, records: Any) -> EvaluationResult | None:
         """Load the stored evaluation that the option ``--against`` names, before any money is
-        spent. Returns None if the option is not given."""
+        spent.
+
+        Returns None if the option is not given.
+        """
         if self._against is None:
             return None
         if records is None:
@@ -555,16 +563,20 @@ def _plan_of(
 
 
 def _was_trained_direct(model: str) -> bool:
-    """Return True if a model is a policy that was trained with plain calls. ``model`` is the name
-    of a model, or an alias of the configuration file."""
+    """Return True if a model is a policy that was trained with plain calls.
+
+    ``model`` is the name of a model, or an alias of the configuration file.
+    """
     from ramify.engine.scaffold import card_of
 
     return card_of(named_models().get(model, model)).direct
 
 
 def open_task(plan: EvaluationPlan) -> Task:
-    """Load the task that an evaluation plan names. Modules in the current folder can be used as
-    well, as with ``python -m``."""
+    """Load the task that an evaluation plan names.
+
+    Modules in the current folder can be used as well, as with ``python -m``.
+    """
     from ramify.tasks.base import task_of
 
     sys.path[:0] = [""] * ("" not in sys.path)
@@ -572,16 +584,20 @@ def open_task(plan: EvaluationPlan) -> Task:
 
 
 def plan_with_split(plan: EvaluationPlan, task: Task, given: str | None) -> EvaluationPlan:
-    """Return a copy of an evaluation plan with the split that ``--split`` names. By default, the
-    task chooses its split."""
+    """Return a copy of an evaluation plan with the split that ``--split`` names.
+
+    By default, the task chooses its split.
+    """
     from ramify.evaluate.run import choose_split
 
     return msgspec.structs.replace(plan, split=choose_split(task, given))
 
 
 def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:
-    """Check a few items of the task before the evaluation. Correct answers must score 1, and
-    wrong ones must not."""
+    """Check a few items of the task before the evaluation.
+
+    Correct answers must score 1, and wrong ones must not.
+    """
     from ramify.tasks.validation import validate
 
     skipped = validate(task, [plan.split], num=min(4, plan.items))
@@ -590,8 +606,10 @@ def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> 
 
 
 def task_option(word: str) -> tuple[str, Any]:
-    """Parse an option of a task: ``chars=1000`` becomes ("chars", 1000). A value that is not valid
-    JSON is kept as text. Raises UsageError for any other form."""
+    """Parse an option of a task: ``chars=1000`` becomes ("chars", 1000).
+
+    A value that is not valid JSON is kept as text. Raises UsageError for any other form.
+    """
     name, equals, value = word.partition("=")
     if not equals or not name.isidentifier():
         raise UsageError(f"'{word}' is not a task option: write NAME=VALUE")
@@ -602,8 +620,11 @@ def task_option(word: str) -> tuple[str, Any]:
 
 
 def _refuse_settings(words: list[str], given: dict[str, Any]) -> None:
-    """Raise UsageError if ``--resume`` is combined with a setting that a resumed evaluation
-    cannot change. Settings about output and concurrency are allowed."""
+    """Raise UsageError if ``--resume`` is combined with a setting that a resumed evaluation cannot
+    change.
+
+    Settings about output and concurrency are allowed.
+    """
     known = (*_SETTINGS, *OF_AN_EVALUATION, *OF_A_MATRIX)
     refused = [
         option.long

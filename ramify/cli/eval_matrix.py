@@ -1,5 +1,7 @@
 """Run an evaluation matrix: all combinations of several task suites, text lengths, models and
-answer modes. The command is ``ramify eval SUITES --lengths … --models … --modes …``.
+answer modes.
+
+The command is ``ramify eval SUITES --lengths … --models … --modes …``.
 
     axes ──> plan ──> windows and prices of the models ──> cost estimate ──> confirmation
          ──> attempts ──> table, JSONL, HTML
@@ -52,7 +54,10 @@ if TYPE_CHECKING:
 
 class MatrixOptions(NamedTuple):
     """Options of an evaluation matrix that do not change its results, such as the number of
-    concurrent attempts. A matrix is all combinations of several models, lengths and modes."""
+    concurrent attempts.
+
+    A matrix is all combinations of several models, lengths and modes.
+    """
 
     k: int | None
     concurrency: int
@@ -79,7 +84,10 @@ class _NotConfirmed(Exception):
 
 class EvalMatrixCommand:
     """Runs an evaluation matrix for the command line: all combinations of several task suites,
-    lengths, models and answer modes. It starts a new matrix or resumes a stored one."""
+    lengths, models and answer modes.
+
+    It starts a new matrix or resumes a stored one.
+    """
 
     def __init__(
         self, settings: dict[str, Any], screen: ProgressDisplay, options: MatrixOptions
@@ -95,8 +103,10 @@ class EvalMatrixCommand:
         """Settings -> the RLM that answers with them."""
 
     def begin(self, axes: MatrixAxes, validates: bool) -> ExitCode:
-        """Begin a new matrix and run it to its end. If ``validates`` is True, first check that
-        correct answers to some items score 1."""
+        """Begin a new matrix and run it to its end.
+
+        If ``validates`` is True, first check that correct answers to some items score 1.
+        """
         from ramify.evaluate.evaluation_report import check_k
         from ramify.evaluate.matrix import MatrixTaskCache, make_matrix_plan
         from ramify.tasks.validation import validate
@@ -196,7 +206,10 @@ class EvalMatrixCommand:
 
     def _rlm(self, plan: EvaluationPlan, tools: Any) -> RLM:
         """Return the RLM that answers the questions of one cell, which is one combination of the
-        matrix. Cells that differ only in their answer mode share an RLM and its rate limit."""
+        matrix.
+
+        Cells that differ only in their answer mode share an RLM and its rate limit.
+        """
         is_direct = plan.settings["mode"] == "direct"
         settings = _settings_of(plan)
         # A plain call has no tools.
@@ -327,8 +340,10 @@ class EvalMatrixCommand:
     def _ended(
         self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
-        """Print how many attempts are missing, or that no attempt was scored. Returns the exit
-        code."""
+        """Print how many attempts are missing, or that no attempt was scored.
+
+        Returns the exit code.
+        """
         everything = [outcome for done in evaluations for outcome in done.outcomes]
         num = sum(outcome.stop is Stop.SUSPENDED for outcome in everything)
         if num and is_stored:
@@ -369,7 +384,10 @@ class EvalMatrixCommand:
 
 
 def _is_confirmed() -> bool:
-    """Ask on the terminal whether to start. Returns True if the user agrees."""
+    """Ask on the terminal whether to start.
+
+    Returns True if the user agrees.
+    """
     print("begin? [Y/n] ", end="", file=sys.stderr, flush=True)
     # The handler of asyncio would only cancel a task, which does not run while this waits.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -380,8 +398,10 @@ def _is_confirmed() -> bool:
 
 
 def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
-    """Create an attempt maker for one cell, which is one combination of the matrix. Each attempt
-    uses ``rlm`` with the cell's mode and temperature."""
+    """Create an attempt maker for one cell, which is one combination of the matrix.
+
+    Each attempt uses ``rlm`` with the cell's mode and temperature.
+    """
     from ramify.clients.base import Sampling
     from ramify.evaluate.answer_modes import mode_of
     from ramify.evaluate.attempt import attempt
@@ -394,16 +414,20 @@ def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
 
 
 def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
-    """Create an attempt maker for one cell of a matrix inside a worker process. The RLM is
-    created in that process, with the API keys of its environment."""
+    """Create an attempt maker for one cell of a matrix inside a worker process.
+
+    The RLM is created in that process, with the API keys of its environment.
+    """
     settings = _settings_of(plan)
     return cell_attempt_maker(plan, make_rlm(settings, sandbox_spec(settings), store))
 
 
 def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
-    """Return the RLM settings for one cell, which is one combination of the matrix. The setting
-    ``direct`` is cleared, because each mode decides whether a plain call may answer the
-    question."""
+    """Return the RLM settings for one cell, which is one combination of the matrix.
+
+    The setting ``direct`` is cleared, because each mode decides whether a plain call may answer the
+    question.
+    """
     return {**plan.settings, "model": plan.model, "direct": None}
 
 

@@ -1,5 +1,7 @@
 """Meter the model requests of external systems that are compared with Ramify: ``ramify eval …
---with SYSTEM``. A metering endpoint counts and limits each client's spending.
+--with SYSTEM``.
+
+A metering endpoint counts and limits each client's spending.
 
     each model ──> one meter, which records every request
     each cell  ──> attempts of the system or runs of Ramify, each with its own key and equal budget
@@ -43,16 +45,20 @@ def check_settings_comparable(settings: Mapping[str, Any]) -> None:
 
 
 class MatrixMeteringProxies:
-    """The metering endpoints of an evaluation matrix, one for each model. They count the
-    requests of external systems. There are none if only Ramify itself is evaluated."""
+    """The metering endpoints of an evaluation matrix, one for each model.
+
+    They count the requests of external systems. There are none if only Ramify itself is evaluated.
+    """
 
     def __init__(self, meters: Mapping[str, MeteringProxy]) -> None:
         self._meters = meters
 
     def attempt_maker(self, cell: MatrixCell, rlm: RLM, runs: RlmAttemptMaker) -> AttemptMaker:
-        """Return an attempt maker for one cell, which is one combination of the matrix. Attempts
-        are made by an external system or by Ramify. If external systems take part, every attempt
-        is metered and has the same budget."""
+        """Return an attempt maker for one cell, which is one combination of the matrix.
+
+        Attempts are made by an external system or by Ramify. If external systems take part, every
+        attempt is metered and has the same budget.
+        """
         from ramify.evaluate.systems.attempt import (
             MeteredRlmAttemptMaker,
             SystemAttemptMaker,
@@ -72,7 +78,10 @@ class MatrixMeteringProxies:
 @asynccontextmanager
 async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[MatrixMeteringProxies]:
     """Start a metering endpoint for each model within a ``with`` block, if the evaluation has
-    external systems. Requests are recorded in the store's folder ``root``, unless it is None."""
+    external systems.
+
+    Requests are recorded in the store's folder ``root``, unless it is None.
+    """
     from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.meter import MeteringProxy
 

@@ -27,8 +27,11 @@ _log = ComponentLogger("evaluate")
 
 @contextlib.contextmanager
 def write_evaluation_log(path: Path | None, what: str) -> Iterator[None]:
-    """Write the log records of a ``with`` block to ``ID.log``, in the same folder as the results
-    at ``path``. ``what`` names what is evaluated. Without a path, no log is written."""
+    """Write the log records of a ``with`` block to ``ID.log``, in the same folder as the results at
+    ``path``.
+
+    ``what`` names what is evaluated. Without a path, no log is written.
+    """
     if path is None:
         yield
         return
@@ -40,8 +43,9 @@ def write_evaluation_log(path: Path | None, what: str) -> Iterator[None]:
 
 
 class EvaluationProgressReporter:
-    """Reports the progress of an evaluation. It updates a progress bar, or prints a line after each
-    tenth of the attempts.
+    """Reports the progress of an evaluation.
+
+    It updates a progress bar, or prints a line after each tenth of the attempts.
 
     With ``--verbose`` it also prints a line for each attempt.
     """
@@ -53,8 +57,10 @@ class EvaluationProgressReporter:
         num: int,
         earlier: Sequence[AttemptOutcome] = (),
     ) -> None:
-        """Create a reporter for ``num`` attempts in total. ``earlier`` holds the outcomes of
-        attempts that an earlier run of the command made."""
+        """Create a reporter for ``num`` attempts in total.
+
+        ``earlier`` holds the outcomes of attempts that an earlier run of the command made.
+        """
         self.done = len(earlier)
         self._screen = screen
         self._notes = screen.notes

@@ -30,10 +30,12 @@ COLUMNS = ("name", "value", "default", "type", "class", "meaning")
 
 
 def print_fields(words: Sequence[str], resume: str | None) -> None:
-    """Print fields to stdout. ``words`` are the sections and fields to print, or all fields if
-    there are none. They may also contain a recipe and overrides, whose values are then printed.
-    ``resume`` is a run or a checkpoint to use instead of a recipe. Raises UsageError for an unknown
-    section."""
+    """Print fields to stdout.
+
+    ``words`` are the sections and fields to print, or all fields if there are none. They may also
+    contain a recipe and overrides, whose values are then printed. ``resume`` is a run or a
+    checkpoint to use instead of a recipe. Raises UsageError for an unknown section.
+    """
     from ramify.train.config import CHOICES, Run
     from ramify.train.config_fields import fields, suggestion
     from ramify.train.override import override
@@ -89,9 +91,11 @@ def _on_terminal(field: ConfigField) -> Iterator[str]:
 
 
 def cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
-    """Return the table cells for a field, in the order of ``COLUMNS``. The value of a section is
-    only ``set``, since each of its fields has a separate row. The default is empty if the field has
-    none and must be given."""
+    """Return the table cells for a field, in the order of ``COLUMNS``.
+
+    The value of a section is only ``set``, since each of its fields has a separate row. The default
+    is empty if the field has none and must be given.
+    """
     from ramify.train.config_fields import public_path
 
     owner = field.owner if field.section is None else field.section

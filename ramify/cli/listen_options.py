@@ -28,9 +28,11 @@ SERVE_KEY = "RAMIFY_SERVE_KEY"
 def listen_options(
     port: int, variable: str = SERVE_KEY, key: str = "key"
 ) -> tuple[CliOptionSpec, ...]:
-    """Return the address and key options for a command that starts an HTTP server. ``port`` is
-    the default port. ``key`` is the word for the key in the help texts, such as "key" or
-    "token"."""
+    """Return the address and key options for a command that starts an HTTP server.
+
+    ``port`` is the default port. ``key`` is the word for the key in the help texts, such as "key"
+    or "token".
+    """
     return (
         CliOptionSpec("host", str, "address to listen on (default: 127.0.0.1)", "HOST"),
         CliOptionSpec("port", int, f"port to listen on; 0 picks a free one (default: {port})"),
@@ -61,8 +63,10 @@ def listen_address(
     options: Mapping[str, Any], command: str, port: int, root: Path | None = None
 ) -> ListenAddress:
     """Return the address on which a server should listen, according to its command-line options.
+
     ``root`` is the folder of the run store; None means the default folder. Raises UsageError or
-    ConfigError for bad options."""
+    ConfigError for bad options.
+    """
     from ramify.http_server.access import ListenAddress
 
     if not options["unix_socket"]:
@@ -84,9 +88,11 @@ def listen_address(
 def chosen_key(
     options: Mapping[str, Any], variable: str = SERVE_KEY, key: str = "key"
 ) -> str | None:
-    """Return the key that clients must send, from the options or the environment. Returns None
-    if the user chose to run without a key, or if the address needs none. Raises UsageError or
-    ConfigError for bad options."""
+    """Return the key that clients must send, from the options or the environment.
+
+    Returns None if the user chose to run without a key, or if the address needs none. Raises
+    UsageError or ConfigError for bad options.
+    """
     path, needs_none = options[f"{key}_file"], options["open_to_this_machine"]
     if path is None:
         return None if needs_none else os.environ.get(variable) or None
@@ -103,7 +109,10 @@ def chosen_key(
 
 
 def announce(name: str, url: str, address: ListenAddress, new_key: str) -> None:
-    """Print a server's address. If a key was generated for this start, also print the key."""
+    """Print a server's address.
+
+    If a key was generated for this start, also print the key.
+    """
     where = f" on the Unix socket {address.socket}" if address.socket is not None else ""
     stop = "open to every user of this machine; Ctrl-C" if address.is_open else "Ctrl-C"
     write_stderr(f"{name} at {url}{where} ({stop} to stop)")

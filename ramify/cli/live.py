@@ -144,8 +144,10 @@ class TerminalTreeRows:
                 pass
 
     def arrive(self, text: ReplyTextDelta) -> None:
-        """Add a piece of a reply that has just been streamed. Plain sub-calls have no row, so
-        their text is not shown."""
+        """Add a piece of a reply that has just been streamed.
+
+        Plain sub-calls have no row, so their text is not shown.
+        """
         row = self.nodes.get(text.call)
         if row is not None and row.call.asking == text.turn:
             before = "" if text.is_first else row.arriving
@@ -159,8 +161,10 @@ class TerminalTreeRows:
             self.nodes[call.id] = TreeRow(call)
 
     def _tally(self, call: CallNode) -> SubcallTally | None:
-        """Return the tally that counts a call, which is on the row of its parent. Returns None
-        if no row counts the call."""
+        """Return the tally that counts a call, which is on the row of its parent.
+
+        Returns None if no row counts the call.
+        """
         parent = self.nodes.get(call.parent.call) if call.parent else None
         if parent is None or call.kind == "strategy":
             return None
@@ -270,8 +274,9 @@ _NAMES = {"calls": "requests"}
 
 
 def budget_row(budgets: list[tuple[str, float, float]]) -> Text:
-    """Format how much of each budget is used, as one line. A budget is yellow from 70 % of its
-    limit, and red from 90 %.
+    """Format how much of each budget is used, as one line.
+
+    A budget is yellow from 70 % of its limit, and red from 90 %.
 
     ``requests 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``
     """

@@ -1,5 +1,6 @@
-"""Format a table of the loaded sources, with kind, size and contents. Files that were not loaded
-are listed below it, with the reason.
+"""Format a table of the loaded sources, with kind, size and contents.
+
+Files that were not loaded are listed below it, with the reason.
 
     source      kind  size    contents
     orders.csv  csv   1.2 MB  CSV: 3 columns a, b, c; 1,200 rows
@@ -26,8 +27,10 @@ _HEAD = ("source", "kind", "size", "contents")
 
 
 def source_table(loaded: LoadedContext) -> list[str]:
-    """Return the lines of a table of the loaded sources. A single source takes one line without
-    a header."""
+    """Return the lines of a table of the loaded sources.
+
+    A single source takes one line without a header.
+    """
     items = loaded.items
     if len(items) == 1:
         return loaded.describe()

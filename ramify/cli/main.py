@@ -1,5 +1,6 @@
-"""The entry point of the ``ramify`` command. It selects and runs the subcommand, and turns errors
-into messages and exit codes.
+"""The entry point of the ``ramify`` command.
+
+It selects and runs the subcommand, and turns errors into messages and exit codes.
 
 A command's module is imported only when that command runs, because imports take much of the time of
 a short question. An error is one line on stderr. The exit codes and the option parser are in
@@ -69,8 +70,10 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the subcommand that ``sys.argv`` names, and exit the process with its exit code. This
-    function never returns."""
+    """Run the subcommand that ``sys.argv`` names, and exit the process with its exit code.
+
+    This function never returns.
+    """
     # Nearly every object made during start-up lives on, so collecting would be wasted time.
     # Commands with more to do enable it again.
     gc.disable()
@@ -90,8 +93,10 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one subcommand and return its exit code. An exception is printed as one line on
-    stderr."""
+    """Run one subcommand and return its exit code.
+
+    An exception is printed as one line on stderr.
+    """
     try:
         # Until this point, Ctrl-C ends the process at once (``ramify.__main__``).
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,8 +119,10 @@ def run(arguments: list[str]) -> int:
 
 
 def command(name: str) -> SubcommandSpec:
-    """Import the module of a subcommand, and return the subcommand's specification. The help
-    text ends with related commands, such as ``runs check`` for ``runs``."""
+    """Import the module of a subcommand, and return the subcommand's specification.
+
+    The help text ends with related commands, such as ``runs check`` for ``runs``.
+    """
     module = importlib.import_module(COMMANDS[name][0])
     specs: tuple[SubcommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
     spec = next(spec for spec in specs if spec.name == name)
@@ -199,8 +206,10 @@ _EXTRAS = {
 
 
 def _missing_extra(error: Exception) -> str:
-    """Return the optional extra without which a command could not start. Empty if ``error`` has
-    another cause."""
+    """Return the optional extra without which a command could not start.
+
+    Empty if ``error`` has another cause.
+    """
     return _EXTRAS.get(error.name or "", "") if isinstance(error, ModuleNotFoundError) else ""
 
 
@@ -225,7 +234,10 @@ def _unexpected(error: Exception) -> str:
 
 def _place_in_plugin(error: Exception) -> str:
     """Return the line of the user's own code that raised an error, such as a line of a recipe's
-    loss function. Returns an empty string if Ramify itself raised the error."""
+    loss function.
+
+    Returns an empty string if Ramify itself raised the error.
+    """
     import sysconfig
     import traceback
 

@@ -213,8 +213,11 @@ def run(
 def _until_the_end(
     map_run: MapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
 ) -> tuple[MapResult | None, ExitCode]:
-    """Run a map until it ends or is stopped. Returns the result, which is None if the map was
-    cancelled, and the exit code if the map was stopped."""
+    """Run a map until it ends or is stopped.
+
+    Returns the result, which is None if the map was cancelled, and the exit code if the map was
+    stopped.
+    """
     interrupts = _MapInterrupts(map_run, notes)
     try:
         result = asyncio.run(interrupts.watched())
@@ -249,8 +252,10 @@ def _worker_rlm(settings: dict[str, Any]) -> RLM:
 
 
 class _MapInterrupts:
-    """Handles Ctrl-C and SIGTERM while a map asks its question of each row. After the first
-    signal no further row is started. A second Ctrl-C cancels the rows in progress."""
+    """Handles Ctrl-C and SIGTERM while a map asks its question of each row.
+
+    After the first signal no further row is started. A second Ctrl-C cancels the rows in progress.
+    """
 
     def __init__(self, map_run: MapRun | RayMapRun, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.CUT_SHORT

@@ -1,5 +1,6 @@
-"""The command ``ramify serve --meter MODEL``: a metering proxy in front of one model. It counts
-what each client spends, and enforces a budget for each client.
+"""The command ``ramify serve --meter MODEL``: a metering proxy in front of one model.
+
+It counts what each client spends, and enforces a budget for each client.
 
     ramify serve --meter openai:gpt-5-mini --max-tokens 200000 --max-calls 50
 
@@ -37,8 +38,10 @@ def serve_meter(
     port: int,
     notes: StderrMessageWriter,
 ) -> int:
-    """Serve a metering proxy for the configured model until the user stops it. Raises UsageError
-    for an option that the proxy does not support."""
+    """Serve a metering proxy for the configured model until the user stops it.
+
+    Raises UsageError for an option that the proxy does not support.
+    """
     for name in (*_OF_RUNS, _NO_KEY):
         if options.get(name) is not None:
             why = "each caller of a meter needs a key" if name == _NO_KEY else "it is for runs"

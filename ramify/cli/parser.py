@@ -1,5 +1,6 @@
-"""Parse command lines. Each command declares its options in a table, and a usage error is reported
-in one line.
+"""Parse command lines.
+
+Each command declares its options in a table, and a usage error is reported in one line.
 
 This module also defines the exit codes, and parses values with units such as ``30d`` and ``2GB``.
 
@@ -84,8 +85,10 @@ class UsageError(Exception):
 
 
 class CliOptionSpec(NamedTuple):
-    """Declares one command-line option. A boolean option has two forms, such as ``--cite`` and
-    ``--no-cite``."""
+    """Declares one command-line option.
+
+    A boolean option has two forms, such as ``--cite`` and ``--no-cite``.
+    """
 
     name: str
     """Python name of the option, such as ``max_cost`` for ``--max-cost``."""
@@ -163,8 +166,10 @@ class SubcommandSpec(NamedTuple):
     epilog: str = ""
 
     def call(self, arguments: list[str]) -> int:
-        """Parse the arguments, run the command, and return its exit code. Raises UsageError for
-        bad arguments."""
+        """Parse the arguments, run the command, and return its exit code.
+
+        Raises UsageError for bad arguments.
+        """
         known = [form for option in self.options for form in option.long_forms]
         values = vars(self.parser().parse(arguments, [*known, "--verbose", "--help"]))
         words = values.pop("words")
@@ -196,8 +201,10 @@ class SubcommandSpec(NamedTuple):
 
 
 class _CountedSwitch(argparse.BooleanOptionalAction):
-    """A ``--verbose`` switch that can be repeated. Once, it prints the command's own messages.
-    Repeated, it also makes the log more verbose."""
+    """A ``--verbose`` switch that can be repeated.
+
+    Once, it prints the command's own messages. Repeated, it also makes the log more verbose.
+    """
 
     def __call__(
         self,
@@ -237,7 +244,9 @@ class _Format(argparse.RawDescriptionHelpFormatter):
 
 def unknown_option(given: str, known: Sequence[str]) -> str:
     """Describe an option that a command does not have, and suggest a similar one from ``known``.
-    Options that are used more often come first in ``known``."""
+
+    Options that are used more often come first in ``known``.
+    """
     name = given.partition("=")[0]
     # An option that was split, such as --token into --token-file, is nearer than a similar word.
     close = [option for option in known if option.startswith(f"{name}-")]

@@ -168,7 +168,10 @@ def _answer(
 
 def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]) -> PlanStrategy:
     """Return the plan that ``--plan`` names, or else the plan that suits the question best, with
-    the reason for the choice. ``model`` is the model that the plan will call."""
+    the reason for the choice.
+
+    ``model`` is the model that the plan will call.
+    """
     if name is not None and _is_file(name):
         if used := [key for key, value in options.items() if value is not None]:
             raise UsageError(
@@ -234,8 +237,10 @@ def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
 
 
 def _is_agreed(notes: StderrMessageWriter) -> bool:
-    """Ask on the terminal whether to run the plan, and return True if the user agrees. Without a
-    terminal, print how to run the plan."""
+    """Ask on the terminal whether to run the plan, and return True if the user agrees.
+
+    Without a terminal, print how to run the plan.
+    """
     if not (sys.stdin is not None and sys.stdin.isatty()):
         notes.say("nothing was sent; to run the plan, add --yes")
         return False

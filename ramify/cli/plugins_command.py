@@ -48,8 +48,10 @@ def _cells(entry: PluginEntry) -> list[str]:
 
 
 def _row(entry: PluginEntry, widths: list[int]) -> str:
-    """Format one plugin as a line, and cut it to the width of the terminal. The error of a
-    broken plugin is never cut."""
+    """Format one plugin as a line, and cut it to the width of the terminal.
+
+    The error of a broken plugin is never cut.
+    """
     *cells, about = _cells(entry)
     line = "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), ""])
     room = max(shutil.get_terminal_size().columns - len(line), 8)

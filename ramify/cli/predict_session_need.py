@@ -19,9 +19,11 @@ _WITHOUT_JAIL = ("-h", "--help", "--resume", "--dry-run", "--sandbox", "--mode")
 
 
 def is_ask_over_large_input(arguments: list[str]) -> bool:
-    """Return True if the command is ``ramify ask`` over a folder or a large file, which will
-    soon need a sandbox session. Returns False if an option or an environment variable shows that
-    it will not."""
+    """Return True if the command is ``ramify ask`` over a folder or a large file, which will soon
+    need a sandbox session.
+
+    Returns False if an option or an environment variable shows that it will not.
+    """
     if arguments[:1] != ["ask"] or sys.platform != "linux":
         return False
     if os.environ.get("RAMIFY_SANDBOX", "jail") != "jail":

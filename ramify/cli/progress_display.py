@@ -1,5 +1,6 @@
-"""Show the progress of a command on stderr. All commands share this display. Stdout is reserved for
-the command's answer.
+"""Show the progress of a command on stderr.
+
+All commands share this display. Stdout is reserved for the command's answer.
 
     live     a view on the terminal, redrawn ten times a second:
              the command's own picture, and a bar for each task
@@ -72,16 +73,20 @@ class PeriodicProgressLine:
         self._thread.start()
 
     def __call__(self, state: ProgressState) -> None:
-        """Receive a new state of a task. The package ``ramify.progress`` calls this for every
-        change."""
+        """Receive a new state of a task.
+
+        The package ``ramify.progress`` calls this for every change.
+        """
         with self._lock:
             _, since = self._tasks.pop(state.id, (state, time.monotonic()))
             if not state.is_over:
                 self._tasks[state.id] = state, since
 
     def print_message(self, text: str) -> None:
-        """Print a line of text immediately. The next progress line then waits for a full
-        interval again."""
+        """Print a line of text immediately.
+
+        The next progress line then waits for a full interval again.
+        """
         self._said_at = time.monotonic()
         write_stderr(text)
 
@@ -123,9 +128,11 @@ draw."""
 
 
 def form_of(given: str | None, notes: StderrMessageWriter) -> Form:
-    """Return the form of the progress display: live view, lines, JSON or none. It is taken from
-    ``--progress``, or else depends on whether stderr is a terminal. With ``--quiet`` it is
-    ``none``. Raises UsageError if the form is unknown."""
+    """Return the form of the progress display: live view, lines, JSON or none.
+
+    It is taken from ``--progress``, or else depends on whether stderr is a terminal. With
+    ``--quiet`` it is ``none``. Raises UsageError if the form is unknown.
+    """
     if given is not None and given not in FORMS:
         raise UsageError(f"--progress {given}: {did_you_mean(given, FORMS)}")
     if notes.quiet:
@@ -187,12 +194,17 @@ class ProgressDisplay:
         self.close()
 
     def close(self) -> None:
-        """End the display and restore the terminal. Calling this again has no effect."""
+        """End the display and restore the terminal.
+
+        Calling this again has no effect.
+        """
         self._stack.close()
 
     def close_live_view(self) -> None:
-        """Remove a live view so that the answer can be printed. Displays in another form
-        continue."""
+        """Remove a live view so that the answer can be printed.
+
+        Displays in another form continue.
+        """
         if self.form == "live":
             self.close()
 
@@ -203,7 +215,10 @@ class ProgressDisplay:
             self._drawer.start(patience_s=0.0)
 
     def write_json_event(self, event: str, /, **fields: Any) -> None:
-        """Write an event as one JSON line. Does nothing unless the display's form is ``json``."""
+        """Write an event as one JSON line.
+
+        Does nothing unless the display's form is ``json``.
+        """
         if self.form == "json":
             line = {"event": event, "at_s": round(time.monotonic() - self._began, 3), **fields}
             # One write, because several threads write here.
@@ -263,8 +278,10 @@ class ProgressDisplay:
 
 
 class _Drawer:
-    """A thread that draws the live view. It imports the library rich only when there is
-    something to draw."""
+    """A thread that draws the live view.
+
+    It imports the library rich only when there is something to draw.
+    """
 
     def __init__(self, screen: ProgressDisplay) -> None:
         self._screen = screen
@@ -288,8 +305,10 @@ class _Drawer:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Stop drawing, and wait until the terminal is restored. Pressing Ctrl-C does not
-        interrupt the wait."""
+        """Stop drawing, and wait until the terminal is restored.
+
+        Pressing Ctrl-C does not interrupt the wait.
+        """
         with self._lock:
             self._stopped.set()
             self._draw_now.set()

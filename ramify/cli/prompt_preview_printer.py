@@ -41,9 +41,11 @@ def show(
     is_dry_run: bool = False,
     is_free: bool = False,
 ) -> ExitCode:
-    """Print the prompt of a call at the given depth, where 0 is the root. If ``is_dry_run`` is
-    True, also print what the run would load and cost. ``is_free`` is True if no model of the run
-    costs anything."""
+    """Print the prompt of a call at the given depth, where 0 is the root.
+
+    If ``is_dry_run`` is True, also print what the run would load and cost. ``is_free`` is True if
+    no model of the run costs anything.
+    """
     context, query = (question, None) if loaded is None else (loaded, question)
     preview = rlm.prompt(context, query, depth=depth, answer_type=answer_type, cite=cite)
     loaded_tokenizer = _tokenizer(tokenizer) if tokenizer is not None else None
@@ -101,15 +103,19 @@ def _show_costs(
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
-    """Estimate the cost in dollars of the first request. Returns the cost with a short reply and
-    with the longest possible reply."""
+    """Estimate the cost in dollars of the first request.
+
+    Returns the cost with a short reply and with the longest possible reply.
+    """
     short = min(_SHORT_REPLY, preview.max_reply_tokens)
     return preview.cost(num_tokens, short), preview.cost(num_tokens, preview.max_reply_tokens)
 
 
 def _tokenizer(folder: str) -> Any:
-    """Load a tokenizer from a folder, or from the local cache by its name. Raises ConfigError if
-    it has no chat template."""
+    """Load a tokenizer from a folder, or from the local cache by its name.
+
+    Raises ConfigError if it has no chat template.
+    """
     from ramify.models.load import load_tokenizer
     from ramify.models.model_config_files import local_model_folder
 

@@ -1,5 +1,6 @@
-"""Rebuild the ``RLM`` of a stored run from its journal, in order to resume or replay the run. The
-journal is the file that records the run's events.
+"""Rebuild the ``RLM`` of a stored run from its journal, in order to resume or replay the run.
+
+The journal is the file that records the run's events.
 
 Models, limits, prompts, sandbox and sampling are those recorded in the journal. MCP servers are
 started again. A replay calls no model, so it uses placeholder clients that need no key.
@@ -99,8 +100,10 @@ def _tools(started: RunStarted) -> dict[str, Any]:
 
 
 class PlaceholderClient:
-    """A stand-in for a model's client in a replay. It has the model's name, context window and
-    price, but raises an error if it receives a request."""
+    """A stand-in for a model's client in a replay.
+
+    It has the model's name, context window and price, but raises an error if it receives a request.
+    """
 
     def __init__(self, name: str) -> None:
         prices = PriceTable.load()

@@ -25,8 +25,11 @@ _AS_STEPS = ("retry", "limit", "session_died")
 
 
 class RunEventPrinter:
-    """Prints the events of a run while it is in progress. With ``--progress json`` each step is
-    a JSON object, and with ``--verbose`` it is a line. Otherwise only outages are reported."""
+    """Prints the events of a run while it is in progress.
+
+    With ``--progress json`` each step is a JSON object, and with ``--verbose`` it is a line.
+    Otherwise only outages are reported.
+    """
 
     def __init__(self, notes: StderrMessageWriter, screen: ProgressDisplay) -> None:
         self._notes = notes
@@ -56,8 +59,10 @@ class RunEventPrinter:
             self._say_waiting(event)
 
     def _say_waiting(self, event: AnyEvent) -> None:
-        """Tell the user, once per outage, that the run is waiting for the model's server. The
-        message appears at the second failure."""
+        """Tell the user, once per outage, that the run is waiting for the model's server.
+
+        The message appears at the second failure.
+        """
         if isinstance(event, ReplyReceived):
             self._num_retries = 0
         elif isinstance(event, NoteAdded) and RETRYING in event.text:
@@ -66,8 +71,11 @@ class RunEventPrinter:
                 self._notes.say(f"waiting: {event.text}")
 
     def _say_step(self, event: AnyEvent) -> None:
-        """Print an event of the run as a line. Warnings are skipped, because they have already
-        been printed. A failed attempt is skipped if the note that follows repeats its error."""
+        """Print an event of the run as a line.
+
+        Warnings are skipped, because they have already been printed. A failed attempt is skipped if
+        the note that follows repeats its error.
+        """
         failed, self._failed = self._failed, None
         note = event if isinstance(event, NoteAdded) else None
         if failed is not None and not (note and note.text.startswith(failed.error)):
@@ -83,8 +91,10 @@ class RunEventPrinter:
 
 
 def line_of(event: AnyEvent) -> str:
-    """Describe an event of a run in one line. Returns an empty string for an event that tells the
-    user nothing new."""
+    """Describe an event of a run in one line.
+
+    Returns an empty string for an event that tells the user nothing new.
+    """
     match event:
         case CallStarted():
             return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"

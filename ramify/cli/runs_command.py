@@ -330,7 +330,10 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
 
 def _draw_folded(summaries: list[RunSummary]) -> None:
     """Print the newest runs that a user started directly, and one line for each task with stored
-    evaluation runs. If there are no directly started runs, print the newest of all."""
+    evaluation runs.
+
+    If there are no directly started runs, print the newest of all.
+    """
     asked = [run for run in summaries if not run.task]
     if not asked:
         return _draw(summaries[:_MOST_SHOWN])

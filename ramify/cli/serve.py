@@ -66,8 +66,10 @@ _LARGE_BLOCK_BYTES = 1 << 20
 
 
 def _map_large_blocks() -> None:
-    """Make the C library return freed blocks of 1 MB or more to the system at once. Otherwise the
-    GNU C library may keep up to 64 MB for each thread that has read a large context."""
+    """Make the C library return freed blocks of 1 MB or more to the system at once.
+
+    Otherwise the GNU C library may keep up to 64 MB for each thread that has read a large context.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
@@ -75,9 +77,11 @@ def _map_large_blocks() -> None:
 def read_server_settings(
     given: dict[str, Any], command: str
 ) -> tuple[dict[str, Any] | None, StderrMessageWriter]:
-    """Read the settings for a command that starts a server, and create the writer of its
-    messages to stderr. If no model is set, print how to set one, and return None in place of the
-    settings."""
+    """Read the settings for a command that starts a server, and create the writer of its messages
+    to stderr.
+
+    If no model is set, print how to set one, and return None in place of the settings.
+    """
     _map_large_blocks()
     settings = fill(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")))
@@ -160,9 +164,11 @@ def serve(words: list[str], **given: Any) -> int:
 
 @contextlib.contextmanager
 def _logged(given: str | None, store: Store | None) -> Iterator[None]:
-    """Write the server's log records to a file within a ``with`` block. The file is the one that
-    ``--log`` names, or one in the store's folder. Raises UsageError if the folder of the named
-    file does not exist."""
+    """Write the server's log records to a file within a ``with`` block.
+
+    The file is the one that ``--log`` names, or one in the store's folder. Raises UsageError if the
+    folder of the named file does not exist.
+    """
     if given is not None and (not Path(given).parent.is_dir() or Path(given).is_dir()):
         raise UsageError(f"--log {given}: give a file in a folder that exists")
     if store is not None and given is None:
@@ -204,7 +210,9 @@ def _recorder(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
     """Return a function that opens the recorder of conversations once the policy is loaded.
-    Returns None without ``--record``. Raises ConfigError at once if the model is not local."""
+
+    Returns None without ``--record``. Raises ConfigError at once if the model is not local.
+    """
     recording = parse_recording_options(options)
     if recording is None:
         return None

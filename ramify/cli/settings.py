@@ -76,8 +76,11 @@ INTERNAL_VARIABLES = frozenset(
 
 
 def config_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of the configuration file. Raises ConfigError if ``RAMIFY_CONFIG`` names a
-    file that does not exist. The default file need not exist."""
+    """Return the path of the configuration file.
+
+    Raises ConfigError if ``RAMIFY_CONFIG`` names a file that does not exist. The default file need
+    not exist.
+    """
     given = environ.get("RAMIFY_CONFIG")
     if given:
         path = Path(given).expanduser()
@@ -113,8 +116,10 @@ def fill(
 
 
 def open_configured_store() -> RunStore:
-    """Open the store of runs that the configuration file names. For commands that need no other
-    settings."""
+    """Open the store of runs that the configuration file names.
+
+    For commands that need no other settings.
+    """
     _apply_tables()
     from ramify.store.stores import open_store
 
@@ -123,7 +128,10 @@ def open_configured_store() -> RunStore:
 
 def open_configured_folder_store(command: str) -> Store:
     """Open the store of runs that the configuration file names, for a command that needs the
-    store's files. Raises ConfigError if the store is not kept in files."""
+    store's files.
+
+    Raises ConfigError if the store is not kept in files.
+    """
     _apply_tables()
     from ramify.store.stores import require_folder_store
 
@@ -178,8 +186,10 @@ def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, 
 
 
 def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
-    """Resolve a secret of the form ``"$NAME"`` to the value of that environment variable. Other
-    values are returned unchanged. Raises ConfigError if the variable is not set."""
+    """Resolve a secret of the form ``"$NAME"`` to the value of that environment variable.
+
+    Other values are returned unchanged. Raises ConfigError if the variable is not set.
+    """
     if not isinstance(value, str) or not value.startswith("$"):
         return value
     if not environ.get(value[1:]):
@@ -233,7 +243,10 @@ def _from_file(
 
 def _content(path: Path) -> dict[str, Any]:
     """Read the configuration file and return its content as a dict, which is empty if the file does
-    not exist. Raises ConfigError if the file cannot be read or is not valid TOML."""
+    not exist.
+
+    Raises ConfigError if the file cannot be read or is not valid TOML.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -250,7 +263,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:
     """Set environment variables from one table of the configuration file, such as ``[prices]``.
-    They apply to this process and its children."""
+
+    They apply to this process and its children.
+    """
     keys = TABLES[table]
     if not isinstance(content, dict):
         raise ConfigError(

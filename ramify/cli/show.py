@@ -1,6 +1,7 @@
-"""The commands ``ramify show`` and ``ramify replay``. ``show`` prints a stored run as text, as one
-JSON object, or as its events. ``replay`` runs its code again with the recorded replies, and reports
-differences.
+"""The commands ``ramify show`` and ``ramify replay``.
+
+``show`` prints a stored run as text, as one JSON object, or as its events. ``replay`` runs its code
+again with the recorded replies, and reports differences.
 
     run 20260301-142501-…  2026-03-01 14:25
     final · 3 turns, 312 requests · 45.2k tokens · $0.12 · 14.2 s
@@ -131,8 +132,10 @@ def show(
 
 
 def _show_path(given: PathAndLine, *, as_json: bool, full: bool, use_pager: bool) -> None:
-    """Show a file of rollouts, a training run or a map. Raises UsageError for anything else, with
-    the command that reads it."""
+    """Show a file of rollouts, a training run or a map.
+
+    Raises UsageError for anything else, with the command that reads it.
+    """
     if (table := map_at(given)) is not None:
         write_lines(map_lines(table, full), use_pager=use_pager)
         return
@@ -287,16 +290,21 @@ def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iter
 
 
 def _notes_after(call: Call, turn: int) -> list[str]:
-    """Return the notes that the model received about one of its turns, such as why its answer
-    was not accepted. The prompt of the next turn begins with them."""
+    """Return the notes that the model received about one of its turns, such as why its answer was
+    not accepted.
+
+    The prompt of the next turn begins with them.
+    """
     following = call.turns[turn + 1].prompt if turn + 1 < len(call.turns) else ()
     lines = [line for message in following for line in message.content.splitlines()]
     return [line.removeprefix(_NOTE) for line in lines if line.startswith(_NOTE)]
 
 
 def _origin(call: Call) -> str:
-    """Describe why a call of an external agent began, and which call it continues as a fork. The
-    text goes at the end of a line. It is empty for any other call."""
+    """Describe why a call of an external agent began, and which call it continues as a fork.
+
+    The text goes at the end of a line. It is empty for any other call.
+    """
     cause = "" if call.cause is None else f", {call.cause}"
     if call.fork is None:
         return cause

@@ -31,8 +31,10 @@ _SHOWN_METRICS = ("reward", "validation/reward", "loss")
 
 
 class PathAndLine(NamedTuple):
-    """A path that is given in place of a run id, with an optional line number. It exists, and is
-    not the journal of a run."""
+    """A path that is given in place of a run id, with an optional line number.
+
+    It exists, and is not the journal of a run.
+    """
 
     path: Path
     line: int | None
@@ -40,8 +42,10 @@ class PathAndLine(NamedTuple):
 
 
 def given_path(name: str) -> PathAndLine | None:
-    """Parse a path that is given in place of a run id, as ``PATH`` or ``PATH:LINE``. Returns None
-    if there is no such file or folder, or if it is the journal of a run."""
+    """Parse a path that is given in place of a run id, as ``PATH`` or ``PATH:LINE``.
+
+    Returns None if there is no such file or folder, or if it is the journal of a run.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         return PathAndLine(path, None)
@@ -55,8 +59,10 @@ def given_path(name: str) -> PathAndLine | None:
 
 
 def trajectory_at(given: PathAndLine) -> Trajectory | None:
-    """Return the trajectory on the given line of a file, or None if no line is given. Raises
-    StoreError if the file has no such line, or if the line has no trajectory."""
+    """Return the trajectory on the given line of a file, or None if no line is given.
+
+    Raises StoreError if the file has no such line, or if the line has no trajectory.
+    """
     if given.line is None:
         return None
     number = 0
@@ -117,8 +123,10 @@ def rollout_lines(path: Path, rows: list[RunListRow]) -> Iterator[Line]:
 
 
 def training_lines(folder: Path) -> Iterator[Line]:
-    """Yield a summary of the training run in a folder, and the commands that show more. Yields
-    nothing if it is not the folder of a training run."""
+    """Yield a summary of the training run in a folder, and the commands that show more.
+
+    Yields nothing if it is not the folder of a training run.
+    """
     from ramify.train import metrics
 
     if not (folder / metrics.FILE).is_file():

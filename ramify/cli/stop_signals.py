@@ -1,5 +1,6 @@
-"""End a command on Ctrl-C or SIGTERM even if its event loop is blocked. Also end a command whose
-blocked loop exceeds the deadline of its run.
+"""End a command on Ctrl-C or SIGTERM even if its event loop is blocked.
+
+Also end a command whose blocked loop exceeds the deadline of its run.
 
     signal ── next iteration of the loop ──> the command's handler: wrap up, stop, drain
        └── no iteration within PATIENCE_S ──> KeyboardInterrupt or SystemExit in the main thread
@@ -32,7 +33,9 @@ PATIENCE_S = 3.0
 
 def add_signal_handler(number: int, do: Callable[[], object]) -> None:
     """Handle a signal by calling ``do`` in the running event loop, each time the signal arrives.
-    If the loop is blocked and does not react, end the command."""
+
+    If the loop is blocked and does not react, end the command.
+    """
     loop, watch = asyncio.get_running_loop(), SignalResponseWatchdog(number)
 
     def act() -> None:
@@ -55,8 +58,10 @@ def add_stop_handler(do: Callable[[], None]) -> None:
 def watch_run_deadlines(
     command: str, restore: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Watch the deadlines of the runs in a ``with`` block. If a run exceeds its deadline while its
-    event loop is blocked, print one line to stderr and end the process.
+    """Watch the deadlines of the runs in a ``with`` block.
+
+    If a run exceeds its deadline while its event loop is blocked, print one line to stderr and end
+    the process.
 
     ``command`` is the command that continues the run; ``{run}`` in it is replaced by the run's id.
     ``restore`` is called before the end, to restore the terminal.
@@ -92,8 +97,11 @@ class SignalResponseWatchdog:
         self._is_overdue = False
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle one arrival of the signal. If the event loop has not reacted to earlier ones in
-        time, raise KeyboardInterrupt or SystemExit."""
+        """Handle one arrival of the signal.
+
+        If the event loop has not reacted to earlier ones in time, raise KeyboardInterrupt or
+        SystemExit.
+        """
         if self._is_overdue:
             raise SystemExit(ExitCode.TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt
         self._num_waiting += 1

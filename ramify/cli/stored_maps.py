@@ -1,5 +1,7 @@
 """List, show and delete stored maps, for the commands ``ramify runs``, ``ramify show`` and ``ramify
-runs rm``. A map is one question asked about each row of a table.
+runs rm``.
+
+A map is one question asked about each row of a table.
 
     ramify runs --maps           one line for each map
     ramify show MAP              statistics of a map, and its rows
@@ -50,7 +52,10 @@ def is_map(name: str) -> bool:
 
 
 def find_map(store: RunStore, name: str) -> StoredMap:
-    """Open the stored map with the given id. Raises StoreError if the store has no such map."""
+    """Open the stored map with the given id.
+
+    Raises StoreError if the store has no such map.
+    """
     from ramify.maps.map_journal import MapStore
     from ramify.maps.stored_maps import open_map_table
 
@@ -61,9 +66,11 @@ def find_map(store: RunStore, name: str) -> StoredMap:
 
 
 def question_events(store: RunStore, name: str) -> list[AnyEvent] | None:
-    """Return the events of one question of a map, given as ``MAP:7``. Returns None if the name has
-    no question number. If the question was answered in a session, the events come from the journal
-    of its run."""
+    """Return the events of one question of a map, given as ``MAP:7``.
+
+    Returns None if the name has no question number. If the question was answered in a session, the
+    events come from the journal of its run.
+    """
     from ramify.maps.map_table import row_events
 
     id, colon, number = name.partition(":")
@@ -108,9 +115,11 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
 
 
 def remove_map(store: RunStore, name: str) -> int:
-    """Delete a stored map, and return the number of bytes freed. The runs of its rows are kept,
-    as are the partial results of a map on a Ray cluster. Raises RunInUse while the map is being
-    written."""
+    """Delete a stored map, and return the number of bytes freed.
+
+    The runs of its rows are kept, as are the partial results of a map on a Ray cluster. Raises
+    RunInUse while the map is being written.
+    """
     table = find_map(store, name)
     if table.is_alive:
         raise RunInUse(
@@ -124,8 +133,10 @@ def remove_map(store: RunStore, name: str) -> int:
 
 
 def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
-    """Yield the lines that ``ramify show`` prints about a map: its statistics and its first
-    rows. If ``full`` is True, all rows are included."""
+    """Yield the lines that ``ramify show`` prints about a map: its statistics and its first rows.
+
+    If ``full`` is True, all rows are included.
+    """
     figures = table.figures()
     yield f"map {figures.id}  {moment(figures.started_at)}"
     yield " · ".join(

@@ -42,7 +42,10 @@ def exporting(notes: StderrMessageWriter) -> Iterator[None]:
 
 def _exporter_name() -> str:
     """Return the name of the exporter that the environment variables select: ``otlp`` or
-    ``console``. Returns an empty string if they select none."""
+    ``console``.
+
+    Returns an empty string if they select none.
+    """
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ""
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")[0].strip()

@@ -1,5 +1,7 @@
 r"""Prepare text for a terminal: remove escape sequences, shorten lines, format sizes and dates, and
-draw the tree of a run's calls. Messages to the user go to stderr; stdout is for the answer.
+draw the tree of a run's calls.
+
+Messages to the user go to stderr; stdout is for the answer.
 
 Colors are spans of rich's ``Text``, never characters of a string. ``write_lines`` turns them into
 escape sequences after it has cleaned the text. ``protect_terminal`` puts a
@@ -55,8 +57,10 @@ _log = ComponentLogger("cli")
 
 
 def one_line(text: str, width: int = 80) -> str:
-    """Shorten text to a single line of at most ``width`` characters. Escape sequences and line
-    breaks are removed."""
+    """Shorten text to a single line of at most ``width`` characters.
+
+    Escape sequences and line breaks are removed.
+    """
     line = clean_line(text[: 4 * width])
     return line if len(line) <= width else line[: width - 1] + "…"
 
@@ -70,7 +74,10 @@ def size(num_bytes: int) -> str:
 
 
 def moment(unix_time: float) -> str:
-    """Format a Unix time as local date and time, to the minute. The time 0 becomes ``-``."""
+    """Format a Unix time as local date and time, to the minute.
+
+    The time 0 becomes ``-``.
+    """
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_time)) if unix_time else "-"
 
 
@@ -105,8 +112,10 @@ class StderrMessageWriter:
 
     def capture_warnings(self) -> None:
         """Print each log record and each Python warning of this process as one line from now on.
+
         This includes warnings about old names of Ramify's settings, which Python would hide by
-        default."""
+        default.
+        """
         if (console := current_console()) is not None:
             console.show = self.say
             console.hidden.add("warning")
@@ -130,15 +139,19 @@ def write_stderr(text: str) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error to stderr as one line, even if its text has several lines. It names the
-    options of this command where it would name fields."""
+    """Print an error to stderr as one line, even if its text has several lines.
+
+    It names the options of this command where it would name fields.
+    """
     write_stderr("ramify: " + with_option_names(clean_line(text)))
 
 
 def set_option_names(options: Mapping[str, str]) -> None:
     """Set which options limit a run of this process's command: the name of a field, such as
-    ``max_turns``, and the option that sets it, such as ``--max-turns``. Other options are left
-    out."""
+    ``max_turns``, and the option that sets it, such as ``--max-turns``.
+
+    Other options are left out.
+    """
     _option_of.clear()
     _option_of.update({name: options[name] for name in options if name.startswith("max_")})
     for field, name in (("memory_bytes", "memory"), ("patience_s", "patience")):
@@ -219,8 +232,10 @@ def _colored(line: Line) -> str:
 
 @functools.cache
 def rich_console(*, stderr: bool = False) -> Console:
-    """Return the rich console that draws on the terminal. Content must first pass through
-    ``sanitized_renderable``."""
+    """Return the rich console that draws on the terminal.
+
+    Content must first pass through ``sanitized_renderable``.
+    """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -244,8 +259,10 @@ class _Cleaned:
 
 
 def give_up_stdout() -> None:
-    """Discard all further output to stdout. Without this, Python would report the same write
-    error again at exit."""
+    """Discard all further output to stdout.
+
+    Without this, Python would report the same write error again at exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -270,8 +287,10 @@ def styled_text(meaning: str, text: str) -> Text:
 
 
 def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
-    """Yield the lines of a run's tree of calls. Each call is shown with its answer, and outliers
-    are marked."""
+    """Yield the lines of a run's tree of calls.
+
+    Each call is shown with its answer, and outliers are marked.
+    """
     from ramify.types.call_tree import CallTree
 
     tree = CallTree()
@@ -301,8 +320,11 @@ def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> 
 
 
 def _together(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
-    """Yield the tree entries for the sub-calls of a call. Many plain sub-calls are combined into
-    one entry, but outliers and failures also get separate rows."""
+    """Yield the tree entries for the sub-calls of a call.
+
+    Many plain sub-calls are combined into one entry, but outliers and failures also get separate
+    rows.
+    """
     plain = [node for node in nodes if node.kind != "rlm" and node.id not in below]
     if len(plain) <= _TOGETHER:
         yield from nodes

@@ -58,7 +58,10 @@ def parse_recording_options(
     options: Mapping[str, Any],
 ) -> tuple[RedactionRules, TrafficRetention] | None:
     """Parse the options for recording conversations: what is redacted, and how long records are
-    kept. Returns None without ``--record``. Raises UsageError or ConfigError for a wrong option."""
+    kept.
+
+    Returns None without ``--record``. Raises UsageError or ConfigError for a wrong option.
+    """
     if not options["record"]:
         unused = next((each for each in RECORD_OPTIONS if options[each.name] is not None), None)
         if unused is not None:
@@ -82,8 +85,10 @@ def parse_recording_options(
 
 def policy_among(clients: Sequence[Client]) -> Policy:
     """Return the local policy that answers a server's requests, so that its conversations can be
-    recorded. Raises ConfigError if other models answer as well, or if there are several
-    policies."""
+    recorded.
+
+    Raises ConfigError if other models answer as well, or if there are several policies.
+    """
     from ramify.inference.local.local_client import LocalClient
 
     others = [each.name for each in clients if not isinstance(each, LocalClient)]
@@ -107,8 +112,11 @@ def open_recorder(
     policy: Policy,
     notes: StderrMessageWriter,
 ) -> TrafficRecorder:
-    """Open the recorder for conversations with a policy, and tell the user the folder in which
-    they are stored and for how long. Raises ConfigError or StoreError if that fails."""
+    """Open the recorder for conversations with a policy, and tell the user the folder in which they
+    are stored and for how long.
+
+    Raises ConfigError or StoreError if that fails.
+    """
     from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 
     redaction, retention = recording

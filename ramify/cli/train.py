@@ -121,8 +121,9 @@ class LiveTrainingCurves(msgspec.Struct):
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Draw a series of numbers as one line of at most ``width`` bars. If there are more numbers
-    than bars, each bar is the mean of several consecutive numbers.
+    """Draw a series of numbers as one line of at most ``width`` bars.
+
+    If there are more numbers than bars, each bar is the mean of several consecutive numbers.
 
     >>> curve([0, 1, 2, 3, 4, 5, 6, 7], 8)
     '▁▂▃▄▅▆▇█'
@@ -136,8 +137,11 @@ def curve(values: Sequence[float], width: int) -> str:
 
 
 def line(measured: StepMetrics) -> str:
-    """Format the metrics of one step as a log line. The line of an evaluation has its scores.
-    The line of a training step has the rewards and a selection of metrics."""
+    """Format the metrics of one step as a log line.
+
+    The line of an evaluation has its scores. The line of a training step has the rewards and a
+    selection of metrics.
+    """
     is_evaluation = "evaluate_s" in measured.values
     shown = {
         name: value
@@ -236,8 +240,10 @@ def train(
 
 
 def _end_with_a_record(folder: Path) -> None:
-    """Log SIGTERM and SIGHUP before they end a run. SIGHUP arrives when the terminal is closed;
-    under nohup it remains ignored."""
+    """Log SIGTERM and SIGHUP before they end a run.
+
+    SIGHUP arrives when the terminal is closed; under nohup it remains ignored.
+    """
 
     def end(number: int, _: object) -> None:
         name = signal.Signals(number).name
@@ -252,7 +258,10 @@ def _end_with_a_record(folder: Path) -> None:
 
 
 def _end_soon(why: str) -> None:
-    """Kill this process after a delay. A stalled run might otherwise never end."""
+    """Kill this process after a delay.
+
+    A stalled run might otherwise never end.
+    """
 
     def end() -> None:
         print_error(why)
@@ -264,8 +273,10 @@ def _end_soon(why: str) -> None:
 
 
 def _folder(resume: str | None) -> str | None:
-    """Return the folder of the run that ``--resume`` names. The option may name the folder
-    itself or one of the run's checkpoints."""
+    """Return the folder of the run that ``--resume`` names.
+
+    The option may name the folder itself or one of the run's checkpoints.
+    """
     if resume is None:
         return None
     path = Path(resume)
@@ -297,8 +308,10 @@ def _listener(
 def _drawing(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Return a function that draws the curves of the metrics so far. The curves remain on the
-    terminal at the end."""
+    """Return a function that draws the curves of the metrics so far.
+
+    The curves remain on the terminal at the end.
+    """
     from rich.text import Text
 
     curves = LiveTrainingCurves(name)
@@ -318,8 +331,10 @@ def _drawing(
 
 
 def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
-    """Print the metrics of a step as one line. In stages without sampling, only one in ``EVERY``
-    steps is printed."""
+    """Print the metrics of a step as one line.
+
+    In stages without sampling, only one in ``EVERY`` steps is printed.
+    """
     if (
         measured.stage not in ("warmup", "sft")
         or measured.step % EVERY == 0
@@ -401,8 +416,9 @@ def supervise(
     resume: str | None,
     restarts: int,
 ) -> int:
-    """Train in child processes, and restart the trainer after each failure. Returns the exit code
-    of the last trainer.
+    """Train in child processes, and restart the trainer after each failure.
+
+    Returns the exit code of the last trainer.
 
     ``options`` are passed to each trainer. ``restarts`` is the maximum number of consecutive
     restarts without progress in training.
@@ -468,8 +484,9 @@ def _step(folder: Path, since: float) -> int | None:
 
 def _checkpoint(folder: Path, since: float) -> Path | None:
     """Return the latest complete checkpoint that was written since the given time, or None.
-    Older checkpoints are ignored, because the run may since have been resumed from an earlier
-    step."""
+
+    Older checkpoints are ignored, because the run may since have been resumed from an earlier step.
+    """
     states = [
         path
         for path in folder.glob("checkpoints/step-*/state.json")

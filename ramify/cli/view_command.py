@@ -71,8 +71,10 @@ def view(
 
 
 def _key_of_name(library: RunCatalog, name: str) -> str:
-    """Find the run that a name identifies in the default store, and return the viewer's key for
-    it. Raises ConfigError if there is no such run."""
+    """Find the run that a name identifies in the default store, and return the viewer's key for it.
+
+    Raises ConfigError if there is no such run.
+    """
     try:
         return library.find(name).run.id
     except StoreError as error:
@@ -82,9 +84,12 @@ def _key_of_name(library: RunCatalog, name: str) -> str:
 
 
 def _key_of_file(library: RunCatalog, path: str) -> str:
-    """Return the viewer's key of the only run in a file. Returns an empty string for a folder, and
-    if the file has several runs, or none yet. Raises ConfigError if the file contains something
-    else, or if the folder has no runs, such as that of a policy."""
+    """Return the viewer's key of the only run in a file.
+
+    Returns an empty string for a folder, and if the file has several runs, or none yet. Raises
+    ConfigError if the file contains something else, or if the folder has no runs, such as that of a
+    policy.
+    """
     from ramify.viewer.run_lookup import kind_of, walk
 
     file = Path(path).expanduser().resolve()

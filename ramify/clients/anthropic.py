@@ -1,5 +1,6 @@
-"""The client for Claude models, which uses Anthropic's messages API. Models are named
-``anthropic:MODEL``.
+"""The client for Claude models, which uses Anthropic's messages API.
+
+Models are named ``anthropic:MODEL``.
 
 Leading system messages become ``system``, tool results become blocks of a user turn, and thinking
 becomes ``reasoning``. A conversation that will be sent again (it contains a reply, or has an
@@ -104,8 +105,10 @@ class AnthropicClient:
         return reply
 
     def adapt_to_refusal(self, error: Refused) -> None:
-        """Adapt the form of later requests if the server's refusal shows that this may help. The
-        error is then marked as worth a retry."""
+        """Adapt the form of later requests if the server's refusal shows that this may help.
+
+        The error is then marked as worth a retry.
+        """
         if self._enforces_schema and "output_config" in str(error):
             # An older model cannot enforce the schema, which is checked when the reply is read.
             self._enforces_schema = False
@@ -166,8 +169,10 @@ class AnthropicClient:
 
 
 def _messages_url(name: str, base: str) -> str:
-    """Return the URL of the messages API for a server's base URL. Raises ConfigError if the base
-    URL is not HTTP, or contains a user name or password."""
+    """Return the URL of the messages API for a server's base URL.
+
+    Raises ConfigError if the base URL is not HTTP, or contains a user name or password.
+    """
     base = base.rstrip("/")
     if not is_http_url(base) or "@" in base.partition("://")[2].partition("/")[0]:
         raise ConfigError(f"{name}: the base URL is not a URL: write it as {_PROVIDER.url}")
@@ -185,9 +190,11 @@ def _key_headers(name: str, key: str | None, environ: Mapping[str, str]) -> dict
 
 
 def _turns(request: Request, head: int, thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
-    """Convert messages to alternating user and assistant turns, as the API requires. The first
-    ``head`` messages, which are system messages, are skipped. Each turn is a list of content
-    blocks. Messages without content are dropped."""
+    """Convert messages to alternating user and assistant turns, as the API requires.
+
+    The first ``head`` messages, which are system messages, are skipped. Each turn is a list of
+    content blocks. Messages without content are dropped.
+    """
     turns: list[dict[str, Any]] = []
     for message in request.messages[head:]:
         role = "assistant" if message.role == "assistant" else "user"

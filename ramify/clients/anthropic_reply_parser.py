@@ -1,5 +1,6 @@
-"""Convert a response of Anthropic's messages API into a ``Reply``. The response is either one JSON
-body or the events of a stream.
+"""Convert a response of Anthropic's messages API into a ``Reply``.
+
+The response is either one JSON body or the events of a stream.
 
     {"content": [{"type": "text", "text": "hi"}], "stop_reason": "end_turn"}  ->  Reply(…, "stop")
 
@@ -36,8 +37,10 @@ class MessageResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[Any]:
-        """The content as a list with one reply, in the form of OpenAI's ``choices``. The list is
-        empty if the response has no content."""
+        """The content as a list with one reply, in the form of OpenAI's ``choices``.
+
+        The list is empty if the response has no content.
+        """
         return [] if self.content is None else [self.content]
 
     @property
@@ -49,8 +52,10 @@ _decoder = msgspec.json.Decoder(MessageResponse)
 
 
 def decode(body: bytes) -> MessageResponse:
-    """Decode the JSON body of a response. Raises msgspec.DecodeError if the body has another
-    form."""
+    """Decode the JSON body of a response.
+
+    Raises msgspec.DecodeError if the body has another form.
+    """
     return decode_body(_decoder, body)
 
 
@@ -135,8 +140,10 @@ class AnthropicReplyAssembler:
         return (text if field == "text" else ""), (text if field == "thinking" else "")
 
     def _count(self, usage: Any) -> None:
-        """Update the token counts from a stream event. Each count is a running total, and
-        unchanged counts may be missing."""
+        """Update the token counts from a stream event.
+
+        Each count is a running total, and unchanged counts may be missing.
+        """
         if isinstance(usage, dict):
             before = self._body.usage if isinstance(self._body.usage, dict) else {}
             known = {name: count for name, count in usage.items() if count is not None}
@@ -147,8 +154,10 @@ new_stream = AnthropicReplyAssembler
 
 
 def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
-    """Convert a decoded response into a ``Reply``. Raises ValueError if its fields contradict each
-    other."""
+    """Convert a decoded response into a ``Reply``.
+
+    Raises ValueError if its fields contradict each other.
+    """
     texts = [text_field(block, "text") for block in blocks if block.get("type") == "text"]
     thoughts = [
         text_field(block, "thinking") for block in blocks if block.get("type") == "thinking"
@@ -179,15 +188,19 @@ def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> R
 
 
 def thinking_blocks(body: bytes) -> Blocks:
-    """Return the signed thinking blocks in the body of a response. They must be sent back
-    unchanged together with tool results."""
+    """Return the signed thinking blocks in the body of a response.
+
+    They must be sent back unchanged together with tool results.
+    """
     kinds = ("thinking", "redacted_thinking")
     return [block for block in decode(body).content or () if block.get("type") in kinds]
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
-    """Decode the arguments of a tool call to a JSON object, because the API requires one. Any
-    other text is returned in the field ``unparsed`` of an object."""
+    """Decode the arguments of a tool call to a JSON object, because the API requires one.
+
+    Any other text is returned in the field ``unparsed`` of an object.
+    """
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -195,8 +208,10 @@ def decode_arguments(text: str) -> dict[str, Any]:
 
 
 def _usage(reported: Any) -> Usage:
-    """Read the token counts of a reply. The prompt tokens are the sum of the fresh, the
-    cache-read and the cache-written tokens."""
+    """Read the token counts of a reply.
+
+    The prompt tokens are the sum of the fresh, the cache-read and the cache-written tokens.
+    """
     fields = reported if isinstance(reported, dict) else {}
     parts = [
         fields.get("input_tokens"),

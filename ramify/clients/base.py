@@ -1,5 +1,6 @@
-"""Define the interface between the engine and a model. A client receives a ``Request``, makes one
-attempt, and returns a ``Reply``.
+"""Define the interface between the engine and a model.
+
+A client receives a ``Request``, makes one attempt, and returns a ``Reply``.
 
 A client translates a request and sends it once. Retries, rate limiting and budgets are handled by
 ``RateLimitedClientPool`` (see ``rate_limited_requests.py``), so they are written once for every
@@ -102,7 +103,10 @@ _MOST_CHARS = 4 << 20
 
 
 class ReplySizeLimit(msgspec.Struct, frozen=True):
-    """The size of the largest plausible reply to a request. Larger replies are rejected."""
+    """The size of the largest plausible reply to a request.
+
+    Larger replies are rejected.
+    """
 
     bytes: int
     """Bytes of the response body."""
@@ -166,8 +170,11 @@ class Request(msgspec.Struct, frozen=True):
         return _reply_bound(tokens, token_bytes, prompt_ids)
 
     def max_usage(self) -> Usage:
-        """Return an upper bound on the usage of one attempt. A budget reserves this amount before
-        the attempt, and charges it if the server reports no usage."""
+        """Return an upper bound on the usage of one attempt.
+
+        A budget reserves this amount before the attempt, and charges it if the server reports no
+        usage.
+        """
         tokens = self.max_input_tokens()
         return Usage(
             tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1
@@ -193,8 +200,10 @@ def _plain_bound(tokens: int) -> ReplySizeLimit:
 
 
 class PromptRenderer(msgspec.Struct, frozen=True):
-    """Turns messages into prompt token ids without asking the model. A client has one if its
-    chat template runs in this process."""
+    """Turns messages into prompt token ids without asking the model.
+
+    A client has one if its chat template runs in this process.
+    """
 
     ids: Callable[[Request], Sequence[int]]
     """Returns the prompt token ids that the client would send for a request. Raises ConfigError
@@ -218,8 +227,10 @@ def max_message_tokens(message: Message, model: str = "") -> int:
 
 
 def picture_base64(request: Request, picture: Picture) -> str:
-    """Return the bytes of a picture in a request as base64 text. Raises Refused if the bytes are
-    no longer available."""
+    """Return the bytes of a picture in a request as base64 text.
+
+    Raises Refused if the bytes are no longer available.
+    """
     assert request.read_picture is not None, "a request with pictures has their bytes"
     return binascii.b2a_base64(request.read_picture(picture.digest), newline=False).decode()
 
@@ -250,7 +261,10 @@ class Price(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
 
 
 class ReplyPiece(msgspec.Struct, frozen=True):
-    """A piece of a streamed reply. An empty piece only shows that the server is alive."""
+    """A piece of a streamed reply.
+
+    An empty piece only shows that the server is alive.
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -263,8 +277,9 @@ quickly."""
 
 @runtime_checkable
 class Client(Protocol):
-    """A connection to one model. Each call of ``complete`` sends a request once, and every failure
-    is raised as a ``ModelError``.
+    """A connection to one model.
+
+    Each call of ``complete`` sends a request once, and every failure is raised as a ``ModelError``.
 
     A client that receives replies piece by piece also accepts ``on_piece``, an ``OnPiece``:
     ``complete(request, on_piece)``. The pool checks for this parameter. A client that can send
@@ -282,8 +297,9 @@ class Client(Protocol):
     """Price of the model; None if it is unknown. Free local models have ``Price(0, 0)``."""
 
     async def complete(self, request: Request) -> Reply:
-        """Send a request to the model once, and return its reply. Raises a ModelError if the
-        attempt fails.
+        """Send a request to the model once, and return its reply.
+
+        Raises a ModelError if the attempt fails.
 
         ``Reply.usage.calls`` is 1, or 0 if the server reported no usage; the pool then books
         ``request.max_usage()``. The pool sets ``Reply.cost``.
@@ -294,12 +310,16 @@ class Client(Protocol):
 
 
 class RequestReservation(Protocol):
-    """Reserves the budget for one request. The engine's ledger, which tracks a run's spending,
-    implements this protocol. ``reserve`` is called before every attempt."""
+    """Reserves the budget for one request.
+
+    The engine's ledger, which tracks a run's spending, implements this protocol. ``reserve`` is
+    called before every attempt.
+    """
 
     async def reserve(self) -> None:
-        """Reserve the maximum cost of one attempt. If the budget is too small only because of other
-        reservations, wait until they are released.
+        """Reserve the maximum cost of one attempt.
+
+        If the budget is too small only because of other reservations, wait until they are released.
 
         Raises LimitReached if the attempt would not fit even then.
         """
@@ -335,8 +355,9 @@ def reported_usage(
     stored: Any = None,
     reasoning: Any = None,
 ) -> Usage:
-    """Convert the token counts that a server reports to a ``Usage``. The result is empty if the
-    counts are missing or inconsistent.
+    """Convert the token counts that a server reports to a ``Usage``.
+
+    The result is empty if the counts are missing or inconsistent.
 
     ``given`` counts the tokens of the whole prompt, ``produced`` those of the reply and ``total``
     both; ``cached`` and ``stored`` are parts of the prompt. Some servers count reasoning tokens
@@ -392,8 +413,10 @@ def _positive(value: Any, default: int) -> int:
 
 
 def _count(reported: Any) -> int | None:
-    """Check a token count that a server reports, and return it, or None if it is missing. Raises
-    ValueError if the value cannot be a count."""
+    """Check a token count that a server reports, and return it, or None if it is missing.
+
+    Raises ValueError if the value cannot be a count.
+    """
     if reported is None or (type(reported) is int and reported >= 0):
         return reported
     if isinstance(reported, float) and reported.is_integer():  # some gateways write 12.0

@@ -1,5 +1,7 @@
-"""Use the batch APIs of model providers. A batch is a single upload of many requests, which the
-provider answers within a day at half the price.
+"""Use the batch APIs of model providers.
+
+A batch is a single upload of many requests, which the provider answers within a day at half the
+price.
 
     lines ── create(key) ──> id ── state(id), until it has ended ── results ──> read ──> Reply
                 └── if no answer arrives: candidates(key) ── is_ours ──> the id of the batch, so
@@ -91,8 +93,9 @@ def batch_price(price: Price | None) -> Price | None:
 def split(
     bodies: Iterable[tuple[bytes, Item]], max_rows: int, max_bytes: int = UPLOAD_BYTES
 ) -> Iterator[list[tuple[bytes, Item]]]:
-    """Split requests into uploads of at most ``max_rows`` requests and ``max_bytes`` bytes. Each
-    request is a pair of its JSON body and an item of the caller's choice.
+    """Split requests into uploads of at most ``max_rows`` requests and ``max_bytes`` bytes.
+
+    Each request is a pair of its JSON body and an item of the caller's choice.
 
     A body that exceeds the limit is sent in an upload by itself; the provider may refuse it.
     """
@@ -122,8 +125,10 @@ class BatchApi(abc.ABC):
         headers: Mapping[str, str],
         fields: Callable[[Request], dict[str, Any]],
     ) -> None:
-        """Create the batch API for the server at the URL ``base``, which has no path. ``fields``
-        converts a request to the fields of its JSON body."""
+        """Create the batch API for the server at the URL ``base``, which has no path.
+
+        ``fields`` converts a request to the fields of its JSON body.
+        """
         self._api = api
         self._wire = wire
         self._base = base
@@ -131,29 +136,40 @@ class BatchApi(abc.ABC):
         self._fields = fields
 
     def request_body(self, request: Request) -> bytes:
-        """Return the JSON body of a request. It is the same as outside a batch."""
+        """Return the JSON body of a request.
+
+        It is the same as outside a batch.
+        """
         return _encode(self._fields(request))
 
     @abc.abstractmethod
     def line(self, custom_id: str, body: bytes) -> bytes:
-        """Format a request as one line of an upload. ``custom_id`` identifies the request in the
-        results."""
+        """Format a request as one line of an upload.
+
+        ``custom_id`` identifies the request in the results.
+        """
 
     @abc.abstractmethod
     async def create(self, key: str, lines: Sequence[bytes]) -> str:
-        """Upload requests as a new batch, and return the batch's id. Raises ModelError if that
-        fails."""
+        """Upload requests as a new batch, and return the batch's id.
+
+        Raises ModelError if that fails.
+        """
 
     @abc.abstractmethod
     async def candidates(self, key: str, num: int, since: float) -> list[str]:
-        """Return the ids of batches that an earlier upload may have created. Use this if the
-        response to the upload was lost. The upload used ``key``, had ``num`` requests, and began
-        at the Unix time ``since``."""
+        """Return the ids of batches that an earlier upload may have created.
+
+        Use this if the response to the upload was lost. The upload used ``key``, had ``num``
+        requests, and began at the Unix time ``since``.
+        """
 
     @abc.abstractmethod
     async def is_ours(self, id: str, key: str) -> bool | None:
-        """Return True if the upload with the given key created the batch, and False if it did
-        not. Returns None if that is not known yet."""
+        """Return True if the upload with the given key created the batch, and False if it did not.
+
+        Returns None if that is not known yet.
+        """
 
     @abc.abstractmethod
     async def state(self, id: str) -> BatchState:
@@ -161,12 +177,16 @@ class BatchApi(abc.ABC):
 
     @abc.abstractmethod
     def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
-        """Download the results of a batch that has ended. They come in any order. Raises
-        ModelError if the download fails."""
+        """Download the results of a batch that has ended.
+
+        They come in any order. Raises ModelError if the download fails.
+        """
 
     async def read(self, result: BatchResult, request: Request) -> Reply:
-        """Decode the reply in one result of a batch. Raises the ModelError that an ordinary
-        request with this response would raise."""
+        """Decode the reply in one result of a batch.
+
+        Raises the ModelError that an ordinary request with this response would raise.
+        """
         if result.kind == "expired":
             raise ServerFailed(f"{self._api.where}: the batch expired before the request was sent")
         if result.kind == "cancelled":
@@ -239,8 +259,10 @@ class BatchCapableClient(Protocol):
     """A client whose provider has a batch API, which answers many requests at a lower price."""
 
     def batches(self) -> BatchApi:
-        """Return the batch API for the client's model. Raises ConfigError if the provider turns
-        out to have none."""
+        """Return the batch API for the client's model.
+
+        Raises ConfigError if the provider turns out to have none.
+        """
         ...
 
     def adapt_to_refusal(self, error: Refused) -> None:
@@ -298,8 +320,11 @@ class _OpenAILine(msgspec.Struct):
 
 
 class OpenAIBatches(BatchApi):
-    """OpenAI's batch API. A file of requests is uploaded with ``POST /files``, and ``POST
-    /batches`` then starts the batch."""
+    """OpenAI's batch API.
+
+    A file of requests is uploaded with ``POST /files``, and ``POST /batches`` then starts the
+    batch.
+    """
 
     provider = "openai"
     max_rows = 50_000

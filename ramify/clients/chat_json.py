@@ -1,5 +1,7 @@
-"""Convert between Ramify's types and the JSON of OpenAI's chat completions. A ``Request`` becomes a
-request body, a response body becomes a ``Reply``, and an HTTP error becomes a ``ModelError``.
+"""Convert between Ramify's types and the JSON of OpenAI's chat completions.
+
+A ``Request`` becomes a request body, a response body becomes a ``Reply``, and an HTTP error becomes
+a ``ModelError``.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_tokens": 64}
     {"choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}  ->  Reply(…, "stop")
@@ -95,7 +97,10 @@ class ChatCompletion(msgspec.Struct):
 
     @property
     def num_items(self) -> int:
-        """The total length of the lists in the response. A size limit applies to this number."""
+        """The total length of the lists in the response.
+
+        A size limit applies to this number.
+        """
         if not self.choices:
             return len(self.prompt_token_ids or ())
         choice = self.choices[0]
@@ -120,8 +125,9 @@ Decoded = TypeVar("Decoded")
 
 
 def decode_body(decoder: msgspec.json.Decoder[Decoded], body: bytes) -> Decoded:
-    """Decode the JSON body of a response with the given decoder. Raises msgspec.DecodeError if the
-    body has another form.
+    """Decode the JSON body of a response with the given decoder.
+
+    Raises msgspec.DecodeError if the body has another form.
 
     Invalid characters are replaced, because the reply has already been billed. A model may sample
     them and a server may pass them on.
@@ -143,8 +149,10 @@ _decoder = msgspec.json.Decoder(ChatCompletion)
 
 
 def decode(body: bytes) -> ChatCompletion:
-    """Decode the body of a chat completion. Raises msgspec.DecodeError if the body has another
-    form."""
+    """Decode the body of a chat completion.
+
+    Raises msgspec.DecodeError if the body has another form.
+    """
     return decode_body(_decoder, body)
 
 
@@ -168,8 +176,10 @@ _decoder_of_chunks = msgspec.json.Decoder(_Chunk)
 
 
 class ChatReplyAssembler:
-    """Assembles a chat completion from the chunks of a stream. Only the first choice (index 0)
-    is read."""
+    """Assembles a chat completion from the chunks of a stream.
+
+    Only the first choice (index 0) is read.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
@@ -186,8 +196,10 @@ class ChatReplyAssembler:
 
     @property
     def is_whole(self) -> bool:
-        """True if a finish reason has arrived. This is needed because some servers end a stream
-        without ``[DONE]``."""
+        """True if a finish reason has arrived.
+
+        This is needed because some servers end a stream without ``[DONE]``.
+        """
         return self._choice is not None and isinstance(self._choice.finish_reason, str)
 
     def add(self, event: bytes) -> tuple[str, str]:
@@ -270,8 +282,10 @@ new_stream = ChatReplyAssembler
 
 
 def _no_number(constant: str) -> None:
-    """Replace NaN and infinities with null. Some servers write them, although JSON does not allow
-    them."""
+    """Replace NaN and infinities with null.
+
+    Some servers write them, although JSON does not allow them.
+    """
 
 
 _encode = msgspec.json.Encoder().encode
@@ -310,8 +324,10 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
 
 
 def is_strict(schema: Any) -> bool:
-    """Return True if OpenAI can strictly enforce a JSON schema. That is the case if every object
-    is closed and requires all its properties."""
+    """Return True if OpenAI can strictly enforce a JSON schema.
+
+    That is the case if every object is closed and requires all its properties.
+    """
     if isinstance(schema, list):
         return all(map(is_strict, schema))
     if not isinstance(schema, dict):
@@ -334,7 +350,10 @@ def is_strict(schema: Any) -> bool:
 
 
 def encode(fields: Any) -> bytes:
-    """Encode the body of a request as JSON. Text that is not valid Unicode is repaired."""
+    """Encode the body of a request as JSON.
+
+    Text that is not valid Unicode is repaired.
+    """
     try:
         return _encode(fields)
     except UnicodeEncodeError:
@@ -342,8 +361,11 @@ def encode(fields: Any) -> bytes:
 
 
 def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float) -> Reply:
-    """Convert a decoded chat completion to a ``Reply``. Raises ValueError if its fields
-    contradict each other, and ServerFailed if the server reports that it aborted the reply."""
+    """Convert a decoded chat completion to a ``Reply``.
+
+    Raises ValueError if its fields contradict each other, and ServerFailed if the server reports
+    that it aborted the reply.
+    """
     finish = _finish(choice, model)
     return Reply(
         message=_message(choice.message),
@@ -366,8 +388,10 @@ def reported_model_name(reported: Any, model: str) -> str:
 
 
 def _wire_messages(request: Request, reasoning_field: str) -> list[dict[str, Any]]:
-    """Convert the messages of a request to the JSON form in which they are sent. Consecutive
-    assistant messages are merged. They occur when a reply is continued."""
+    """Convert the messages of a request to the JSON form in which they are sent.
+
+    Consecutive assistant messages are merged. They occur when a reply is continued.
+    """
     wires: list[dict[str, Any]] = []
     last_role = ""
     for message in request.messages:
@@ -468,8 +492,10 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
 
 
 def text_field(part: dict[str, Any], field: str) -> str:
-    """Return the text of one part of a reply. It is empty if the field is null or missing.
-    Raises ValueError if the field has another type."""
+    """Return the text of one part of a reply.
+
+    It is empty if the field is null or missing. Raises ValueError if the field has another type.
+    """
     text = part.get(field)
     if text is not None and not isinstance(text, str):
         raise ValueError(f"sent {text!r:.60} as the {field} of a reply")
@@ -483,7 +509,10 @@ def _finish(choice: _Choice, model: str) -> Finish:
 
 
 def _refusal(wire: _Message) -> str:
-    """Return the text in which the model refuses to answer. It is empty if the model answered."""
+    """Return the text in which the model refuses to answer.
+
+    It is empty if the model answered.
+    """
     if not isinstance(wire.content, list):
         return "" if wire.content else wire.refusal or ""
     text = _parts(wire.content)[0]
@@ -510,8 +539,10 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
 
 
 def _usage(reported: Any) -> Usage:
-    """Read the token counts of a response. ``calls`` is 0 if the server reports no counts for
-    the prompt and the reply, or impossible ones."""
+    """Read the token counts of a response.
+
+    ``calls`` is 0 if the server reports no counts for the prompt and the reply, or impossible ones.
+    """
     fields = _fields(reported)
     inputs = _fields(fields.get("prompt_tokens_details"))
     outputs = _fields(fields.get("completion_tokens_details"))
@@ -608,9 +639,11 @@ def from_body(
     key_variable: str = "",
     secrets: Iterable[str] = (),
 ) -> ModelError:
-    """Return the error for a response with status 200 whose body contains an ``error``. An error
-    code that is an HTTP status decides the kind of error. If the body also has a reply, that
-    reply may have been billed."""
+    """Return the error for a response with status 200 whose body contains an ``error``.
+
+    An error code that is an HTTP status decides the kind of error. If the body also has a reply,
+    that reply may have been billed.
+    """
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
     failure = from_status(where, status, headers, body, key_variable=key_variable, secrets=secrets)
@@ -625,8 +658,10 @@ def _needs_key(text: str) -> Refused:
 
 
 def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
-    """Extract the message from an error body in any provider's format. The message is one line
-    of at most 300 characters, and the given secrets are removed from it."""
+    """Extract the message from an error body in any provider's format.
+
+    The message is one line of at most 300 characters, and the given secrets are removed from it.
+    """
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -699,8 +734,10 @@ def _reset_of_exhausted_limit(headers: Mapping[str, str]) -> float | None:
 
 
 def seconds_of(value: str | None) -> float | None:
-    """Parse a point in time and return it as seconds from now. Accepts ``"2"``, ``"6m0.5s"``,
-    ``"20ms"``, an HTTP date, an ISO date, or a Unix time."""
+    """Parse a point in time and return it as seconds from now.
+
+    Accepts ``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date, or a Unix time.
+    """
     if not value:
         return None
     value = value.strip()

@@ -17,8 +17,10 @@ from types import TracebackType
 
 
 class TimeoutScheduler:
-    """Cancels tasks that exceed their timeouts. One scheduler serves many tasks of an event loop
-    with a single timer."""
+    """Cancels tasks that exceed their timeouts.
+
+    One scheduler serves many tasks of an event loop with a single timer.
+    """
 
     def __init__(self) -> None:
         self._open: set[TimeoutScope] = set()
@@ -31,13 +33,19 @@ class TimeoutScheduler:
         return TimeoutScope(self, when_s)
 
     def close(self) -> None:
-        """Cancel the timer. Calling this again has no effect."""
+        """Cancel the timer.
+
+        Calling this again has no effect.
+        """
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timer_s = None, math.inf
 
     def add(self, deadline: TimeoutScope) -> None:
-        """Add a timeout to watch. If it is the earliest one, the timer is set to it."""
+        """Add a timeout to watch.
+
+        If it is the earliest one, the timer is set to it.
+        """
         self._open.add(deadline)
         if deadline.when_s < self._timer_s:
             self._set_timer(deadline.when_s)
@@ -64,8 +72,10 @@ class TimeoutScheduler:
 
 
 class TimeoutScope:
-    """A context manager that applies a timeout to its ``with`` block, like
-    ``asyncio.timeout_at``. Entering and leaving the block never waits."""
+    """A context manager that applies a timeout to its ``with`` block, like ``asyncio.timeout_at``.
+
+    Entering and leaving the block never waits.
+    """
 
     __slots__ = ("_cancelling", "_deadlines", "_is_late", "_task", "when_s")
 
@@ -77,8 +87,10 @@ class TimeoutScope:
         self._task: asyncio.Task[object] | None = None
 
     def reschedule(self, when_s: float) -> None:
-        """Move the timeout to another event-loop time. This has no effect if the timeout has
-        already expired."""
+        """Move the timeout to another event-loop time.
+
+        This has no effect if the timeout has already expired.
+        """
         self.when_s = when_s
         if self._task is not None and not self._is_late:
             self._deadlines.add(self)

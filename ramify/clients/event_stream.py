@@ -25,7 +25,9 @@ class ServerSentEventParser:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add bytes from the stream, and return the data of each event that is now complete.
-        Raises MalformedResponse if an event is too long."""
+
+        Raises MalformedResponse if an event is too long.
+        """
         *lines, rest = data.split(b"\n")
         events: list[bytes] = []
         for line in lines:

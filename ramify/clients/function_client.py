@@ -24,14 +24,18 @@ calls."""
 
 
 class FunctionClient:
-    """A model whose replies come from a Python function. The function is called with the
-    messages of each request. Implements ``Client``."""
+    """A model whose replies come from a Python function.
+
+    The function is called with the messages of each request. Implements ``Client``.
+    """
 
     price: Price | None = None
 
     def __init__(self, reply: ModelFunction, name: str) -> None:
-        """Create a model from the function ``reply``. ``name`` is the model's name in records and
-        errors."""
+        """Create a model from the function ``reply``.
+
+        ``name`` is the model's name in records and errors.
+        """
         self.name = name
         self.window = ASSUMED_WINDOW
         self._reply = reply
@@ -71,8 +75,10 @@ def count_message(message: Message) -> int:
 
 
 def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
-    """Convert the return value of the model function to a complete reply. The text is cut at
-    ``max_tokens``, and the tokens of the prompt and the reply are counted."""
+    """Convert the return value of the model function to a complete reply.
+
+    The text is cut at ``max_tokens``, and the tokens of the prompt and the reply are counted.
+    """
     if isinstance(step, Reply) and step.usage.calls:
         return step
     reply = (

@@ -75,8 +75,10 @@ ordinary response."""
 
 
 def status_of_error(body: bytes) -> int:
-    """Return the HTTP status that matches an error in a batch result. The body of such an error
-    contains only the error's name. An unknown name gives 500."""
+    """Return the HTTP status that matches an error in a batch result.
+
+    The body of such an error contains only the error's name. An unknown name gives 500.
+    """
     try:
         name = msgspec.json.decode(body)["error"]["type"]
     except (msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
@@ -85,8 +87,10 @@ def status_of_error(body: bytes) -> int:
 
 
 class StreamedReplyAssembler(Protocol):
-    """Assembles a reply from the events of a stream. Each provider's format implements this
-    protocol."""
+    """Assembles a reply from the events of a stream.
+
+    Each provider's format implements this protocol.
+    """
 
     @property
     def is_done(self) -> bool:
@@ -105,7 +109,9 @@ class StreamedReplyAssembler(Protocol):
 
     def add(self, event: bytes) -> tuple[str, str]:
         """Process one event, and return the text and the reasoning that it adds to the reply.
-        Raises msgspec.DecodeError if the event has another form."""
+
+        Raises msgspec.DecodeError if the event has another form.
+        """
         ...
 
     def body(self) -> bytes:
@@ -149,8 +155,10 @@ class JsonApi:
         *,
         whole: bool = False,
     ) -> tuple[Reply, bytes]:
-        """Send a request, and return the reply and the response body. ``whole`` disables
-        streaming for this request. Raises ModelError if the attempt fails."""
+        """Send a request, and return the reply and the response body.
+
+        ``whole`` disables streaming for this request. Raises ModelError if the attempt fails.
+        """
         is_streamed = self._streams and not whole and "stream" not in fields
         if is_streamed:
             fields = {**fields, **self._format.STREAM_FIELDS}
@@ -180,8 +188,10 @@ class JsonApi:
         return reply, answer.body
 
     async def parse_reply(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
-        """Read the reply from a response that arrived in another way, such as in a batch. Raises
-        ModelError if it has no valid reply."""
+        """Read the reply from a response that arrived in another way, such as in a batch.
+
+        Raises ModelError if it has no valid reply.
+        """
         if answer.status // 100 != 2:
             raise self.refusal(answer)
         return await self._read(answer, bound, 0.0)
@@ -214,8 +224,10 @@ class JsonApi:
     async def _streamed(
         self, exchange: HttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
     ) -> bytes:
-        """Read a stream to its end, and pass on the pieces of the reply as they arrive. Returns
-        the equivalent body of a response without streaming."""
+        """Read a stream to its end, and pass on the pieces of the reply as they arrive.
+
+        Returns the equivalent body of a response without streaming.
+        """
         stream: StreamedReplyAssembler = self._format.new_stream()
         events, num_bytes, num_chars = ServerSentEventParser(bound.bytes), 0, 0
         while not stream.is_done:
@@ -245,8 +257,10 @@ class JsonApi:
         return stream.body()
 
     def _added(self, stream: StreamedReplyAssembler, events: list[bytes]) -> ReplyPiece:
-        """Add events to a stream. Returns the text and the reasoning that they contain as one
-        piece."""
+        """Add events to a stream.
+
+        Returns the text and the reasoning that they contain as one piece.
+        """
         texts, thoughts = list[str](), list[str]()
         for event in events:
             if stream.is_done:

@@ -1,4 +1,6 @@
-"""A client for all providers that LiteLLM supports. It needs the optional extra ``litellm``.
+"""A client for all providers that LiteLLM supports.
+
+It needs the optional extra ``litellm``.
 
 Models are named ``litellm:provider/model``, such as ``litellm:bedrock/…``. LiteLLM returns OpenAI's
 format, which ``chat_json.py`` reads. If the provider itself uses that format, the finish reason and
@@ -51,15 +53,19 @@ class RawProviderReply:
         self.body = ""
 
     def note(self, details: dict[str, Any]) -> None:
-        """Store the body of the provider's response. LiteLLM calls this function before and
-        after each request."""
+        """Store the body of the provider's response.
+
+        LiteLLM calls this function before and after each request.
+        """
         body = details.get("original_response")
         if details.get("log_event_type") == "post_api_call" and isinstance(body, str):
             self.body = body
 
     def completion(self) -> chat_json.ChatCompletion | None:
-        """Decode the stored body as a chat completion. Returns None if the provider uses another
-        format."""
+        """Decode the stored body as a chat completion.
+
+        Returns None if the provider uses another format.
+        """
         try:
             found = chat_json.decode(self.body.encode("utf-8", "replace"))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -132,9 +138,11 @@ class LiteLLMClient:
         at exit."""
 
     def _model_info(self, model: str) -> tuple[Price | None, int | None]:
-        """Return a model's price and context window from LiteLLM's table. If long prompts cost
-        more per token, the window is limited to the length at which the usual price still
-        applies."""
+        """Return a model's price and context window from LiteLLM's table.
+
+        If long prompts cost more per token, the window is limited to the length at which the usual
+        price still applies.
+        """
         try:
             info = self._litellm.get_model_info(model)
         except Exception:  # noqa: BLE001  an unknown model is a bare Exception there

@@ -1,5 +1,6 @@
-"""A small HTTP/1.1 server for scripted models in tests. It reads complete requests, and can send
-broken responses on purpose.
+"""A small HTTP/1.1 server for scripted models in tests.
+
+It reads complete requests, and can send broken responses on purpose.
 
 It keeps connections alive, accepts bodies with a ``Content-Length``, and can break the protocol on
 purpose: close a connection before or in the middle of a response. A response can be sent piece by
@@ -21,8 +22,10 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class PendingMockRequest:
-    """A request to the mock server, with the connection on which the client waits. The handler
-    must respond exactly once, now or later."""
+    """A request to the mock server, with the connection on which the client waits.
+
+    The handler must respond exactly once, now or later.
+    """
 
     __slots__ = ("_connection", "body", "headers", "method", "path")
 
@@ -44,7 +47,10 @@ class PendingMockRequest:
         headers: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> None:
-        """Send the whole response. Does nothing if the client has disconnected."""
+        """Send the whole response.
+
+        Does nothing if the client has disconnected.
+        """
         further = (
             "".join(f"{name}: {value}\r\n" for name, value in headers.items()) if headers else ""
         )
@@ -60,23 +66,30 @@ class PendingMockRequest:
         return self._connection.is_open
 
     def begin(self, content_type: str) -> None:
-        """Begin a response with status 200 whose body is sent in pieces. Call ``end`` after the
-        last piece."""
+        """Begin a response with status 200 whose body is sent in pieces.
+
+        Call ``end`` after the last piece.
+        """
         head = (
             f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         self._connection.write(head.encode("latin-1"))
 
     def piece(self, data: bytes) -> None:
-        """Send a piece of the response's body. Does nothing if the client has disconnected."""
+        """Send a piece of the response's body.
+
+        Does nothing if the client has disconnected.
+        """
         self._connection.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def end(self) -> None:
         self._connection.answer(b"0\r\n\r\n")
 
     def drop(self, beginning: bytes = b"") -> None:
-        """Close the connection without a complete response. If ``beginning`` is given, it is
-        sent first, as the start of a longer body."""
+        """Close the connection without a complete response.
+
+        If ``beginning`` is given, it is sent first, as the start of a longer body.
+        """
         head = (
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
         )
@@ -193,8 +206,10 @@ class _Connection(asyncio.Protocol):
         self._is_reading = False
 
     def _read_request(self) -> bool:
-        """Pass one complete request to the handler. Returns False if no complete request has
-        arrived yet."""
+        """Pass one complete request to the handler.
+
+        Returns False if no complete request has arrived yet.
+        """
         if self._head is None and not self._read_head():
             return False
         if len(self._received) < self._ends:

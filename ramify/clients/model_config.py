@@ -134,11 +134,13 @@ class Model:
         environ: Mapping[str, str] = os.environ,
         **unknown: Any,
     ) -> None:
-        """Create a model from its name, such as ``openai:gpt-5-mini``, and its settings. Raises
-        ConfigError if a setting is invalid.
+        """Create a model from its name, such as ``openai:gpt-5-mini``, and its settings.
+
+        Raises ConfigError if a setting is invalid.
 
         ``price`` is a ``Price`` or a string such as ``"$0.25 in, $2 out per million tokens"``. The
-        provider's environment variables are read from ``environ`` now, and not again later."""
+        provider's environment variables are read from ``environ`` now, and not again later.
+        """
         check_keywords("Model", unknown, _KEYWORDS)
         if not isinstance(name, str):
             raise ConfigError(f"the model is a {type(name).__name__}: give 'provider:model'")
@@ -166,8 +168,10 @@ class Model:
         self.stream = stream
 
     def secrets(self) -> tuple[str | None, Mapping[str, str], Mapping[str, str]]:
-        """Return the API key, the headers and the provider's environment variables. The model's
-        client sends them."""
+        """Return the API key, the headers and the provider's environment variables.
+
+        The model's client sends them.
+        """
         return self._key, self._headers, self._environ
 
     def with_key(self, api_key: str) -> Model:
@@ -192,8 +196,11 @@ class Model:
         return {name: value for name, value in given.items() if value is not None}
 
     def merge_sampling(self, run: Sampling) -> Sampling:
-        """Combine a run's sampling settings with those of this model. The model's settings take
-        precedence. The stop sequences of both apply, and so does the smaller ``max_tokens``."""
+        """Combine a run's sampling settings with those of this model.
+
+        The model's settings take precedence. The stop sequences of both apply, and so does the
+        smaller ``max_tokens``.
+        """
         own, default = self.sampling, Sampling()
         if own is None:
             return run
@@ -237,8 +244,11 @@ class Model:
 
 def check_api_key_exists(model: Model) -> None:
     """Raise ConfigError if the provider of ``model`` needs an API key and there is none, or if its
-    address is wrong. Call this before anything slow begins. LiteLLM and providers from other
-    packages find keys themselves, and are not checked."""
+    address is wrong.
+
+    Call this before anything slow begins. LiteLLM and providers from other packages find keys
+    themselves, and are not checked.
+    """
     key, headers, environ = model.secrets()
     if model.provider in PROVIDERS:
         resolve_endpoint(
@@ -249,8 +259,10 @@ def check_api_key_exists(model: Model) -> None:
 
 
 def check_aliases(models: Sequence[Any]) -> None:
-    """Raise ConfigError if the alias of one model is also a name of another. Client objects in
-    the list are skipped, because they have no alias."""
+    """Raise ConfigError if the alias of one model is also a name of another.
+
+    Client objects in the list are skipped, because they have no alias.
+    """
     distinct: list[Any] = []
     for model in models:
         if not any(model is other or model == other for other in distinct):
@@ -274,8 +286,10 @@ def bare_name(name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return the ``repr`` of a value. For a struct, only the fields that differ from their
-    defaults are shown."""
+    """Return the ``repr`` of a value.
+
+    For a struct, only the fields that differ from their defaults are shown.
+    """
     if not isinstance(value, msgspec.Struct):
         return repr(value)
     defaults = dict(
@@ -301,8 +315,10 @@ def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_url(name: str, provider: str, base_url: str | None) -> str:
-    """Append a base URL to a model's name: ``provider:model@URL``. Raises ConfigError if the URL is
-    invalid."""
+    """Append a base URL to a model's name: ``provider:model@URL``.
+
+    Raises ConfigError if the URL is invalid.
+    """
     if base_url is None:
         return name
     if provider in _WITHOUT_KEY:
@@ -357,8 +373,11 @@ def _checked_alias(name: str, alias: str | None) -> str | None:
 
 
 def _price_of(name: str, given: Any) -> Price | None:
-    """Parse the ``price`` argument. A bare number is rejected as ambiguous, because providers
-    quote prices per thousand or per million tokens."""
+    """Parse the ``price`` argument.
+
+    A bare number is rejected as ambiguous, because providers quote prices per thousand or per
+    million tokens.
+    """
     if given is None or isinstance(given, Price):
         return given
     if not isinstance(given, str):

@@ -37,7 +37,10 @@ class OpenAIClient:
         price: Price | None = None,
         streams: bool = True,
     ) -> None:
-        """Create a client for one model at ``endpoint``. ``streams=False`` disables streaming."""
+        """Create a client for one model at ``endpoint``.
+
+        ``streams=False`` disables streaming.
+        """
         self.name = name
         self.window = window
         self.price = price
@@ -71,15 +74,19 @@ class OpenAIClient:
             raise
 
     def adapt_to_refusal(self, error: Refused) -> None:
-        """Adapt the form of later requests if the server's refusal shows that this may help. The
-        error is then marked as worth a retry."""
+        """Adapt the form of later requests if the server's refusal shows that this may help.
+
+        The error is then marked as worth a retry.
+        """
         if self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):
             self._limit_field = "max_completion_tokens"
             error.transient = True
 
     def batches(self) -> OpenAIBatches:
-        """Return the batch API for this model. Raises ConfigError if Ramify does not support one
-        for its provider."""
+        """Return the batch API for this model.
+
+        Raises ConfigError if Ramify does not support one for its provider.
+        """
         from ramify.clients.batches import OpenAIBatches
 
         if not self.name.startswith("openai:"):

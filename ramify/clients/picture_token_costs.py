@@ -58,7 +58,10 @@ maximum number of patches."""
 
 def known_vision(model: str) -> bool | None:
     """Return True if a model (``provider:model``) is known to read pictures, and False if it is
-    known not to. Returns None if its name does not show it."""
+    known not to.
+
+    Returns None if its name does not show it.
+    """
     name = _bare(model)
     if _SEEING.search(name):
         return True
@@ -96,15 +99,20 @@ def _cells(width: int, height: int, side: int) -> int:
 
 
 def _num_tiles(width: int, height: int) -> int:
-    """Count the tiles of a picture by OpenAI's rule. The picture is first shrunk to fit 2048 × 2048
-    pixels, and then further until its shorter side is at most 768 pixels."""
+    """Count the tiles of a picture by OpenAI's rule.
+
+    The picture is first shrunk to fit 2048 × 2048 pixels, and then further until its shorter side
+    is at most 768 pixels.
+    """
     scale = min(1.0, 2048 / max(width, height))
     scale *= min(1.0, 768 / (scale * min(width, height)))
     return _cells(round(width * scale), round(height * scale), 512)
 
 
 def _gemini(width: int, height: int) -> int:
-    """Return an upper bound on the tokens of a picture with Gemini. Gemini 2 counts 258 tokens
-    per tile. Gemini 3 counts at most 2,240 in its highest resolution."""
+    """Return an upper bound on the tokens of a picture with Gemini.
+
+    Gemini 2 counts 258 tokens per tile. Gemini 3 counts at most 2,240 in its highest resolution.
+    """
     tile = max(256, min(768, int(min(width, height) / 1.5)))
     return max(2240, 258 * _cells(width, height, tile))

@@ -1,5 +1,6 @@
-"""List the model providers, with their addresses, key variables and special request fields. A
-provider is the name before the colon in ``provider:model``.
+"""List the model providers, with their addresses, key variables and special request fields.
+
+A provider is the name before the colon in ``provider:model``.
 
 All of them offer OpenAI's chat completions API. ``provider:model@http://host:port/v1`` sends the
 same requests to any other server. The table in ``docs/models.md`` is generated from this one. To
@@ -230,9 +231,11 @@ _loaded: set[str] = set()
 
 
 async def load_clients(providers: Iterable[str]) -> None:
-    """Import the client modules of some providers in a thread. Some SDKs take half a minute to
-    import on a busy machine, and would block the event loop. Import errors are reported when a
-    client is created."""
+    """Import the client modules of some providers in a thread.
+
+    Some SDKs take half a minute to import on a busy machine, and would block the event loop. Import
+    errors are reported when a client is created.
+    """
     for provider in dict.fromkeys(providers):
         if provider not in PROVIDERS and provider not in _loaded:
             await asyncio.to_thread(_load, provider)
@@ -299,7 +302,10 @@ def split_name(name: str) -> tuple[str, str]:
 
 def _with_provider(name: str) -> str | None:
     """Guess the full name for a model name without a provider, such as ``openai:gpt-5-mini`` for
-    ``openai/gpt-5-mini`` or ``gpt-5-mini``. Returns None if nothing similar is known."""
+    ``openai/gpt-5-mini`` or ``gpt-5-mini``.
+
+    Returns None if nothing similar is known.
+    """
     if name.startswith(("http://", "https://")):
         return f"openai:MODEL@{name}"
     if os.path.isdir(name) or name.startswith((".", "/", "~")):
@@ -341,8 +347,10 @@ def split_url(model: str) -> tuple[str, str | None]:
 
 
 class MissingKey(ConfigError):
-    """Raised if a model at its provider's default address has no API key. ``name`` is the
-    model's name."""
+    """Raised if a model at its provider's default address has no API key.
+
+    ``name`` is the model's name.
+    """
 
     def __init__(self, text: str, name: str, variable: str) -> None:
         super().__init__(text)
@@ -352,8 +360,11 @@ class MissingKey(ConfigError):
 
 
 def no_key(name: str, variable: str) -> MissingKey:
-    """Return the error for a model without an API key. If the text after an ``@`` in the model's
-    name could be a base URL, the error also shows the correct form."""
+    """Return the error for a model without an API key.
+
+    If the text after an ``@`` in the model's name could be a base URL, the error also shows the
+    correct form.
+    """
     before, _, tail = name.rpartition("@")
     is_other = before and not before.endswith(":")
     url = (
@@ -527,8 +538,11 @@ class PriceTable:
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> PriceTable:
-        """Load the packaged table of prices. Entries are overridden by the file at ``path``, or
-        by default by the file that ``RAMIFY_PRICES`` names."""
+        """Load the packaged table of prices.
+
+        Entries are overridden by the file at ``path``, or by default by the file that
+        ``RAMIFY_PRICES`` names.
+        """
         packaged = _read(Path(__file__).with_name("prices.json"))
         override = path or os.environ.get("RAMIFY_PRICES")
         return cls({**packaged, **_read(Path(override))} if override else packaged)

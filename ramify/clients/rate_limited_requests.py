@@ -85,8 +85,10 @@ _LOCAL_WINDOW = 32_768
 
 
 class RateLimitedClientPool:
-    """Creates clients for models by name, and sends them requests with rate limiting and
-    retries. A pool belongs to one event loop."""
+    """Creates clients for models by name, and sends them requests with rate limiting and retries.
+
+    A pool belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -144,15 +146,20 @@ class RateLimitedClientPool:
         return max((gate.opens_in_s() for gate in self._gates.values()), default=0.0)
 
     def client(self, name: str) -> Client:
-        """Return the client of the model with the given full name (``provider:model``). The
-        client connects at its first request."""
+        """Return the client of the model with the given full name (``provider:model``).
+
+        The client connects at its first request.
+        """
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = self._connect(Model(name))
         return client
 
     def client_for_model(self, model: Model) -> Client:
-        """Return the client for a ``Model`` object. The client uses the API key of that object."""
+        """Return the client for a ``Model`` object.
+
+        The client uses the API key of that object.
+        """
         for known, client in self._bound:
             if known == model:
                 return client
@@ -161,8 +168,10 @@ class RateLimitedClientPool:
         return client
 
     def register(self, client: AnyClient) -> AnyClient:
-        """Register an existing client under its model's name, and return it. The caller remains
-        responsible for closing the client."""
+        """Register an existing client under its model's name, and return it.
+
+        The caller remains responsible for closing the client.
+        """
         self._clients[client.name] = client
         return client
 
@@ -177,7 +186,9 @@ class RateLimitedClientPool:
         on_send: Callable[[], None] | None = None,
         on_piece: OnPiece | None = None,
     ) -> Reply:
-        """Send a request, and retry it after transient failures. Returns the reply with its cost.
+        """Send a request, and retry it after transient failures.
+
+        Returns the reply with its cost.
 
         Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_send`` is
         called once, when the request is about to be sent for the first time. ``on_retry`` receives
@@ -206,8 +217,10 @@ class RateLimitedClientPool:
             retries.log_outage()
 
     async def close(self) -> None:
-        """Close the connections and every client that this pool created. Calling this again has
-        no effect."""
+        """Close the connections and every client that this pool created.
+
+        Calling this again has no effect.
+        """
         own, self._own = self._own, []
         self._clients.clear()
         self._bound.clear()
@@ -280,7 +293,9 @@ class RateLimitedClientPool:
         self, client: Client, account: RequestReservation, gate: AdaptiveConcurrencyLimiter
     ) -> int:
         """Reserve the budget for an attempt, and then wait for a free slot of the rate limiters.
-        Returns the current round of the model's limiter."""
+
+        Returns the current round of the model's limiter.
+        """
         began_s = _now_s()
         try:
             await account.reserve()
@@ -293,8 +308,10 @@ class RateLimitedClientPool:
             raise
 
     def _is_enough(self, account: RequestReservation, gate: AdaptiveConcurrencyLimiter) -> bool:
-        """Return True if the budget's reservation still covers the attempt. Otherwise the
-        attempt's slots in the rate limiters are released."""
+        """Return True if the budget's reservation still covers the attempt.
+
+        Otherwise the attempt's slots in the rate limiters are released.
+        """
         is_enough = False
         try:
             is_enough = account.is_still_valid()
@@ -379,8 +396,10 @@ class RateLimitedClientPool:
 
 
 class _Arrival:
-    """The idle timeout of a reply that is arriving. Every piece of the reply restarts it, but
-    pieces without text can do so only for a limited time."""
+    """The idle timeout of a reply that is arriving.
+
+    Every piece of the reply restarts it, but pieces without text can do so only for a limited time.
+    """
 
     def __init__(
         self, deadlines: TimeoutScheduler, timeout_s: float, on_piece: OnPiece | None
@@ -458,8 +477,11 @@ class RequestRetries:
     def wait_after(
         self, error: ModelError, gate: AdaptiveConcurrencyLimiter, others_passed: bool
     ) -> float | None:
-        """Return how many seconds to wait before the next attempt, or None if the rate limiter
-        will pause it anyway. Raises the given error if the request should not be retried."""
+        """Return how many seconds to wait before the next attempt, or None if the rate limiter will
+        pause it anyway.
+
+        Raises the given error if the request should not be retried.
+        """
         is_limited = isinstance(error, RateLimited)
         if is_limited and others_passed:
             self._began_s, self._waited_s = math.inf, 0.0
@@ -493,8 +515,10 @@ class RequestRetries:
         return self._patience_s - self._out_s()
 
     def _out_s(self) -> float:
-        """Return for how many seconds the request has been failing. This is at least the time
-        spent waiting between attempts."""
+        """Return for how many seconds the request has been failing.
+
+        This is at least the time spent waiting between attempts.
+        """
         return max(self._waited_s, _now_s() - self._began_s) if self.failed else 0.0
 
     def _report(self, error: ModelError, wait_s: float) -> None:
@@ -521,8 +545,9 @@ class RequestRetries:
 
 
 class AdaptiveConcurrencyLimiter:
-    """Limits how many requests are in flight at a time, first come, first served. After a
-    rate-limit error the limit is lowered. A limiter belongs to one event loop.
+    """Limits how many requests are in flight at a time, first come, first served.
+
+    After a rate-limit error the limit is lowered. A limiter belongs to one event loop.
 
     The gate starts fully open. A rate limit halves its width, once for all requests that were in
     flight together, and pauses all requests for the time that the server asked for. Every success
@@ -565,16 +590,21 @@ class AdaptiveConcurrencyLimiter:
         )
 
     def try_acquire(self) -> bool:
-        """Take a slot for a request if one is free. If it returns False, the caller must wait
-        with ``acquire``."""
+        """Take a slot for a request if one is free.
+
+        If it returns False, the caller must wait with ``acquire``.
+        """
         if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
             return False
         self.in_flight += 1
         return True
 
     async def acquire(self) -> int:
-        """Wait for a slot for a request. Returns the number of the current round. The caller
-        passes it to ``slow_down`` if the request hits a rate limit."""
+        """Wait for a slot for a request.
+
+        Returns the number of the current round. The caller passes it to ``slow_down`` if the
+        request hits a rate limit.
+        """
         if not self.try_acquire():
             await self._wait_for_slot()
         return self.round
@@ -591,8 +621,11 @@ class AdaptiveConcurrencyLimiter:
             self._allowed = min(self._most, self._allowed + self._step / self._allowed)
 
     def slow_down(self, round: int, pause_s: float) -> None:
-        """Record that a request hit a rate limit. This halves the number of concurrent requests,
-        once per round, and starts no request for ``pause_s`` seconds."""
+        """Record that a request hit a rate limit.
+
+        This halves the number of concurrent requests, once per round, and starts no request for
+        ``pause_s`` seconds.
+        """
         if round == self.round:
             self.round += 1
             # Halve the load that was really in flight, which may be far below the limit.

@@ -80,7 +80,9 @@ _FAILURES: dict[str, type[Exception]] = {
 async def decode_reply(
     format: ModuleType, body: bytes, model: str, bound: ReplySizeLimit, seconds: float = 0.0
 ) -> Reply:
-    """Decode a response body to a reply. Large bodies are decoded in a helper process.
+    """Decode a response body to a reply.
+
+    Large bodies are decoded in a helper process.
 
     Raises ReplyDecodeError or NoReplyInResponse; ValueError if fields of the reply contradict each
     other; ServerFailed if the server aborted the reply; and MalformedResponse, which is not

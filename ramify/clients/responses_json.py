@@ -1,5 +1,6 @@
-"""Convert between Ramify's types and the JSON of OpenAI's responses API. A ``Request`` becomes a
-request body, and a response body becomes a ``Reply``.
+"""Convert between Ramify's types and the JSON of OpenAI's responses API.
+
+A ``Request`` becomes a request body, and a response body becomes a ``Reply``.
 
     Request(messages, Sampling(max_tokens=64))  ->  {"input": […], "max_output_tokens": 64, …}
     {"status": "completed", "output": [{"type": "message", …}]}  ->  Reply(Message("assistant", …))
@@ -46,14 +47,18 @@ class ResponsesApiResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[dict[str, Any]] | None:
-        """The items of the response's output. The name is the same as in chat completions, so
-        that one decoder can read all formats."""
+        """The items of the response's output.
+
+        The name is the same as in chat completions, so that one decoder can read all formats.
+        """
         return self.output
 
     @property
     def num_items(self) -> int:
-        """The number of output items plus the number of their parts. A size limit applies to
-        this number."""
+        """The number of output items plus the number of their parts.
+
+        A size limit applies to this number.
+        """
         items = self.output or []
         return len(items) + sum(
             len(parts)
@@ -67,14 +72,18 @@ _decoder = msgspec.json.Decoder(ResponsesApiResponse)
 
 
 def decode(body: bytes) -> ResponsesApiResponse:
-    """Decode the JSON body of a response. Raises msgspec.DecodeError if the body has another
-    form."""
+    """Decode the JSON body of a response.
+
+    Raises msgspec.DecodeError if the body has another form.
+    """
     return decode_body(_decoder, body)
 
 
 class _StreamEvent(msgspec.Struct):
-    """One event of a stream. Its larger fields are decoded only when needed, because the last
-    event holds the whole response."""
+    """One event of a stream.
+
+    Its larger fields are decoded only when needed, because the last event holds the whole response.
+    """
 
     type: str = ""
     delta: msgspec.Raw = msgspec.Raw()
@@ -91,8 +100,10 @@ _REASONING = ("response.reasoning_summary_text.delta", "response.reasoning_text.
 
 
 class ResponsesReplyAssembler:
-    """Assembles a reply from the events of a stream of the responses API. The last event
-    contains the whole response."""
+    """Assembles a reply from the events of a stream of the responses API.
+
+    The last event contains the whole response.
+    """
 
     def __init__(self) -> None:
         self.is_done = False
@@ -159,8 +170,11 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
 
 
 def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: float) -> Reply:
-    """Convert a decoded response to a ``Reply``. Raises ValueError if the response contradicts
-    itself or may be incomplete, and ServerFailed if the server reports a failure."""
+    """Convert a decoded response to a ``Reply``.
+
+    Raises ValueError if the response contradicts itself or may be incomplete, and ServerFailed if
+    the server reports a failure.
+    """
     items = response.output or []
     parts = [part for item in items if item.get("type") == "message" for part in _parts(item)]
     text = "".join(text_field(part, "text") for part in parts)
@@ -204,8 +218,10 @@ def _items(request: Request, message: Message) -> list[dict[str, Any]]:
 
 
 def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the content of a message as a list of parts. Raises ValueError if the message is
-    not complete."""
+    """Return the content of a message as a list of parts.
+
+    Raises ValueError if the message is not complete.
+    """
     if item.get("status") not in ("completed", "incomplete", None):
         raise ValueError(f"sent a message with status {item['status']!r:.60}: it may be incomplete")
     content = item.get("content")
@@ -216,7 +232,9 @@ def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _finish(response: ResponsesApiResponse, has_calls: bool, model: str) -> tuple[Finish, str]:
     """Return how the reply ended, and the server's reason if the reply was filtered or cut off.
-    Raises ServerFailed if the server failed."""
+
+    Raises ServerFailed if the server failed.
+    """
     details = response.incomplete_details
     reason = str(details.get("reason")) if isinstance(details, dict) else ""
     is_cut = any(item.get("status") == "incomplete" for item in response.output or ())

@@ -94,8 +94,9 @@ class FinalAnswerText(msgspec.Struct, frozen=True):
     literal."""
 
     def literal(self) -> Any:
-        """Parse the answer's text as JSON or as a Python literal, and return the value. Text that
-        is neither is returned unchanged.
+        """Parse the answer's text as JSON or as a Python literal, and return the value.
+
+        Text that is neither is returned unchanged.
 
         >>> FinalAnswerText('{"a": [true, NaN]}').literal(), FinalAnswerText("{1: (2,)}").literal()
         ({'a': [True, nan]}, {1: (2,)})
@@ -133,8 +134,10 @@ class _Constants(ast.NodeTransformer):
 
 
 def _argument(text: str) -> ast.expr | None:
-    """Parse the text inside ``FINAL(…)`` as a Python expression. Several arguments become a
-    tuple. Returns None if the text is not valid Python."""
+    """Parse the text inside ``FINAL(…)`` as a Python expression.
+
+    Several arguments become a tuple. Returns None if the text is not valid Python.
+    """
     if len(text) > _MAX_LITERAL_CHARS or call_end(f"{text}\n)", 0) != len(text) + 1:
         return None
     try:
@@ -184,9 +187,11 @@ class ParsedAction(msgspec.Struct, frozen=True):
     then not an answer."""
 
     def is_in_our_form(self, text: str) -> bool:
-        """Return True if a reply needs no other interpretation. It then contains code or an
-        answer in the expected form, and no syntax of another system. ``text`` is the reply from
-        which this action was parsed."""
+        """Return True if a reply needs no other interpretation.
+
+        It then contains code or an answer in the expected form, and no syntax of another system.
+        ``text`` is the reply from which this action was parsed.
+        """
         is_understood = bool(self.codes) or self.final is not None
         return is_understood and ">>>" not in text and "<|channel|>" not in text
 
@@ -218,8 +223,10 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def prose_of(text: str) -> str:
-    """Return the prose of a reply, without its code, its thinking and ``FINAL_VAR(name)``. A
-    reply with none of these is returned whole."""
+    """Return the prose of a reply, without its code, its thinking and ``FINAL_VAR(name)``.
+
+    A reply with none of these is returned whole.
+    """
     codes, prose, _ = _fenced(text)
     return _VARIABLE.sub("", prose if codes else without_thinking(text)).strip()
 
@@ -233,8 +240,10 @@ def without_thinking(text: str) -> str:
 
 
 def unrun_fences(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield the code fences of a reply that will not be run, such as unmarked ones. Each is a
-    tuple of the language, the content, and whether the fence was closed."""
+    """Yield the code fences of a reply that will not be run, such as unmarked ones.
+
+    Each is a tuple of the language, the content, and whether the fence was closed.
+    """
     for part in _parts(text):
         if part.fence is not None and not part.is_code:
             yield part.language, part.body, part.closed
@@ -260,7 +269,10 @@ class _Part(NamedTuple):
 
 
 def _parts(text: str) -> list[_Part]:
-    """Split a reply into its prose and its code fences, in order. Thinking is dropped."""
+    """Split a reply into its prose and its code fences, in order.
+
+    Thinking is dropped.
+    """
     parts: list[_Part] = []
     start = position = 0
     has_thought, num_tries = False, 0
@@ -353,7 +365,10 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
 
 
 def _may_span(text: str, start: int, end: int) -> bool:
-    """Return True if a section of code may contain a multi-line string. This is rare."""
+    """Return True if a section of code may contain a multi-line string.
+
+    This is rare.
+    """
     return (
         text.find('"""', start, end) >= 0
         or text.find("'''", start, end) >= 0
@@ -364,7 +379,9 @@ def _may_span(text: str, start: int, end: int) -> bool:
 @functools.lru_cache(64)
 def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
     """Return a pattern for the lines that may end a code fence: closing lines and thinking tags.
-    ``num`` is how often the fence's opening line repeats ``character``."""
+
+    ``num`` is how often the fence's opening line repeats ``character``.
+    """
     return re.compile(
         rf"^(?:(?P<close>[ \t]{{0,{indent + 3}}}+{re.escape(character)}{{{num},}}+[ \t]*+$)"
         r"|[ \t]*+(?P<think><think>)|(?P<thought>[ \t]*+</think>[ \t]*+$))",
@@ -373,8 +390,11 @@ def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
 
 
 def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
-    """Split a reply into code and text. Returns the code of each fence, the text outside all
-    fences and thinking, and notes about the parts that were ignored."""
+    """Split a reply into code and text.
+
+    Returns the code of each fence, the text outside all fences and thinking, and notes about the
+    parts that were ignored.
+    """
     codes: list[str] = []
     prose: list[str] = []
     ignored: list[str] = []
@@ -404,8 +424,10 @@ def _dedented(body: str, indent: int) -> str:
 
 
 def _final_text(prose: str) -> tuple[FinalAnswerText | None, bool]:
-    """Find the last ``FINAL(…)`` or ``FINAL_VAR(…)`` at the start of a line. Returns it, or
-    None, and whether its parenthesis was closed."""
+    """Find the last ``FINAL(…)`` or ``FINAL_VAR(…)`` at the start of a line.
+
+    Returns it, or None, and whether its parenthesis was closed.
+    """
     final, is_closed = None, True
     position = num_tries = 0
     while match := _FINAL.search(prose, position):
@@ -426,9 +448,11 @@ def _final_text(prose: str) -> tuple[FinalAnswerText | None, bool]:
 
 
 def _counted_end(text: str, start: int) -> int:
-    """Find the closing parenthesis by counting parentheses, even inside strings. ``start`` is
-    the index just after the opening one. Returns the index of the closing one, or the length of
-    the text if there is none."""
+    """Find the closing parenthesis by counting parentheses, even inside strings.
+
+    ``start`` is the index just after the opening one. Returns the index of the closing one, or the
+    length of the text if there is none.
+    """
     depth = 1
     for parenthesis in _PAREN.finditer(text, start):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -439,7 +463,10 @@ def _counted_end(text: str, start: int) -> int:
 
 def _json_answer(code: str) -> FinalAnswerText | None:
     """Return the answer if ``code`` is only a ``FINAL(…)`` call with a JSON argument that is not
-    valid Python, as in ``FINAL({"found": true})``. Returns None otherwise."""
+    valid Python, as in ``FINAL({"found": true})``.
+
+    Returns None otherwise.
+    """
     match = _FINAL.match(code)
     if match is None or match["name"] != "FINAL" or not _JSON_WORD.search(code, match.end()):
         return None
@@ -454,8 +481,11 @@ def _json_answer(code: str) -> FinalAnswerText | None:
 
 
 def _native(call: ToolCall) -> tuple[str | None, FinalAnswerText | None, str | None]:
-    """Parse one native tool call. Returns the code to run, the final answer, and an explanation
-    if the call is invalid. Exactly one of the three is set."""
+    """Parse one native tool call.
+
+    Returns the code to run, the final answer, and an explanation if the call is invalid. Exactly
+    one of the three is set.
+    """
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -480,7 +510,10 @@ def _native(call: ToolCall) -> tuple[str | None, FinalAnswerText | None, str | N
 
 def answer_from_tool_argument(value: Any) -> FinalAnswerText:
     """Convert the JSON argument of a tool call that gives the final answer to a
-    ``FinalAnswerText``. A text that would be parsed as another value is quoted."""
+    ``FinalAnswerText``.
+
+    A text that would be parsed as another value is quoted.
+    """
     if isinstance(value, str) and FinalAnswerText(value).literal() == value:
         return FinalAnswerText(value)
     return FinalAnswerText(repr(value))

@@ -1,5 +1,7 @@
 """Choose the mode of a question: a Python session, a plan with many small model calls, or one plain
-call. The choice and its reason are recorded.
+call.
+
+The choice and its reason are recorded.
 
     RLM.completion(text, query, mode="auto")
         chooser(ModeChoiceInput) ─┬─> ModeChoice  by rules: nothing is asked
@@ -39,8 +41,10 @@ _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xl
 
 
 class ModeChoiceInput(msgspec.Struct, frozen=True):
-    """The facts on which the choice of a question's mode is based. All of them are known before
-    any model call."""
+    """The facts on which the choice of a question's mode is based.
+
+    All of them are known before any model call.
+    """
 
     question: Question
     root: Client
@@ -74,8 +78,10 @@ class ModeChoice(msgspec.Struct, frozen=True):
 
 
 class ModeChoiceCall(msgspec.Struct, frozen=True):
-    """A single model call that chooses the mode of a question. It is used if the rules alone
-    cannot decide."""
+    """A single model call that chooses the mode of a question.
+
+    It is used if the rules alone cannot decide.
+    """
 
     leaf: LeafRequest
     choice: Callable[[object, str], ModeChoice]
@@ -84,8 +90,10 @@ class ModeChoiceCall(msgspec.Struct, frozen=True):
 
 
 def _kinds_of_sources(question: Question) -> set[str]:
-    """Return the kinds of the question's sources, such as ``csv``. The set is empty if the
-    record lists only some of the sources."""
+    """Return the kinds of the question's sources, such as ``csv``.
+
+    The set is empty if the record lists only some of the sources.
+    """
     items = question.read.get("items", ())
     is_whole = question.read.get("num_items", 0) == len(items)
     return {item["kind"] for item in items} if is_whole else set()
@@ -112,8 +120,11 @@ async def first_choice(
     setup: RlmSetup, question: Question, models: RunModels, *, is_conversation: bool
 ) -> ModeChoice | ModeChoiceCall | None:
     """Choose the mode of a question before the run starts, or return the model call that will
-    choose it. A resumed run keeps its recorded choice. Returns None if the question has no mode.
-    Raises ConfigError if the mode cannot be used for this question."""
+    choose it.
+
+    A resumed run keeps its recorded choice. Returns None if the question has no mode. Raises
+    ConfigError if the mode cannot be used for this question.
+    """
     if question.mode is None or (is_conversation and question.mode in ("free", "auto")):
         return None
     if is_conversation:
@@ -149,8 +160,10 @@ def applied(question: Question, choice: ModeChoice) -> Question:
 def make_mode_chosen_event(
     choice: ModeChoice, at_s: float, *, is_asked: bool = False
 ) -> ModeChosen:
-    """Create the event that records ``choice`` in the run's journal. ``is_asked`` is True if a
-    model made the choice."""
+    """Create the event that records ``choice`` in the run's journal.
+
+    ``is_asked`` is True if a model made the choice.
+    """
     strategy = {} if choice.strategy is None else record_of(choice.strategy)
     return ModeChosen(
         at_s=at_s, mode=choice.mode, reason=choice.reason, strategy=strategy, is_asked=is_asked

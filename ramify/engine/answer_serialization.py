@@ -1,5 +1,6 @@
-"""Convert the answers of a run to the form in which the run's journal stores them. This is JSON,
-plus the Python types of an answer if JSON would lose them.
+"""Convert the answers of a run to the form in which the run's journal stores them.
+
+This is JSON, plus the Python types of an answer if JSON would lose them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from ramify.sandbox.base import SharedContext
 
 
 def jsonable(value: Any) -> Any:
-    """Return ``value`` as plain data that can be written as JSON. A value that JSON cannot
-    represent is replaced by its text."""
+    """Return ``value`` as plain data that can be written as JSON.
+
+    A value that JSON cannot represent is replaced by its text.
+    """
     if type(value) is str:
         return value
     try:
@@ -39,16 +42,21 @@ def _text_of(value: Any) -> str:
 
 
 def _dumped(value: Any) -> Any:
-    """Return the fields of a pydantic model, which msgspec does not support by itself. Raises
-    NotImplementedError for any other type."""
+    """Return the fields of a pydantic model, which msgspec does not support by itself.
+
+    Raises NotImplementedError for any other type.
+    """
     if not hasattr(value, "model_dump"):
         raise NotImplementedError
     return value.model_dump(mode="json")
 
 
 def typed_record(answer: Any) -> dict[str, Any] | None:
-    """Pack an answer in a form that preserves its Python types. Returns None if plain JSON would
-    lose nothing, or if the answer has a type that cannot be packed."""
+    """Pack an answer in a form that preserves its Python types.
+
+    Returns None if plain JSON would lose nothing, or if the answer has a type that cannot be
+    packed.
+    """
     if _is_plain(answer):
         return None
     try:

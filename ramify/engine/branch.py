@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 
 
 class BranchedCall:
-    """One continuation of a run's root call. It may branch into further continuations at any turn,
-    as the configured search decides.
+    """One continuation of a run's root call.
+
+    It may branch into further continuations at any turn, as the configured search decides.
 
     Its method ``answer`` corresponds to ``RlmCall.answer``.
     """
 
     def __init__(self, call: RlmCall, search: BranchSearch, branched_at: int = -1) -> None:
-        """Wrap ``call`` so that it branches as ``search`` decides. ``branched_at`` is the index of
-        the turn at which this continuation began, so that it does not branch there again. For the
-        original call it is -1."""
+        """Wrap ``call`` so that it branches as ``search`` decides.
+
+        ``branched_at`` is the index of the turn at which this continuation began, so that it does
+        not branch there again. For the original call it is -1.
+        """
         self.chosen = call
         """Call whose answer is returned, and whose session the next question continues."""
         self.own: CallOutcome | None = None
@@ -49,8 +52,11 @@ class BranchedCall:
         return await self._run_turns()
 
     async def _run_turns(self) -> CallOutcome:
-        """Run turns until there is an answer. Before each turn, ask the search how many
-        continuations the turn should have, and branch if there is more than one."""
+        """Run turns until there is an answer.
+
+        Before each turn, ask the search how many continuations the turn should have, and branch if
+        there is more than one.
+        """
         call = self._rlm_call.call
         while True:
             # The turn at which this continuation has just branched must not branch again.
@@ -60,8 +66,10 @@ class BranchedCall:
                 return outcome
 
     async def _branch(self, width: int) -> CallOutcome:
-        """Run the remaining turns in ``width`` concurrent continuations. Returns the outcome of
-        the continuation that the search chooses."""
+        """Run the remaining turns in ``width`` concurrent continuations.
+
+        Returns the outcome of the continuation that the search chooses.
+        """
         origin = self._rlm_call
         self._branched_at = origin.call.turn
         branches: list[BranchedCall] = [self]
@@ -96,9 +104,11 @@ class BranchedCall:
         return outcomes[index]
 
     def _chosen_of(self, outcomes: Sequence[CallOutcome]) -> int:
-        """Return the index of the outcome that the search chooses. Raises ReplayDiverged if a
-        continuation of a repeated run differed from its recording, and ConfigError if the chosen
-        index does not exist."""
+        """Return the index of the outcome that the search chooses.
+
+        Raises ReplayDiverged if a continuation of a repeated run differed from its recording, and
+        ConfigError if the chosen index does not exist.
+        """
         for outcome in outcomes:
             if isinstance(outcome.failure, ReplayDiverged):
                 raise outcome.failure
@@ -119,8 +129,10 @@ class BranchedCall:
         return outcome
 
     async def _run_turns_safely(self) -> CallOutcome:
-        """Run all turns, and return an error as an outcome instead of raising it. This way one
-        failed continuation does not affect the others."""
+        """Run all turns, and return an error as an outcome instead of raising it.
+
+        This way one failed continuation does not affect the others.
+        """
         try:
             return await self._run_turns()
         except RamifyError as error:

@@ -28,26 +28,33 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class BranchSearch(Protocol):
-    """A search over several continuations of a run. It decides when to branch, and which of the
-    answers to choose.
+    """A search over several continuations of a run.
+
+    It decides when to branch, and which of the answers to choose.
 
     A search with an attribute ``is_optional = True`` continues without a branch if the Python
-    session cannot be forked at that moment, for example because it has threads or open files."""
+    session cannot be forked at that moment, for example because it has threads or open files.
+    """
 
     def width(self, call: LiveCall) -> int:
-        """Return how many continuations of the next turn of ``call`` to sample. 1 means no
-        branching."""
+        """Return how many continuations of the next turn of ``call`` to sample.
+
+        1 means no branching.
+        """
         ...
 
     def choose(self, answers: Sequence[Any]) -> int:
-        """Return the index of the answer to choose. An entry of ``answers`` is None if that
-        continuation ended without an answer."""
+        """Return the index of the answer to choose.
+
+        An entry of ``answers`` is None if that continuation ended without an answer.
+        """
         ...
 
 
 def vote(answers: Sequence[Any]) -> int:
-    """Return the index of the majority answer, which is the first of the most frequent answers. Two
-    answers are equal if they have the same JSON. Missing answers (None) are not counted.
+    """Return the index of the majority answer, which is the first of the most frequent answers.
+
+    Two answers are equal if they have the same JSON. Missing answers (None) are not counted.
 
     >>> ramify.vote(["a", None, "b", "b"])
     2
@@ -66,7 +73,9 @@ def _key(plain: Any) -> bytes:
 
 def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
     """Return a function that chooses the answer with the highest ``score``, and the first one if
-    several are equal. A missing answer (None) is chosen only if there is no other.
+    several are equal.
+
+    A missing answer (None) is chosen only if there is no other.
 
     >>> ramify.by_score(len)(["a", None, "bc", "de"])
     2
@@ -81,7 +90,9 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
 
 class Branches(msgspec.Struct, frozen=True):
     """A search that samples several continuations of one turn of a run, and chooses one of their
-    answers. The choice is a majority vote unless another function is given.
+    answers.
+
+    The choice is a majority vote unless another function is given.
 
     >>> ramify.Branches(4, turn=2, choose_by=ramify.by_score(len)).num
     4
@@ -108,9 +119,11 @@ class Branches(msgspec.Struct, frozen=True):
 
 
 def search_of(given: BranchSearch | int) -> BranchSearch | None:
-    """Convert the value of a ``search=`` argument to a search. It may be a number of
-    continuations or a search object. Returns None for 1, which means no branching. Raises
-    ConfigError for any other value."""
+    """Convert the value of a ``search=`` argument to a search.
+
+    It may be a number of continuations or a search object. Returns None for 1, which means no
+    branching. Raises ConfigError for any other value.
+    """
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
     if not isinstance(given, BranchSearch):
@@ -122,9 +135,11 @@ def search_of(given: BranchSearch | int) -> BranchSearch | None:
 
 
 def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> BranchSearch | None:
-    """Return the search of a recorded run, or None if the run did not branch. Only the settings
-    of a majority vote are stored. A custom search must be passed again as ``known``; otherwise
-    ConfigError is raised."""
+    """Return the search of a recorded run, or None if the run did not branch.
+
+    Only the settings of a majority vote are stored. A custom search must be passed again as
+    ``known``; otherwise ConfigError is raised.
+    """
     recorded = config.get("search")
     if recorded is None:
         return None
@@ -136,8 +151,10 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
 
 
 def config_of(search: BranchSearch) -> dict[str, Any]:
-    """Return the settings of ``search`` as plain data, to be stored in the run's journal. A
-    custom search is described only by its ``repr``."""
+    """Return the settings of ``search`` as plain data, to be stored in the run's journal.
+
+    A custom search is described only by its ``repr``.
+    """
     if isinstance(search, Branches):
         by = "vote" if search.choose_by is vote else "a function"
         return {"search": {"num": search.num, "turn": search.turn, "choose_by": by}}

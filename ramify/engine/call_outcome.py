@@ -31,7 +31,10 @@ class CallOutcome(msgspec.Struct, frozen=True):
 
 
 def failed(error: RamifyError, is_stored: bool) -> CallOutcome:
-    """Return the outcome of a run that failed with ``error``. If the run is stored and the user
-    can fix the cause, the outcome is "suspended", and the run can be resumed later."""
+    """Return the outcome of a run that failed with ``error``.
+
+    If the run is stored and the user can fix the cause, the outcome is "suspended", and the run can
+    be resumed later.
+    """
     stop = Stop.SUSPENDED if is_stored and can_be_fixed(error) else Stop.ERROR
     return CallOutcome(stop, error=str(error), failure=error)

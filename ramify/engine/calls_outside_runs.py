@@ -1,6 +1,7 @@
-"""Make plain model calls outside of any run, for work that asks many small questions. All questions
-share one budget and one client. Each emits a few events instead of writing a journal and a
-trajectory.
+"""Make plain model calls outside of any run, for work that asks many small questions.
+
+All questions share one budget and one client. Each emits a few events instead of writing a journal
+and a trajectory.
 
     calls = DirectCalls(setup, models, budget)         RLM.direct_calls opens them
     await calls.answer(question, emit) ──> CallOutcome
@@ -62,8 +63,10 @@ class DirectReply(msgspec.Struct, frozen=True):
 
 
 class DirectFailure(msgspec.Struct, frozen=True):
-    """An event that is emitted when a request has failed. It holds the usage and the cost that
-    may have been billed."""
+    """An event that is emitted when a request has failed.
+
+    It holds the usage and the cost that may have been billed.
+    """
 
     turn: int
     error: str
@@ -77,15 +80,19 @@ DirectEvent = DirectRequestEvent | DirectReply | DirectFailure
 
 
 class DirectCalls:
-    """Answers small questions, each with one plain model call instead of a whole run. An instance
-    belongs to one event loop."""
+    """Answers small questions, each with one plain model call instead of a whole run.
+
+    An instance belongs to one event loop.
+    """
 
     def __init__(
         self, setup: RlmSetup, models: RunModels, budget: BudgetLedger, mode: Mode | None = None
     ) -> None:
-        """Prepare to answer questions with the root model of ``models``. ``budget`` limits all
-        questions together, and the limits of ``setup`` apply to each one. ``mode`` is the mode
-        in which the questions are answered, or None for the default."""
+        """Prepare to answer questions with the root model of ``models``.
+
+        ``budget`` limits all questions together, and the limits of ``setup`` apply to each one.
+        ``mode`` is the mode in which the questions are answered, or None for the default.
+        """
         self.mode = mode
         self.setup = setup
         self.client = models.rlm(0)
@@ -106,8 +113,10 @@ class DirectCalls:
         self._sampling = msgspec.structs.replace(sampling, max_tokens=self._max_tokens)
 
     def can_answer(self, question: Question) -> bool:
-        """Return True if one plain call is enough to answer ``question``. Questions with
-        pictures always give False."""
+        """Return True if one plain call is enough to answer ``question``.
+
+        Questions with pictures always give False.
+        """
         if question.pictures or has_pictures(question.context):
             return False
         if self.mode in ("free", "plan"):
@@ -150,8 +159,10 @@ class DirectCalls:
         recorded: Sequence[Reply] = (),
         spent: BudgetAmount | None = None,
     ) -> CallOutcome:
-        """Answer ``question`` with a plain model call. ``emit`` is called with each event before
-        the event takes effect, so that the caller can record it first.
+        """Answer ``question`` with a plain model call.
+
+        ``emit`` is called with each event before the event takes effect, so that the caller can
+        record it first.
 
         To resume an interrupted attempt, pass the replies that it has already received as
         ``recorded`` and their cost as ``spent``; the budget must already include that cost. A
@@ -170,16 +181,21 @@ class DirectCalls:
             return CallOutcome(Stop.DEADLINE, error=why)
 
     async def send(self, request: Request, account: _DirectAccount) -> Reply:
-        """Send one request, with retries, and return the reply. Its cost is reserved in
-        ``account``, and then charged to it. Raises ModelError or LimitReached."""
+        """Send one request, with retries, and return the reply.
+
+        Its cost is reserved in ``account``, and then charged to it. Raises ModelError or
+        LimitReached.
+        """
         reply = await self._pool.ask(
             self.client, request, account, patience_s=self.setup.limits.patience_s
         )
         return recordable(reply, self.setup.scaffold.stop, account.most())
 
     def first_request(self, question: Question) -> Request:
-        """Return the first request for ``question`` without sending it. This is for callers that
-        send it by other means, such as a batch API."""
+        """Return the first request for ``question`` without sending it.
+
+        This is for callers that send it by other means, such as a batch API.
+        """
         return self.request(tuple(self.messages(question)), _enforced(question))
 
     def is_allowed(self, request: Request, price: Price | None) -> bool:
@@ -191,8 +207,11 @@ class DirectCalls:
 
     def prepare_for_record(self, reply: Reply, request: Request, price: Price | None) -> Reply:
         """Complete a reply for the record if it came from a batch API or another source than
-        ``send``. This adds the cost at ``price``, and assumes the maximum usage of the request
-        if the server reported none."""
+        ``send``.
+
+        This adds the cost at ``price``, and assumes the maximum usage of the request if the server
+        reported none.
+        """
         reply = priced(reply, request, self.client.window, price)
         cost = None if price is None else request_bound(request, price).cost
         return recordable(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
@@ -234,8 +253,11 @@ class _DirectCall:
         self._messages: tuple[Message, ...] = ()
 
     async def ask(self, new: list[Message], reused: int | None) -> Reply:
-        """Send the next request of this question and return the reply. If an interrupted attempt
-        has already received that reply, the recorded one is returned instead."""
+        """Send the next request of this question and return the reply.
+
+        If an interrupted attempt has already received that reply, the recorded one is returned
+        instead.
+        """
         self.turn += 1
         messages = (*self._messages, *new) if reused is None else tuple(new)
         if self.turn < len(self._recorded):
@@ -252,8 +274,10 @@ class _DirectCall:
 
 
 class _DirectAccount:
-    """Reserves the budget of one request, and records the request's attempts. Implements
-    ``RequestReservation``."""
+    """Reserves the budget of one request, and records the request's attempts.
+
+    Implements ``RequestReservation``.
+    """
 
     def __init__(self, call: _DirectCall, request: Request, new: tuple[Message, ...]) -> None:
         calls, tokens = call.calls, request.max_input_tokens()
@@ -297,8 +321,11 @@ class _DirectAccount:
                 )
 
     def is_still_valid(self) -> bool:
-        """Return True if the reservation still covers the attempt. If so, also emit the event
-        that announces the request, because the request is sent right afterwards."""
+        """Return True if the reservation still covers the attempt.
+
+        If so, also emit the event that announces the request, because the request is sent right
+        afterwards.
+        """
         if not self._reservation.is_still_valid():
             return False
         most, cost = self.most()

@@ -1,5 +1,6 @@
-"""Find the turn of an agent's earlier conversations that a new request continues. If there is none,
-determine why the request begins a new call.
+"""Find the turn of an agent's earlier conversations that a new request continues.
+
+If there is none, determine why the request begins a new call.
 
     request ─┬─ its messages are those of the last turn, plus new ones ──> its next turn
              └─ else it is rendered to token ids; a message that is an earlier reply keeps the
@@ -29,9 +30,11 @@ from ramify.types.trajectory import NewCallReason, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
-    """One turn of an agent's conversation: the reply, and the length of the conversation up to
-    that point. The length is given both in messages and in token ids, counted from the
-    beginning."""
+    """One turn of an agent's conversation: the reply, and the length of the conversation up to that
+    point.
+
+    The length is given both in messages and in token ids, counted from the beginning.
+    """
 
     num_messages: int
     """Number of messages up to and including this turn's reply."""
@@ -44,8 +47,10 @@ class AgentTurn(msgspec.Struct, frozen=True):
 
 
 class ExternallyDrivenCall(msgspec.Struct):
-    """A conversation of an external agent, recorded as one call of the run. Its requests come
-    from code outside the engine."""
+    """A conversation of an external agent, recorded as one call of the run.
+
+    Its requests come from code outside the engine.
+    """
 
     call: LiveCall
     tools: tuple[Tool, ...]
@@ -67,20 +72,27 @@ class ExternallyDrivenCall(msgspec.Struct):
     """The limit that ended the call; ``FINAL`` if no limit did."""
 
     def length_after(self, num_turns: int) -> int:
-        """Return the length of the conversation, in messages, after the first ``num_turns``
-        turns of this call. For a fork, the inherited messages are included, although their turns
-        do not count."""
+        """Return the length of the conversation, in messages, after the first ``num_turns`` turns
+        of this call.
+
+        For a fork, the inherited messages are included, although their turns do not count.
+        """
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
     def is_free_after(self, num_turns: int) -> bool:
         """Return True if a request can continue the conversation after the first ``num_turns``
-        turns. This requires that the call has no later turn, and that no request is waiting for
-        its reply."""
+        turns.
+
+        This requires that the call has no later turn, and that no request is waiting for its reply.
+        """
         return num_turns == len(self.turns) and self.asked is None
 
     def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
         """Return the messages that were added to the conversation to request the turn with index
-        ``num_turns``. Returns None if no such request has been sent."""
+        ``num_turns``.
+
+        Returns None if no such request has been sent.
+        """
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
         end = self.turns[num_turns].num_messages - 1
@@ -106,8 +118,10 @@ class ConversationMatch(NamedTuple):
 
 
 class AgentConversations:
-    """All conversations of one agent. A new request is matched against them to find the one that
-    it continues."""
+    """All conversations of one agent.
+
+    A new request is matched against them to find the one that it continues.
+    """
 
     def __init__(self) -> None:
         self.calls: list[ExternallyDrivenCall] = []
@@ -121,8 +135,10 @@ class AgentConversations:
         learns: bool,
     ) -> ConversationMatch:
         """Find the call and the turn that a request with ``messages`` continues, if any.
+
         ``client`` is the model client that would receive the request. Raises ConfigError if its
-        chat template cannot render the messages."""
+        chat template cannot render the messages.
+        """
         calls = [each for each in self.calls if (each.call.depth, each.learns) == (depth, learns)]
         # Replies without ids are compared as messages.
         rendering: PromptRenderer | None = getattr(client, "rendering", None) if learns else None
@@ -157,7 +173,10 @@ def _sent_before(
     may_differ: bool,
 ) -> ConversationMatch:
     """Find the conversation that is the longest prefix of ``messages``, and return its call and
-    turn. Only messages are compared, not token ids."""
+    turn.
+
+    Only messages are compared, not token ids.
+    """
     best, rank = ConversationMatch(None, 0, 0, None, None), (0, 0, 0)
     for each in calls:
         if each.tools != tools:
@@ -178,7 +197,10 @@ def _sent_before(
 
 def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
     """Return True if the call has already sent this same request for its next turn, for example
-    because a client retries. ``place`` is the call and the turn that the request continues."""
+    because a client retries.
+
+    ``place`` is the call and the turn that the request continues.
+    """
     if place.call is None:
         return False
     sent = place.call.prompt_after(place.num_turns)
@@ -186,8 +208,10 @@ def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
 
 
 def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
-    """Count how many messages at the start of two conversations are equal. If ``may_differ`` is
-    True, ``theirs`` may lack the reasoning of a reply."""
+    """Count how many messages at the start of two conversations are equal.
+
+    If ``may_differ`` is True, ``theirs`` may lack the reasoning of a reply.
+    """
     num = 0
     for mine, sent in zip(ours, theirs, strict=False):
         if not (_may_be(mine, sent) if may_differ else _is_as_sent(mine, sent)):
@@ -197,16 +221,21 @@ def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: 
 
 
 def _is_as_sent(ours: Message, theirs: Message) -> bool:
-    """Return True if a client's message ``theirs`` equals our recorded message ``ours``. The ids
-    of tool calls are not compared, because each API creates its own ids."""
+    """Return True if a client's message ``theirs`` equals our recorded message ``ours``.
+
+    The ids of tool calls are not compared, because each API creates its own ids.
+    """
     if ours.role != "assistant" or not ours.tool_calls:
         return ours == theirs
     return _without_ids(ours) == _without_ids(theirs)
 
 
 def _may_be(ours: Message, theirs: Message) -> bool:
-    """Return True if ``theirs`` may be a copy of ``ours`` without its reasoning or with other
-    tool call ids. This looser rule applies if no token ids can be compared."""
+    """Return True if ``theirs`` may be a copy of ``ours`` without its reasoning or with other tool
+    call ids.
+
+    This looser rule applies if no token ids can be compared.
+    """
     if theirs.reasoning is None and ours.reasoning is not None:
         ours = msgspec.structs.replace(ours, reasoning=None)
     return _without_ids(ours) == _without_ids(theirs)
@@ -228,9 +257,11 @@ def _by_ids(
     rendering: PromptRenderer,
     sent: ConversationMatch,
 ) -> ConversationMatch:
-    """Find the turn that a request continues by comparing token ids. It is the recorded turn
-    whose prompt and reply form the longest prefix of the request's ids. ``sent`` is the result
-    of comparing messages instead."""
+    """Find the turn that a request continues by comparing token ids.
+
+    It is the recorded turn whose prompt and reply form the longest prefix of the request's ids.
+    ``sent`` is the result of comparing messages instead.
+    """
     chain = _ReplyChain(calls, messages, tools, rendering, sent)
     ids = tuple(rendering.ids(Request(messages, tools=tools, known=chain.known)))
     best: tuple[ExternallyDrivenCall, int] | None = None
@@ -284,9 +315,11 @@ class _ReplyChain:
                 self._add(index, list(_replies_like(messages[index], calls)))
 
     def _add(self, index: int, replies: Sequence[tuple[ExternallyDrivenCall, AgentTurn]]) -> None:
-        """Assign the sampled ids of one of ``replies`` to the message at ``index``. All of these
-        replies have the text of the message. The one whose prompt has the same ids is preferred,
-        otherwise the latest."""
+        """Assign the sampled ids of one of ``replies`` to the message at ``index``.
+
+        All of these replies have the text of the message. The one whose prompt has the same ids is
+        preferred, otherwise the latest.
+        """
         if not replies:
             return
         prompt = self._prompt(index)
@@ -320,7 +353,9 @@ class _ReplyChain:
 
     def num_messages_up_to_reply(self, turn: AgentTurn) -> int | None:
         """Return the number of the request's messages up to and including the reply of ``turn``.
-        Returns None if the request does not contain that reply."""
+
+        Returns None if the request does not contain that reply.
+        """
         for index, message in enumerate(self._messages):
             if message.role != "assistant" or not index:
                 continue
@@ -342,8 +377,11 @@ def _replies_like(
 
 
 def _is_on_path(each: ExternallyDrivenCall, turn: AgentTurn) -> bool:
-    """Return True if the call's current sequence of token ids contains ``turn``. It does not if the
-    chat template later rewrote earlier messages, because that begins a new sequence."""
+    """Return True if the call's current sequence of token ids contains ``turn``.
+
+    It does not if the chat template later rewrote earlier messages, because that begins a new
+    sequence.
+    """
     return (turn.num_messages, turn.num_ids) in each.call.history.replies
 
 
@@ -365,9 +403,11 @@ def _cause(
     tools: tuple[Tool, ...],
     place: ConversationMatch,
 ) -> NewCallReason:
-    """Determine why a request begins a new call instead of continuing an earlier one, by
-    comparing it with the most similar earlier conversation. ``place`` is the closest match that
-    was found."""
+    """Determine why a request begins a new call instead of continuing an earlier one, by comparing
+    it with the most similar earlier conversation.
+
+    ``place`` is the closest match that was found.
+    """
     theirs = [_gist(message) for message in messages]
     sent_back = {gist for gist in theirs if gist.role == "assistant"}
     nearest: Sequence[Message] = ()
@@ -401,8 +441,11 @@ def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Mess
 
 
 def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> NewCallReason:
-    """Return how the messages of a request (``theirs``) first differ from an earlier
-    conversation (``ours``). For example, a message was edited, or older messages were removed."""
+    """Return how the messages of a request (``theirs``) first differ from an earlier conversation
+    (``ours``).
+
+    For example, a message was edited, or older messages were removed.
+    """
     at = _num_common(ours, theirs, may_differ=False)
     if at == len(ours) or at == len(theirs):
         return NewCallReason.TEMPLATE
@@ -437,8 +480,11 @@ def _small_difference(ours: Message, theirs: Message) -> NewCallReason:
 
 
 class _Gist(NamedTuple):
-    """The parts of a message that identify it even if a client drops its reasoning or changes
-    its whitespace. They are used to find the earlier conversation that a request resembles."""
+    """The parts of a message that identify it even if a client drops its reasoning or changes its
+    whitespace.
+
+    They are used to find the earlier conversation that a request resembles.
+    """
 
     role: str
     content: str

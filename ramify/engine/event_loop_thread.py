@@ -1,5 +1,7 @@
-"""Manage the engine's threads. One runs the event loop of the synchronous API, and each call of a
-user's function gets another. A watchdog ends runs whose event loop is blocked past their deadline.
+"""Manage the engine's threads.
+
+One runs the event loop of the synchronous API, and each call of a user's function gets another. A
+watchdog ends runs whose event loop is blocked past their deadline.
 
 The event loop runs in one thread for the whole process, so the synchronous API also works where the
 caller has a running loop (a notebook). Ctrl-C cancels the work that the caller waits for. If that
@@ -45,8 +47,10 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
 class RunLivenessWatch:
-    """One run that the watchdog thread observes. It detects that the run's event loop is
-    blocked, or that the run has not ended by its deadline."""
+    """One run that the watchdog thread observes.
+
+    It detects that the run's event loop is blocked, or that the run has not ended by its deadline.
+    """
 
     def __init__(
         self,
@@ -56,8 +60,11 @@ class RunLivenessWatch:
         on_overdue: Callable[[], object],
     ) -> None:
         """Start to watch the run on the current event loop, with a deadline ``deadline_s`` seconds
-        from now. ``on_blocked`` is called with the source line at which the event loop is blocked,
-        or with an empty string if the loop still advances."""
+        from now.
+
+        ``on_blocked`` is called with the source line at which the event loop is blocked, or with an
+        empty string if the loop still advances.
+        """
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._stall_s = stall_s
@@ -79,8 +86,10 @@ class RunLivenessWatch:
         _watchdog.remove(self)
 
     def look(self) -> None:
-        """Check whether the event loop still responds and whether the run is overdue. The
-        watchdog thread calls this when the check is due."""
+        """Check whether the event loop still responds and whether the run is overdue.
+
+        The watchdog thread calls this when the check is due.
+        """
         now, step_s = time.monotonic(), min(1.0, self._stall_s / _LOOKS)
         # A process that was stopped sees one long step, in which its loop could not answer either.
         passed_s, self._looked_s = min(now - self._looked_s, 2 * step_s), now
@@ -111,7 +120,9 @@ class RunLivenessWatch:
 
 class _Watchdog:
     """The background thread that checks all watched runs of the process, each at its own time.
-    The thread starts when the first run is added."""
+
+    The thread starts when the first run is added.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -179,8 +190,10 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 def _forget() -> None:
     """Discard the event loop in a child process after a fork, for example in a worker of
-    ``multiprocessing``. The loop's thread does not exist there, so the next call starts another
-    loop."""
+    ``multiprocessing``.
+
+    The loop's thread does not exist there, so the next call starts another loop.
+    """
     global _lock, _loop
     _lock, _loop = threading.Lock(), None
 
@@ -190,8 +203,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of the synchronous API. The first call starts it in a background
-    thread."""
+    """Return the event loop of the synchronous API.
+
+    The first call starts it in a background thread.
+    """
     global _loop
     with _lock:
         if _loop is None or _loop.is_closed():
@@ -201,9 +216,11 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine ``work`` on the background event loop, wait for it, and return its
-    result. If the wait is interrupted, ``work`` is cancelled. Raises LoopBlocked if ``work``
-    blocks the loop past its deadline."""
+    """Run the coroutine ``work`` on the background event loop, wait for it, and return its result.
+
+    If the wait is interrupted, ``work`` is cancelled. Raises LoopBlocked if ``work`` blocks the
+    loop past its deadline.
+    """
     if _is_here():
         work.close()
         raise ConfigError(
@@ -247,8 +264,10 @@ def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> 
 
 
 def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
-    """Give up an event loop that is blocked. Its thread continues to run, but later work gets a
-    new loop."""
+    """Give up an event loop that is blocked.
+
+    Its thread continues to run, but later work gets a new loop.
+    """
     global _loop
     with _lock:
         if _loop is blocked:
@@ -256,9 +275,10 @@ def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
 
 
 def spawn(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | None = None) -> None:
-    """Schedule the coroutine ``work`` on an event loop without waiting for it. The loop is ``on``
-    if given, otherwise the loop of the synchronous API. If that loop does not exist, ``work`` is
-    discarded.
+    """Schedule the coroutine ``work`` on an event loop without waiting for it.
+
+    The loop is ``on`` if given, otherwise the loop of the synchronous API. If that loop does not
+    exist, ``work`` is discarded.
 
     This is meant for finalizers: the garbage collector may call one at any line, even in the loop's
     own thread, where waiting would deadlock.
@@ -271,21 +291,27 @@ def spawn(work: Coroutine[Any, Any, object], on: asyncio.AbstractEventLoop | Non
 
 
 class SyncApiResources:
-    """Keeps resources open on the event loop between calls of the synchronous API. If the loop
-    is blocked by a call, the next call opens the resources again on a new loop."""
+    """Keeps resources open on the event loop between calls of the synchronous API.
+
+    If the loop is blocked by a call, the next call opens the resources again on a new loop.
+    """
 
     def __init__(
         self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
     ) -> None:
-        """Prepare resources that are opened with ``pin`` and closed with ``unpin``. Both
-        functions are called on the event loop."""
+        """Prepare resources that are opened with ``pin`` and closed with ``unpin``.
+
+        Both functions are called on the event loop.
+        """
         self._pin = pin
         self._unpin = unpin
         self._pinned: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the event loop and return its result. The resources are opened first
-        if they are not yet open on this loop."""
+        """Run ``work`` on the event loop and return its result.
+
+        The resources are opened first if they are not yet open on this loop.
+        """
         if self._pinned is not _loop or _loop is None:
             try:
                 run(self._open())
@@ -299,8 +325,10 @@ class SyncApiResources:
         self._pinned = asyncio.get_running_loop()
 
     def close(self, *, waits: bool = True) -> bool:
-        """Close the resources, and return True if they were open. If ``waits`` is False or the
-        loop is blocked, they are closed in the background."""
+        """Close the resources, and return True if they were open.
+
+        If ``waits`` is False or the loop is blocked, they are closed in the background.
+        """
         pinned, self._pinned = self._pinned, None
         if pinned is not None and pinned is _loop and waits:
             run(self._unpin())

@@ -1,5 +1,7 @@
-"""Record the events of a run. Each event is written to the journal (a file), added to the
-trajectory in memory, and passed to the listeners.
+"""Record the events of a run.
+
+Each event is written to the journal (a file), added to the trajectory in memory, and passed to the
+listeners.
 
     event ──> EventRecorder ──> journal, then trajectory, then listeners ──> the run proceeds
 
@@ -42,8 +44,10 @@ _log = ComponentLogger("engine")
 
 
 def as_listeners(listener: Listener | None) -> tuple[Listener, ...]:
-    """Return a tuple with ``listener``, or an empty tuple if it is None. Raises ConfigError for
-    a coroutine function, because it would never be awaited."""
+    """Return a tuple with ``listener``, or an empty tuple if it is None.
+
+    Raises ConfigError for a coroutine function, because it would never be awaited.
+    """
     if inspect.iscoroutinefunction(listener):
         raise ConfigError(
             "on_event is a coroutine function, which is never awaited: give a plain function, or "
@@ -53,8 +57,10 @@ def as_listeners(listener: Listener | None) -> tuple[Listener, ...]:
 
 
 def tracing() -> tuple[Listener, ...]:
-    """Return the listeners that send OpenTelemetry spans for one run or conversation. The tuple
-    is empty if this process has not set up OpenTelemetry."""
+    """Return the listeners that send OpenTelemetry spans for one run or conversation.
+
+    The tuple is empty if this process has not set up OpenTelemetry.
+    """
     if "opentelemetry.trace" not in sys.modules:
         return ()
     from ramify.engine.opentelemetry_spans import tracing_listeners
@@ -63,9 +69,11 @@ def tracing() -> tuple[Listener, ...]:
 
 
 class EventRecorder:
-    """Records the events of one run or conversation in order. Each event is written to the
-    journal (a file), added to the trajectory (the record in memory), and passed to the
-    listeners."""
+    """Records the events of one run or conversation in order.
+
+    Each event is written to the journal (a file), added to the trajectory (the record in memory),
+    and passed to the listeners.
+    """
 
     def __init__(
         self,
@@ -77,10 +85,12 @@ class EventRecorder:
         since_s: float = 0.0,
         on_close: Callable[[], object] | None = None,
     ) -> None:
-        """Create the recorder of the run with the given ``id``. To resume a run, pass ``held`` and
-        ``since_s``. ``held`` returns True for an event that the journal already contains.
-        ``since_s`` is the time in seconds on the run's clock at which the run resumes. ``on_close``
-        is called when nothing more will be recorded."""
+        """Create the recorder of the run with the given ``id``.
+
+        To resume a run, pass ``held`` and ``since_s``. ``held`` returns True for an event that the
+        journal already contains. ``since_s`` is the time in seconds on the run's clock at which the
+        run resumes. ``on_close`` is called when nothing more will be recorded.
+        """
         self.id = id
         self._on_close = on_close
         self._journal = journal
@@ -117,7 +127,10 @@ class EventRecorder:
 
     def emit(self, event: AnyEvent, *, is_written: bool = False) -> None:
         """Record ``event``: write it to the journal, add it to the trajectory, and call the
-        listeners. Pass ``is_written=True`` if the journal already has the event."""
+        listeners.
+
+        Pass ``is_written=True`` if the journal already has the event.
+        """
         if self._sealed is not None:
             raise self._sealed
         if self._journal is not None and not is_written:
@@ -157,13 +170,18 @@ class EventRecorder:
         return journal is not None and (self._held is None or journal.trouble is not None)
 
     def add_journaled_call(self, call: Call) -> None:
-        """Add a whole call that the journal already contains, from its beginning to its end, to
-        the trajectory. Allowed only if ``needs_events`` is False."""
+        """Add a whole call that the journal already contains, from its beginning to its end, to the
+        trajectory.
+
+        Allowed only if ``needs_events`` is False.
+        """
         self._fold.add_ended(call)
 
     def warn(self, text: str) -> None:
-        """Record a warning about the run, as a note on its root call. If the root call has not
-        begun yet, the warning is held until it does."""
+        """Record a warning about the run, as a note on its root call.
+
+        If the root call has not begun yet, the warning is held until it does.
+        """
         if self._root is None:
             self._warnings.append(text)
         else:
@@ -174,8 +192,11 @@ class EventRecorder:
         self.emit(NoteAdded(at_s=self.now(), call=call, text=text, is_warning=is_warning))
 
     def _write(self, journal: RunJournal, event: AnyEvent) -> None:
-        """Write ``event`` to the journal unless the journal already contains it. The journal of
-        a resumed run stays unchanged until the run asks something new or gives an answer."""
+        """Write ``event`` to the journal unless the journal already contains it.
+
+        The journal of a resumed run stays unchanged until the run asks something new or gives an
+        answer.
+        """
         if self._held is not None and self._held(event):
             return
         if self._unwritten is not None:
@@ -189,8 +210,10 @@ class EventRecorder:
 
     def seal(self, end: RunEnded, error: LoopBlocked) -> None:
         """Write the final event ``end`` and release the journal, while the run is still stuck on a
-        blocked event loop. Another thread calls this. If the run tries to record more, ``error`` is
-        raised."""
+        blocked event loop.
+
+        Another thread calls this. If the run tries to record more, ``error`` is raised.
+        """
         self._sealed = error
         with contextlib.suppress(StoreError):  # its journal ends as if killed
             if self._journal is not None:
@@ -202,7 +225,10 @@ class EventRecorder:
         self._listeners.append(listener)
 
     def ignore(self, listener: Listener) -> None:
-        """Stop calling ``listener``. Does nothing if the listener is not registered."""
+        """Stop calling ``listener``.
+
+        Does nothing if the listener is not registered.
+        """
         if listener in self._listeners:
             self._listeners.remove(listener)
 
@@ -226,8 +252,10 @@ class EventRecorder:
 
 
 def _is_minor(event: AnyEvent) -> bool:
-    """Return True if ``event`` is not needed to resume the run later. If a resumed run records
-    only such events, its journal stays unchanged."""
+    """Return True if ``event`` is not needed to resume the run later.
+
+    If a resumed run records only such events, its journal stays unchanged.
+    """
     match event:
         case NoteAdded() | CallStarted() | CallEnded() | RunResumed():
             return True
@@ -242,7 +270,9 @@ def _is_minor(event: AnyEvent) -> bool:
 
 def _place(event: AnyEvent) -> str:
     """Describe where in the run an event occurred, for log messages: ``call 0, turn 2, cell 1``.
-    Numbers that the event does not have are left out."""
+
+    Numbers that the event does not have are left out.
+    """
     id = getattr(event, "call", getattr(event, "id", ""))
     parts = [f"call {id}" if id else ""]
     parts += [f"{name} {getattr(event, name)}" for name in ("turn", "cell") if hasattr(event, name)]
@@ -250,8 +280,10 @@ def _place(event: AnyEvent) -> str:
 
 
 def context_ref(context: SharedContext | None, pictures: Iterable[str] = ()) -> ContextRef | None:
-    """Return a reference to a context, for the record of a call. It contains the context's
-    digest, size, kind and files, and the digests of its pictures."""
+    """Return a reference to a context, for the record of a call.
+
+    It contains the context's digest, size, kind and files, and the digests of its pictures.
+    """
     if context is None:
         return None
     files = tuple(file.reference for file in context.files)

@@ -1,5 +1,6 @@
-"""Let code outside the engine hold conversations with the models of a run. Examples are an
-environment with its own loop, or an agent written for another system.
+"""Let code outside the engine hold conversations with the models of a run.
+
+Examples are an environment with its own loop, or an agent written for another system.
 
     agent ── replies(messages, thread) ──> the turn that these messages follow ── turn ──> replies
                                            (conversation_matching.py), or a new call
@@ -56,7 +57,10 @@ class _AgentRequest(msgspec.Struct, frozen=True):
 
 class RunModelClient:
     """Gives code outside the engine, such as an agent or an environment, access to the models of
-    one run. All requests are recorded and count towards the run's budget."""
+    one run.
+
+    All requests are recorded and count towards the run's budget.
+    """
 
     def __init__(self, run: SharedRunState, resources: EventLoopResources, question: str) -> None:
         self._run = run
@@ -76,12 +80,17 @@ class RunModelClient:
         return self._run.setup.max_turns(0)
 
     def window(self, depth: int = 0) -> int:
-        """Return the context window, in tokens, of the model that answers at ``depth``. Depth 0
-        is the root."""
+        """Return the context window, in tokens, of the model that answers at ``depth``.
+
+        Depth 0 is the root.
+        """
         return self._run.models.rlm(depth).window
 
     def client_at(self, depth: int = 0) -> Client:
-        """Return the client of the model that answers at ``depth``. Depth 0 is the root."""
+        """Return the client of the model that answers at ``depth``.
+
+        Depth 0 is the root.
+        """
         return self._run.models.rlm(depth)
 
     def call_ids(self, thread: str) -> list[str]:
@@ -93,9 +102,11 @@ class RunModelClient:
     async def shared_resource(
         self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]
     ) -> T:
-        """Return an object that all runs of this RLM on one event loop share. At the first call
-        with ``key``, the context manager that ``open()`` returns is entered. It is exited when
-        the RLM closes its connections."""
+        """Return an object that all runs of this RLM on one event loop share.
+
+        At the first call with ``key``, the context manager that ``open()`` returns is entered. It
+        is exited when the RLM closes its connections.
+        """
         return await self._resources.shared(key, open)
 
     async def ask(
@@ -109,8 +120,10 @@ class RunModelClient:
         learns: bool = True,
         sampling: Sampling | None = None,
     ) -> Reply:
-        """Send ``messages`` to the model and return its reply. The options are those of
-        ``replies``, which returns several replies to the same messages."""
+        """Send ``messages`` to the model and return its reply.
+
+        The options are those of ``replies``, which returns several replies to the same messages.
+        """
         replies = await self.replies(
             messages,
             thread=thread,
@@ -238,8 +251,10 @@ class RunModelClient:
         request: _AgentRequest,
         known: KnownPrefix | None,
     ) -> Reply:
-        """Take the next turn of a call and return the reply. While the reply is awaited, no
-        other request can continue this call."""
+        """Take the next turn of a call and return the reply.
+
+        While the reply is awaited, no other request can continue this call.
+        """
         run, call = self._run, each.call
         try:
             stop = run.must_stop(call)
@@ -268,8 +283,10 @@ class RunModelClient:
         return msgspec.structs.replace(reply, prompt_ids=prompt_ids)
 
     def _note_sampling(self, request: _AgentRequest) -> None:
-        """Count a request that asks for a temperature, top-p or top-k other than the run's. At
-        the end of the run, a note says how many such requests there were."""
+        """Count a request that asks for a temperature, top-p or top-k other than the run's.
+
+        At the end of the run, a note says how many such requests there were.
+        """
         if request.sampling is None:
             return
         own = self._run.requests.lengths.sampling_of(self._run.models.rlm(request.depth))
@@ -284,7 +301,10 @@ class RunModelClient:
         )
 
     def end_calls(self, outcome: CallOutcome) -> None:
-        """Record the end of all calls. ``outcome`` is the outcome of the run."""
+        """Record the end of all calls.
+
+        ``outcome`` is the outcome of the run.
+        """
         calls = [each for agent in self._agents.values() for each in agent.calls]
         if self._num_other_sampling and calls:
             self._run.note(
@@ -301,5 +321,8 @@ class RunModelClient:
 
 def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
     """Adapt a known prefix of token ids to a call whose conversation has ``by`` more messages at
-    its start. The token ids stay the same."""
+    its start.
+
+    The token ids stay the same.
+    """
     return None if known is None else KnownPrefix(known.num_messages + by, known.ids)

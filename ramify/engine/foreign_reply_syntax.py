@@ -110,8 +110,11 @@ def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def syntax_hint(code: str, error: str) -> str | None:
-    """Return a hint for the model if ``code`` failed because of a habit from another system,
-    such as a shell command. Returns None if ``error``, the error of the cell, has another cause."""
+    """Return a hint for the model if ``code`` failed because of a habit from another system, such
+    as a shell command.
+
+    Returns None if ``error``, the error of the cell, has another cause.
+    """
     if not re.search(r"^(SyntaxError|IndentationError)", error, re.M):
         return None
     if re.search(r"^[ \t]*+>>> ", code, re.M):
@@ -127,7 +130,9 @@ def syntax_hint(code: str, error: str) -> str | None:
 
 def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedAction:
     """Add tool calls to ``action`` that the model wrote as text instead of making them.
-    ``calls`` holds the name and the arguments of each."""
+
+    ``calls`` holds the name and the arguments of each.
+    """
     codes, notes, final = [], [], None
     for name, given in calls:
         arguments = given if isinstance(given, dict) else {"code": given}
@@ -152,8 +157,11 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
 
 
 def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
-    """Return the action of a message whose code is not in a marked fence. Unmarked fences are
-    run if they contain Python. Otherwise, the action gets a note that names the model's mistake."""
+    """Return the action of a message whose code is not in a marked fence.
+
+    Unmarked fences are run if they contain Python. Otherwise, the action gets a note that names the
+    model's mistake.
+    """
     found = list(itertools.islice(unrun_fences(text), _MOST_FENCES))
     bare = [body for mark, body, closed in found if mark in _BARE and (closed or not is_cut)]
     codes = [code for body in bare if _is_code(code := _unprompted(body))]
@@ -194,8 +202,11 @@ def _without_prompts(action: ParsedAction) -> ParsedAction:
 
 
 def _unprompted(code: str) -> str:
-    """Return the code lines of a pasted interpreter session, without their ``>>>`` prompts and
-    the output between them. Code that does not begin with a prompt is returned unchanged."""
+    """Return the code lines of a pasted interpreter session, without their ``>>>`` prompts and the
+    output between them.
+
+    Code that does not begin with a prompt is returned unchanged.
+    """
     lines = code.split("\n")
     first = next((line for line in lines if line.strip()), "")
     if not first.startswith(">>> "):
@@ -204,8 +215,11 @@ def _unprompted(code: str) -> str:
 
 
 def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tuple[str, Any]]]:
-    """Parse a message in OpenAI's Harmony format. Returns ``message`` with the text of all its
-    channels except the reasoning, and a list of the tool calls in it."""
+    """Parse a message in OpenAI's Harmony format.
+
+    Returns ``message`` with the text of all its channels except the reasoning, and a list of the
+    tool calls in it.
+    """
     texts: list[str] = []
     calls: list[tuple[str, Any]] = []
     for part in _HARMONY.finditer(message.content):
@@ -270,7 +284,10 @@ def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _arguments(text: str) -> Any:
-    """Parse ``text`` as JSON. If it is not JSON, return it unchanged."""
+    """Parse ``text`` as JSON.
+
+    If it is not JSON, return it unchanged.
+    """
     try:
         return json.JSONDecoder(strict=False).raw_decode(text.strip())[0]
     except (ValueError, RecursionError):

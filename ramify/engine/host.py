@@ -62,8 +62,10 @@ window."""
 
 
 class CellHost:
-    """The host of one cell, which is a piece of code that a model runs in its Python session. It
-    answers the calls that the code makes to models, child calls and tools."""
+    """The host of one cell, which is a piece of code that a model runs in its Python session.
+
+    It answers the calls that the code makes to models, child calls and tools.
+    """
 
     def __init__(
         self,
@@ -74,8 +76,11 @@ class CellHost:
         run_child: RunChild,
         closed_by: Stop | None = None,
     ) -> None:
-        """Create the host of a cell that ``call`` runs in the given turn. If the run has already
-        reached a limit, pass it as ``closed_by``. The cell can then no longer call a model."""
+        """Create the host of a cell that ``call`` runs in the given turn.
+
+        If the run has already reached a limit, pass it as ``closed_by``. The cell can then no
+        longer call a model.
+        """
         self._run_child = run_child
         self._closed_by = closed_by
         self._run = run
@@ -84,8 +89,11 @@ class CellHost:
         self._num_tool_calls = 0
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer one function call that the cell's code makes to the host. Raises HostCallError,
-        which is raised in the cell, if there is no such function or its arguments are wrong."""
+        """Answer one function call that the cell's code makes to the host.
+
+        Raises HostCallError, which is raised in the cell, if there is no such function or its
+        arguments are wrong.
+        """
         functions: dict[str, Callable[..., Awaitable[Any]]] = {
             "llm_query_batched": self._llm_query_batched,
             "rlm_query_batched": self._rlm_query_batched,
@@ -136,8 +144,10 @@ class CellHost:
     def _pictures(
         self, images: Any, num_prompts: int, client: Client
     ) -> Sequence[tuple[Picture, ...]]:
-        """Return the pictures for each prompt of a batch. Raises HostCallError if the model
-        cannot read pictures, before anything is sent."""
+        """Return the pictures for each prompt of a batch.
+
+        Raises HostCallError if the model cannot read pictures, before anything is sent.
+        """
         if images is None:
             return [()] * num_prompts
         if not isinstance(images, list):
@@ -158,9 +168,11 @@ class CellHost:
         return [pictures.resolve_images(each, f"images[{i}]") for i, each in enumerate(images)]
 
     def _is_blind(self, client: Client) -> bool:
-        """Return True if pictures must not be sent to the model of ``client``. In a repeated
-        run, the record decides instead of the model, so that the cell repeats the calls that it
-        made before."""
+        """Return True if pictures must not be sent to the model of ``client``.
+
+        In a repeated run, the record decides instead of the model, so that the cell repeats the
+        calls that it made before.
+        """
         recording = self._run.recording
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
             return not recording.has_call(self._call.next_child_id(), self._where)
@@ -193,9 +205,11 @@ class CellHost:
         return None if pictures else repeat_plain(self._run, call, prompt, kind)
 
     def _does_not_fit(self, call: LiveCall, prompt: str) -> str:
-        """Return why a prompt is too long to be sent, or an empty string if it may be sent. A
-        prompt that certainly exceeds the model's window is refused here, because some servers
-        truncate it silently and charge for all of it."""
+        """Return why a prompt is too long to be sent, or an empty string if it may be sent.
+
+        A prompt that certainly exceeds the model's window is refused here, because some servers
+        truncate it silently and charge for all of it.
+        """
         run, window = self._run, call.client.window
         is_recorded = run.recording is not None and run.recording.request(call.id, 0) is not None
         if len(prompt) <= _MOST_CHARS_PER_TOKEN * window or is_recorded:
@@ -265,7 +279,9 @@ class CellHost:
 
     async def _too_deep(self, call: LiveCall) -> CallOutcome:
         """Answer a child call at the depth limit with one plain model call instead of a session.
-        Its prompt contains both the question and the context."""
+
+        Its prompt contains both the question and the context.
+        """
         value = None if call.context is None else call.context.value
         max_chars = 3 * (call.client.window - self._run.requests.sampling.max_tokens)
         num_chars = count_text_chars(value)
@@ -285,8 +301,10 @@ class CellHost:
         return await self._plain(call, prompt, None, pictures)
 
     def _context_pictures(self, call: LiveCall) -> tuple[Picture, ...]:
-        """Return the pictures in the context of ``call``. Raises HostCallError if the call's
-        model cannot read pictures."""
+        """Return the pictures in the context of ``call``.
+
+        Raises HostCallError if the call's model cannot read pictures.
+        """
         run = self._run
         if call.context is None or not run.pictures.has_any:
             return ()
@@ -297,7 +315,9 @@ class CellHost:
 
     def _not_asked(self, call: LiveCall, why: str) -> CallOutcome:
         """Record a call that failed before anything was sent to a model, and return its outcome.
-        ``why`` is the reason."""
+
+        ``why`` is the reason.
+        """
         self._run.begin_call(call)
         outcome = CallOutcome(Stop.ERROR, error=why)
         self._run.end_call(call, outcome)
@@ -329,8 +349,11 @@ class CellHost:
         self, name: str, tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Answer a function call of the cell with a strategy, which asks models many small
-        questions. They are recorded as children of a call that represents the strategy. This call
-        has no turns, and is recorded only when the first question is asked."""
+        questions.
+
+        They are recorded as children of a call that represents the strategy. This call has no
+        turns, and is recorded only when the first question is asked.
+        """
         run = self._run
         with _arguments_of(name):
             strategy = _made(tool, args, kwargs)
@@ -363,8 +386,11 @@ class CellHost:
 
     def _rest_for(self, call: LiveCall) -> BudgetAmount:
         """Return the calls, tokens and dollars that a strategy (a series of model calls) may use if
-        this cell starts it. In a replayed cell, a recorded strategy gets the run's full limit,
-        because its replies come from the record. Any other strategy in that cell gets nothing."""
+        this cell starts it.
+
+        In a replayed cell, a recorded strategy gets the run's full limit, because its replies come
+        from the record. Any other strategy in that cell gets nothing.
+        """
         recording, ledger = self._run.recording, self._run.requests.ledger
         if recording is not None and recording.has_call(call.id, self._where):
             return ledger.limit
@@ -377,8 +403,11 @@ class CellHost:
         return left._replace(calls=ledger.calls_left())
 
     async def _budget(self) -> dict[str, int | float]:
-        """Return the unused part of the call's limits. The numbers are recorded like the result
-        of a tool, because a repeated cell must get the same ones."""
+        """Return the unused part of the call's limits.
+
+        The numbers are recorded like the result of a tool, because a repeated cell must get the
+        same ones.
+        """
 
         async def left(*_: Any) -> dict[str, int | float]:
             return self._run.budget(self._call)
@@ -393,8 +422,10 @@ class CellHost:
         kwargs: Mapping[str, Any],
         call: Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]],
     ) -> Any:
-        """Call a tool and record its result. If the run is being repeated, return the recorded
-        result instead."""
+        """Call a tool and record its result.
+
+        If the run is being repeated, return the recorded result instead.
+        """
         import hashlib
 
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
@@ -484,7 +515,10 @@ class CellHost:
 
     def _check_room(self, num: int) -> None:
         """Raise HostCallError, before any call is made, if the run's limit does not allow all
-        ``num`` calls. A repeated cell may make exactly the calls that it made before."""
+        ``num`` calls.
+
+        A repeated cell may make exactly the calls that it made before.
+        """
         recording, limit = self._run.recording, self._run.requests.ledger.limit.calls
         left = self._run.requests.ledger.calls_left()
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
@@ -507,8 +541,9 @@ class CellHost:
         slots: contextlib.AbstractAsyncContextManager[Any] | None = None,
         before: Sequence[CallOutcome] = (),
     ) -> list[Any]:
-        """Run a batch of calls concurrently and return their answers in order. If any call fails,
-        raise SubcallError with the answers that did arrive.
+        """Run a batch of calls concurrently and return their answers in order.
+
+        If any call fails, raise SubcallError with the answers that did arrive.
 
         ``slots`` limits how many of the calls run at the same time. ``before`` holds the outcomes
         of earlier calls of the batch, which precede the new ones.
@@ -546,7 +581,9 @@ class CellHost:
 
 def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Create the strategy, a series of small model calls, with which ``tool`` answers one call.
-    Raises HostCallError if the tool rejects the arguments."""
+
+    Raises HostCallError if the tool rejects the arguments.
+    """
     try:
         return tool.strategy(*args, **kwargs)
     except ConfigError as error:
@@ -555,8 +592,11 @@ def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
     """Run a strategy, a series of small model calls that session code asked for, and return its
-    outcome. If the strategy cannot use the arguments that the code passed, the outcome's failure is
-    the error to raise in the cell."""
+    outcome.
+
+    If the strategy cannot use the arguments that the code passed, the outcome's failure is the
+    error to raise in the cell.
+    """
     try:
         outcome: CallOutcome = await strategy(calls)
         return outcome
@@ -615,8 +655,10 @@ async def _caught(
     call: LiveCall,
     slots: contextlib.AbstractAsyncContextManager[Any] | None,
 ) -> CallOutcome:
-    """Run one call of a batch. A failure is returned as an outcome instead of being raised, so
-    that the other calls continue."""
+    """Run one call of a batch.
+
+    A failure is returned as an outcome instead of being raised, so that the other calls continue.
+    """
     try:
         async with slots or contextlib.nullcontext():
             return await run(call)
@@ -636,8 +678,10 @@ def _check_texts(prompts: Any) -> None:
 @contextlib.contextmanager
 def _arguments_of(name: str) -> Iterator[None]:
     """Convert an error in checking the arguments of the function ``name`` into an error that is
-    raised in the cell. Session code chose the arguments, so they must not make the run itself
-    fail."""
+    raised in the cell.
+
+    Session code chose the arguments, so they must not make the run itself fail.
+    """
     try:
         yield
     except (SandboxError, TypeError) as error:  # SandboxError: a context that no session can hold
@@ -647,8 +691,10 @@ def _arguments_of(name: str) -> Iterator[None]:
 
 
 def _schema_check(schema: Any) -> AnswerSchema:
-    """Return a checker for answers that must match a JSON schema given by session code. Raises
-    HostCallError if the schema, which is untrusted, cannot be used."""
+    """Return a checker for answers that must match a JSON schema given by session code.
+
+    Raises HostCallError if the schema, which is untrusted, cannot be used.
+    """
     if not isinstance(schema, dict):
         raise HostCallError(
             "TypeError",

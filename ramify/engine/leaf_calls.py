@@ -1,5 +1,7 @@
 """Let a strategy, which is code that answers a question in the engine's place, ask a model many
-small questions. Each question becomes one recorded plain model call, a "leaf call".
+small questions.
+
+Each question becomes one recorded plain model call, a "leaf call".
 
     strategy ── ask_all(leaves) ──> call 0.0, 0.1, 0.2, … of kind "leaf" ──> outcomes, in order
                                     at most two for each slot of the limiter begin at once
@@ -50,8 +52,10 @@ class LeafRequest(msgspec.Struct, frozen=True):
 
 
 class LeafCalls:
-    """Asks a model the small questions of a strategy. Each question is one recorded plain model
-    call, called a leaf call."""
+    """Asks a model the small questions of a strategy.
+
+    Each question is one recorded plain model call, called a leaf call.
+    """
 
     def __init__(
         self,
@@ -60,9 +64,11 @@ class LeafCalls:
         question: Question,
         rest: BudgetAmount | None = None,
     ) -> None:
-        """Prepare to ask questions as child calls of ``root``. ``rest`` is the remaining budget if
-        session code started the strategy, and None otherwise. With ``rest``, ``root`` is recorded
-        only when the first leaf call begins."""
+        """Prepare to ask questions as child calls of ``root``.
+
+        ``rest`` is the remaining budget if session code started the strategy, and None otherwise.
+        With ``rest``, ``root`` is recorded only when the first leaf call begins.
+        """
         self.question = question
         self.has_begun = rest is None
         """True once ``root`` is recorded."""
@@ -101,9 +107,11 @@ class LeafCalls:
         return self._run.requests.lengths.reasoning_tokens(self.client)
 
     async def ask_all(self, leaves: Iterable[LeafRequest], num: int) -> list[CallOutcome]:
-        """Ask ``num`` small questions concurrently, and return their outcomes in order. A question
-        that fails or exceeds a limit yields an outcome with its error. Raises ReplayDiverged if a
-        repeated run differs from its recording."""
+        """Ask ``num`` small questions concurrently, and return their outcomes in order.
+
+        A question that fails or exceeds a limit yields an outcome with its error. Raises
+        ReplayDiverged if a repeated run differs from its recording.
+        """
         self._step += 1
         if num and not self.has_begun:
             self.has_begun = True
@@ -126,7 +134,10 @@ class LeafCalls:
 
     async def ask(self, leaf: LeafRequest) -> CallOutcome:
         """Ask the model of the parent call one question, outside the batches of ``ask_all``, and
-        return the outcome. Raises ReplayDiverged if a repeated run differs from its recording."""
+        return the outcome.
+
+        Raises ReplayDiverged if a repeated run differs from its recording.
+        """
         outcome = await self._ask(leaf, self._root.client)
         if isinstance(outcome.failure, ReplayDiverged):
             raise outcome.failure
@@ -163,8 +174,10 @@ class LeafCalls:
 
 
 async def _all_done(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait until all coroutines in ``works`` have finished. If one raises, cancel the others, wait
-    for them, and raise its error."""
+    """Wait until all coroutines in ``works`` have finished.
+
+    If one raises, cancel the others, wait for them, and raise its error.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)

@@ -50,8 +50,10 @@ _WRAP_UP_S = 10.0
 
 class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True):
     """Limits on the calls, tokens, dollars, time and nesting of one question, counted over all of
-    its calls. A limit of zero is an error, except for ``max_depth`` and
-    ``max_reasoning_tokens``."""
+    its calls.
+
+    A limit of zero is an error, except for ``max_depth`` and ``max_reasoning_tokens``.
+    """
 
     max_turns: int = 30
     """Maximum number of model requests in one RLM call, before one more that asks for a final
@@ -104,8 +106,10 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
     @property
     def last_word_s(self) -> float:
         """Seconds before the deadline at which all other work is cancelled, so that the root call
-        can still give a final answer. Once the root has received a reply, measured reply times
-        replace this initial value."""
+        can still give a final answer.
+
+        Once the root has received a reply, measured reply times replace this initial value.
+        """
         return min(30.0, 0.1 * self.max_seconds)
 
     @property
@@ -115,9 +119,12 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
         return min(self.max_reply_tokens, 4096)
 
     def retry_patience_s(self, last_word: Stop | None) -> float:
-        """Return how many seconds a failing request is retried. The time is short for the final
-        request after the user asked the run to finish, because the user is waiting. ``last_word``
-        is the reason for the final request, or None for other requests."""
+        """Return how many seconds a failing request is retried.
+
+        The time is short for the final request after the user asked the run to finish, because the
+        user is waiting. ``last_word`` is the reason for the final request, or None for other
+        requests.
+        """
         is_awaited = last_word is Stop.CANCELLED
         return min(self.patience_s, _WRAP_UP_S) if is_awaited else self.patience_s
 
@@ -157,8 +164,10 @@ _NOTHING = BudgetAmount()
 def max_request_amount(
     max_input_tokens: int, max_output_tokens: int, price: Price | None
 ) -> BudgetAmount:
-    """Return the maximum amount that one request can use. Its cost assumes the highest input price,
-    with or without the provider's prompt cache."""
+    """Return the maximum amount that one request can use.
+
+    Its cost assumes the highest input price, with or without the provider's prompt cache.
+    """
     cost = 0.0
     if price is not None:
         rates = (price.input, price.cached, price.cache_write)
@@ -168,8 +177,10 @@ def max_request_amount(
 
 
 class ObservedOverrun(NamedTuple):
-    """The largest amounts by which a model's replies have exceeded their reservations. Later
-    requests to the model reserve that much more."""
+    """The largest amounts by which a model's replies have exceeded their reservations.
+
+    Later requests to the model reserve that much more.
+    """
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -181,8 +192,10 @@ class ObservedOverrun(NamedTuple):
     """Highest cost of one reply, in dollars."""
 
     def with_report(self, most: Usage, reported: Usage, cost: float) -> ObservedOverrun:
-        """Return the overrun updated with one more reply. The reply used ``reported`` although at
-        most ``most`` was expected."""
+        """Return the overrun updated with one more reply.
+
+        The reply used ``reported`` although at most ``most`` was expected.
+        """
         return ObservedOverrun(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
@@ -206,7 +219,10 @@ _NO_EXCESS = ObservedOverrun()
 
 class BudgetLedger:
     """Tracks the budget of one question across all of its model calls: the amounts spent, reserved
-    and left. An instance belongs to one event loop."""
+    and left.
+
+    An instance belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -216,9 +232,12 @@ class BudgetLedger:
         shared: BudgetLedger | None = None,
         owner: str = "run",
     ) -> None:
-        """Open a ledger for the given limits. ``priced`` is True if any model has a price.
-        ``shared`` is the ledger of a budget that several runs share; each amount is reserved there
-        too. ``owner`` names the owner of the limits in error messages."""
+        """Open a ledger for the given limits.
+
+        ``priced`` is True if any model has a price. ``shared`` is the ledger of a budget that
+        several runs share; each amount is reserved there too. ``owner`` names the owner of the
+        limits in error messages.
+        """
         max_cost = (
             limits.max_cost
             if limits.max_cost is not None
@@ -258,7 +277,10 @@ class BudgetLedger:
 
     def would_pass(self, amount: BudgetAmount) -> Stop | None:
         """Return the limit that ``amount`` would exceed even if all outstanding requests turned out
-        to be free. Return None if there is no such limit."""
+        to be free.
+
+        Return None if there is no such limit.
+        """
         return self._first_exceeded(self._committed().plus(amount))
 
     def explain_refused_turn(self, exceeded: Stop, turn: BudgetAmount, final: BudgetAmount) -> None:
@@ -272,15 +294,18 @@ class BudgetLedger:
         return self.spent.plus(self.held)
 
     def calls_left(self) -> int:
-        """Return how many more requests may be sent. Requests in flight and the one reserved for
-        the final answer are already subtracted."""
+        """Return how many more requests may be sent.
+
+        Requests in flight and the one reserved for the final answer are already subtracted.
+        """
         own = self.limit.calls - self._committed().plus(self.outstanding).calls
         return own if self.shared is None else min(own, self.shared.calls_left())
 
     def hold(self, amount: BudgetAmount) -> Stop | None:
         """Hold back ``amount`` for the run's final answer, in place of any amount held back before.
-        Return None on success. If a limit would be exceeded, change nothing and return that
-        limit."""
+
+        Return None on success. If a limit would be exceeded, change nothing and return that limit.
+        """
         committed = self.spent.plus(self.outstanding)
         exceeded = self._first_exceeded(committed.plus(amount))
         if exceeded is None:
@@ -291,13 +316,17 @@ class BudgetLedger:
 
     @property
     def is_waiting_for_excess(self) -> bool:
-        """True while no request may be sent because a reply used more than its reservation. The
-        requests in flight must be settled first."""
+        """True while no request may be sent because a reply used more than its reservation.
+
+        The requests in flight must be settled first.
+        """
         return self.is_draining or (self.shared is not None and self.shared.is_draining)
 
     async def reserve(self, amount: BudgetAmount) -> None:
-        """Wait until ``amount`` fits into the budget, and reserve it. Waiting requests are served
-        in order. Raises LimitReached if the amount can never fit."""
+        """Wait until ``amount`` fits into the budget, and reserve it.
+
+        Waiting requests are served in order. Raises LimitReached if the amount can never fit.
+        """
         await self._reserve(amount)
         if self.shared is None:
             return
@@ -350,9 +379,11 @@ class BudgetLedger:
         return is_dear and math.isfinite(self.limit.cost)
 
     def settle(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> None:
-        """Replace a reservation with the amount that was actually used. If the reservation was too
-        small, others may be too, so no request is admitted until all outstanding ones are
-        settled."""
+        """Replace a reservation with the amount that was actually used.
+
+        If the reservation was too small, others may be too, so no request is admitted until all
+        outstanding ones are settled.
+        """
         if self.shared is not None:
             self.shared.settle(reserved, usage, cost)
         self.outstanding = self.outstanding.minus(reserved)
@@ -361,8 +392,11 @@ class BudgetLedger:
 
     def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
         """Charge spending that was not reserved in this ledger, such as replies that a resumed run
-        had already received. If ``is_recorded`` is True, a shared budget is not charged again,
-        because it has already counted this spending."""
+        had already received.
+
+        If ``is_recorded`` is True, a shared budget is not charged again, because it has already
+        counted this spending.
+        """
         if self.shared is not None and not is_recorded:
             self.shared.charge(usage, cost)
         self._book(usage, cost)
@@ -448,8 +482,10 @@ class BudgetLedger:
         return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"
 
     def limit_usage(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the maximum of each finite limit. Progress bars and
-        messages to the model show these numbers."""
+        """Return the name, the amount spent and the maximum of each finite limit.
+
+        Progress bars and messages to the model show these numbers.
+        """
         rows = [
             ("calls", self.spent.calls, self.limit.calls),
             ("tokens", self.spent.tokens, self.limit.tokens),
@@ -463,12 +499,16 @@ class BudgetLedger:
 
 
 class Reservation:
-    """The budget reserved for one request, reserved again for each attempt to send it. The amount
-    grows if the model has reported more usage than expected for earlier requests."""
+    """The budget reserved for one request, reserved again for each attempt to send it.
+
+    The amount grows if the model has reported more usage than expected for earlier requests.
+    """
 
     def __init__(self, ledger: BudgetLedger, model: str, most: Usage, price: Price | None) -> None:
-        """Prepare a reservation in ``ledger``, without reserving yet. ``most`` is the maximum usage
-        of the request if the model respects the limits stated in it."""
+        """Prepare a reservation in ``ledger``, without reserving yet.
+
+        ``most`` is the maximum usage of the request if the model respects the limits stated in it.
+        """
         self.usage = most
         """Usage recorded for an attempt that reports none."""
         self.amount = BudgetAmount()
@@ -488,8 +528,10 @@ class Reservation:
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def recompute(self) -> bool:
-        """Recompute the reserved amount if the model has since reported a larger excess. Return
-        True if the amount has changed."""
+        """Recompute the reserved amount if the model has since reported a larger excess.
+
+        Return True if the amount has changed.
+        """
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         if excess is self._excess:
             return False
@@ -503,8 +545,10 @@ class Reservation:
         return self.amount != before
 
     async def reserve(self) -> None:
-        """Wait until one attempt fits the budget, and reserve its amount. Raises LimitReached if it
-        can never fit."""
+        """Wait until one attempt fits the budget, and reserve its amount.
+
+        Raises LimitReached if it can never fit.
+        """
         self.recompute()
         while True:
             reserved = self.amount
@@ -514,9 +558,11 @@ class Reservation:
             self._ledger.release(reserved)  # a report in the meantime showed that it is too small
 
     def is_still_valid(self) -> bool:
-        """Return True if the attempt may still be sent with this reservation. Otherwise release the
-        reservation; it is invalid because another reply used more than was reserved for that
-        reply."""
+        """Return True if the attempt may still be sent with this reservation.
+
+        Otherwise release the reservation; it is invalid because another reply used more than was
+        reserved for that reply.
+        """
         if not self._ledger.is_waiting_for_excess:
             return True
         self.release()
@@ -527,9 +573,11 @@ class Reservation:
         self._ledger.release(self.amount)
 
     def settle(self, usage: Usage, cost: float | None, request: str) -> str:
-        """Record the usage of an attempt, or its upper bound if the usage is unknown. Return a
-        warning if the attempt used more than was reserved, and an empty string otherwise.
-        ``request`` names the request in the warning."""
+        """Record the usage of an attempt, or its upper bound if the usage is unknown.
+
+        Return a warning if the attempt used more than was reserved, and an empty string otherwise.
+        ``request`` names the request in the warning.
+        """
         if usage.unknown_calls:
             usage, cost = self.usage, self.cost
         reserved, is_excess = self.amount, self._ledger.is_excess(self.amount, usage, cost)

@@ -1,5 +1,6 @@
-"""Represent a model call in progress and its message history. The history also has token counts and
-token ids, as far as they are known.
+"""Represent a model call in progress and its message history.
+
+The history also has token counts and token ids, as far as they are known.
 
 A fork of a call, and the next question of a conversation, continue with a copy of the history. What
 the turns of a call ask and run is decided in ``rlm_call.py``; what all calls of a run share is in
@@ -56,7 +57,9 @@ class CallMessageHistory(msgspec.Struct):
 
     def up_to(self, num_messages: int, num_turns: int) -> CallMessageHistory:
         """Return a copy with only the first ``num_messages`` messages and ``num_turns`` turns.
-        Correct only if no later turn has changed earlier messages."""
+
+        Correct only if no later turn has changed earlier messages.
+        """
         if num_messages == len(self.messages):
             return self.copy()
         replies = [each for each in self.replies if each[0] <= num_messages]
@@ -72,9 +75,12 @@ class CallMessageHistory(msgspec.Struct):
         )
 
     def max_input_tokens(self, reused: int, new: Request) -> int:
-        """Return an upper bound on the prompt tokens of a request. Its prompt is the first
-        ``reused`` messages of the history followed by ``new``. Messages whose tokens the server has
-        already counted are counted as it did. The bound for the others is their number of bytes."""
+        """Return an upper bound on the prompt tokens of a request.
+
+        Its prompt is the first ``reused`` messages of the history followed by ``new``. Messages
+        whose tokens the server has already counted are counted as it did. The bound for the others
+        is their number of bytes.
+        """
         num_new = new.max_input_tokens()
         by_bytes = self._max_tokens_of_first(reused, new.model) + num_new
         if self.counted is None or self.counted[0] != reused:
@@ -84,8 +90,10 @@ class CallMessageHistory(msgspec.Struct):
         return min(by_bytes, self.counted[1] + 4 * reused + num_new)
 
     def _max_tokens_of_first(self, num: int, model: str) -> int:
-        """Return an upper bound on the tokens of the first ``num`` messages for ``model``. Results
-        are cached until another model is asked for."""
+        """Return an upper bound on the tokens of the first ``num`` messages for ``model``.
+
+        Results are cached until another model is asked for.
+        """
         if model != self.bounded_for:
             self.bounded_for, self.max_tokens = model, [0]
         bounds = self.max_tokens
@@ -99,17 +107,22 @@ class CallMessageHistory(msgspec.Struct):
         return self.counted[1] if self.counted else 0
 
     def known_ids(self, reused: int) -> KnownPrefix | None:
-        """Return the token ids of the longest known prefix of the conversation. The prefix ends
-        with a reply and lies within the first ``reused`` messages. Return None if there is none."""
+        """Return the token ids of the longest known prefix of the conversation.
+
+        The prefix ends with a reply and lies within the first ``reused`` messages. Return None if
+        there is none.
+        """
         for num_messages, num_ids in reversed(self.replies):
             if num_messages <= reused:
                 return KnownPrefix(num_messages, self.ids[:num_ids])
         return None
 
     def strip_stored_ids(self, reply: Reply) -> tuple[Reply, int]:
-        """Remove the prompt token ids from ``reply`` that the call has already stored. Return the
-        shortened reply and the number of ids removed. If the call does not keep token ids, remove
-        all per-token data."""
+        """Remove the prompt token ids from ``reply`` that the call has already stored.
+
+        Return the shortened reply and the number of ids removed. If the call does not keep token
+        ids, remove all per-token data.
+        """
         if not self.keeps_ids:
             names = ("prompt_ids", "token_ids", "logprobs", "versions", "kept", "routes")
             per_token = dict.fromkeys((*names, "top_logprobs"))
@@ -120,9 +133,11 @@ class CallMessageHistory(msgspec.Struct):
         return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
 
     def add_turn(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
-        """Add a turn to the history. The prompt of the turn was the first ``reused`` messages of
-        the history followed by ``new``. ``reply`` and ``reused_ids`` come from
-        ``strip_stored_ids``."""
+        """Add a turn to the history.
+
+        The prompt of the turn was the first ``reused`` messages of the history followed by ``new``.
+        ``reply`` and ``reused_ids`` come from ``strip_stored_ids``.
+        """
         self.messages = [*self.messages[:reused], *new, reply.message]
         del self.max_tokens[reused + 1 :]
         logprobs = reply.logprobs
@@ -160,8 +175,11 @@ class LiveCall:
         context: SharedContext | None = None,
         history: CallMessageHistory | None = None,
     ) -> None:
-        """Create a call that has not taken a turn yet. To continue an earlier call, pass its
-        messages as ``history``; the new call may change that object."""
+        """Create a call that has not taken a turn yet.
+
+        To continue an earlier call, pass its messages as ``history``; the new call may change that
+        object.
+        """
         self.id = id
         self.kind = kind
         self.client = client
@@ -187,8 +205,10 @@ class LiveCall:
 
     @property
     def mean_surprisals(self) -> Sequence[float | None]:
-        """For each reply so far, the mean negative log-probability per sampled token, in nats. None
-        for a reply without log-probabilities."""
+        """For each reply so far, the mean negative log-probability per sampled token, in nats.
+
+        None for a reply without log-probabilities.
+        """
         return self.history.surprisals
 
     @property
@@ -196,8 +216,11 @@ class LiveCall:
         return ":" in self.id
 
     def next_child(self) -> str:
-        """Assign and return the id of the next child call. Ids follow the order in which children
-        are created, which a replay can repeat, rather than the order in which they finish."""
+        """Assign and return the id of the next child call.
+
+        Ids follow the order in which children are created, which a replay can repeat, rather than
+        the order in which they finish.
+        """
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
@@ -206,9 +229,11 @@ class LiveCall:
         return f"{self.id}.{self.num_children}"
 
     def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
-        """Return a copy of this call that continues separately from the current state. If
-        ``num_turns`` is given, the copy has only the first ``num_turns`` turns, whose history had
-        ``num_messages`` messages."""
+        """Return a copy of this call that continues separately from the current state.
+
+        If ``num_turns`` is given, the copy has only the first ``num_turns`` turns, whose history
+        had ``num_messages`` messages.
+        """
         self.num_forks += 1
         num_before = self.num_turns_before + (self.turn if num_turns is None else num_turns)
         call = LiveCall(
@@ -228,8 +253,10 @@ class LiveCall:
     def finish_turn(
         self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int
     ) -> None:
-        """Add a finished turn to the history and begin the next one. The arguments are those of
-        ``CallMessageHistory.add_turn``."""
+        """Add a finished turn to the history and begin the next one.
+
+        The arguments are those of ``CallMessageHistory.add_turn``.
+        """
         self.history.add_turn(reused, new, reply, reused_ids)
         self.turn += 1
 

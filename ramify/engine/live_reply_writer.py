@@ -27,13 +27,18 @@ _TAIL_CHARS = 2 * MAX_CHARS
 
 class LiveReplyWriter:
     """Writes the unfinished replies of one run to a file, several times per second while a web page
-    follows the run. An instance belongs to the run's event loop."""
+    follows the run.
+
+    An instance belongs to the run's event loop.
+    """
 
     def __init__(
         self, replies: Callable[[], Sequence[ArrivingReply]], file: LiveReplyFileWriter
     ) -> None:
-        """Start checking for a web page that follows the run. ``replies`` returns the replies that
-        have only partly arrived."""
+        """Start checking for a web page that follows the run.
+
+        ``replies`` returns the replies that have only partly arrived.
+        """
         self._replies = replies
         self._file = file
         self._num_ticks = 0
@@ -41,7 +46,10 @@ class LiveReplyWriter:
         self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._tick)
 
     def close(self) -> None:
-        """Stop writing, and delete the file. Call this after every reply has been recorded."""
+        """Stop writing, and delete the file.
+
+        Call this after every reply has been recorded.
+        """
         self._timer.cancel()
         self._file.delete()
 
@@ -61,8 +69,11 @@ class LiveReplyWriter:
 
 
 def join_pieces(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
-    """Join the pieces of an unfinished reply. Return the end of its text and the end of its
-    reasoning, without the reasoning if a long text follows it."""
+    """Join the pieces of an unfinished reply.
+
+    Return the end of its text and the end of its reasoning, without the reasoning if a long text
+    follows it.
+    """
     texts: list[str] = []
     thoughts: list[str] = []
     num_chars = num_thoughts = 0

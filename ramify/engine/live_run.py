@@ -54,8 +54,10 @@ _LIMITS = (Stop.MAX_TURNS, Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.
 
 
 def store_context(blobs: RunBlobs, context: SharedContext) -> None:
-    """Store a context with its run. If it is stored in files, it is written in pieces, so that
-    memory never holds a second copy."""
+    """Store a context with its run.
+
+    If it is stored in files, it is written in pieces, so that memory never holds a second copy.
+    """
     if isinstance(blobs, BlobStore):
         blobs.put_pieces(context.pieces(), context.nbytes, context.digest)
     else:
@@ -63,8 +65,10 @@ def store_context(blobs: RunBlobs, context: SharedContext) -> None:
 
 
 class SharedRunState:
-    """The state that all calls of a run share: its budget, models, tools, contexts and prompts. An
-    instance belongs to one event loop."""
+    """The state that all calls of a run share: its budget, models, tools, contexts and prompts.
+
+    An instance belongs to one event loop.
+    """
 
     def __init__(
         self,
@@ -125,8 +129,10 @@ class SharedRunState:
 
     def continue_past_recorded_limit(self, call: LiveCall) -> None:
         """Let ``call`` continue past the turn at which a limit ended the recorded run, if the
-        resumed run has higher limits. Recorded events after that turn remain charged but are
-        otherwise ignored."""
+        resumed run has higher limits.
+
+        Recorded events after that turn remain charged but are otherwise ignored.
+        """
         for gone in self.recording.forgotten(call.id, call.turn) if self.recording else ():
             for event in gone.events:
                 self.recorder.emit(event, is_written=True)
@@ -143,7 +149,10 @@ class SharedRunState:
 
     def must_stop(self, call: LiveCall) -> Stop | None:
         """Return the reason why ``call`` must stop before another regular turn, or None if it may
-        continue. A repeated run stops at the turn at which the recorded run stopped."""
+        continue.
+
+        A repeated run stops at the turn at which the recorded run stopped.
+        """
         if self.recording is not None:
             recorded = self.recording.request(call.id, call.turn)
             if recorded is not None:
@@ -154,21 +163,30 @@ class SharedRunState:
 
     def was_cell_skipped_at_end(self, call: LiveCall, turn: int, cell: int) -> bool:
         """Return True if the recorded run skipped this cell (piece of code) because the run was
-        about to end. A repeated run must then skip it too."""
+        about to end.
+
+        A repeated run must then skip it too.
+        """
         return self.recording is not None and self.recording.was_cell_skipped_at_end(
             call.id, turn, cell
         )
 
     def limit_usage(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the maximum of each limit that all calls of the run
-        share. Time counts in seconds."""
+        share.
+
+        Time counts in seconds.
+        """
         most = self.setup.limits.max_seconds
         spent = most - self.ending.seconds_left()
         return [*self.requests.ledger.limit_usage(), ("seconds", spent, most)]
 
     def budget(self, call: LiveCall) -> dict[str, int | float]:
         """Return what ``call`` may still use, as a mapping from the name of each limit to the
-        remaining amount. The amount kept for the root call's final reply is not included."""
+        remaining amount.
+
+        The amount kept for the root call's final reply is not included.
+        """
         ledger, limits = self.requests.ledger, self.setup.limits
         left = ledger.limit.minus(ledger.spent).minus(ledger.held)
         seconds = self.ending.seconds_left() - self.ending.last_word_s
@@ -218,7 +236,10 @@ class SharedRunState:
 
     def reason(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
         """Return one sentence that explains why a call with ``num_turns`` turns ended, with the
-        numbers of the limit that it reached. Empty if the call ended with a final answer."""
+        numbers of the limit that it reached.
+
+        Empty if the call ended with a final answer.
+        """
         limits, stop, ending = self.setup.limits, outcome.stop, self.ending
         if stop is Stop.FINAL:
             return ""
@@ -254,8 +275,10 @@ class SharedRunState:
         return self.requests.ledger.refusals.get(stop) or outcome.error or ""
 
     def _report_limit(self, call: LiveCall, stop: Stop) -> None:
-        """Log a warning when a call ends at a limit. Each limit is reported once, because most
-        limits are shared and end all calls together."""
+        """Log a warning when a call ends at a limit.
+
+        Each limit is reported once, because most limits are shared and end all calls together.
+        """
         limit = (stop, call.id if stop is Stop.MAX_TURNS else "")
         reported = self.requests.ledger.reported
         if stop not in _LIMITS or limit in reported:
@@ -270,7 +293,9 @@ class SharedRunState:
 
     def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
         """Return the first message of ``call``, which presents its question and its context.
-        ``is_next`` is True if the call continues a conversation after an earlier question."""
+
+        ``is_next`` is True if the call continues a conversation after an earlier question.
+        """
         scaffold = self.setup.scaffold_at(call.depth)
         if is_next and not scaffold.first:
             return f"The next question: {call.question}"
@@ -279,8 +304,10 @@ class SharedRunState:
         return scaffold.first_message(call.question, value, facts, about)
 
     def context_facts(self, call: LiveCall) -> ContextFacts:
-        """Return facts about the context of ``call``, such as its size. Results are cached per
-        context, because child calls often share a large one."""
+        """Return facts about the context of ``call``, such as its size.
+
+        Results are cached per context, because child calls often share a large one.
+        """
         context = call.context
         if context is None:
             return ContextFacts()
@@ -295,8 +322,10 @@ class SharedRunState:
         return self._contexts[key]
 
     def system_prompt(self, call: LiveCall) -> str:
-        """Return the system message of ``call``. Calls at the same depth with similar contexts
-        share one cached message."""
+        """Return the system message of ``call``.
+
+        Calls at the same depth with similar contexts share one cached message.
+        """
         place = call.depth, self.context_facts(call)
         if place not in self._system_prompts:
             self._system_prompts[place] = self._new_system_prompt(call)
@@ -317,9 +346,11 @@ class SharedRunState:
         return self.setup.scaffold_at(call.depth).system_prompt(facts)
 
     def _has_pictures(self, depth: int) -> bool:
-        """Return True if sessions at ``depth`` can show pictures to a model. The result depends
-        only on what is known before the run starts, because a repeated run must get the same
-        prompts."""
+        """Return True if sessions at ``depth`` can show pictures to a model.
+
+        The result depends only on what is known before the run starts, because a repeated run must
+        get the same prompts.
+        """
         has_tool = PAGE_PICTURE in self.tools_at(depth).functions
         sees = any(self.models.sees(client) is not False for client in self.models.all)
         return sees and (self._context_has_pictures or has_tool)
@@ -350,7 +381,10 @@ class SharedRunState:
 
 def _cell_error(outcome: CallOutcome) -> str:
     """Return the end of an error sentence about a call without an answer, if its last cell raised
-    an exception. Empty otherwise."""
+    an exception.
+
+    Empty otherwise.
+    """
     if outcome.answer is not None or not outcome.cell_error:
         return ""
     return f"; its last cell raised {one_line(outcome.cell_error)[:_REFUSED_CHARS]}"
@@ -358,7 +392,10 @@ def _cell_error(outcome: CallOutcome) -> str:
 
 def _refused(outcome: CallOutcome) -> str:
     """Return the end of an error sentence about a call without an answer: the last answer it tried
-    to give and why that was not accepted. Empty if it tried none."""
+    to give and why that was not accepted.
+
+    Empty if it tried none.
+    """
     if outcome.answer is not None or not outcome.refused_answer:
         return ""
     return f"; its last attempt to answer: {one_line(outcome.refused_answer)[:_REFUSED_CHARS]}"

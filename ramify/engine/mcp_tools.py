@@ -51,8 +51,9 @@ _TYPES: dict[str, type] = {
 
 
 class McpTools(Mapping[str, Callable[..., Any]]):
-    """A mapping of names to the tools of one or more MCP servers. Pass it as ``RLM(tools=…)``,
-    alone or combined with other tools: ``{**tools, "own": own}``.
+    """A mapping of names to the tools of one or more MCP servers.
+
+    Pass it as ``RLM(tools=…)``, alone or combined with other tools: ``{**tools, "own": own}``.
 
     Creating it connects to the servers and blocks until all are connected (in an event loop, use
     ``await asyncio.to_thread(McpTools, …)``). The connections last until ``close``.
@@ -95,7 +96,10 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         return len(self._functions)
 
     def close(self) -> None:
-        """Disconnect from all servers. Calling it again has no effect."""
+        """Disconnect from all servers.
+
+        Calling it again has no effect.
+        """
         self._finalizer()
 
     def __enter__(self) -> McpTools:
@@ -115,8 +119,10 @@ class McpTools(Mapping[str, Callable[..., Any]]):
 
 
 class _McpConnection:
-    """One connection to an MCP server, held open by its own asyncio task. The SDK requires that the
-    task that opens a connection also closes it."""
+    """One connection to an MCP server, held open by its own asyncio task.
+
+    The SDK requires that the task that opens a connection also closes it.
+    """
 
     def __init__(self, server: str, timeout_s: float, start_s: float) -> None:
         self._server = server
@@ -129,7 +135,10 @@ class _McpConnection:
         self._stop: asyncio.Event | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect to the server and return its list of tools. Raises ConfigError on failure."""
+        """Connect to the server and return its list of tools.
+
+        Raises ConfigError on failure.
+        """
         ready: asyncio.Future[list[Tool]] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._task = asyncio.ensure_future(self._hold_open(ready))
@@ -165,8 +174,10 @@ class _McpConnection:
             self._task.cancel()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call ``tool`` on the server and return its result. Must run on the event loop of the
-        connection."""
+        """Call ``tool`` on the server and return its result.
+
+        Must run on the event loop of the connection.
+        """
         if self._client is None:
             raise RuntimeError(
                 f"the MCP server {redacted_server(self._server)} is no longer connected"
@@ -175,8 +186,10 @@ class _McpConnection:
 
 
 def need_extra(what: str) -> None:
-    """Raise ConfigError if the MCP SDK is not installed. ``what`` names the feature that needs the
-    SDK."""
+    """Raise ConfigError if the MCP SDK is not installed.
+
+    ``what`` names the feature that needs the SDK.
+    """
     from importlib.util import find_spec
 
     if find_spec("mcp") is None:
@@ -186,9 +199,11 @@ def need_extra(what: str) -> None:
 
 
 def redacted_server(server: str) -> str:
-    """Remove the secrets from a server's command or address, so that it can be recorded. For
-    example, ``"TOKEN=abc serve --x"`` becomes ``"TOKEN= serve --x"``, and an address loses its user
-    and query."""
+    """Remove the secrets from a server's command or address, so that it can be recorded.
+
+    For example, ``"TOKEN=abc serve --x"`` becomes ``"TOKEN= serve --x"``, and an address loses its
+    user and query.
+    """
     if _is_address(server):
         return re.sub(r"//[^/@]*@", "//", server).partition("?")[0]
     variables, words = _split(server)
@@ -209,7 +224,10 @@ def _is_address(server: str) -> bool:
 
 def _split(server: str) -> tuple[dict[str, str], list[str]]:
     """Split a server's command line into its leading environment variables (``NAME=VALUE``) and the
-    words of the command. Raises ConfigError if the command is missing."""
+    words of the command.
+
+    Raises ConfigError if the command is missing.
+    """
     try:
         words = shlex.split(server)
     except ValueError as error:
@@ -281,8 +299,11 @@ def _unreachable(server: str, error: BaseException, errors: Any, start_s: float)
 def _function(
     owner: McpTools, connection: _McpConnection, tool: Tool, name: str
 ) -> Callable[..., Any]:
-    """Return a Python function that calls an MCP tool. The function keeps a reference to ``owner``,
-    so the connection stays open as long as the function exists."""
+    """Return a Python function that calls an MCP tool.
+
+    The function keeps a reference to ``owner``, so the connection stays open as long as the
+    function exists.
+    """
     schema = tool.input_schema
     signature = _signature(schema)
 
@@ -302,8 +323,10 @@ def _function(
 
 
 def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
-    """Return the Python signature of a tool with the given JSON schema. Required parameters come
-    first. Names that are invalid in Python are passed through ``**more``."""
+    """Return the Python signature of a tool with the given JSON schema.
+
+    Required parameters come first. Names that are invalid in Python are passed through ``**more``.
+    """
     required = set(schema.get("required", ()))
     fields = schema.get("properties", {})
     usable = [
@@ -339,8 +362,10 @@ def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
 
 
 def _value(result: CallToolResult, tool: Tool) -> Any:
-    """Convert the result of an MCP tool to a Python value for the session. Raises RuntimeError with
-    the tool's message if the tool failed."""
+    """Convert the result of an MCP tool to a Python value for the session.
+
+    Raises RuntimeError with the tool's message if the tool failed.
+    """
     texts = [block.text for block in result.content if block.type == "text"]
     if result.is_error:
         raise RuntimeError("\n".join(texts) or "the tool failed without a word")

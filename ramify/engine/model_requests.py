@@ -1,5 +1,6 @@
-"""Handle the requests that a run's calls make to their models. Each request is answered from an
-earlier recording or from the cache, or sent to the model.
+"""Handle the requests that a run's calls make to their models.
+
+Each request is answered from an earlier recording or from the cache, or sent to the model.
 
     ask ──> recorded? ──> cached? ──> reserve ── announce ── send ── settle ──> reply
                                          └─ retried, rate limited: ``RateLimitedClientPool``
@@ -55,8 +56,10 @@ _BYTES_PER_TOKEN = 4
 
 
 class ModelRequests:
-    """Sends all model requests of a run. For each request, it reserves the budget, records the
-    request, sends it, and records the reply."""
+    """Sends all model requests of a run.
+
+    For each request, it reserves the budget, records the request, sends it, and records the reply.
+    """
 
     def __init__(
         self,
@@ -112,8 +115,9 @@ class ModelRequests:
         known: KnownPrefix | None = None,
         asked: Sampling | None = None,
     ) -> Reply:
-        """Take the next turn of ``call``: send a request, and return the model's reply. The prompt
-        consists of the call's first ``reused`` messages (None: all) followed by ``new``.
+        """Take the next turn of ``call``: send a request, and return the model's reply.
+
+        The prompt consists of the call's first ``reused`` messages (None: all) followed by ``new``.
 
         ``known`` holds the token ids of the first messages of the prompt, if more of them are known
         than the call itself has stored. ``asked`` is the sampling that an external agent asks for,
@@ -187,8 +191,10 @@ class ModelRequests:
         return reply
 
     def _sampling(self, call: LiveCall, max_tokens: int, asked: Sampling | None) -> Sampling:
-        """Return the sampling options for a reply of at most ``max_tokens`` tokens. Stop strings
-        requested by an external agent are added to those of the run."""
+        """Return the sampling options for a reply of at most ``max_tokens`` tokens.
+
+        Stop strings requested by an external agent are added to those of the run.
+        """
         sampling = self.lengths.sampling_of(call.client)
         if asked is not None:
             stop = tuple(dict.fromkeys([*sampling.stop, *asked.stop]))
@@ -207,22 +213,28 @@ class ModelRequests:
         ]
 
     def remove_in_flight(self, turn: TurnRequester) -> None:
-        """Remove ``turn`` from the requests in flight, because its outcome is recorded. If the run
-        is being suspended and this was the last such request, the run ends."""
+        """Remove ``turn`` from the requests in flight, because its outcome is recorded.
+
+        If the run is being suspended and this was the last such request, the run ends.
+        """
         self.under_way.discard(turn)
         self.ending.finish_suspension_if_idle()
 
     def warn_of_excess(self, call: LiveCall, text: str) -> None:
-        """Record that a reply used more than was reserved. Only the first such record is a warning,
-        because some models exceed every reservation."""
+        """Record that a reply used more than was reserved.
+
+        Only the first such record is a warning, because some models exceed every reservation.
+        """
         is_first, self._has_excess = not self._has_excess, True
         prefix = "warning: " if is_first else ""
         note = f"{prefix}{text}; later requests to it reserve as much"
         self.recorder.note(call.id, note, is_warning=is_first)
 
     def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
-        """Return the maximum tokens of a reply of ``call``, hidden reasoning included. ``longer``
-        multiplies the part without reasoning."""
+        """Return the maximum tokens of a reply of ``call``, hidden reasoning included.
+
+        ``longer`` multiplies the part without reasoning.
+        """
         full = longer * self.visible_reply_token_limit(call)[0] + self.lengths.reasoning_tokens(
             call.client
         )
@@ -243,6 +255,7 @@ class ModelRequests:
         self, call: LiveCall, new: Sequence[Message], longer: int = 1
     ) -> Stop | None:
         """Hold back the cost of the root call's final request before the root takes its next turn.
+
         ``new`` holds the messages of that turn. Return the limit that both requests together would
         exceed, or None.
 
@@ -271,8 +284,10 @@ class ModelRequests:
         self, call: LiveCall, new: Sequence[Message], reply_tokens: int, output_tokens: int
     ) -> Stop | None:
         """Hold back budget for the root's final request, which may follow the next turn.
+
         ``reply_tokens`` and ``output_tokens`` are the maximum sizes of that turn's reply and of its
-        code's output. Return the limit that either request would exceed, or None."""
+        code's output. Return the limit that either request would exceed, or None.
+        """
         asked = Request(tuple(new), model=call.client.name)
         prompt = call.history.max_input_tokens(len(call.messages), asked)
         most = Usage(
@@ -295,9 +310,11 @@ class ModelRequests:
         return Reservation(self.ledger, call.client.name, most, call.client.price)
 
     def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
-        """Return how many reply tokens the budget allows for ``prompt``, up to ``limit``. If even a
-        short reply is too expensive, return ``limit``, so that the request fails with the usual
-        error. Raises Refused if the prompt is also much longer than the window of the model."""
+        """Return how many reply tokens the budget allows for ``prompt``, up to ``limit``.
+
+        If even a short reply is too expensive, return ``limit``, so that the request fails with the
+        usual error. Raises Refused if the prompt is also much longer than the window of the model.
+        """
         asked = Request(tuple(prompt), self.sampling, model=call.client.name)
         given = asked.max_input_tokens()
         for tokens in _shorter_replies(limit):
@@ -318,15 +335,21 @@ class ModelRequests:
         return limit
 
     def raise_last_word(self) -> None:
-        """Hold back more budget for the root call's final answer. Called after a reply used more
-        than was reserved for it, because the final answer may do the same."""
+        """Hold back more budget for the root call's final answer.
+
+        Called after a reply used more than was reserved for it, because the final answer may do the
+        same.
+        """
         if self.ledger.held.calls and self._last_word is not None and self._last_word.recompute():
             self.ledger.hold(self._last_word.amount)
 
     def _found(self, turn: TurnRequester) -> tuple[Reply, int] | None:
         """Return the reply to this request from the recorded run or from the cache, and how many of
-        its prompt token ids are already stored. Return None if there is no such reply. Raises the
-        recorded error if the recorded run received an error instead."""
+        its prompt token ids are already stored.
+
+        Return None if there is no such reply. Raises the recorded error if the recorded run
+        received an error instead.
+        """
         call, recording = turn.call, self.recording
         if recording is not None:
             if turn.last_word is not None and recording.is_unanswered(call.id, call.turn):
@@ -371,16 +394,20 @@ class ModelRequests:
             turn.charge_in_flight()
 
     def _check_open(self, turn: TurnRequester) -> None:
-        """Raise LimitReached if the run is about to end and this is not a final request. For the
-        final request of the root call, release the budget that was held back."""
+        """Raise LimitReached if the run is about to end and this is not a final request.
+
+        For the final request of the root call, release the budget that was held back.
+        """
         if self.ending.closing is not None and not turn.last_word:
             raise closing_error(self.ending.closing)
         if turn.last_word and turn.call.parent is None:
             self.ledger.held = BudgetAmount()
 
     def _received(self, turn: TurnRequester, reply: Reply) -> tuple[Reply, int]:
-        """Complete a reply that has just arrived, and add it to the cache. Return the reply without
-        the token ids that are already stored, and the number of those ids."""
+        """Complete a reply that has just arrived, and add it to the cache.
+
+        Return the reply without the token ids that are already stored, and the number of those ids.
+        """
         reply = recordable(reply, self.setup.scaffold.stop, turn.most())
         if self.cache is not None:
             self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
@@ -388,8 +415,10 @@ class ModelRequests:
 
 
 class TurnRequester:
-    """The model request of one turn. It reserves budget for each attempt, and records the attempts
-    and the reply."""
+    """The model request of one turn.
+
+    It reserves budget for each attempt, and records the attempts and the reply.
+    """
 
     def __init__(
         self,
@@ -399,9 +428,11 @@ class TurnRequester:
         reused: int,
         last_word: Stop | None,
     ) -> None:
-        """Create the request for the next turn of ``call``. The first ``reused`` messages of its
-        prompt are already part of the conversation. ``last_word`` is the reason if this is the
-        final request of the call."""
+        """Create the request for the next turn of ``call``.
+
+        The first ``reused`` messages of its prompt are already part of the conversation.
+        ``last_word`` is the reason if this is the final request of the call.
+        """
         self.call = call
         self.last_word = last_word
         self.request = request
@@ -429,8 +460,11 @@ class TurnRequester:
 
     def use_recorded_prompt(self, recording: RunEventIndex) -> None:
         """Use the recorded prompt if it differs from the new one only in the numbers of the run's
-        limits. If these limits have changed, system messages are not compared, because the rest of
-        their text depends only on settings that were already compared."""
+        limits.
+
+        If these limits have changed, system messages are not compared, because the rest of their
+        text depends only on settings that were already compared.
+        """
         recorded = recording.request(self.call.id, self.call.turn)
         if recorded is None or self._reused != recorded.reused:
             return
@@ -463,8 +497,11 @@ class TurnRequester:
         )
 
     def answered(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
-        """Record ``reply`` and finish the turn. ``reused_ids`` is the number of token ids at the
-        start of the prompt that are already stored with earlier turns."""
+        """Record ``reply`` and finish the turn.
+
+        ``reused_ids`` is the number of token ids at the start of the prompt that are already stored
+        with earlier turns.
+        """
         call, recorder = self.call, self._requests.recorder
         recorder.emit(
             ReplyReceived(
@@ -481,8 +518,10 @@ class TurnRequester:
         call.finish_turn(self._reused, self._new, reply, reused_ids)
 
     def take_piece(self, piece: ReplyPiece) -> None:
-        """Pass a newly arrived piece of the reply to those who follow the run live. The reply is
-        recorded only once it is complete or the attempt has failed."""
+        """Pass a newly arrived piece of the reply to those who follow the run live.
+
+        The reply is recorded only once it is complete or the attempt has failed.
+        """
         if piece.text or piece.reasoning:
             run, call = self._requests.recorder.id, self.call
             is_first = not self.arrived
@@ -533,7 +572,10 @@ class TurnRequester:
 
     def charge_in_flight(self) -> None:
         """Charge the maximum cost of a recorded attempt that was in flight when the run was
-        interrupted. The provider may have billed it."""
+        interrupted.
+
+        The provider may have billed it.
+        """
         usage, cost = self.most()
         self._requests.ledger.charge(usage, cost)
         self._attempted(SENT_AGAIN, usage, cost)
@@ -565,8 +607,10 @@ class TurnRequester:
 
 def _shorter_replies(longest: int) -> Iterator[int]:
     """Yield the reply limits to try, in tokens, if the budget is small: ``longest``, then half as
-    many each time, and in the end 512. A reply of fewer tokens is of no use, so ``longest`` is the
-    only limit if it is smaller."""
+    many each time, and in the end 512.
+
+    A reply of fewer tokens is of no use, so ``longest`` is the only limit if it is smaller.
+    """
     tokens, least = longest, min(longest, _LEAST_REPLY_TOKENS)
     while tokens > least:
         yield tokens
@@ -591,8 +635,10 @@ def request_hash(model: str, request: Request) -> str:
 
 
 def truncated_reply_error(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
-    """Create the error for a reply of ``call`` that was truncated at its token limit. ``text`` is
-    the part that arrived."""
+    """Create the error for a reply of ``call`` that was truncated at its token limit.
+
+    ``text`` is the part that arrived.
+    """
     limit, (for_text, name) = requests.reply_tokens(call), requests.visible_reply_token_limit(call)
     if not text.strip() and limit > for_text:
         name = "max_reasoning_tokens"
@@ -602,8 +648,10 @@ def truncated_reply_error(requests: ModelRequests, call: LiveCall, text: str) ->
 
 
 def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCut:
-    """Create the error for a reply of ``model`` that was truncated at ``limit`` tokens. ``setting``
-    names the option that raises this limit, and ``text`` is the part that arrived."""
+    """Create the error for a reply of ``model`` that was truncated at ``limit`` tokens.
+
+    ``setting`` names the option that raises this limit, and ``text`` is the part that arrived.
+    """
     return ReplyCut(
         f"{model}: the reply was cut at its limit of {limit} tokens; ask for less, or raise "
         f"{setting}",
@@ -612,9 +660,11 @@ def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCu
 
 
 def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]) -> Reply:
-    """Prepare a reply for recording. Replace characters that cannot be encoded, and restore a
-    closing tag that the server removed as a stop string. If the server reported no usage, use the
-    upper bounds in ``most``."""
+    """Prepare a reply for recording.
+
+    Replace characters that cannot be encoded, and restore a closing tag that the server removed as
+    a stop string. If the server reported no usage, use the upper bounds in ``most``.
+    """
     message = encodable_message(reply.message)
     if stop and reply.finish == "stop" and not message.tool_calls:
         message = msgspec.structs.replace(
@@ -643,8 +693,10 @@ def filtered(model: str, reply: Reply) -> ReplyFiltered:
 
 
 def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
-    """Raise ConfigError if a cost limit is set but some model has no known price. The limit could
-    not be enforced."""
+    """Raise ConfigError if a cost limit is set but some model has no known price.
+
+    The limit could not be enforced.
+    """
     unpriced = [client.name for client in clients if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""Parse a model's reply into an action without blocking the event loop. Long replies are parsed in
-a helper process.
+"""Parse a model's reply into an action without blocking the event loop.
+
+Long replies are parsed in a helper process.
 
     short reply ─────────────────▶ Scaffold.read ───────────▶ ParsedReply
     long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ParsedReply
@@ -38,8 +39,11 @@ class ParsedReply(msgspec.Struct, array_like=True):
 
 
 async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ParsedReply:
-    """Parse a model's reply. A long reply is parsed in a helper process. If that fails or takes too
-    long, the result has an empty action that states the error."""
+    """Parse a model's reply.
+
+    A long reply is parsed in a helper process. If that fails or takes too long, the result has an
+    empty action that states the error.
+    """
     if not _is_long(message):
         return ParsedReply(scaffold.read(message, is_cut))
     from ramify.actors.untrusted_data_process import HelperProcessDied, in_helper

@@ -84,8 +84,10 @@ CONTINUE = "Summary of the work so far (the session and its variables are as you
 
 def cut(text: str, max_chars: int, length: int, where: str) -> str:
     """Truncate a long text in the middle, and state how many characters were cut and where the
-    whole text is. A text of at most ``max_chars`` characters is returned unchanged. ``length`` is
-    the original length, in case ``text`` itself is already incomplete.
+    whole text is.
+
+    A text of at most ``max_chars`` characters is returned unchanged. ``length`` is the original
+    length, in case ``text`` itself is already incomplete.
 
     >>> cut("abcdefghij", 4, 10, "in outputs[1]")
     'ab\\n[… 6 of 10 characters cut; the whole is in outputs[1] …]\\nij'
@@ -98,9 +100,10 @@ def cut(text: str, max_chars: int, length: int, where: str) -> str:
 
 
 def shortened(message: Message, share: int, terse_chars: int) -> Message:
-    """Return ``message`` with its content shortened to 1 / ``share`` of its length. The head and
-    the tail remain, with a note on the original length. If ``terse_chars`` is not 0, only the head
-    remains.
+    """Return ``message`` with its content shortened to 1 / ``share`` of its length.
+
+    The head and the tail remain, with a note on the original length. If ``terse_chars`` is not 0,
+    only the head remains.
 
     >>> shortened(Message("user", "abcdefgh"), 4, 90).content
     'ab'
@@ -122,7 +125,10 @@ def shortened(message: Message, share: int, terse_chars: int) -> Message:
 
 def cell_report(cell: Cell) -> str:
     """Return the text that the model sees after a piece of its code (a cell) has run: the output,
-    the value of the last expression and the error. The output must be truncated already."""
+    the value of the last expression and the error.
+
+    The output must be truncated already.
+    """
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [f"=> {cell.value}"] if cell.value is not None else []
     parts += [cell.error.rstrip("\n")] if cell.error else []
@@ -137,8 +143,11 @@ NO_LAST_CELL = (Stop.DEADLINE, Stop.CANCELLED, Stop.ERROR)
 
 
 def last_word(stop: Stop, num_deaths: int) -> str:
-    """Return the message that asks the model for its final answer. ``stop`` is the reason why the
-    call ends, and ``num_deaths`` is the number of its sessions that died."""
+    """Return the message that asks the model for its final answer.
+
+    ``stop`` is the reason why the call ends, and ``num_deaths`` is the number of its sessions that
+    died.
+    """
     reasons = {
         Stop.CANCELLED: "You are asked to finish.",
         Stop.ERROR: LAST_SESSION.format(deaths=num_deaths),
@@ -149,16 +158,21 @@ def last_word(stop: Stop, num_deaths: int) -> str:
 
 def nudge(num_idle: int, max_idle: int) -> str:
     """Return a reminder for a model that has sent ``num_idle`` messages in a row with neither code
-    nor an answer. After ``max_idle`` such messages, the call ends."""
+    nor an answer.
+
+    After ``max_idle`` such messages, the call ends.
+    """
     left = max_idle - num_idle
     more = "one more message" if left == 1 else f"{left} more messages"
     return NUDGE if num_idle < 2 else NUDGE_AGAIN.format(more=more)
 
 
 def recovered_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
-    """Return notes that tell the model which variables hold values saved from its last cell. Saved
-    values are replies that arrived before a failure, and values that the cell assigned to reserved
-    names."""
+    """Return notes that tell the model which variables hold values saved from its last cell.
+
+    Saved values are replies that arrived before a failure, and values that the cell assigned to
+    reserved names.
+    """
     texts = []
     replies = note.get("replies")
     match replies:
@@ -176,9 +190,11 @@ def recovered_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str
 def observation(
     reports: Sequence[str], notes: Iterable[str], turn: int, max_turns: int, warnings: Iterable[str]
 ) -> str:
-    """Return the message that the model receives after a turn's code has run. It contains the
-    report of each cell, notes, warnings about limits, and the turn number ``turn``, which counts
-    from 1."""
+    """Return the message that the model receives after a turn's code has run.
+
+    It contains the report of each cell, notes, warnings about limits, and the turn number ``turn``,
+    which counts from 1.
+    """
     body = (
         "\n".join(f"[cell {n} of {len(reports)}]\n{text}" for n, text in enumerate(reports, 1))
         if len(reports) > 1
@@ -192,7 +208,9 @@ def observation(
 
 def terse(cell: Cell, max_chars: int) -> str:
     """Return the result of a cell (piece of code) in at most ``max_chars`` characters: its output,
-    and the line that names its error. The error line gets at least half of the space.
+    and the line that names its error.
+
+    The error line gets at least half of the space.
 
     >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90)
     'ab\\n7\\nValueError: no'
@@ -227,9 +245,11 @@ _LAST = {"turns": 1, "calls": 2}
 
 
 def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:
-    """Return one warning for the model per limit that is nearly used up. Each limit is mentioned
-    when a quarter is left, when a tenth is left, and before the last turn. ``told`` stores the
-    warnings already given, and is updated."""
+    """Return one warning for the model per limit that is nearly used up.
+
+    Each limit is mentioned when a quarter is left, when a tenth is left, and before the last turn.
+    ``told`` stores the warnings already given, and is updated.
+    """
     lines = []
     for name, spent, limit in standing:
         left = limit - spent

@@ -64,9 +64,11 @@ _PYTHON = "python"
 
 
 def tracing_listeners() -> tuple[Listener, ...]:
-    """Return a listener that creates spans for one run or conversation, as a tuple. The tuple is
-    empty if this process has no tracer provider that records spans. ``opentelemetry.trace`` must
-    already be imported."""
+    """Return a listener that creates spans for one run or conversation, as a tuple.
+
+    The tuple is empty if this process has no tracer provider that records spans.
+    ``opentelemetry.trace`` must already be imported.
+    """
     api = sys.modules[_API]
     provider = api.get_tracer_provider()
     if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
@@ -76,8 +78,10 @@ def tracing_listeners() -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Provide a context manager that makes new runs part of the caller's OpenTelemetry trace. The
-    HTTP header ``traceparent`` names that trace; without this header, nothing changes."""
+    """Provide a context manager that makes new runs part of the caller's OpenTelemetry trace.
+
+    The HTTP header ``traceparent`` names that trace; without this header, nothing changes.
+    """
     if _API not in sys.modules or "traceparent" not in headers:
         yield
         return
@@ -95,9 +99,11 @@ class OpenTelemetryListener:
     conversation."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
-        """Create a listener that sends spans to ``tracer``. ``content`` decides whether the texts
-        of prompts and replies are included. If it is None, the environment variable
-        ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` decides."""
+        """Create a listener that sends spans to ``tracer``.
+
+        ``content`` decides whether the texts of prompts and replies are included. If it is None,
+        the environment variable ``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` decides.
+        """
         setting = os.environ.get(_CONTENT, "").lower()
         self._content = (
             setting in ("true", "span_only", "span_and_event") if content is None else content
@@ -277,7 +283,9 @@ class OpenTelemetryListener:
 
     def _above(self, parent: CallSite | None) -> Span | None:
         """Return the span of the code cell that made a call, starting that span if necessary.
-        Return the span of the run if ``parent`` is None."""
+
+        Return the span of the run if ``parent`` is None.
+        """
         if parent is None:
             return self._run
         key = (parent.call, parent.turn, parent.cell)
@@ -314,8 +322,10 @@ class OpenTelemetryListener:
         )
 
     def _close(self, span: Span, at_s: float, stop: Stop | None = None) -> None:
-        """End ``span``, and record ``stop`` as the reason if it is given. Errors and cancellations
-        mark the span as failed. Reaching a limit does not."""
+        """End ``span``, and record ``stop`` as the reason if it is given.
+
+        Errors and cancellations mark the span as failed. Reaching a limit does not.
+        """
         if stop is not None:
             span.set_attribute("ramify.stop", str(stop))
         if stop in (Stop.ERROR, Stop.CANCELLED):
@@ -330,8 +340,10 @@ class OpenTelemetryListener:
 
 
 def _model(name: str) -> dict[str, str]:
-    """Return the span attributes for the provider and the model. ``name`` is a full model name,
-    such as ``openai:gpt-5-mini@http://…``."""
+    """Return the span attributes for the provider and the model.
+
+    ``name`` is a full model name, such as ``openai:gpt-5-mini@http://…``.
+    """
     provider, colon, model = name.partition(":")
     model = model.partition("@http")[0] if colon else provider
     return {

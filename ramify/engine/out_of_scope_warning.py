@@ -26,8 +26,11 @@ def out_of_scope(
     model: Model | Client, question: str, context: Any, config: Mapping[str, Any]
 ) -> str | None:
     """Return a warning if ``model``, which answers the root call, was trained only for another kind
-    of question. Otherwise return None. Clients that the caller created, such as that of a training
-    run, are not checked. ``config`` holds the settings and the metadata of the run."""
+    of question.
+
+    Otherwise return None. Clients that the caller created, such as that of a training run, are not
+    checked. ``config`` holds the settings and the metadata of the run.
+    """
     if not isinstance(model, Model) or _OF_A_TASK in config:
         return None
     card = card_of(model)

@@ -1,5 +1,7 @@
-"""Manage the Python session of one call, in which the model runs pieces of code, its cells. If a
-cell kills the session, a new one is brought to the same state by running the earlier cells again.
+"""Manage the Python session of one call, in which the model runs pieces of code, its cells.
+
+If a cell kills the session, a new one is brought to the same state by running the earlier cells
+again.
 
 A session is opened while the first model request is in flight.
 
@@ -54,8 +56,11 @@ _FEW = 64
 
 
 class PersistentSession:
-    """The Python namespace of one call of a run. It outlives the process that holds it: if a
-    session dies, the notebook opens another one and runs the earlier cells again."""
+    """The Python namespace of one call of a run.
+
+    It outlives the process that holds it: if a session dies, the notebook opens another one and
+    runs the earlier cells again.
+    """
 
     def __init__(self, run: SharedRunState, call: LiveCall) -> None:
         self.run = run
@@ -81,8 +86,10 @@ class PersistentSession:
             self.run.ending.register_session(self._session)
 
     async def fork(self, call: LiveCall) -> PersistentSession:
-        """Return a second notebook, for ``call``, with a copy of the current session. Raises
-        SandboxError if the session cannot be forked."""
+        """Return a second notebook, for ``call``, with a copy of the current session.
+
+        Raises SandboxError if the session cannot be forked.
+        """
         fork = PersistentSession(self.run, call)
         fork._session = await (await self.session()).fork()
         fork._cell_history = self._cell_history.copy()
@@ -90,8 +97,11 @@ class PersistentSession:
         return fork
 
     def start_opening_session(self) -> None:
-        """Start to open a session in the background, unless there is one. This is called before
-        the first model request, so that the session is ready by the time the reply arrives."""
+        """Start to open a session in the background, unless there is one.
+
+        This is called before the first model request, so that the session is ready by the time the
+        reply arrives.
+        """
         if self._session is None and self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._new_session())
 
@@ -109,8 +119,10 @@ class PersistentSession:
     async def execute(
         self, code: str, answer: Callable[[], Answer], *, died: bool = False
     ) -> CellResult:
-        """Run ``code`` in the session and return its result. ``answer`` returns the function that
-        answers the code's calls to models and tools. It is called once for each such call.
+        """Run ``code`` in the session and return its result.
+
+        ``answer`` returns the function that answers the code's calls to models and tools. It is
+        called once for each such call.
 
         If the session dies in the cell, ``CellResult.cell.died`` is set and the next cell gets a
         new session. Pass ``died=True`` to repeat a recorded cell that lost its session: this
@@ -148,8 +160,10 @@ class PersistentSession:
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
     def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
-        """Return a cell's result in the form that is recorded and shown to the model. Long
-        output is truncated, and its full text is stored separately."""
+        """Return a cell's result in the form that is recorded and shown to the model.
+
+        Long output is truncated, and its full text is stored separately.
+        """
         cell, most = ran.cell, self.run.setup.scaffold_at(self.call.depth).max_output_chars
         digest = None
         if cell.stdout_chars > most and self.run.setup.blobs is not None:
@@ -180,9 +194,11 @@ class PersistentSession:
         )
 
     def replace_with_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """Return ``recorded``, the recorded result of a cell that was run again, and add a note
-        to the run if the new output differs. The recorded output is shown to the model because
-        its recorded replies refer to it."""
+        """Return ``recorded``, the recorded result of a cell that was run again, and add a note to
+        the run if the new output differs.
+
+        The recorded output is shown to the model because its recorded replies refer to it.
+        """
         if (cell.stdout, cell.value, cell.error) != (
             recorded.stdout,
             recorded.value,
@@ -195,8 +211,10 @@ class PersistentSession:
         return recorded
 
     async def _replace(self, reason: str) -> str:
-        """Replace a dead session with a new one, in which the earlier cells are run again. Returns
-        the error message for the model."""
+        """Replace a dead session with a new one, in which the earlier cells are run again.
+
+        Returns the error message for the model.
+        """
         await self.close()
         text = f"SessionDied: {reason}"
         is_last = self.num_deaths >= MAX_DEATHS or self.run.ending.closing is not None
@@ -209,8 +227,10 @@ class PersistentSession:
         return f"{text}\n{observation_messages.STARTED_ANEW}{f' ({problem})' if problem else ''}"
 
     async def _rebuild(self) -> str | None:
-        """Run the earlier cells again in a new session, to restore the state of the one that
-        died. Returns None on success. Otherwise, clears the history and returns the reason."""
+        """Run the earlier cells again in a new session, to restore the state of the one that died.
+
+        Returns None on success. Otherwise, clears the history and returns the reason.
+        """
         if not len(self._cell_history):
             return None
         # Remains the reason if the rerun is cancelled.
@@ -259,8 +279,10 @@ class PersistentSession:
         return session
 
     async def close(self) -> None:
-        """End the session, even if it is still being opened. The notebook remains usable, and
-        opens a new session when one is needed."""
+        """End the session, even if it is still being opened.
+
+        The notebook remains usable, and opens a new session when one is needed.
+        """
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
@@ -301,8 +323,10 @@ class _Cell(msgspec.Struct, frozen=True):
 
 
 class CellHistory:
-    """The pieces of code (cells) that a model has run in one session, in order. Running them
-    again brings a new session to the same state."""
+    """The pieces of code (cells) that a model has run in one session, in order.
+
+    Running them again brings a new session to the same state.
+    """
 
     def __init__(self, cells: Sequence[_Cell] = ()) -> None:
         self._cells = list(cells)
@@ -315,17 +339,21 @@ class CellHistory:
         return CellHistory(self._cells)
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
-        """Add a finished cell, that is, a piece of code that was run. ``answers`` holds the
-        results of its calls to models and tools, in the order in which they were given."""
+        """Add a finished cell, that is, a piece of code that was run.
+
+        ``answers`` holds the results of its calls to models and tools, in the order in which they
+        were given.
+        """
         cell = _Cell(
             ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
         )
         self._cells.append(cell)
 
     async def rerun(self, session: Session, cell_s: float) -> str | None:
-        """Run all cells again in ``session``, and check that each does the same as before. Each
-        cell may take three times its original time, or 2 seconds if that is longer, but never more
-        than ``cell_s`` seconds.
+        """Run all cells again in ``session``, and check that each does the same as before.
+
+        Each cell may take three times its original time, or 2 seconds if that is longer, but never
+        more than ``cell_s`` seconds.
 
         Returns None on success. If a cell fails or differs, the state of the session is unreliable,
         and the reason is returned.
@@ -361,8 +389,10 @@ def _outcome(ran: CellResult) -> int:
 
 
 class _RecordingHost:
-    """Forwards the calls of session code to models and tools, and records each answer. With the
-    record, the code can be run again without calling anything."""
+    """Forwards the calls of session code to models and tools, and records each answer.
+
+    With the record, the code can be run again without calling anything.
+    """
 
     def __init__(self, answer: Callable[[], Answer]) -> None:
         self._answer = answer
@@ -372,9 +402,11 @@ class _RecordingHost:
         """An error that ends the run even if the model's code catches it."""
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer one function call of the cell, and record the answer or the error. A
-        ReplayDiverged error is also kept in ``fatal``, because it must end the run even if the
-        cell's code catches it."""
+        """Answer one function call of the cell, and record the answer or the error.
+
+        A ReplayDiverged error is also kept in ``fatal``, because it must end the run even if the
+        cell's code catches it.
+        """
         arguments_hash = host_call_hash(name, args, kwargs)
         try:
             value = await self._answer()(name, args, kwargs)
@@ -390,7 +422,9 @@ class _RecordingHost:
 
 class _RecordedHost:
     """Answers the calls of a cell that is run again, with the answers recorded in its first run.
-    The calls may come in any order, for example from several threads."""
+
+    The calls may come in any order, for example from several threads.
+    """
 
     def __init__(self, answers: Sequence[RecordedHostCall]) -> None:
         self._answers: dict[int, deque[RecordedHostCall]] = defaultdict(deque)
@@ -399,8 +433,10 @@ class _RecordedHost:
         self._unknown: str | None = None
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the recorded answer to a function call of the cell, or raise the recorded
-        error. Raises HostCallError if the record has no such call."""
+        """Return the recorded answer to a function call of the cell, or raise the recorded error.
+
+        Raises HostCallError if the record has no such call.
+        """
         answers = self._answers.get(host_call_hash(name, args, kwargs))
         if not answers:
             self._unknown = name
@@ -417,9 +453,11 @@ class _RecordedHost:
 
 
 def host_call_hash(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return a hash of a function call that session code makes to the host. It is valid only in
-    this process. Hashing takes about a millisecond per megabyte of text, and does not copy the
-    text."""
+    """Return a hash of a function call that session code makes to the host.
+
+    It is valid only in this process. Hashing takes about a millisecond per megabyte of text, and
+    does not copy the text.
+    """
     try:
         return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
     except Exception:  # noqa: BLE001 -- a lone surrogate, more than 64 bits, nested too deeply

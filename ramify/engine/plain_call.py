@@ -1,5 +1,6 @@
-"""Build the prompt of a plain model call, which needs no Python session, and check the reply. If
-the reply does not match the required type, ask the model up to two more times.
+"""Build the prompt of a plain model call, which needs no Python session, and check the reply.
+
+If the reply does not match the required type, ask the model up to two more times.
 
     question, context ──> messages ──> reply ──┬── fits ──> answer
                               ^                └── "That does not fit the schema: …"
@@ -40,8 +41,10 @@ def direct_prompt(
     scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
 ) -> tuple[list[Message], str]:
     """Build the plain call that answers ``question``: return the messages that precede the prompt,
-    and the prompt. ``text`` and ``examples`` are the user's instructions and examples for the
-    run."""
+    and the prompt.
+
+    ``text`` and ``examples`` are the user's instructions and examples for the run.
+    """
     prompt = observation_messages.plain_prompt(question.text, question.context)
     texts = (
         scaffold.direct_system if question.context is not None else "",
@@ -67,10 +70,11 @@ async def answer_plainly(
     *,
     retry_empty: bool = True,
 ) -> CallOutcome:
-    """Ask a model a question without a Python session, and return the outcome. If the reply does
-    not match the answer type ``kind``, show the model the error and ask again. Without an answer
-    type, ask again only after an empty reply or a tool call, unless ``retry_empty`` is false: the
-    text of such a reply is then the answer.
+    """Ask a model a question without a Python session, and return the outcome.
+
+    If the reply does not match the answer type ``kind``, show the model the error and ask again.
+    Without an answer type, ask again only after an empty reply or a tool call, unless
+    ``retry_empty`` is false: the text of such a reply is then the answer.
 
     ``first`` holds the messages of the first request. Nothing is raised if the model fails: the
     outcome then holds the error.
@@ -129,6 +133,8 @@ def _cut(error: ReplyCut, answer: str | None) -> CallOutcome:
 
 
 async def _value(kind: AnswerSchema, text: str) -> Any:
-    """Parse a reply as a value of the required type. A long reply is parsed in a thread, because
-    that may take seconds."""
+    """Parse a reply as a value of the required type.
+
+    A long reply is parsed in a thread, because that may take seconds.
+    """
     return await asyncio.to_thread(kind.read, text) if len(text) > LONG_CHARS else kind.read(text)

@@ -1,5 +1,6 @@
-"""The names that a model finds in its session. This source runs *inside* the session, never in the
-host.
+"""The names that a model finds in its session.
+
+This source runs *inside* the session, never in the host.
 
 Standard library only. Before this source is executed, the guest provides ``call_host``,
 ``HostError``, ``namespace``, ``last_output`` and ``portable``. Afterwards it binds every name of
@@ -49,10 +50,13 @@ _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no value>"})()
 
 
 class SubcallError(RuntimeError):
-    """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the
-    index of each that failed to the reason, and ``kinds`` to its kind: length, content_filter, refusal, limit,
-    unavailable or error (``kind`` is the first of them); ``partial`` maps the index of each that was cut at its limit
-    to its text."""
+    """Some sub-calls failed.
+
+    ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the index
+    of each that failed to the reason, and ``kinds`` to its kind: length, content_filter, refusal,
+    limit, unavailable or error (``kind`` is the first of them); ``partial`` maps the index of each
+    that was cut at its limit to its text.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,10 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def ask_host(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Return the host's answer to a call. Raises SubcallError if sub-calls failed."""
+    """Return the host's answer to a call.
+
+    Raises SubcallError if sub-calls failed.
+    """
     try:
         return call_host(name, *args, **kwargs)
     except HostError as error:
@@ -99,16 +106,21 @@ def ask_host(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def llm_query(prompt: str, model: str | None = None, schema: Any = None, images: Any = None) -> Any:
-    """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type such as ``list[int]``
-    or a dataclass) is given. It sees only ``prompt`` and ``images`` (a list of pictures). Raises SubcallError."""
+    """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type
+    such as ``list[int]`` or a dataclass) is given.
+
+    It sees only ``prompt`` and ``images`` (a list of pictures). Raises SubcallError.
+    """
     return llm_query_batched([prompt], model, schema, None if images is None else [images])[0]
 
 
 def llm_query_batched(
     prompts: Sequence[str], model: str | None = None, schema: Any = None, images: Any = None
 ) -> list[Any]:
-    """Ask for every prompt at once; replies in the order of the prompts. ``images`` has a list of pictures for each
-    prompt. Raises SubcallError after all have ended."""
+    """Ask for every prompt at once; replies in the order of the prompts.
+
+    ``images`` has a list of pictures for each prompt. Raises SubcallError after all have ended.
+    """
     if isinstance(prompts, str):
         raise TypeError("llm_query_batched takes a list of prompts; for a single one use llm_query")
     given = {} if images is None else {"images": [_pictures(each) for each in images]}
@@ -118,8 +130,10 @@ def llm_query_batched(
 
 
 def _pictures(images: Any) -> list[Any]:
-    """Return the pictures of one prompt as values that the host accepts. None means no pictures,
-    and a single picture is treated as a list of one."""
+    """Return the pictures of one prompt as values that the host accepts.
+
+    None means no pictures, and a single picture is treated as a list of one.
+    """
     if images is None:
         return []
     single = isinstance(images, (Mapping, bytes, bytearray, memoryview)) or hasattr(images, "save")
@@ -128,7 +142,10 @@ def _pictures(images: Any) -> list[Any]:
 
 def _picture(image: Any) -> Any:
     """Return a picture as bytes if it is a buffer of bytes or a Pillow image, which is converted to
-    PNG. Any other value is returned unchanged."""
+    PNG.
+
+    Any other value is returned unchanged.
+    """
     if isinstance(image, (bytearray, memoryview)):
         return bytes(image)
     if not isinstance(image, bytes) and callable(getattr(image, "save", None)):
@@ -141,8 +158,10 @@ def _picture(image: Any) -> Any:
 
 
 def _texts(prompts: Any) -> list[str]:
-    """Return the prompts as text. None and bytes are rejected, because a model would otherwise be
-    asked ``None`` or ``b'…'``."""
+    """Return the prompts as text.
+
+    None and bytes are rejected, because a model would otherwise be asked ``None`` or ``b'…'``.
+    """
     if not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a list of str, not {type(prompts).__name__}")
     texts: list[str] = []
@@ -154,8 +173,10 @@ def _texts(prompts: Any) -> list[str]:
 
 
 def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) -> Any:
-    """Start a child like you, with a session of its own; returns its final answer. Its ``context`` is the value given
-    here, by default yours. Raises SubcallError."""
+    """Start a child like you, with a session of its own; returns its final answer.
+
+    Its ``context`` is the value given here, by default yours. Raises SubcallError.
+    """
     contexts = None if context is _MISSING or context is None else [context]
     return rlm_query_batched([prompt], contexts, model)[0]
 
@@ -183,8 +204,10 @@ def rlm_query_batched(
 
 
 def _shared(value: Any) -> Any:
-    """Return ``value`` in the form that is sent. None stands for the session's own context, which
-    need not be sent."""
+    """Return ``value`` in the form that is sent.
+
+    None stands for the session's own context, which need not be sent.
+    """
     return None if value is namespace.get("context", _MISSING) else value
 
 
@@ -205,8 +228,10 @@ def FINAL(value: Any = _MISSING) -> None:
 
 def _carried(value: Any) -> Any:
     """Return a copy of ``value`` as the host will receive it: dataclass objects and the like as
-    dicts, and anything that cannot be sent as text. Raises ValueError if it exceeds what the host
-    accepts."""
+    dicts, and anything that cannot be sent as text.
+
+    Raises ValueError if it exceeds what the host accepts.
+    """
     try:
         return portable(value)
     except TypeError:
@@ -345,7 +370,9 @@ def after_cell() -> dict[str, Any]:
 
 def _keep_replies(note: dict[str, Any]) -> None:
     """Store the replies that the cell received in a session variable, and tell the host its name.
-    The name is one that the session's code does not use."""
+
+    The name is one that the session's code does not use.
+    """
     if not received:
         return
     name = _CONTROL["replies"]

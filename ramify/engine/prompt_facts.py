@@ -1,5 +1,6 @@
-"""Collect the facts about a run that are stated in the prompt of a call. They come from the run's
-settings, models and limits.
+"""Collect the facts about a run that are stated in the prompt of a call.
+
+They come from the run's settings, models and limits.
 
     RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt_text.sections()
 
@@ -49,9 +50,11 @@ def facts_of(
     *,
     has_pictures: bool = False,
 ) -> PromptFacts:
-    """Collect the facts that go into the prompt of a call at ``depth``. ``limit`` is the budget of
-    the whole run. ``has_pictures`` is True if the session has pictures that some model of the run
-    may be able to read."""
+    """Collect the facts that go into the prompt of a call at ``depth``.
+
+    ``limit`` is the budget of the whole run. ``has_pictures`` is True if the session has pictures
+    that some model of the run may be able to read.
+    """
     limits = setup.limits
     has_children = depth < limits.max_depth
     roles: dict[int, list[str]] = {}
@@ -96,8 +99,11 @@ def facts_of(
 
 
 def check_instructions(setup: RlmSetup, models: RunModels) -> None:
-    """Raise ConfigError if the user's instructions cannot be added to every prompt. Reasons are
-    that they are too long for a model's window, or that the prompt format has no system message."""
+    """Raise ConfigError if the user's instructions cannot be added to every prompt.
+
+    Reasons are that they are too long for a model's window, or that the prompt format has no system
+    message.
+    """
     num = len(user_instructions(setup.instructions, setup.examples))
     if not num:
         return
@@ -127,8 +133,11 @@ def _fitting_chars(
     model: RunModelInfo, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
 ) -> int:
     """Return the maximum length of a prompt, in characters, that the model can read and the budget
-    allows. The prompt must fit the window together with its reply, and may cost at most half of the
-    run's budget. The engine reserves one token per byte."""
+    allows.
+
+    The prompt must fit the window together with its reply, and may cost at most half of the run's
+    budget. The engine reserves one token per byte.
+    """
     by_window = CHARS_PER_TOKEN * (model.window - reply_tokens)
     by_tokens = limit.tokens // 2 - reply_tokens
     fitting = [by_window, by_tokens]

@@ -100,11 +100,17 @@ class _PreviewEnd(ModelError):
 
 
 class _PreviewPool(RateLimitedClientPool):
-    """A client pool that sends nothing. It keeps the first request of a call at a given depth."""
+    """A client pool that sends nothing.
+
+    It keeps the first request of a call at a given depth.
+    """
 
     def __init__(self, max_in_flight: int, depth: int, reply_above: Reply) -> None:
-        """Create a pool that captures the first request of a call at ``depth``. Calls at a smaller
-        depth, such as the root call, receive ``reply_above`` as the model's reply."""
+        """Create a pool that captures the first request of a call at ``depth``.
+
+        Calls at a smaller depth, such as the root call, receive ``reply_above`` as the model's
+        reply.
+        """
         super().__init__(max_in_flight=max_in_flight)
         self._depth = depth
         self._reply_above = reply_above
@@ -148,8 +154,11 @@ class _PreviewPool(RateLimitedClientPool):
 
 
 async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPreview:
-    """Return the first request that a call at ``depth`` would send. Raises ConfigError if no call
-    can have this depth, and for every setting that a run would reject."""
+    """Return the first request that a call at ``depth`` would send.
+
+    Raises ConfigError if no call can have this depth, and for every setting that a run would
+    reject.
+    """
     most = setup.limits.max_depth
     if not 0 <= depth <= most:
         raise ConfigError(f"depth {depth} has no calls: max_depth is {most}")

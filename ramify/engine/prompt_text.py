@@ -174,8 +174,11 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
 
 def to_prompt_examples(given: object) -> tuple[PromptExample, ...]:
-    """Convert the user's examples to ``PromptExample`` objects. Each one may be a pair, a dict or a
-    ``PromptExample``. Raises ConfigError for an example without a question or an answer."""
+    """Convert the user's examples to ``PromptExample`` objects.
+
+    Each one may be a pair, a dict or a ``PromptExample``. Raises ConfigError for an example without
+    a question or an answer.
+    """
     if given is None:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
@@ -219,8 +222,11 @@ def context_facts(
     packages: Collection[str] = (),
 ) -> ContextFacts:
     """Return facts about the context ``value``, which has ``chars`` characters of text in
-    ``num_bytes`` bytes. The session's tools and packages matter: ``sql`` queries a database, and a
-    table becomes a DataFrame if pandas is available."""
+    ``num_bytes`` bytes.
+
+    The session's tools and packages matter: ``sql`` queries a database, and a table becomes a
+    DataFrame if pandas is available.
+    """
     if value is None:
         return ContextFacts()
     density = min(4.0, max(1.0, round(num_bytes / max(chars, 1), 1))) if chars >= 1000 else 1.0
@@ -385,8 +391,10 @@ def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
 
 
 def _items(value: Sequence[Any]) -> str:
-    """Describe the types and lengths of the items of a list. Return an empty string if the list is
-    empty or too long to be inspected quickly."""
+    """Describe the types and lengths of the items of a list.
+
+    Return an empty string if the list is empty or too long to be inspected quickly.
+    """
     if not value or len(value) > _MANY_ITEMS:
         return ""
     types = list(dict.fromkeys(type(item).__name__ for item in value))
@@ -425,8 +433,10 @@ def first_message(question: str, context: ContextFacts, about: str = "") -> str:
 
 
 def marker_replacements(facts: PromptFacts) -> dict[str, str]:
-    """Return the text that replaces each marker, such as ``{{tools}}``, in a system message. A
-    marker that does not apply to this run gets an empty string."""
+    """Return the text that replaces each marker, such as ``{{tools}}``, in a system message.
+
+    A marker that does not apply to this run gets an empty string.
+    """
     return {
         "task": _task(facts),
         "example": fenced(first_example(facts)),
@@ -554,7 +564,10 @@ def _names(facts: PromptFacts) -> str:
 
 def _mapped(context: ContextFacts) -> str:
     """Return the part of the prompt that explains which string operations work on a large
-    file-backed text. Empty if the context has no such text."""
+    file-backed text.
+
+    Empty if the context has no such text.
+    """
     if not context.mapped:
         return ""
     what = "It" if context.kind == "text" else "A large text in it is a MappedText: it"
@@ -675,9 +688,11 @@ class _Parts(NamedTuple):
 
 
 def _parts(facts: PromptFacts) -> _Parts | None:
-    """Choose the size and number of parts for the example code in the prompt. The model behind
-    ``llm_query`` must be able to read a part, and the budget must cover all of them. Return None if
-    that is impossible."""
+    """Choose the size and number of parts for the example code in the prompt.
+
+    The model behind ``llm_query`` must be able to read a part, and the budget must cover all of
+    them. Return None if that is impossible.
+    """
     sub, budget = facts.model_of("`llm_query`"), facts.budget
     if sub is None or budget is None or sub.chars < 2000:
         return None
@@ -721,8 +736,10 @@ _TEXTS: dict[ContextKind, str] = {
 
 def batch_example(facts: PromptFacts) -> str:
     """Return the worked example of the prompt, or an empty string if no part size fits the budget.
+
     The example's code splits the context into parts, asks about all parts at once and combines the
-    replies."""
+    replies.
+    """
     parts = _parts(facts)
     if parts is None:
         return ""
@@ -755,8 +772,10 @@ _COMBINE = (
 
 
 def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
-    """Return lines of example code that extract the text around each occurrence of a word. The
-    texts that are searched may be larger than memory."""
+    """Return lines of example code that extract the text around each occurrence of a word.
+
+    The texts that are searched may be larger than memory.
+    """
     most = parts.most or 100
     if context.kind == "text":
         return [

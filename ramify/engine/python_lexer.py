@@ -51,7 +51,10 @@ _MAX_DEPTH = 200
 
 def call_end(text: str, start: int) -> int | None:
     """Return the index of the parenthesis that closes a function call whose arguments begin at
-    ``start``. Return None if the call is not closed or its arguments are not valid Python."""
+    ``start``.
+
+    Return None if the call is not closed or its arguments are not valid Python.
+    """
     expected = [")"]
     position = start
     while position < len(text):
@@ -80,8 +83,9 @@ def call_end(text: str, start: int) -> int | None:
 
 
 class StringScanner:
-    """Determines whether positions in a text are inside Python string literals. The Python code
-    begins at the position ``start``.
+    """Determines whether positions in a text are inside Python string literals.
+
+    The Python code begins at the position ``start``.
 
     Positions must be queried in ascending order. After the start of a triple-quoted string that
     never ends, every position counts as outside, because the rest is not Python.
@@ -92,8 +96,10 @@ class StringScanner:
         self._position = start
 
     def is_inside(self, place: int) -> bool:
-        """Return True if the position ``place`` is inside a string literal. Query positions in
-        ascending order."""
+        """Return True if the position ``place`` is inside a string literal.
+
+        Query positions in ascending order.
+        """
         text = self._text
         while self._position < place:
             if unquoted := _UNQUOTED.match(text, self._position, place):

@@ -78,8 +78,10 @@ ALWAYS: Literal["always"] = "always"
 
 
 class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_only=True):
-    """The options with which a question is asked. Methods of ``RLM`` accept them as keyword
-    arguments, as one object, or both; a keyword replaces a field of the object.
+    """The options with which a question is asked.
+
+    Methods of ``RLM`` accept them as keyword arguments, as one object, or both; a keyword replaces
+    a field of the object.
 
         strict = ramify.RunOptions(cite=True, limits=ramify.Limits(max_turns=5))
         rlm.completion(text, "Which host failed?", strict)
@@ -140,8 +142,11 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
         self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
     ) -> RunOptions:
         """Return a copy with the options that are set in ``options``, overridden by those in
-        ``changes``. Raises ConfigError for an unknown name. The error suggests the most similar
-        name among the options and ``more``, the caller's other keywords."""
+        ``changes``.
+
+        Raises ConfigError for an unknown name. The error suggests the most similar name among the
+        options and ``more``, the caller's other keywords.
+        """
         if options is not None and not isinstance(options, RunOptions):
             raise ConfigError(
                 f"options is a {type(options).__name__}: give a ramify.RunOptions(…), or keyword "
@@ -170,8 +175,10 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
-    """Return advice for an error about an unknown option. It names the option with the nearest
-    name, or the option that has a field of that name."""
+    """Return advice for an error about an unknown option.
+
+    It names the option with the nearest name, or the option that has a field of that name.
+    """
     options = [*RunOptions.__struct_fields__, *more]
     places = {
         **{f: f"limits=ramify.Limits({f}=…)" for f in Limits.__struct_fields__},
@@ -300,8 +307,10 @@ class Question(msgspec.Struct, frozen=True):
 
     @property
     def has_required_tools(self) -> bool:
-        """True if the question comes with tools that are needed to answer it. A plain model call is
-        then not enough, because only a session can offer tools."""
+        """True if the question comes with tools that are needed to answer it.
+
+        A plain model call is then not enough, because only a session can offer tools.
+        """
         return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
 
     def asked_with(self, options: RunOptions) -> Question:
@@ -317,8 +326,10 @@ class Question(msgspec.Struct, frozen=True):
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """Return True if one plain model call can answer the question, because its context is small
-        and nothing requires a session. Raises ConfigError if the question demands a plain call but
-        requires a session."""
+        and nothing requires a session.
+
+        Raises ConfigError if the question demands a plain call but requires a session.
+        """
         needs_session = (
             self.needs_session
             or has_tools
@@ -341,8 +352,10 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def source_or_value(prompt: Any) -> Any:
-    """Convert a prompt to a value that a session can hold. The result of ``ramify.load`` is
-    returned unchanged. Paths and open files are read immediately."""
+    """Convert a prompt to a value that a session can hold.
+
+    The result of ``ramify.load`` is returned unchanged. Paths and open files are read immediately.
+    """
     # The columns of a DataFrame are attributes, and could be called like those of a source.
     is_frame = hasattr(type(prompt), "__arrow_c_stream__")
     if isinstance(prompt, str) or (isinstance(prompt, SourceContext) and not is_frame):
@@ -354,8 +367,10 @@ def source_or_value(prompt: Any) -> Any:
 
 
 async def read_if_file(prompt: Any) -> Any:
-    """Read a prompt that is a path or an open file, in a thread. Any other prompt is returned
-    unchanged."""
+    """Read a prompt that is a path or an open file, in a thread.
+
+    Any other prompt is returned unchanged.
+    """
     return await asyncio.to_thread(source_or_value, prompt) if needs_io(prompt) else prompt
 
 
@@ -403,8 +418,10 @@ def _facts_of(source: SourceContext) -> _SourceFacts:
 
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
-    """Create the question for ``completion(prompt, query)``. Raises ConfigError if the question or
-    the context is empty or has the wrong type."""
+    """Create the question for ``completion(prompt, query)``.
+
+    Raises ConfigError if the question or the context is empty or has the wrong type.
+    """
     on_session = conduct = None
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
@@ -503,16 +520,20 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
 
 
 def _is_path(text: str) -> bool:
-    """Return True if a context looks like the name of a file or folder. The caller then probably
-    meant the content. A folder name must contain a slash."""
+    """Return True if a context looks like the name of a file or folder.
+
+    The caller then probably meant the content. A folder name must contain a slash.
+    """
     if len(text) > _MAX_PATH_CHARS or "\n" in text or "\0" in text:
         return False
     return os.path.isfile(text) or (os.sep in text and os.path.isdir(text))
 
 
 def _refuse_pictures(context: Any) -> None:
-    """Raise ConfigError if the context is a list of chat messages with images or files. A session
-    would receive them as encoded text, at thousands of tokens per image."""
+    """Raise ConfigError if the context is a list of chat messages with images or files.
+
+    A session would receive them as encoded text, at thousands of tokens per image.
+    """
     for message in context if isinstance(context, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in [message, *(content if isinstance(content, list) else ())]:
@@ -525,8 +546,11 @@ def _refuse_pictures(context: Any) -> None:
 
 
 def opening(system: str, before: Sequence[Message]) -> list[Message]:
-    """Return the messages that precede a question. Joins ``system`` and all system messages in
-    ``before`` into one, because a prompt may have only one system message."""
+    """Return the messages that precede a question.
+
+    Joins ``system`` and all system messages in ``before`` into one, because a prompt may have only
+    one system message.
+    """
     texts = [system, *(message.content for message in before if message.role == "system")]
     text = "\n\n".join(filter(None, texts))
     others = [message for message in before if message.role != "system"]

@@ -35,9 +35,11 @@ async def ask_plain(
     retry_empty: bool = True,
 ) -> CallOutcome:
     """Ask the model of ``call`` one question without a session, and record the requests in the run.
+
     The messages in ``before`` precede the prompt, and ``pictures`` are attached to it. ``sampling``
     may lower the maximum reply length. If the model fails, the outcome holds the error and nothing
-    is raised. ``retry_empty`` is that of ``answer_plainly``."""
+    is raised. ``retry_empty`` is that of ``answer_plainly``.
+    """
     run.continue_past_recorded_limit(call)
     first = [*before, Message("user", with_answer_format(prompt, kind), pictures=pictures)]
     schema = kind.enforceable_schema if kind else None

@@ -39,9 +39,11 @@ def repeat_plain(
     kind: AnswerSchema | None,
     sampling: Sampling | None = None,
 ) -> CallOutcome | None:
-    """Repeat a whole plain call from the journal and return its outcome. Return None, and change
-    nothing, if the call must be made in the regular way. The arguments are those of
-    ``ask_plain``."""
+    """Repeat a whole plain call from the journal and return its outcome.
+
+    Return None, and change nothing, if the call must be made in the regular way. The arguments are
+    those of ``ask_plain``.
+    """
     recording = run.recording
     if recording is None or run.ending.suspension is not None:
         return None
@@ -77,8 +79,10 @@ def _answer(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
 def _is_within_reservation(
     run: SharedRunState, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
 ) -> bool:
-    """Return True if ``reply`` cannot have used more than its request would reserve. A larger reply
-    would affect later reservations."""
+    """Return True if ``reply`` cannot have used more than its request would reserve.
+
+    A larger reply would affect later reservations.
+    """
     limit, usage = run.requests.reply_tokens(call), reply.usage
     if sampling is not None:
         limit = min(limit, sampling.max_tokens)
@@ -97,8 +101,11 @@ def _record(
     replied: ReplyReceived,
     outcome: CallOutcome,
 ) -> None:
-    """Charge the repeated call and add it to the record of the run. Events are emitted one by one
-    only if a listener receives them, since the journal already has them."""
+    """Charge the repeated call and add it to the record of the run.
+
+    Events are emitted one by one only if a listener receives them, since the journal already has
+    them.
+    """
     recorder, reply, ledger = run.recorder, replied.reply, run.requests.ledger
     if recorder.needs_events:
         run.begin_call(call)

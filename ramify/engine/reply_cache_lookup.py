@@ -44,8 +44,10 @@ class ReusableReplies:
     """The replies recorded by the runs of a store, for reuse by later runs."""
 
     def __init__(self, store: Store) -> None:
-        """Open the cache of replies. Add the replies from journals that have grown since it was
-        last opened."""
+        """Open the cache of replies.
+
+        Add the replies from journals that have grown since it was last opened.
+        """
         self._cache = CallCache(store)
         self._runs = store.root / "runs"
         for path in sorted(self._runs.glob("*.jsonl")):
@@ -55,7 +57,9 @@ class ReusableReplies:
 
     def find(self, prompt_hash: str, model: str, request: Request) -> Reply | None:
         """Return the recorded reply to the same request, or to one that differs only in its limits.
-        Return None if there is none."""
+
+        Return None if there is none.
+        """
         for key in (
             prompt_hash,
             request_key_without_limits(model, request.messages, request.sampling),
@@ -101,8 +105,10 @@ def request_key_without_limits(
 
 
 def _places(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
-    """Yield the key and the file position of each reusable reply in a journal. Stop at the first
-    damaged line."""
+    """Yield the key and the file position of each reusable reply in a journal.
+
+    Stop at the first damaged line.
+    """
     run, replies, offset, chain = FileStoredRun(path), _RepliesOfRun(), 0, ChecksumChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
         for number, line in enumerate(run.lines(), 1):
@@ -116,8 +122,10 @@ def _places(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
 
 
 class _RepliesOfRun:
-    """Follows the events of one run to reconstruct the full prompt of each request. The journal
-    stores only the new messages of each turn."""
+    """Follows the events of one run to reconstruct the full prompt of each request.
+
+    The journal stores only the new messages of each turn.
+    """
 
     def __init__(self) -> None:
         self._sampling = Sampling()
@@ -128,8 +136,10 @@ class _RepliesOfRun:
         the first turn."""
 
     def add(self, event: Any) -> Iterator[str]:
-        """Process the next event. For a reusable reply, yield the keys under which it can be
-        found."""
+        """Process the next event.
+
+        For a reusable reply, yield the keys under which it can be found.
+        """
         match event:
             case RunStarted():
                 self._sampling = _sampling_of(event.config)

@@ -1,5 +1,7 @@
-"""Compute the maximum length of a model's reply. It is the smallest of the limits set by the run,
-the model and the depth, plus the tokens that the model may use for hidden reasoning.
+"""Compute the maximum length of a model's reply.
+
+It is the smallest of the limits set by the run, the model and the depth, plus the tokens that the
+model may use for hidden reasoning.
 
     limits.max_reply_tokens, sampling.max_tokens of the model, max_reply_tokens of the depth
         ──> text_limit = the smallest        + reasoning_tokens of a model that reasons
@@ -28,8 +30,10 @@ class ReplyTokenLimits:
     """The sampling options and maximum reply lengths for all models of a run."""
 
     def __init__(self, setup: RlmSetup, models: RunModels, limit: BudgetAmount) -> None:
-        """Derive the sampling options from the settings of the run. ``limit`` is the run's budget,
-        which caps the tokens for hidden reasoning."""
+        """Derive the sampling options from the settings of the run.
+
+        ``limit`` is the run's budget, which caps the tokens for hidden reasoning.
+        """
         self.sampling = msgspec.structs.replace(
             setup.sampling,
             max_tokens=min(setup.sampling.max_tokens, setup.limits.max_reply_tokens),
@@ -58,8 +62,11 @@ class ReplyTokenLimits:
         self, client: Client, depth: int, is_plain: bool
     ) -> tuple[int, str]:
         """Return the maximum tokens of a reply without hidden reasoning, and the name of the
-        setting that determines this limit. ``depth`` is the depth of the call in the tree.
-        ``is_plain`` is True for an ``llm_query`` call from a session."""
+        setting that determines this limit.
+
+        ``depth`` is the depth of the call in the tree. ``is_plain`` is True for an ``llm_query``
+        call from a session.
+        """
         place = id(client), depth, is_plain
         found = self._text_limits.get(place)
         if found is None:

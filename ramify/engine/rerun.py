@@ -53,8 +53,10 @@ _LIMIT_OF = {
 def rerun_options(
     defaults: RunOptions, options: RunOptions | None, changes: Mapping[str, Any]
 ) -> RunOptions:
-    """Return the options for repeating a recorded run. Raises ConfigError if ``changes`` sets an
-    option whose value must come from the record."""
+    """Return the options for repeating a recorded run.
+
+    Raises ConfigError if ``changes`` sets an option whose value must come from the record.
+    """
     for name in _OF_THE_RECORD:
         if name in changes:
             raise ConfigError(f"a repeated run takes {name} from its record: omit it")
@@ -64,8 +66,11 @@ def rerun_options(
 
 
 def rerun_setup(setup: RlmSetup, recording: RunEventIndex, options: RunOptions) -> RlmSetup:
-    """Return the settings for repeating a recorded run with ``options``. Instructions and examples
-    come from the record. The search over continuations does too, unless ``options`` sets one."""
+    """Return the settings for repeating a recorded run with ``options``.
+
+    Instructions and examples come from the record. The search over continuations does too, unless
+    ``options`` sets one.
+    """
     now = setup.for_run(options).with_recorded_instructions(recording.started.config)
     if options.search is not None:
         return now
@@ -76,9 +81,11 @@ def rerun_setup(setup: RlmSetup, recording: RunEventIndex, options: RunOptions) 
 def check_settings_match_recording(
     started: RunStarted, setup: RlmSetup, options: RunOptions
 ) -> list[str]:
-    """Raise ReplayDiverged if a setting that affects requests differs from the recorded one. Models
-    may differ if ``options`` names them explicitly. Such differences are returned as a list of
-    sentences."""
+    """Raise ReplayDiverged if a setting that affects requests differs from the recorded one.
+
+    Models may differ if ``options`` names them explicitly. Such differences are returned as a list
+    of sentences.
+    """
     chosen = [name for name in ("model", "sub_model") if getattr(options, name) is not None]
     changed = list(_differences(started.config, setup.config, chosen))
     compared = [name for name in COMPARED if name not in chosen]
@@ -153,7 +160,9 @@ def is_raised(recording: RunEventIndex, limits: Limits) -> bool:
 
 def limit_hint(recording: RunEventIndex) -> str:
     """Return a hint on how to continue a run that ended at a limit, such as which limit to raise.
-    Empty if the run did not end at a limit."""
+
+    Empty if the run did not end at a limit.
+    """
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
         return ""
@@ -184,8 +193,10 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
 
 def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, Any]:
     """Load the tools that a recorded run got from its data sources, such as ``sql`` and ``tables``.
+
     Return no tools if ``given`` already has all of them. Raises SourceError if a source no longer
-    exists."""
+    exists.
+    """
     sources = started.config.get("sources")
     if not isinstance(sources, Mapping) or all(n in given for n in sources.get("tools", ())):
         return {}
@@ -203,9 +214,12 @@ def question_of(
     prompt: Any = None,
     of_sources: Mapping[str, Any] | None = None,
 ) -> Question:
-    """Rebuild the question of a recorded run, including the tools of its context. ``kind`` replaces
-    the recorded answer type if it is not None. Tools that the record cannot restore are taken from
-    ``prompt`` (a context or task given again) and from ``of_sources`` (name to tool)."""
+    """Rebuild the question of a recorded run, including the tools of its context.
+
+    ``kind`` replaces the recorded answer type if it is not None. Tools that the record cannot
+    restore are taken from ``prompt`` (a context or task given again) and from ``of_sources`` (name
+    to tool).
+    """
     config, value = started.config, recorded_context(store, started)
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")
@@ -262,8 +276,11 @@ def _recorded_tools(
 
 
 def recorded_result(store: RunStore, run: str, ended: RunEnded, kind: Any = None) -> Result:
-    """Return the result of a run that has already ended. ``kind`` is the requested answer type, if
-    any. Raises ConfigError if the recorded answer does not have that type."""
+    """Return the result of a run that has already ended.
+
+    ``kind`` is the requested answer type, if any. Raises ConfigError if the recorded answer does
+    not have that type.
+    """
     trajectory = store.load(run)
     answer: Any = trajectory.answer
     if ended.typed_answer is not None:

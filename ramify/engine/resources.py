@@ -1,5 +1,7 @@
-"""Define what the runs of one ``RLM`` share: settings, models, and resources of an event loop. Such
-resources are a connection pool, a sandbox, and objects that tasks open once for all their rollouts.
+"""Define what the runs of one ``RLM`` share: settings, models, and resources of an event loop.
+
+Such resources are a connection pool, a sandbox, and objects that tasks open once for all their
+rollouts.
 
 Pool and sandbox are opened by the first run that needs them and closed by the last one that ends,
 unless they are pinned by ``async with`` or by the synchronous API, which keeps them until
@@ -42,8 +44,9 @@ _log = ComponentLogger("engine")
 
 
 class RunModels:
-    """The models of one run. This class chooses the model that answers at each depth of the call
-    tree.
+    """The models of one run.
+
+    This class chooses the model that answers at each depth of the call tree.
 
     ``model`` answers the calls with a session: one model for all depths, or a list by depth whose
     last entry also serves all deeper levels. ``sub_model`` answers everything below the root:
@@ -86,8 +89,10 @@ class RunModels:
         return self._by_depth[min(depth, len(self._by_depth) - 1)]
 
     def named(self, name: str) -> Client | None:
-        """Return the client of the model that a session requested by name, or None. The name may be
-        the model's alias, its full name, or the part after the provider."""
+        """Return the client of the model that a session requested by name, or None.
+
+        The name may be the model's alias, its full name, or the part after the provider.
+        """
         for client in self.all:
             if name == self._aliases[id(client)]:
                 return client
@@ -106,8 +111,11 @@ class RunModels:
 
     def sees(self, client: Client) -> bool | None:
         """Return True if a client's model can read pictures, False if it cannot, and None if
-        unknown. The user's own statement takes precedence over the model's name. The result is
-        False for a client that cannot send pictures."""
+        unknown.
+
+        The user's own statement takes precedence over the model's name. The result is False for a
+        client that cannot send pictures.
+        """
         known: bool | None = getattr(client, "vision", False)
         bound = self._bound.get(id(client))
         is_stated = bound is not None and bound.vision is not None and hasattr(client, "vision")
@@ -146,9 +154,11 @@ class RunModelInfo(msgspec.Struct, frozen=True):
 
 
 def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int, str]:
-    """Return a short name for each client, keyed by the client's ``id()``. The user's alias is
-    preferred, then the shortest unique part of the model's name. Clients with the same full name
-    share it."""
+    """Return a short name for each client, keyed by the client's ``id()``.
+
+    The user's alias is preferred, then the shortest unique part of the model's name. Clients with
+    the same full name share it.
+    """
     given = {id(c): bound[id(c)].alias for c in clients if id(c) in bound}
     aliases: dict[int, str] = {}
     for client in clients:
@@ -169,8 +179,10 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ...]:
-    """Convert the user's specification of one or more models to a tuple. API keys are read now.
-    Raises ConfigError for a value that is not a model."""
+    """Convert the user's specification of one or more models to a tuple.
+
+    API keys are read now. Raises ConfigError for a value that is not a model.
+    """
     specs = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else spec
     models: list[Model | Client] = []
     for item in specs:
@@ -206,9 +218,11 @@ class EventLoopResources:
         self._entering = asyncio.Lock()
 
     async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
-        """Return the object shared under ``key``. The first call for a key enters the context
-        manager that ``open()`` returns. The context manager is exited before the connection pool
-        closes."""
+        """Return the object shared under ``key``.
+
+        The first call for a key enters the context manager that ``open()`` returns. The context
+        manager is exited before the connection pool closes.
+        """
         async with self._entering:
             if key not in self._shared:
                 self._shared[key] = await self._entered.enter_async_context(open())
@@ -216,9 +230,10 @@ class EventLoopResources:
         return value
 
     def sandbox(self) -> Sandbox:
-        """Return the sandbox in which sessions run, opening it at the first call. A jailed sandbox
-        first tests its isolation, unless it passed the test since this machine was booted. The
-        test takes a tenth of a second.
+        """Return the sandbox in which sessions run, opening it at the first call.
+
+        A jailed sandbox first tests its isolation, unless it passed the test since this machine was
+        booted. The test takes a tenth of a second.
 
         Raises ConfigError for invalid settings and SandboxError if the sandbox is not available.
         """
@@ -251,8 +266,11 @@ class RefCountedLoopResources:
     def __init__(
         self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_pool
     ) -> None:
-        """Store how to create the resources. ``make_pool`` creates the connection pool of an event
-        loop from the maximum number of requests in flight."""
+        """Store how to create the resources.
+
+        ``make_pool`` creates the connection pool of an event loop from the maximum number of
+        requests in flight.
+        """
         self._make_pool = make_pool
         self._max_in_flight = max_in_flight
         self._spec = spec
@@ -266,7 +284,9 @@ class RefCountedLoopResources:
 
     def pin(self) -> EventLoopResources:
         """Register one more user of the running event loop's resources, and return the resources.
-        Each call must be followed by one call of ``unpin``."""
+
+        Each call must be followed by one call of ``unpin``.
+        """
         loop = asyncio.get_running_loop()
         resources, count = self._open.get(loop) or (
             EventLoopResources(self._max_in_flight, self._spec, self._make_pool),
@@ -366,8 +386,10 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
     def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
         """Return the tools of a session at ``depth``: the RLM's tools together with the question's
-        own ``tools``. Raises ConfigError if the options for this depth name a tool that does not
-        exist."""
+        own ``tools``.
+
+        Raises ConfigError if the options for this depth name a tool that does not exist.
+        """
         own = self.child_tools if depth else self.tools
         given = own.plus({n: t for n, t in tools.items() if not own.overrides_optional(n, t)})
         if not self.scaffold_at(depth).lists_tools:
@@ -378,8 +400,10 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return given if names is None else given.only(names)
 
     def for_run(self, options: RunOptions) -> RlmSetup:
-        """Return the settings of a run: those of the RLM, overridden by ``options``. The
-        configuration for the journal is updated accordingly."""
+        """Return the settings of a run: those of the RLM, overridden by ``options``.
+
+        The configuration for the journal is updated accordingly.
+        """
         changes: dict[str, Any] = {
             name: value
             for name in ("limits", "sampling")
@@ -428,7 +452,9 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
     def with_recorded_instructions(self, config: Mapping[str, Any]) -> RlmSetup:
         """Return a copy of the settings with the instructions and examples of a recorded run.
-        ``config`` is the recorded configuration."""
+
+        ``config`` is the recorded configuration.
+        """
         examples = msgspec.convert(config.get("examples", ()), tuple[PromptExample, ...])
         return self.with_instructions(config.get("instructions", ""), examples)
 
@@ -461,16 +487,20 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
 
 def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
-    """Return the user's settings for individual models, as plain data without secrets. Models
-    without such settings are omitted."""
+    """Return the user's settings for individual models, as plain data without secrets.
+
+    Models without such settings are omitted.
+    """
     every = [model for group in models for model in group if isinstance(model, Model)]
     distinct = [model for index, model in enumerate(every) if model not in every[:index]]
     return [{"name": m.name, **settings} for m in distinct if (settings := m.settings())]
 
 
 def require_store(store: RunStore | None, what: str) -> RunStore:
-    """Return ``store``, or raise ConfigError if it is None. ``what`` names the operation that needs
-    a store."""
+    """Return ``store``, or raise ConfigError if it is None.
+
+    ``what`` names the operation that needs a store.
+    """
     if store is None:
         raise ConfigError(
             f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())"
@@ -479,8 +509,10 @@ def require_store(store: RunStore | None, what: str) -> RunStore:
 
 
 def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | None:
-    """Return the recorded replies of ``store`` if ``is_enabled``, and None otherwise. Raises
-    ConfigError if the store cannot provide them."""
+    """Return the recorded replies of ``store`` if ``is_enabled``, and None otherwise.
+
+    Raises ConfigError if the store cannot provide them.
+    """
     if not is_enabled:
         return None
     from ramify.engine.reply_cache_lookup import ReusableReplies

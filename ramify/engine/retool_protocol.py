@@ -54,8 +54,11 @@ _XML = lazy_pattern(
 
 
 def read(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Parse a reply into pieces of code or a final answer. A boxed answer counts only if no code
-    follows it. If ``is_cut`` is True, the reply was truncated, and unclosed code is not run."""
+    """Parse a reply into pieces of code or a final answer.
+
+    A boxed answer counts only if no code follows it. If ``is_cut`` is True, the reply was
+    truncated, and unclosed code is not run.
+    """
     text = without_thinking(message.content)
     ids = tuple(call.id for call in message.tool_calls)
     codes, problems = _from_calls(message.tool_calls)
@@ -83,8 +86,11 @@ def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
 
 
 def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
-    """Parse the text of a reply without native tool calls. Return the pieces of code, one line per
-    problem, and the index at which the last piece of code ends."""
+    """Parse the text of a reply without native tool calls.
+
+    Return the pieces of code, one line per problem, and the index at which the last piece of code
+    ends.
+    """
     calls = list(_CALL.finditer(text))
     if calls:
         read = [_of_call(call[1]) for call in calls]
@@ -105,8 +111,10 @@ def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
 
 
 def _of_call(body: str) -> str | None:
-    """Return the code of a tool call that the model wrote as text, in XML tags or as JSON. JSON
-    strings may contain raw newlines. Return None if the call is invalid."""
+    """Return the code of a tool call that the model wrote as text, in XML tags or as JSON.
+
+    JSON strings may contain raw newlines. Return None if the call is invalid.
+    """
     tags = _XML.fullmatch(body)
     if tags is not None:
         return tags[2] if tags[1] in _NAMES else None
@@ -173,16 +181,21 @@ def observation(
 
 
 def _with_notes(reports: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
-    """Yield the reports of all pieces of code. Notes, such as a time-out, are appended to the last
-    report."""
+    """Yield the reports of all pieces of code.
+
+    Notes, such as a time-out, are appended to the last report.
+    """
     shown = list(reports) or [SILENT]
     yield from shown[:-1]
     yield "\n".join([shown[-1], *(f"({note})" for note in notes)])
 
 
 def closed(content: str, stop: Iterable[str]) -> str:
-    """Return ``content`` with its closing tag restored. Servers remove a tag that was used as a
-    stop string, as when ``<code>1+1`` stopped at ``</code>``."""
+    """Return ``content`` with its closing tag restored.
+
+    Servers remove a tag that was used as a stop string, as when ``<code>1+1`` stopped at
+    ``</code>``.
+    """
     for text in stop:
         opening = f"<{text[2:]}" if text.startswith("</") else ""
         if opening and content.count(opening) > content.count(text):

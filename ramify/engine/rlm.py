@@ -74,8 +74,9 @@ __all__ = ["RLM", "Result", "RunHandle"]
 
 
 class RLM:
-    """A recursive language model, which answers questions about inputs of any size. It lets a model
-    write code that examines the input and calls further models.
+    """A recursive language model, which answers questions about inputs of any size.
+
+    It lets a model write code that examines the input and calls further models.
 
     model          ``"provider:model"``, a ``Model`` or a client; a list gives one per depth
     scaffold       prompts and conventions: a name or a ``Scaffold``; by default the one that
@@ -178,8 +179,11 @@ class RLM:
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[RateLimitedClientPool]:
-        """Provide the client pool of this RLM's runs. Other code that calls models, such as judges,
-        can use it to share connections and rate limits."""
+        """Provide the client pool of this RLM's runs.
+
+        Other code that calls models, such as judges, can use it to share connections and rate
+        limits.
+        """
         async with self._shared.use() as resources:
             await self._setup.connect_models(resources)
             yield resources.pool
@@ -192,8 +196,10 @@ class RLM:
         **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[DirectCalls]:
         """Provide plain model calls outside of any run, for work that asks many small questions.
+
         ``shared`` limits the calls, tokens and dollars of all questions together. The limits of
-        this RLM apply to each question."""
+        this RLM apply to each question.
+        """
         from ramify.engine.calls_outside_runs import DirectCalls
         from ramify.engine.model_requests import check_prices
 
@@ -216,10 +222,11 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> Result:
-        """Answer the question ``query`` about ``prompt``, and return the result. Without ``query``,
-        ``prompt`` itself is the question. The prompt may be text, a dict or list of texts, any
-        plain value, a DataFrame or another table, an array, a dataclass, a path, an open file, or
-        the return value of ``load``.
+        """Answer the question ``query`` about ``prompt``, and return the result.
+
+        Without ``query``, ``prompt`` itself is the question. The prompt may be text, a dict or list
+        of texts, any plain value, a DataFrame or another table, an array, a dataclass, a path, an
+        open file, or the return value of ``load``.
 
         Options are given as keywords (``answer_type=int, cite=True``), as a ``RunOptions``, or
         both. Raises ConfigError for invalid input, and the error of the model or sandbox if that
@@ -237,7 +244,10 @@ class RLM:
         **changes: Unpack[RunKeywords],
     ) -> Result:
         """Answer the question ``query`` about ``prompt`` on the caller's event loop; otherwise as
-        ``completion``. Cancelling this coroutine cancels all calls of the run."""
+        ``completion``.
+
+        Cancelling this coroutine cancels all calls of the run.
+        """
         again = self._again(options, changes)
         prompt = await read_if_file(prompt)
         return checked(await self.start(prompt, query, options, **changes), again)
@@ -249,8 +259,10 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> AsyncIterator[AnyEvent]:
-        """Start a run and yield its events as they happen. The last event is ``RunEnded``. If the
-        caller stops iterating early, the run is cancelled."""
+        """Start a run and yield its events as they happen.
+
+        The last event is ``RunEnded``. If the caller stops iterating early, the run is cancelled.
+        """
         running = self.start(await read_if_file(prompt), query, options, **changes)
         try:
             async for event in running.events():
@@ -266,7 +278,9 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywords],
     ) -> RunHandle:
-        """Start a run in the background, and return a handle to it. Requires a running event loop.
+        """Start a run in the background, and return a handle to it.
+
+        Requires a running event loop.
 
         If the run fails, the result of the handle contains the error. Nothing is raised, unlike in
         ``completion``.
@@ -282,8 +296,10 @@ class RLM:
         return RunHandle(setup, resolved, self._shared, recorder, cache=cache)
 
     def _recorder(self, question: str, options: RunOptions) -> EventRecorder:
-        """Create the event recorder of a new run. If there is a store, the recorder also writes the
-        run's journal."""
+        """Create the event recorder of a new run.
+
+        If there is a store, the recorder also writes the run's journal.
+        """
         listeners = (*as_listeners(options.on_event), *tracing())
         if self.store is None:
             return EventRecorder(new_id(), None, listeners)
@@ -301,8 +317,11 @@ class RLM:
         **changes: Unpack[RunKeywords],
     ) -> PromptPreview:
         """Return the first request that ``completion`` would send for the root call, or for a child
-        call at ``depth``. Nothing is sent or stored and no API key is needed, but a session may be
-        started. Raises the same ConfigError as ``completion``."""
+        call at ``depth``.
+
+        Nothing is sent or stored and no API key is needed, but a session may be started. Raises the
+        same ConfigError as ``completion``.
+        """
         from ramify.engine.prompt_preview import preview
 
         options = self._options.updated(options, changes)
@@ -322,13 +341,17 @@ class RLM:
         depth: int = 0,
         **changes: Unpack[RunKeywords],
     ) -> PromptPreview:
-        """Return the first request that ``completion`` would send, without sending it. This method
-        blocks; ``aprompt`` is the async version."""
+        """Return the first request that ``completion`` would send, without sending it.
+
+        This method blocks; ``aprompt`` is the async version.
+        """
         return event_loop_thread.run(self.aprompt(prompt, query, options, depth=depth, **changes))
 
     async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
-        """Return True if ``start`` would answer with one plain model call, without a session. No
-        model is called."""
+        """Return True if ``start`` would answer with one plain model call, without a session.
+
+        No model is called.
+        """
         from ramify.engine.ways_to_answer import way_to_answer
 
         resolved = question(prompt, query, None, False)
@@ -339,8 +362,9 @@ class RLM:
     def conversation(
         self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> UserConversation:
-        """Start a conversation that asks several questions in one live Python session. Limits apply
-        to each question.
+        """Start a conversation that asks several questions in one live Python session.
+
+        Limits apply to each question.
 
         Use ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and ``await
         c.aask(…)``. The options given here are the defaults for its questions.
@@ -358,7 +382,9 @@ class RLM:
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Continue a stored run that was killed, suspended, or ended by a limit or a failure, and
-        return its result. In a conversation, the last question is continued.
+        return its result.
+
+        In a conversation, the last question is continued.
 
         Recorded replies are not paid for again. Requests that were in flight are sent again and
         counted as possibly billed. A run that has ended is answered from the record, unless a limit
@@ -380,8 +406,10 @@ class RLM:
         return checked(await self._restart(run, recording, chosen), again)
 
     def recorded(self, run: str) -> Result | None:
-        """Return the result of a stored run that has ended. Return None if the run has not ended
-        and can be resumed."""
+        """Return the result of a stored run that has ended.
+
+        Return None if the run has not ended and can be resumed.
+        """
         ended = self._recording(run, "resume").ended
         store = require_store(self.store, "resume")
         return rerun.recorded_result(store, run, ended) if ended is not None else None
@@ -394,8 +422,9 @@ class RLM:
         prompt: Any = None,
         **changes: Unpack[RunKeywords],
     ) -> RunHandle:
-        """Continue a stored run in the background, and return a handle to it. Requires a running
-        event loop.
+        """Continue a stored run in the background, and return a handle to it.
+
+        Requires a running event loop.
 
         ``prompt`` provides the run's tools again and prepares its sessions; the context itself
         comes from the record. Raises ConfigError if the run has ended.
@@ -442,8 +471,10 @@ class RLM:
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Run the code of a stored run again with its recorded replies, without calling any model,
-        and return the result. Raises ReplayDiverged if the run sends a request that differs from
-        the recorded one."""
+        and return the result.
+
+        Raises ReplayDiverged if the run sends a request that differs from the recorded one.
+        """
         options = rerun.rerun_options(self._options, options, changes)
         recording = self._recording(run, "replay", strict=True)
         setup = rerun.rerun_setup(self._setup, recording, options)
@@ -456,6 +487,7 @@ class RLM:
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> RunHandle:
         """Start a new run that repeats a stored one up to a turn and then continues differently.
+
         ``turn`` counts from 0, in the root call or in the call that the option ``call`` names.
         Everything before that turn is taken from the record and costs nothing. The same holds for
         calls that had already begun in parallel with the forked call.
@@ -491,9 +523,11 @@ class RLM:
     async def estimate_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> ForkCostEstimate:
-        """Estimate the cost of a fork without sending anything. The arguments are those of
-        ``start_fork``. Raises ConfigError if the turn does not exist, or if the edited prompt
-        exceeds the model's window or the budget."""
+        """Estimate the cost of a fork without sending anything.
+
+        The arguments are those of ``start_fork``. Raises ConfigError if the turn does not exist, or
+        if the edited prompt exceeds the model's window or the budget.
+        """
         from ramify.engine.run_fork import fork_point
 
         point = fork_point(require_store(self.store, "fork").events(run), turn, changes)
@@ -507,10 +541,12 @@ class RLM:
     async def afork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """Fork a stored run at a turn and return the result of the new run. The new run repeats the
-        stored one up to that turn, and then continues differently. The options are those of
-        ``start_fork``. Raises ConfigError, before anything is sent, if the edited prompt exceeds
-        the model's window or the budget."""
+        """Fork a stored run at a turn and return the result of the new run.
+
+        The new run repeats the stored one up to that turn, and then continues differently. The
+        options are those of ``start_fork``. Raises ConfigError, before anything is sent, if the
+        edited prompt exceeds the model's window or the budget.
+        """
         await self.estimate_fork(run, turn, options, **changes)
         return checked(await self.start_fork(run, turn, options, **changes), self.resume)
 
@@ -518,8 +554,10 @@ class RLM:
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Continue a stored run that was killed, suspended, or ended by a limit or a failure, and
-        return its result. This method blocks; ``aresume`` is the async version and explains the
-        options."""
+        return its result.
+
+        This method blocks; ``aresume`` is the async version and explains the options.
+        """
         again = self._again(options, changes)
         return self._in_thread(self.aresume(run, options, **changes), again)
 
@@ -527,16 +565,20 @@ class RLM:
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
         """Run the code of a stored run again with its recorded replies, without calling any model.
+
         This method blocks; ``areplay`` is the async version. Raises ReplayDiverged if the run sends
-        a request that differs from the recorded one."""
+        a request that differs from the recorded one.
+        """
         return self._in_thread(self.areplay(run, options, **changes))
 
     def fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
         """Fork a stored run at a turn and return the result of the new run, which continues
-        differently from that turn. This method blocks; ``afork`` is the async version. The options
-        are those of ``start_fork``."""
+        differently from that turn.
+
+        This method blocks; ``afork`` is the async version. The options are those of ``start_fork``.
+        """
         return self._in_thread(self.afork(run, turn, options, **changes))
 
     def _recording(self, run: str, what: str, strict: bool = False) -> RunEventIndex:
@@ -595,8 +637,10 @@ class RLM:
             self._shared.prepare()
 
     def close(self) -> None:
-        """Release the resources that the synchronous API keeps open between completions. Calling
-        this method again has no effect."""
+        """Release the resources that the synchronous API keeps open between completions.
+
+        Calling this method again has no effect.
+        """
         self._loop.close()
 
     def __enter__(self) -> RLM:
@@ -635,7 +679,9 @@ class RLM:
 
 
 def _check_type(name: str, value: object, kind: type, wanted: str) -> None:
-    """Raise ConfigError if an argument of ``RLM`` has the wrong type. ``wanted`` is the public name
-    of the expected class, for the error message."""
+    """Raise ConfigError if an argument of ``RLM`` has the wrong type.
+
+    ``wanted`` is the public name of the expected class, for the error message.
+    """
     if not isinstance(value, kind):
         raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{wanted}(…)")

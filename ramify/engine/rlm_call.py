@@ -1,5 +1,7 @@
 """Run a model call with a Python session: ask the model, run the code in its reply, show it the
-output, and repeat until there is an answer. This is the RLM loop, which is the same at every depth.
+output, and repeat until there is an answer.
+
+This is the RLM loop, which is the same at every depth.
 
     ask ──> parse the reply ──> run its cells ──> final answer? ── yes ──> check it; defer it if
      ^                                               │ no                  output is unseen; return
@@ -67,7 +69,10 @@ _REFUSED_CHARS = 500
 
 class MutableCallState(msgspec.Struct):
     """The state of one call that changes from turn to turn, apart from its message history and its
-    session. A fork of the call starts with a copy."""
+    session.
+
+    A fork of the call starts with a copy.
+    """
 
     kind: AnswerSchema | None = None
     """Required type of the answer."""
@@ -101,14 +106,19 @@ class MutableCallState(msgspec.Struct):
 
 
 class RlmCall:
-    """One call that answers a question by writing code in a Python session. Afterwards, its session
-    and message history can be used for another question."""
+    """One call that answers a question by writing code in a Python session.
+
+    Afterwards, its session and message history can be used for another question.
+    """
 
     def __init__(
         self, run: SharedRunState, call: LiveCall, previous: RlmCall | None = None
     ) -> None:
-        """Prepare the call without sending a request. In a conversation, ``previous`` is the call
-        of the previous question, and its session is continued."""
+        """Prepare the call without sending a request.
+
+        In a conversation, ``previous`` is the call of the previous question, and its session is
+        continued.
+        """
         self.run = run
         self.call = call
         self.scaffold = run.setup.scaffold_at(call.depth)
@@ -123,16 +133,20 @@ class RlmCall:
         self, question: str, kind: AnswerSchema | None = None, before: Sequence[Message] = ()
     ) -> CallOutcome:
         """Take turns until the question is answered or a limit is reached, and return the outcome.
+
         ``question`` is the complete first message, ``before`` holds the messages that precede it,
-        and ``kind`` is the required answer type."""
+        and ``kind`` is the required answer type.
+        """
         self.begin(question, kind, before)
         while (outcome := await self.step()) is None:
             pass
         return outcome
 
     def begin(self, question: str, kind: AnswerSchema | None, before: Sequence[Message]) -> None:
-        """Prepare the first turn of a question and start opening the session. Then call ``step``
-        for each turn."""
+        """Prepare the first turn of a question and start opening the session.
+
+        Then call ``step`` for each turn.
+        """
         self._state.kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._state.pending = [*self._before_question(before), Message("user", text)]
@@ -161,8 +175,10 @@ class RlmCall:
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
     async def fork(self) -> RlmCall:
-        """Return a second continuation of this call, in a fork of its session. If the call has not
-        taken a turn yet, the continuation gets a new session instead."""
+        """Return a second continuation of this call, in a fork of its session.
+
+        If the call has not taken a turn yet, the continuation gets a new session instead.
+        """
         origin = self.call
         call = origin.forked()
         fork = RlmCall(self.run, call)
@@ -178,8 +194,10 @@ class RlmCall:
     # --- one turn ---------------------------------------------------------------------------------
 
     async def step(self) -> CallOutcome | None:
-        """Take one turn: ask the model, and run the code in its reply. Return the outcome of the
-        call if this was the last turn, and None otherwise."""
+        """Take one turn: ask the model, and run the code in its reply.
+
+        Return the outcome of the call if this was the last turn, and None otherwise.
+        """
         run, call = self.run, self.call
         run.continue_past_recorded_limit(call)
         stop = run.must_stop(call)
@@ -231,8 +249,9 @@ class RlmCall:
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Send the pending messages followed by ``after``, and return the reply. If the output of
-        the last code does not fit the model's window, shorten it and try again.
+        """Send the pending messages followed by ``after``, and return the reply.
+
+        If the output of the last code does not fit the model's window, shorten it and try again.
 
         Raises what ``ModelRequests.ask`` raises, and Refused if even a few characters do not fit.
         """
@@ -266,8 +285,11 @@ class RlmCall:
         raise error
 
     async def _act(self, action: ParsedAction) -> tuple[CallOutcome | None, list[Message]]:
-        """Do what the model's reply asks for: run its code and accept its answer. Return the
-        outcome of the call, or None together with the messages to show to the model next."""
+        """Do what the model's reply asks for: run its code and accept its answer.
+
+        Return the outcome of the call, or None together with the messages to show to the model
+        next.
+        """
         notes = list(action.ignored)
         turn = self.call.turn - 1
         deferred, self._state.deferred = self._state.deferred, _NOTHING
@@ -292,9 +314,11 @@ class RlmCall:
     def _idle(
         self, action: ParsedAction, deferred: Any, notes: list[str]
     ) -> tuple[CallOutcome | None, list[Message]]:
-        """Handle a reply without code or an answer. Accept an answer that was waiting for
-        confirmation; otherwise remind the model. After ``max_idle`` such replies in a row, end the
-        call."""
+        """Handle a reply without code or an answer.
+
+        Accept an answer that was waiting for confirmation; otherwise remind the model. After
+        ``max_idle`` such replies in a row, end the call.
+        """
         if action.was_attempted and not action.tool_call_ids:
             self._state.deferred = deferred
             return None, self._observation(action, [observation_messages.NOT_RUN], notes)
@@ -311,8 +335,10 @@ class RlmCall:
 
     def _prose_outcome(self) -> CallOutcome:
         """Return the outcome of a call that ended because its last replies contained only prose.
+
         Prose may be a plan rather than an answer. It counts as the answer only if it matches the
-        answer type, and if that type would not accept just any text."""
+        answer type, and if that type would not accept just any text.
+        """
         best, words = self._best(use_prose=False), prose_of(self._state.last_text)
         if best is None and self._state.kind is not None and not self._state.is_cut:
             best = self._state.kind.from_words(words)
@@ -329,7 +355,10 @@ class RlmCall:
         self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
     ) -> CallOutcome | None:
         """Return the outcome if the final answer matches its type and the model has seen all output
-        on which the answer rests. Otherwise add a note for the model and return None."""
+        on which the answer rests.
+
+        Otherwise add a note for the model and return None.
+        """
         try:
             value = self._state.kind.convert(final) if self._state.kind else final
         except TypeMismatch as mismatch:
@@ -351,8 +380,10 @@ class RlmCall:
     async def _run_cells(
         self, action: ParsedAction, turn: int, notes: list[str]
     ) -> tuple[list[str], Any]:
-        """Run the pieces of code of a reply in order, up to the first one that fails. Return the
-        reports to show to the model, and the final answer if the code gave one."""
+        """Run the pieces of code of a reply in order, up to the first one that fails.
+
+        Return the reports to show to the model, and the final answer if the code gave one.
+        """
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
@@ -414,8 +445,10 @@ class RlmCall:
 
     async def _text_final(self, final: FinalAnswerText, notes: list[str]) -> Any:
         """Return the value of a ``FINAL(…)`` or ``FINAL_VAR(…)`` that the model wrote as text
-        instead of code. If the variable cannot be read, add a note for the model and return
-        ``_NOTHING``."""
+        instead of code.
+
+        If the variable cannot be read, add a note for the model and return ``_NOTHING``.
+        """
         name = final.text
         if final.as_is:
             return name
@@ -439,9 +472,11 @@ class RlmCall:
         self.run.note(self.call, f"answer not accepted: {one_line(why)[:_REFUSED_CHARS]}")
 
     def _best(self, *, use_prose: bool = True) -> Any:
-        """Return the best answer so far that matches the required type, or None. Candidates are an
-        answer that awaits confirmation, a partial answer and, if allowed, the prose of the last
-        message."""
+        """Return the best answer so far that matches the required type, or None.
+
+        Candidates are an answer that awaits confirmation, a partial answer and, if allowed, the
+        prose of the last message.
+        """
         prose = ""
         if use_prose and self.scaffold.accepts_plain_text_answer and self._state.last_text:
             known = self._state.last_prose
@@ -457,8 +492,11 @@ class RlmCall:
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
         """Ask the model for a final answer because a limit has been reached, and return the
-        outcome. For the root call, the cost of this request was reserved in advance. A child call
-        may send it only if its own turns ran out."""
+        outcome.
+
+        For the root call, the cost of this request was reserved in advance. A child call may send
+        it only if its own turns ran out.
+        """
         if not self.scaffold.last_word:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
@@ -522,8 +560,10 @@ class RlmCall:
             return self._best()
 
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
-        """Run the code in the reply to the final request, after a limit was reached. This code may
-        not call models. Return its final answer, or ``_NOTHING``."""
+        """Run the code in the reply to the final request, after a limit was reached.
+
+        This code may not call models. Return its final answer, or ``_NOTHING``.
+        """
         if stop in observation_messages.NO_LAST_CELL:
             return _NOTHING
         self._closed_by = stop
@@ -540,8 +580,11 @@ class RlmCall:
     # --- messages ---------------------------------------------------------------------------------
 
     def _before_question(self, before: Sequence[Message]) -> list[Message]:
-        """Return the messages that precede a question. At first this is the system prompt. Later in
-        a conversation, it is the answers to native tool calls of the last reply."""
+        """Return the messages that precede a question.
+
+        At first this is the system prompt. Later in a conversation, it is the answers to native
+        tool calls of the last reply.
+        """
         if not self.call.messages:
             return opening(self.run.system_prompt(self.call), before)
         return [
@@ -577,7 +620,9 @@ class RlmCall:
 
     async def _compact_if_long(self) -> None:
         """Ask the model to summarize the conversation if its length approaches the model's window.
-        The next turn then continues from the first messages and the summary."""
+
+        The next turn then continues from the first messages and the summary.
+        """
         run, call = self.run, self.call
         if not self.scaffold.compact_at:
             return

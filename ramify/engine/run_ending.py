@@ -35,13 +35,19 @@ _REPLIES_KEPT = 2.0
 
 
 class RunStopper:
-    """Ends a run by its deadline, or earlier if it is asked to finish or is suspended. The run is
-    the asyncio task that creates this object. All methods must be called on its event loop."""
+    """Ends a run by its deadline, or earlier if it is asked to finish or is suspended.
+
+    The run is the asyncio task that creates this object. All methods must be called on its event
+    loop.
+    """
 
     def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
-        """Prepare to end the run of the current asyncio task. ``unrecorded`` is the set of requests
-        that may have been sent and whose outcome is not recorded yet; it changes during the run. A
-        run that is being suspended waits until the set is empty."""
+        """Prepare to end the run of the current asyncio task.
+
+        ``unrecorded`` is the set of requests that may have been sent and whose outcome is not
+        recorded yet; it changes during the run. A run that is being suspended waits until the set
+        is empty.
+        """
         self.closing: Stop | None = None
         """Why the run is ending early; None if it is not."""
         self.suspension: RamifyError | None = None
@@ -80,8 +86,11 @@ class RunStopper:
 
     def measure_reply(self, seconds: float) -> None:
         """Adjust the time kept for the root call's final reply to the slowest reply of its model so
-        far. ``seconds`` is the duration of the latest reply. Before the first reply, a tenth of the
-        run's time is kept."""
+        far.
+
+        ``seconds`` is the duration of the latest reply. Before the first reply, a tenth of the
+        run's time is kept.
+        """
         if seconds <= self._slowest_s:
             return
         self._slowest_s = seconds
@@ -97,8 +106,10 @@ class RunStopper:
     # --- ending early -----------------------------------------------------------------------------
 
     def end_work_early(self, stop: Stop) -> None:
-        """End all work now: cancel requests in flight and interrupt running code. Time remains for
-        the root call to give a final answer. ``stop`` is the reason."""
+        """End all work now: cancel requests in flight and interrupt running code.
+
+        Time remains for the root call to give a final answer. ``stop`` is the reason.
+        """
         if self.closing is not None:
             return
         self.closing = stop
@@ -119,7 +130,10 @@ class RunStopper:
     @contextlib.asynccontextmanager
     async def until_closing(self) -> AsyncIterator[None]:
         """Provide a context manager that cancels a wait and raises LimitReached if the run ends
-        early. It sets no timer, because thousands of tasks may wait in this way."""
+        early.
+
+        It sets no timer, because thousands of tasks may wait in this way.
+        """
         task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()
@@ -163,14 +177,19 @@ class RunStopper:
 
     async def suspend_and_wait(self, error: RamifyError) -> NoReturn:
         """Suspend the run because of ``error``, and wait until the current task is cancelled.
-        Session code that is waiting for a reply therefore never sees the error."""
+
+        Session code that is waiting for a reply therefore never sees the error.
+        """
         self.suspend(error)
         await asyncio.Future()
         raise AssertionError
 
     def cancel_overdue(self, error: RamifyError | None = None) -> None:
-        """Cancel a run that has not ended by its deadline. ``error`` is given if the event loop was
-        blocked. Otherwise, a new error says what the run is waiting for."""
+        """Cancel a run that has not ended by its deadline.
+
+        ``error`` is given if the event loop was blocked. Otherwise, a new error says what the run
+        is waiting for.
+        """
         main, stall_s = self._main, self._limits.stall_s
         if main is not None and error is None:
             error = LoopBlocked(
@@ -189,6 +208,9 @@ class RunStopper:
 
 def closing_error(stop: Stop) -> LimitReached:
     """Create the LimitReached error for a request that is refused or cancelled because the run is
-    ending early. ``stop`` is the reason why the run ends."""
+    ending early.
+
+    ``stop`` is the reason why the run ends.
+    """
     why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
     return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)

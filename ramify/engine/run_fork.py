@@ -1,5 +1,7 @@
-"""Fork stored runs. A fork is a new run that repeats a stored run up to a chosen turn of one of its
-calls, and then continues differently.
+"""Fork stored runs.
+
+A fork is a new run that repeats a stored run up to a chosen turn of one of its calls, and then
+continues differently.
 
     events ──> those before the turn, or beside it ──> edited prompt or code ──> the new run
 
@@ -70,9 +72,11 @@ class ForkCostEstimate(msgspec.Struct, frozen=True):
 
 
 def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> ForkPoint:
-    """Return the point at which a fork of a stored run begins, including the edit made there. The
-    options that describe the edit (``call``, ``code`` and ``prompt``) are removed from
-    ``changes``."""
+    """Return the point at which a fork of a stored run begins, including the edit made there.
+
+    The options that describe the edit (``call``, ``code`` and ``prompt``) are removed from
+    ``changes``.
+    """
     call, code = changes.pop("call", None), changes.pop("code", None)
     return ForkPoint(list(events), turn, call=call, code=code, prompt=changes.pop("prompt", None))
 
@@ -90,8 +94,11 @@ class ForkPoint:
         code: str | None = None,
         prompt: str | Sequence[str] | None = None,
     ) -> None:
-        """Prepare a fork at the turn with index ``turn``, counted from 0. Raises ConfigError if the
-        run has no such turn or has several root calls, or if the edit does not suit the turn."""
+        """Prepare a fork at the turn with index ``turn``, counted from 0.
+
+        Raises ConfigError if the run has no such turn or has several root calls, or if the edit
+        does not suit the turn.
+        """
         calls = {event.id: event for event in events if isinstance(event, CallStarted)}
         self.call = _call_of(calls, call)
         self.turn = turn
@@ -179,8 +186,10 @@ class ForkPoint:
         self, limits: Limits, clients: Sequence[Client], reply_tokens: int
     ) -> ForkCostEstimate:
         """Estimate the cost of the fork within ``limits``, if a reply has at most ``reply_tokens``
-        tokens. Raises ConfigError if an edited prompt is too long for the model's window or for the
-        budget."""
+        tokens.
+
+        Raises ConfigError if an edited prompt is too long for the model's window or for the budget.
+        """
         client = next((each for each in clients if each.name == self.call.model), clients[0])
         ledger = BudgetLedger(limits, priced=any(each.price is not None for each in clients))
         tokens = None
@@ -259,8 +268,10 @@ def _turns_of(events: Sequence[AnyEvent], id: str) -> _Turns:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """The point at which one call of a forked run stops repeating its record and runs again. The
-    forked call and each of its ancestors have such a point."""
+    """The point at which one call of a forked run stops repeating its record and runs again.
+
+    The forked call and each of its ancestors have such a point.
+    """
 
     last_reply: int
     """Index of the last turn whose recorded reply is kept."""
@@ -287,8 +298,10 @@ def _kept_calls(
     events: Sequence[AnyEvent], calls: dict[str, CallStarted], path: dict[str, _Place]
 ) -> dict[str, bool]:
     """Return, for each call id, True if the fork repeats that call from the record and False if it
-    makes the call again. The forked call and its ancestors are not included, because they are
-    repeated only in part."""
+    makes the call again.
+
+    The forked call and its ancestors are not included, because they are repeated only in part.
+    """
     kept: dict[str, bool] = {}
     for index, event in enumerate(events):
         if isinstance(event, CallStarted) and event.parent is not None and event.id not in path:

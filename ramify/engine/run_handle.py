@@ -76,7 +76,10 @@ _CLOSE_S = 5.0
 
 
 class RunHandle:
-    """A handle to a run in progress. ``RLM.start`` creates it on a running event loop."""
+    """A handle to a run in progress.
+
+    ``RLM.start`` creates it on a running event loop.
+    """
 
     def __init__(
         self,
@@ -90,9 +93,11 @@ class RunHandle:
         cache: ReusableReplies | None = None,
         earlier: Sequence[Question] | None = None,
     ) -> None:
-        """Start a run in the background. To repeat a recorded conversation, pass its earlier
-        questions as ``earlier``. They are repeated first, and the conversation ends with this
-        run."""
+        """Start a run in the background.
+
+        To repeat a recorded conversation, pass its earlier questions as ``earlier``. They are
+        repeated first, and the conversation ends with this run.
+        """
         self.recorder = recorder
         self._setup = setup
         self._question = question
@@ -120,8 +125,9 @@ class RunHandle:
         return self._setup.limits.max_seconds
 
     async def result(self) -> Result:
-        """Wait until the run ends, and return its result. A failed model or a limit does not raise:
-        see ``Result.stop`` and ``Result.error``.
+        """Wait until the run ends, and return its result.
+
+        A failed model or a limit does not raise: see ``Result.stop`` and ``Result.error``.
 
         Cancelling this wait cancels the run. ``await running``, with the handle itself, does the
         same as this method.
@@ -132,8 +138,10 @@ class RunHandle:
         return self._task.__await__()
 
     async def events(self) -> AsyncIterator[AnyEvent]:
-        """Yield every event of the run from now until it ends. Errors of the run are raised only by
-        ``result``."""
+        """Yield every event of the run from now until it ends.
+
+        Errors of the run are raised only by ``result``.
+        """
         async for event in self.recorder.upcoming_events():
             yield event
 
@@ -155,7 +163,10 @@ class RunHandle:
     # --- the run itself ---------------------------------------------------------------------------
 
     def _warn(self, text: str) -> None:
-        """Record a warning about the run. May be called from any thread."""
+        """Record a warning about the run.
+
+        May be called from any thread.
+        """
         loop = self._task.get_loop()
         if threading.get_ident() == self._thread:
             self.recorder.warn(text)
@@ -264,8 +275,11 @@ class RunHandle:
 
     def _blocked(self, place: str) -> None:
         """End the run from another thread, because its event loop is blocked or the run cannot be
-        cancelled. The journal is closed so that the run can be resumed, and the waiting caller gets
-        an error. ``place`` is the line at which the loop is blocked, or empty."""
+        cancelled.
+
+        The journal is closed so that the run can be resumed, and the waiting caller gets an error.
+        ``place`` is the line at which the loop is blocked, or empty.
+        """
         run, limits = self._run, self._setup.limits
         assert run is not None
         why = (
@@ -288,8 +302,10 @@ class RunHandle:
             _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
 
     async def _context(self, resources: EventLoopResources) -> SharedContext | None:
-        """Return the encoded context of the question, or None if there is none. It is encoded once,
-        in a thread if it is large. If there is a store, the context is stored."""
+        """Return the encoded context of the question, or None if there is none.
+
+        It is encoded once, in a thread if it is large. If there is a store, the context is stored.
+        """
         context = await self._encoded(resources)
         if context is not None and self._question.on_context is not None:
             self._question.on_context(context)
@@ -358,8 +374,10 @@ class RunHandle:
         )
 
     def _ended(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
-        """Record the end of the run, release its resources, and return its outcome. If the end
-        cannot be written to the journal, the outcome becomes a failure."""
+        """Record the end of the run, release its resources, and return its outcome.
+
+        If the end cannot be written to the journal, the outcome becomes a failure.
+        """
         try:
             if self.recorder.trajectory.id:
                 self.recorder.emit(self._end_of(outcome, run))

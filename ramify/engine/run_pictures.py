@@ -39,8 +39,10 @@ class RunPictures:
     """The pictures of one run, each with the location of its bytes."""
 
     def __init__(self, blobs: RunBlobs | None, given: Mapping[str, PictureSource]) -> None:
-        """Start with the pictures of the context. ``given`` maps the digest of each picture to its
-        bytes or to the file that contains them."""
+        """Start with the pictures of the context.
+
+        ``given`` maps the digest of each picture to its bytes or to the file that contains them.
+        """
         self._blobs = blobs
         self._sources: dict[str, PictureSource] = dict(given)
         self._known: dict[str, Picture] = {}
@@ -48,8 +50,10 @@ class RunPictures:
         """True if any picture has occurred in the run so far."""
 
     def read(self, digest: str) -> bytes:
-        """Return the bytes of the picture with this digest. Raises Refused if the bytes are missing
-        or have changed."""
+        """Return the bytes of the picture with this digest.
+
+        Raises Refused if the bytes are missing or have changed.
+        """
         try:
             return self._read(digest)
         except (OSError, StoreError, LookupError) as error:
@@ -59,8 +63,10 @@ class RunPictures:
             ) from None
 
     def add(self, data: bytes, name: str = "") -> Picture:
-        """Add a picture that a session or a tool has produced. Raises NotAPicture if the bytes are
-        not a supported picture."""
+        """Add a picture that a session or a tool has produced.
+
+        Raises NotAPicture if the bytes are not a supported picture.
+        """
         picture = picture_from_bytes(data, name)
         self.has_any = True
         if self._blobs is None:
@@ -70,9 +76,11 @@ class RunPictures:
         return self._known.setdefault(picture.digest, picture)
 
     def resolve_picture(self, value: Any, at: str) -> Picture:
-        """Return the picture that a session sent as ``value``. The value is a dict that refers to a
-        picture of the context, or the bytes of a picture. ``at`` names the argument in error
-        messages. Raises HostCallError if the value is neither."""
+        """Return the picture that a session sent as ``value``.
+
+        The value is a dict that refers to a picture of the context, or the bytes of a picture.
+        ``at`` names the argument in error messages. Raises HostCallError if the value is neither.
+        """
         digest = picture_reference_digest(value)
         if digest is None and not isinstance(value, bytes):
             raise HostCallError(
@@ -98,8 +106,11 @@ class RunPictures:
             ) from None
 
     def resolve_images(self, values: Any, at: str) -> tuple[Picture, ...]:
-        """Return the pictures for the ``images`` argument of one request. Raises HostCallError if a
-        value is not a picture, or if the pictures are too many or too large for one request."""
+        """Return the pictures for the ``images`` argument of one request.
+
+        Raises HostCallError if a value is not a picture, or if the pictures are too many or too
+        large for one request.
+        """
         if isinstance(values, bytes) or picture_reference_digest(values) is not None:
             values = [values]
         if not isinstance(values, list | tuple):
@@ -120,13 +131,18 @@ class RunPictures:
         return pictures
 
     def in_context(self, value: Any) -> tuple[Picture, ...]:
-        """Return all pictures of a context, for a plain model call. Raises HostCallError if they do
-        not fit into one request."""
+        """Return all pictures of a context, for a plain model call.
+
+        Raises HostCallError if they do not fit into one request.
+        """
         return self.resolve_images(pictures_in(value), "the pictures of the context")
 
     def replace_tool_pictures(self, result: Any) -> Any:
         """Return the result of a tool with each picture (``PictureBytes``) replaced by a dict that
-        refers to it in a session. Raises NotAPicture if the bytes are not a supported picture."""
+        refers to it in a session.
+
+        Raises NotAPicture if the bytes are not a supported picture.
+        """
         if isinstance(result, PictureBytes):
             return self.add(result.data, result.name).as_reference()
         if isinstance(result, list | tuple) and any(isinstance(i, PictureBytes) for i in result):
@@ -134,8 +150,10 @@ class RunPictures:
         return result
 
     def store_all(self) -> None:
-        """Write the pictures of the context to the store. Raises ConfigError if a picture has
-        changed since it was first read."""
+        """Write the pictures of the context to the store.
+
+        Raises ConfigError if a picture has changed since it was first read.
+        """
         if self._blobs is None:
             return
         for digest, source in self._sources.items():

@@ -49,13 +49,19 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def run_id(self) -> str:
-        """The id of the run. ``RLM.resume`` and ``ramify show`` accept it if the run is stored."""
+        """The id of the run.
+
+        ``RLM.resume`` and ``ramify show`` accept it if the run is stored.
+        """
         return self.trajectory.id
 
     @property
     def reason(self) -> str:
         """One sentence that explains why the run ended, with the numbers of the limit that it
-        reached. Empty after a final answer."""
+        reached.
+
+        Empty after a final answer.
+        """
         return self.trajectory.reason
 
     def __repr__(self) -> str:
@@ -108,7 +114,10 @@ def why_unanswered(result: Result) -> str:
 
 def checked(result: Result, resume: Callable[[str], Result]) -> Result:
     """Return ``result``, or raise the corresponding error if the run is suspended or failed without
-    an answer. The ``resume`` method of a Suspended error calls the function ``resume``."""
+    an answer.
+
+    The ``resume`` method of a Suspended error calls the function ``resume``.
+    """
     if result.stop is Stop.SUSPENDED:
         raise _suspended(result.run_id, result.error, resume) from result.failure
     if result.stop is Stop.ERROR and result.answer is None:

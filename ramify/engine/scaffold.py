@@ -92,8 +92,11 @@ _MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}
 
 
 def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
-    """Return the text that replaces a marker such as ``{{tools}}``. A marker without text is
-    removed together with its line. Other words in double braces remain unchanged."""
+    """Return the text that replaces a marker such as ``{{tools}}``.
+
+    A marker without text is removed together with its line. Other words in double braces remain
+    unchanged.
+    """
     name = found[1] or found[2] or found[3]
     if name not in filled:
         return found[0]
@@ -185,8 +188,10 @@ class Scaffold(
             )
 
     def _check_system(self, field: str, text: str) -> None:
-        """Raise ConfigError if a system message lacks a marker that every session needs. An example
-        is ``{{limits}}``, which the limits of the run replace."""
+        """Raise ConfigError if a system message lacks a marker that every session needs.
+
+        An example is ``{{limits}}``, which the limits of the run replace.
+        """
         losses = {
             "tools": "which tools there are",
             "limits": "its limits",
@@ -203,7 +208,10 @@ class Scaffold(
 
     def system_prompt(self, facts: PromptFacts | None = None) -> str:
         """Return the system message of a call, with its markers replaced by ``facts`` about the
-        run. Without ``facts``, the message contains nothing specific to a run."""
+        run.
+
+        Without ``facts``, the message contains nothing specific to a run.
+        """
         text = self.child_system if facts and facts.depth and self.child_system else self.system
         if not text:
             return ""
@@ -218,8 +226,10 @@ class Scaffold(
     def first_message(
         self, question: str, context: object, facts: ContextFacts | None = None, about: str = ""
     ) -> str:
-        """Return the first message of a call, which presents the question. ``context`` is the value
-        that the call's session contains."""
+        """Return the first message of a call, which presents the question.
+
+        ``context`` is the value that the call's session contains.
+        """
         if not self.first:
             return prompt_text.first_message(question, facts or ContextFacts(), about)
         filled = {
@@ -247,8 +257,10 @@ class Scaffold(
 
     @property
     def lists_tools(self) -> bool:
-        """True if the system message tells the model which tools a session has. False if the
-        scaffold has no system message or a fixed one, as in the prompts of ReTool."""
+        """True if the system message tells the model which tools a session has.
+
+        False if the scaffold has no system message or a fixed one, as in the prompts of ReTool.
+        """
         is_frozen = self.raw_code or self.protocol != "notebook" or not self.system
         return not is_frozen and "{{tools}}" in self.system
 
@@ -259,9 +271,12 @@ class Scaffold(
         return (retool_protocol.TOOL,) if self.protocol == "retool" else NATIVE_TOOLS
 
     def read(self, message: Message, is_cut: bool = False) -> ParsedAction:
-        """Parse a reply into code to run or a final answer. If ``is_cut`` is True, the reply was
-        truncated, so its last code or answer may be incomplete. With ``raw_code``, the end of code
-        is not marked, so even a truncated reply is run."""
+        """Parse a reply into code to run or a final answer.
+
+        If ``is_cut`` is True, the reply was truncated, so its last code or answer may be
+        incomplete. With ``raw_code``, the end of code is not marked, so even a truncated reply is
+        run.
+        """
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
         if self.protocol == "retool":
@@ -347,9 +362,11 @@ SCAFFOLDS = Registry(
 
 
 def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
-    """Return the scaffold with the name ``given``, or ``given`` itself if it is a scaffold. If it
-    is None, return the scaffold that ``model`` was trained for, or else the default. Raises
-    ConfigError for an unknown name."""
+    """Return the scaffold with the name ``given``, or ``given`` itself if it is a scaffold.
+
+    If it is None, return the scaffold that ``model`` was trained for, or else the default. Raises
+    ConfigError for an unknown name.
+    """
     if isinstance(given, Scaffold):
         return given
     if given is not None and not isinstance(given, str):
@@ -388,8 +405,11 @@ def trained_scaffold_name(model: object) -> str | None:
 
 def card_of(model: object) -> TrainedPolicySettings:
     """Return the settings stored in the checkpoint folder of a trained policy: its scaffold and its
-    limits. ``model`` is a model name, a client, or a list whose first entry answers the root call.
-    The settings are empty if nothing is known about the model."""
+    limits.
+
+    ``model`` is a model name, a client, or a list whose first entry answers the root call. The
+    settings are empty if nothing is known about the model.
+    """
     if isinstance(model, list | tuple) and model:
         return card_of(model[0])
     if isinstance(model, Model):

@@ -55,8 +55,10 @@ class _Budget:
             raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
-        """Return the number of values inside a part of the schema or of the checked value. Results
-        are cached by the object's ``id()``, so the object must outlive the budget."""
+        """Return the number of values inside a part of the schema or of the checked value.
+
+        Results are cached by the object's ``id()``, so the object must outlive the budget.
+        """
         if id(value) not in self._sizes:
             self._sizes[id(value)] = count_nodes(value)
         return self._sizes[id(value)]
@@ -69,8 +71,11 @@ class JsonSchema:
     """A compiled JSON schema, against which values can be checked."""
 
     def __init__(self, schema: dict[str, Any], *, trusted: bool = True) -> None:
-        """Compile ``schema``. Raises ConfigError if the schema is invalid. If not ``trusted``, the
-        schema must also stay within the limits for untrusted schemas."""
+        """Compile ``schema``.
+
+        Raises ConfigError if the schema is invalid. If not ``trusted``, the schema must also stay
+        within the limits for untrusted schemas.
+        """
         import jsonschema
         import referencing
 
@@ -97,7 +102,10 @@ class JsonSchema:
 
     def failure(self, value: Any) -> str | None:
         """Return a description of what is wrong with ``value`` (plain JSON), or None if the value
-        matches the schema. Raises SchemaCheckTooLong if the check needs too many steps."""
+        matches the schema.
+
+        Raises SchemaCheckTooLong if the check needs too many steps.
+        """
         import jsonschema
         from referencing.exceptions import Unresolvable
 
@@ -117,8 +125,10 @@ class JsonSchema:
 
 
 def count_nodes(value: Any) -> int:
-    """Return the number of values inside ``value``, including itself. A long text counts as several
-    values."""
+    """Return the number of values inside ``value``, including itself.
+
+    A long text counts as several values.
+    """
     count, open_ = 0, [value]
     while open_:
         part = open_.pop()
@@ -158,8 +168,10 @@ def _check_stranger(schema: Any, size: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _pattern(text: str) -> Any:
-    """Compile an untrusted regular expression with RE2. Raises ConfigError, with advice, if RE2
-    does not accept it."""
+    """Compile an untrusted regular expression with RE2.
+
+    Raises ConfigError, with advice, if RE2 does not accept it.
+    """
     import re2
 
     options = re2.Options()
@@ -177,8 +189,10 @@ def _pattern(text: str) -> Any:
 
 
 def _instead(why: str) -> str:
-    """Return advice on what to write instead of a regular expression that RE2 rejected. ``why`` is
-    the error message of RE2."""
+    """Return advice on what to write instead of a regular expression that RE2 rejected.
+
+    ``why`` is the error message of RE2.
+    """
     part = why.rpartition(": ")[2]
     if "perl operator" in why and part.startswith(("(?=", "(?!", "(?<")):
         return (
@@ -204,8 +218,10 @@ def _instead(why: str) -> str:
 
 @functools.cache
 def _counting(kind: Any, trusted: bool) -> Any:
-    """Return a subclass of the jsonschema validator ``kind`` that counts its steps. It stops when
-    the budget of the current check is used up."""
+    """Return a subclass of the jsonschema validator ``kind`` that counts its steps.
+
+    It stops when the budget of the current check is used up.
+    """
     import attrs
     from jsonschema import validators
 
@@ -239,8 +255,10 @@ def _counting(kind: Any, trusted: bool) -> Any:
 
 
 def _ignore_beside_reference(schema: dict[str, Any]) -> Any:
-    """Return the keywords of ``schema`` that take effect in JSON Schema up to draft 7. In these
-    drafts, a ``$ref`` overrides all keywords next to it."""
+    """Return the keywords of ``schema`` that take effect in JSON Schema up to draft 7.
+
+    In these drafts, a ``$ref`` overrides all keywords next to it.
+    """
     return [("$ref", schema["$ref"])] if "$ref" in schema else schema.items()
 
 
@@ -283,8 +301,11 @@ def _unique_items(validator: Any, is_required: Any, instance: Any, _: Any) -> It
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable key for a JSON value. Two values have equal keys if and only if JSON Schema
-    treats them as equal: 1 and 1.0 are equal, but 1 and true are not."""
+    """Return a hashable key for a JSON value.
+
+    Two values have equal keys if and only if JSON Schema treats them as equal: 1 and 1.0 are equal,
+    but 1 and true are not.
+    """
     if isinstance(value, dict):
         return frozenset((name, _hashable(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -359,7 +380,10 @@ def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
 
 def _leads(reference: str, schema: Any) -> bool:
     """Return True if ``reference``, such as ``#/$defs/Item``, points to an existing part of
-    ``schema``. References to anchors are accepted without being resolved."""
+    ``schema``.
+
+    References to anchors are accepted without being resolved.
+    """
     place, *path = reference.split("/")
     if place.startswith("#") and (place != "#" or not path):
         return True

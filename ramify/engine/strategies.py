@@ -1,5 +1,7 @@
-"""List the strategies and modes for answering a question. A strategy is code that answers a run's
-question through many small model calls. It is recorded so that the run can be resumed.
+"""List the strategies and modes for answering a question.
+
+A strategy is code that answers a run's question through many small model calls. It is recorded so
+that the run can be resumed.
 
     RLM.completion(text, query, strategy=S) ──> S(calls) ──> CallOutcome
     config of the run: {"strategy": {"name": "plan", …}} ──> the same strategy, when it is resumed
@@ -64,9 +66,11 @@ def record_of(strategy: Any) -> dict[str, Any]:
 def recorded_strategy(
     recorded: Mapping[str, Any] | None, given: Strategy | None = None
 ) -> Strategy | None:
-    """Return the strategy of a recorded run, or None if it had none. If the record contains only a
-    function name, return ``given``. Raises ConfigError if the strategy is neither recorded nor
-    given."""
+    """Return the strategy of a recorded run, or None if it had none.
+
+    If the record contains only a function name, return ``given``. Raises ConfigError if the
+    strategy is neither recorded nor given.
+    """
     if not recorded:
         return None
     name = recorded.get("name")

@@ -1,5 +1,6 @@
-"""Make the user's functions callable from session code. They execute in this process, with its
-permissions.
+"""Make the user's functions callable from session code.
+
+They execute in this process, with its permissions.
 
 A tool is a function (plain or ``async``) or another value. To replace the description in a tool's
 docstring, give ``{"tool": f, "description": "…"}``. Each plain function runs in a separate thread,
@@ -53,8 +54,10 @@ RESERVED = frozenset(
 
 
 def optional_tools(tools: Mapping[str, Any]) -> list[str]:
-    """Return the names of the tools that are marked as optional. Optional tools come with a context
-    and can be created again when a run is repeated."""
+    """Return the names of the tools that are marked as optional.
+
+    Optional tools come with a context and can be created again when a run is repeated.
+    """
     return [name for name, tool in tools.items() if getattr(tool, "is_optional", False)]
 
 
@@ -80,8 +83,11 @@ else:
 
 
 class ToolSet:
-    """A validated set of tools. The host executes functions when session code calls them, and sends
-    other values to the session once."""
+    """A validated set of tools.
+
+    The host executes functions when session code calls them, and sends other values to the session
+    once.
+    """
 
     def __init__(self, tools: Tools | None) -> None:
         if tools is not None and not isinstance(tools, Iterable):
@@ -137,8 +143,10 @@ class ToolSet:
         }
 
     def only(self, names: Sequence[str]) -> ToolSet:
-        """Return a set of only the tools with the given names. Raises ConfigError for an unknown
-        name."""
+        """Return a set of only the tools with the given names.
+
+        Raises ConfigError for an unknown name.
+        """
         every = self._given()
         for name in names:
             if name not in every:
@@ -169,14 +177,19 @@ class ToolSet:
 
     def recorded(self) -> dict[str, str]:
         """Return what the run's journal records about each tool, by name: a hash of the code of a
-        function, or the type of another value. Functions of MCP servers are not included."""
+        function, or the type of another value.
+
+        Functions of MCP servers are not included.
+        """
         own = {name: f for name, f in self.functions.items() if not hasattr(f, "owner")}
         values = {name: type(value).__name__ for name, value in self.values.items()}
         return {name: _hash_of(tool) for name, tool in own.items()} | values
 
     def describe(self) -> str:
-        """Return the lines of the system prompt that describe the tools. Empty if there are no
-        tools."""
+        """Return the lines of the system prompt that describe the tools.
+
+        Empty if there are no tools.
+        """
         lines = [
             getattr(tool, "prompt_entry", "")
             or f"- `{name}{_signature(tool)}`: {self._summary(name)}"
@@ -192,9 +205,11 @@ class ToolSet:
         return self.descriptions.get(name) or _summary(self.functions[name])
 
     def sources(self) -> dict[str, str]:
-        """Return the source code of the modules to install in a session, by module name. One module
-        has a function for each tool that the host executes. The others belong to tools with their
-        own source code."""
+        """Return the source code of the modules to install in a session, by module name.
+
+        One module has a function for each tool that the host executes. The others belong to tools
+        with their own source code.
+        """
         sources = {
             name: tool.session_source
             for name, tool in self.functions.items()
@@ -217,8 +232,10 @@ class ToolSet:
         return "\n".join([_CALL, *parts, f"__all__ = {reserved!r}\n{bound}"])
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Execute a tool and return its result. If the tool raises an exception, raise
-        HostCallError with the exception's type and text."""
+        """Execute a tool and return its result.
+
+        If the tool raises an exception, raise HostCallError with the exception's type and text.
+        """
         tool = self.functions.get(name)
         if tool is None:
             raise HostCallError("NameError", observation_messages.NO_TOOL.format(name=name))
@@ -241,9 +258,11 @@ def _hash_of(tool: Any) -> str:
 async def _outcome(
     tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Execute a tool, and return its result and its exception, one of which is None. The exception
-    is returned as a value because a future cannot hold StopIteration, and SystemExit would end the
-    event loop."""
+    """Execute a tool, and return its result and its exception, one of which is None.
+
+    The exception is returned as a value because a future cannot hold StopIteration, and SystemExit
+    would end the event loop.
+    """
 
     def run() -> tuple[Any, Any]:
         try:

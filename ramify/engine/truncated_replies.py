@@ -23,8 +23,9 @@ _LONGER = (2, 4)
 async def complete_truncated(
     run: SharedRunState, call: LiveCall, reply: Reply, new: Sequence[Message]
 ) -> Reply:
-    """Complete a reply that was truncated at its token limit, and return the completed reply. Any
-    other reply is returned unchanged.
+    """Complete a reply that was truncated at its token limit, and return the completed reply.
+
+    Any other reply is returned unchanged.
 
     ``new`` holds the messages to which ``reply`` responded, in the last turn of ``call``. If the
     model's server can continue a text, the reply is continued from its end. Otherwise the question
@@ -50,9 +51,11 @@ async def _more_of(
     reused: int,
     longer: int,
 ) -> Reply | None:
-    """Send one further request for a truncated reply. Return the reply with its continuation, or a
-    new reply with a token limit that is ``longer`` times as high. Return None if no further request
-    is allowed."""
+    """Send one further request for a truncated reply.
+
+    Return the reply with its continuation, or a new reply with a token limit that is ``longer``
+    times as high. Return None if no further request is allowed.
+    """
     setup, message = run.setup, reply.message
     is_continued = bool(message.content.strip()) and not message.tool_calls
     is_continued = is_continued and getattr(call.client, "continues", False)

@@ -46,8 +46,10 @@ _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 class TypeMismatch(Exception):
-    """Raised if a value does not match the required type. The message names the position and the
-    reason, and is shown to the model."""
+    """Raised if a value does not match the required type.
+
+    The message names the position and the reason, and is shown to the model.
+    """
 
 
 class AnswerSchema(msgspec.Struct, frozen=True):
@@ -60,8 +62,11 @@ class AnswerSchema(msgspec.Struct, frozen=True):
     """Converts a plain value (dicts, lists, text, …) to the typed one. Raises TypeMismatch."""
 
     def read(self, text: str) -> Any:
-        """Return the typed value in a reply. The reply is parsed as JSON, as JSON in a Markdown
-        fence, or as plain text if the text matches the type, as ``Paris`` matches a string."""
+        """Return the typed value in a reply.
+
+        The reply is parsed as JSON, as JSON in a Markdown fence, or as plain text if the text
+        matches the type, as ``Paris`` matches a string.
+        """
         try:
             return self.convert(parse_json(text))
         except TypeMismatch:
@@ -74,8 +79,10 @@ class AnswerSchema(msgspec.Struct, frozen=True):
             raise
 
     def from_words(self, text: str) -> Any:
-        """Try to convert prose that was not marked as an answer. Return None if it is not a value
-        of this type, or if any text would match the type."""
+        """Try to convert prose that was not marked as an answer.
+
+        Return None if it is not a value of this type, or if any text would match the type.
+        """
         with contextlib.suppress(TypeMismatch):
             value = self.read(text)
             try:
@@ -85,9 +92,11 @@ class AnswerSchema(msgspec.Struct, frozen=True):
         return None
 
     def literal(self, text: str) -> Any:
-        """Return the value that the model meant by ``FINAL(text)``, before conversion. Tries a
-        Python literal, a literal inside a quoted string, and plain text. If none matches the type,
-        return the literal, so that the mismatch can be reported."""
+        """Return the value that the model meant by ``FINAL(text)``, before conversion.
+
+        Tries a Python literal, a literal inside a quoted string, and plain text. If none matches
+        the type, return the literal, so that the mismatch can be reported.
+        """
         value = FinalAnswerText(text).literal()
         quoted = FinalAnswerText(value).literal() if isinstance(value, str) else value
         for reading in (value, quoted, text):
@@ -112,8 +121,11 @@ class AnswerSchema(msgspec.Struct, frozen=True):
 
 
 def answer_type(kind: Any, *, trusted: bool = True) -> AnswerSchema:
-    """Return the answer type for ``kind``, which is a Python type or a JSON schema. Raises
-    ConfigError if it is neither, or if an untrusted schema exceeds the limits of ``schema.py``."""
+    """Return the answer type for ``kind``, which is a Python type or a JSON schema.
+
+    Raises ConfigError if it is neither, or if an untrusted schema exceeds the limits of
+    ``schema.py``.
+    """
     if isinstance(kind, AnswerSchema):
         return kind
     if isinstance(kind, Mapping):
@@ -136,8 +148,11 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerSchema:
 
 
 def parse_json(text: str) -> Any:
-    """Return the JSON value in a model's reply. The JSON may be in a Markdown fence, alone, or
-    surrounded by text. Raises TypeMismatch if there is none."""
+    """Return the JSON value in a model's reply.
+
+    The JSON may be in a Markdown fence, alone, or surrounded by text. Raises TypeMismatch if there
+    is none.
+    """
     fences = _FENCED.findall(text)
     bare = text[min((i for i in (text.find("{"), text.find("[")) if i >= 0), default=0) :].strip()
     error: Exception
@@ -191,8 +206,10 @@ def _is_pydantic(kind: Any) -> bool:
 
 
 def _parts(kind: Any) -> Iterator[Any]:
-    """Yield the types that ``kind`` contains, at all levels. For ``list[A | None]``, these include
-    ``A`` and ``None``."""
+    """Yield the types that ``kind`` contains, at all levels.
+
+    For ``list[A | None]``, these include ``A`` and ``None``.
+    """
     for part in typing.get_args(kind):
         yield part
         yield from _parts(part)
@@ -215,8 +232,10 @@ def _unchecked(error: Exception) -> TypeMismatch:
 
 
 def _writable(plain: Any) -> Any:
-    """Return ``plain`` unchanged if it can be written as JSON. Raises TypeMismatch otherwise, for
-    example for an integer with thousands of digits."""
+    """Return ``plain`` unchanged if it can be written as JSON.
+
+    Raises TypeMismatch otherwise, for example for an integer with thousands of digits.
+    """
     if type(plain) is str:
         return plain
     try:
@@ -229,8 +248,11 @@ def _writable(plain: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` to plain data for JSON. Tuples and sets become lists, and keys that are not
-    text become text. Raises TypeMismatch if the value cannot be converted."""
+    """Convert ``value`` to plain data for JSON.
+
+    Tuples and sets become lists, and keys that are not text become text. Raises TypeMismatch if the
+    value cannot be converted.
+    """
     try:
         return msgspec.to_builtins(value, str_keys=True)
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
@@ -280,8 +302,10 @@ def cited_type(
     kind: Any, context: Any, places: Mapping[str, Sequence[SourcePlace]] = {}
 ) -> AnswerSchema:
     """Return the answer type for an answer with citations, which are checked against ``context``.
+
     ``kind`` is the type of the answer itself. ``places`` describes the structure of each document,
-    such as its pages, so that a citation can name its page."""
+    such as its pages, so that a citation can name its page.
+    """
     import copy
 
     inner = None if kind is None else answer_type(kind)

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 
 class UserConversation:
-    """A conversation in which the user asks several questions in one live session. Open it in a
-    ``with`` block to call ``ask``, or in an ``async with`` block to call ``aask``."""
+    """A conversation in which the user asks several questions in one live session.
+
+    Open it in a ``with`` block to call ``ask``, or in an ``async with`` block to call ``aask``.
+    """
 
     def __init__(
         self,
@@ -44,8 +46,11 @@ class UserConversation:
         *,
         resume: Callable[..., Result],
     ) -> None:
-        """Prepare a conversation about ``prompt``. ``options`` are the defaults for all questions.
-        ``resume`` continues the stored run of a conversation that was closed."""
+        """Prepare a conversation about ``prompt``.
+
+        ``options`` are the defaults for all questions. ``resume`` continues the stored run of a
+        conversation that was closed.
+        """
         self._setup = setup
         self._shared = shared
         self._store = store
@@ -64,17 +69,22 @@ class UserConversation:
     def ask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Ask the next question and return its result. This method blocks; ``aask`` is the async
-        version. The options and errors are those of ``RLM.completion``."""
+        """Ask the next question and return its result.
+
+        This method blocks; ``aask`` is the async version. The options and errors are those of
+        ``RLM.completion``.
+        """
         with suspend_if_blocked(self._resume):
             return event_loop_thread.run(self.aask(query, options, **changes))
 
     async def aask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
     ) -> Result:
-        """Ask the next question on the caller's event loop and return its result. Concurrent
-        questions are answered one after the other. The options and errors are those of
-        ``RLM.completion``."""
+        """Ask the next question on the caller's event loop and return its result.
+
+        Concurrent questions are answered one after the other. The options and errors are those of
+        ``RLM.completion``.
+        """
         chosen = self._options.updated(options, changes)
         async with self._lock:
             return await self._answer(query, chosen)

@@ -1,5 +1,7 @@
-"""Choose how a question is answered, and answer it. The ways are one plain model call, a model that
-writes code in a Python session, conversations held by a task's own code, and a strategy.
+"""Choose how a question is answered, and answer it.
+
+The ways are one plain model call, a model that writes code in a Python session, conversations held
+by a task's own code, and a strategy.
 
     way_to_answer(…) ─┬─ "plain call"     a short context: one request, without a session
                       ├─ "session"        RlmCall, or BranchedCall if the turn has several
@@ -76,9 +78,10 @@ def way_to_answer(
     asked: ModeChoiceCall | None = None,
 ) -> WayToAnswer:
     """Choose how ``question`` is answered, for example by one plain call or in a Python session.
+
     ``asked`` is a pending model call that will choose the mode of the question, or None if the mode
-    is already known. Raises ConfigError if a plain call is required but cannot answer the
-    question."""
+    is already known. Raises ConfigError if a plain call is required but cannot answer the question.
+    """
     if asked is not None:
         return "asked"
     if question.strategy is not None:
@@ -146,8 +149,10 @@ async def answer(
     asked: ModeChoiceCall | None = None,
 ) -> CallOutcome:
     """Answer ``question`` in the given ``way``, and return the outcome of the run's root call.
+
     ``way`` comes from ``way_to_answer``. ``asked`` is the call in which a model chooses the mode,
-    and is required only if ``way`` is ``"asked"``."""
+    and is required only if ``way`` is ``"asked"``.
+    """
     match way:
         case "asked":
             assert asked is not None
@@ -166,7 +171,10 @@ async def _answer_by_conversations(
     run: SharedRunState, question: Question, resources: EventLoopResources
 ) -> CallOutcome:
     """Run the task's own code, which holds its conversations with the models itself, and return its
-    result as the outcome. An exception in that code becomes a failed outcome."""
+    result as the outcome.
+
+    An exception in that code becomes a failed outcome.
+    """
     from ramify.engine.external_conversations import RunModelClient
 
     assert question.conduct is not None
@@ -190,8 +198,10 @@ async def _answer_by_conversations(
 async def _answer_by_strategy(
     run: SharedRunState, question: Question, context: SharedContext | None
 ) -> CallOutcome:
-    """Answer the question with its strategy, and return the outcome. The root call is recorded
-    without turns, because only its child calls ask a model."""
+    """Answer the question with its strategy, and return the outcome.
+
+    The root call is recorded without turns, because only its child calls ask a model.
+    """
     root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
     run.begin_call(root)
     run.continue_past_recorded_limit(root)
@@ -202,7 +212,10 @@ async def _ended_by_strategy(
     run: SharedRunState, root: LiveCall, question: Question, calls: LeafCalls
 ) -> CallOutcome:
     """Run the question's strategy, which asks models through ``calls``, and return the outcome of
-    the root call. Record the end of the root call, whose beginning is already recorded."""
+    the root call.
+
+    Record the end of the root call, whose beginning is already recorded.
+    """
     assert question.strategy is not None
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
@@ -221,8 +234,10 @@ async def _ended_by_strategy(
 async def _answer_as_asked(
     run: SharedRunState, question: Question, context: SharedContext | None, asked: ModeChoiceCall
 ) -> CallOutcome:
-    """Ask a model which mode to use, and then answer the question in that mode. The call that makes
-    the choice is recorded as the first child of the root call."""
+    """Ask a model which mode to use, and then answer the question in that mode.
+
+    The call that makes the choice is recorded as the first child of the root call.
+    """
     root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
     run.begin_call(root)
     calls = LeafCalls(run, root, question)
@@ -245,8 +260,10 @@ async def _answer_as_asked(
 
 async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -> ModeChoice:
     """Return the mode that the model chooses, or the recorded choice if the run is being resumed.
+
     Even then the call is made again so that later calls keep their ids. This costs nothing because
-    its reply is recorded."""
+    its reply is recorded.
+    """
     outcome = await calls.ask(asked.leaf)
     if (recorded := recorded_choice(question)) is not None:
         return recorded
@@ -255,8 +272,10 @@ async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -
 
 
 def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
-    """Convert the answer in ``outcome`` to the type that the question requires. Return a failed
-    outcome if the answer does not match that type."""
+    """Convert the answer in ``outcome`` to the type that the question requires.
+
+    Return a failed outcome if the answer does not match that type.
+    """
     if question.kind is None or outcome.answer is None:
         return outcome
     try:
@@ -301,9 +320,11 @@ async def _answer_in_session(
     conversation: UserConversationState | None,
     begun: LiveCall | None = None,
 ) -> CallOutcome:
-    """Let a model answer the question by writing code in a live Python session. In a conversation,
-    the session of the previous question is continued. ``begun`` is the root call if its start is
-    already recorded, and None otherwise."""
+    """Let a model answer the question by writing code in a live Python session.
+
+    In a conversation, the session of the previous question is continued. ``begun`` is the root call
+    if its start is already recorded, and None otherwise.
+    """
     previous = conversation.last if conversation is not None else None
     number = conversation.num_questions if conversation is not None else 0
     history, fork = None, None
@@ -339,8 +360,10 @@ async def _answer_in_session(
 
 def _new_instructions(now: RlmSetup, before: RlmSetup) -> str:
     """Return the instructions for this question if they changed since the previous question of the
-    conversation, and an empty string otherwise. ``before`` holds the settings of the previous
-    question."""
+    conversation, and an empty string otherwise.
+
+    ``before`` holds the settings of the previous question.
+    """
     if (now.instructions, now.examples) == (before.instructions, before.examples):
         return ""
     return user_instructions(now.instructions, now.examples)

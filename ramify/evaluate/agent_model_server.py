@@ -51,8 +51,10 @@ _WRONG_KEY = (
 
 
 class AgentModelAccess(msgspec.Struct):
-    """One agent's access to a model during an episode. It names the run that records the agent's
-    requests, and says how they are answered."""
+    """One agent's access to a model during an episode.
+
+    It names the run that records the agent's requests, and says how they are answered.
+    """
 
     conversations: RunModelClient
     thread: str
@@ -70,8 +72,10 @@ class AgentModelAccess(msgspec.Struct):
 
 
 class AgentServedModel:
-    """The model that one agent reaches through the endpoint. The agent's requests are recorded as
-    turns in its run."""
+    """The model that one agent reaches through the endpoint.
+
+    The agent's requests are recorded as turns in its run.
+    """
 
     name = MODEL
 
@@ -82,8 +86,10 @@ class AgentServedModel:
         self._rendering: PromptRenderer | None = getattr(client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return replies sampled with the settings of the run. Of the request's own settings, only
-        ``max_tokens``, ``stop`` and ``top_logprobs`` are used."""
+        """Return replies sampled with the settings of the run.
+
+        Of the request's own settings, only ``max_tokens``, ``stop`` and ``top_logprobs`` are used.
+        """
         seat = self._seat
         return await seat.conversations.replies(
             request.messages,
@@ -113,8 +119,11 @@ class AgentServedModel:
 
 
 class AgentModelServer:
-    """An HTTP server through which the agents of many runs call models. Each agent has a *seat*,
-    which determines its run and its model. ``async with`` starts and stops the server."""
+    """An HTTP server through which the agents of many runs call models.
+
+    Each agent has a *seat*, which determines its run and its model. ``async with`` starts and stops
+    the server.
+    """
 
     def __init__(self) -> None:
         self._seats: dict[str, AgentModelAccess] = {}
@@ -135,14 +144,20 @@ class AgentModelServer:
         return {KEY_HEADER: self._key}
 
     def url(self, seat: str = "") -> str:
-        """Return the base URL of the API. With ``seat``, the URL identifies one agent's access to a
-        model. Without it, each request must name its seat in a header."""
+        """Return the base URL of the API.
+
+        With ``seat``, the URL identifies one agent's access to a model. Without it, each request
+        must name its seat in a header.
+        """
         return f"{self._http.url}/seats/{seat}/v1" if seat else f"{self._http.url}/v1"
 
     @contextmanager
     def open_seats(self) -> Iterator[dict[str, AgentModelAccess]]:
-        """Provide a dict to which a run adds its *seats*. Each seat gives one agent access to a
-        model. When the ``with`` block ends, the endpoint no longer accepts them."""
+        """Provide a dict to which a run adds its *seats*.
+
+        Each seat gives one agent access to a model. When the ``with`` block ends, the endpoint no
+        longer accepts them.
+        """
         mine = _Seats(self._seats)
         try:
             yield mine
@@ -152,8 +167,11 @@ class AgentModelServer:
 
     @contextmanager
     def temporary_seat_key(self, seat: AgentModelAccess) -> Iterator[str]:
-        """Yield a new API key for ``seat``, which is one agent's access to a model. When the
-        ``with`` block ends, the key becomes invalid and its unanswered requests are cancelled."""
+        """Yield a new API key for ``seat``, which is one agent's access to a model.
+
+        When the ``with`` block ends, the key becomes invalid and its unanswered requests are
+        cancelled.
+        """
         key = new_key()
         self._keyed[key], self._waiting[key] = seat, set()
         try:
@@ -165,9 +183,11 @@ class AgentModelServer:
 
     @contextmanager
     def _answering(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
-        """Provide a context manager for answering one request of an agent. It counts the request,
-        cancels it if the agent's key is revoked, and stores the error message if the request is
-        refused."""
+        """Provide a context manager for answering one request of an agent.
+
+        It counts the request, cancels it if the agent's key is revoked, and stores the error
+        message if the request is refused.
+        """
         task = asyncio.current_task()
         tasks = self._waiting.get(key)
         if task is not None and tasks is not None:
@@ -233,8 +253,10 @@ class AgentModelServer:
 
 
 class _Seats(dict[str, AgentModelAccess]):
-    """The *seats* of one run by name. A seat gives one agent access to a model. Adding a seat also
-    registers it at the endpoint."""
+    """The *seats* of one run by name.
+
+    A seat gives one agent access to a model. Adding a seat also registers it at the endpoint.
+    """
 
     def __init__(self, table: dict[str, AgentModelAccess]) -> None:
         super().__init__()

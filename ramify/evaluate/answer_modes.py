@@ -57,8 +57,11 @@ class ModelCapacity(msgspec.Struct, frozen=True):
 
     def max_cost(self, tokens: int) -> float | None:
         """Return an upper bound on the cost in dollars of one plain call, whose reply is asked for
-        once. Return None if the model has no price. As in budget reservations, each byte counts as
-        a token."""
+        once.
+
+        Return None if the model has no price. As in budget reservations, each byte counts as a
+        token.
+        """
         if self.price is None:
             return None
         rates = (self.price.input, self.price.cached, self.price.cache_write)
@@ -68,8 +71,10 @@ class ModelCapacity(msgspec.Struct, frozen=True):
 
 
 async def room_of(rlm: RLM) -> ModelCapacity:
-    """Return the context window, the reply limit and the price of the root call's model. The model
-    is not called."""
+    """Return the context window, the reply limit and the price of the root call's model.
+
+    The model is not called.
+    """
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
@@ -77,8 +82,10 @@ async def room_of(rlm: RLM) -> ModelCapacity:
 
 
 async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item (a question of a task) with one plain model call. If the item does not fit
-    the model's window, the model is not called."""
+    """Attempt an item (a question of a task) with one plain model call.
+
+    If the item does not fit the model's window, the model is not called.
+    """
     room = await room_of(rlm)
 
     def unfit(start: TaskStart) -> str:
@@ -118,7 +125,10 @@ MODES: Mapping[str, AttemptFunction] = {
 
 
 def mode_of(name: str) -> AttemptFunction:
-    """Return the function of the mode called ``name``. Raises ConfigError for an unknown name."""
+    """Return the function of the mode called ``name``.
+
+    Raises ConfigError for an unknown name.
+    """
     if name not in MODES:
         raise ConfigError(f"unknown mode '{name}': {did_you_mean(name, MODES)}")
     return MODES[name]

@@ -1,5 +1,7 @@
 """Run one attempt at one item (a question of a task) through the engine: prepare it, run the model
-on it, and score the answer. Evaluation and training both use this module.
+on it, and score the answer.
+
+Evaluation and training both use this module.
 
     prepare ──▶ RLM (sessions, children, a model) ──▶ on_end ──▶ score
         ──▶ Trajectory with rewards, or with errors and no rewards
@@ -84,9 +86,10 @@ async def attempt(
     refuse: Callable[[TaskStart], str] | None = None,
     model: Model | None = None,
 ) -> Trajectory:
-    """Run one attempt at an item (a question of a task) and return its trajectory. The trajectory
-    has ``rewards`` if it could be scored, and ``errors`` otherwise. If the attempt does not end in
-    time, its stack traces are logged.
+    """Run one attempt at an item (a question of a task) and return its trajectory.
+
+    The trajectory has ``rewards`` if it could be scored, and ``errors`` otherwise. If the attempt
+    does not end in time, its stack traces are logged.
 
     Args:
         name: Replaces the id of the run.
@@ -181,8 +184,10 @@ async def attempt(
 async def _score(
     task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
 ) -> None:
-    """Score a finished attempt. If the attempt has forked and ``every_line`` is true, score each
-    path through it separately."""
+    """Score a finished attempt.
+
+    If the attempt has forked and ``every_line`` is true, score each path through it separately.
+    """
     lines = _lines(trajectory, every_line)
     for line in lines:
         await in_thread(score_with_timeout, task, item, line.trajectory, grace_s)
@@ -203,8 +208,10 @@ class AttemptAwaitingScore(NamedTuple):
 async def score_attempts(
     task: Task, attempts: Sequence[AttemptAwaitingScore], grace_s: float = GRACE_S
 ) -> None:
-    """Score several finished attempts with one call of their task, within ``grace_s`` seconds. Each
-    trajectory gets its rewards, or the reason in ``errors`` if it could not be scored."""
+    """Score several finished attempts with one call of their task, within ``grace_s`` seconds.
+
+    Each trajectory gets its rewards, or the reason in ``errors`` if it could not be scored.
+    """
     lines = [_lines(each.trajectory, each.every_line) for each in attempts]
     rollouts = [
         (each.item, line.trajectory)
@@ -233,8 +240,10 @@ def _note_score_error(trajectory: Trajectory, task: Task, item: Item, error: Ram
 
 
 class _Line(NamedTuple):
-    """One path from the start of an attempt to one of its ends. An attempt has several paths if its
-    session was forked."""
+    """One path from the start of an attempt to one of its ends.
+
+    An attempt has several paths if its session was forked.
+    """
 
     end: Call | None
     """Last call of the path; None if the trajectory has no forks."""
@@ -243,9 +252,11 @@ class _Line(NamedTuple):
 
 
 def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
-    """Return the paths through an attempt that are scored separately. If the attempt has forked and
-    ``every_line`` is true, there is one path for each end. Otherwise, the whole trajectory is the
-    only path."""
+    """Return the paths through an attempt that are scored separately.
+
+    If the attempt has forked and ``every_line`` is true, there is one path for each end. Otherwise,
+    the whole trajectory is the only path.
+    """
     ends = list(root_segment(trajectory).path_ends()) if every_line and trajectory.calls else []
     if len(ends) < 2:
         return [_Line(None, 1.0, trajectory)]
@@ -254,7 +265,10 @@ def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
 
 def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
     """Combine the scores of the paths through a forked attempt into rewards and metrics of its
-    trajectory. Each is the average over the paths, weighted by each path's share of the attempt."""
+    trajectory.
+
+    Each is the average over the paths, weighted by each path's share of the attempt.
+    """
     of_children: dict[str, dict[str, list[float]]] = {}
     for end, share, line in lines:
         if end is None:
@@ -310,7 +324,9 @@ MAX_GOLD = 2_000
 
 def _gold(item: Item) -> dict[str, str]:
     """Return the expected answer as text, to be stored with the run for people who read it later.
-    Empty if the item has no expected answer."""
+
+    Empty if the item has no expected answer.
+    """
     gold = item.gold if item.right is None else item.right
     text = as_text(gold)
     if len(text) > MAX_GOLD:
@@ -320,8 +336,10 @@ def _gold(item: Item) -> dict[str, str]:
 
 async def check_task_start(task: Task, item: Item, grace_s: float = GRACE_S) -> None:
     """Check that the task can begin an attempt, by preparing one and ending it at once without
-    calling a model. Raises RamifyError, which names the task and the item, if the task's own code
-    fails."""
+    calling a model.
+
+    Raises RamifyError, which names the task and the item, if the task's own code fails.
+    """
     start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     if start.on_end is not None:
         await _in_time(
@@ -336,8 +354,11 @@ async def root_kind(
     rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
 ) -> RootKind:
     """Return how an attempt at an item begins: with a session, with a plain call (only if
-    ``direct`` is true), or with conversations that the task conducts itself. If the item cannot be
-    prepared, the result is a session, and the attempts themselves will report the reason."""
+    ``direct`` is true), or with conversations that the task conducts itself.
+
+    If the item cannot be prepared, the result is a session, and the attempts themselves will report
+    the reason.
+    """
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
         try:
@@ -356,8 +377,10 @@ async def root_kind(
 async def _in_time(
     work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float
 ) -> Any:
-    """Run a piece of the task's own code with a timeout and return its result. Raises RamifyError,
-    which names the task and the item, if the code fails or takes too long."""
+    """Run a piece of the task's own code with a timeout and return its result.
+
+    Raises RamifyError, which names the task and the item, if the code fails or takes too long.
+    """
     where = f"task '{task.name}', item {item.id}: its {what}"
     try:
         async with asyncio.timeout(grace_s):
@@ -376,8 +399,10 @@ async def _run(
     grace_s: float,
     on_start: Callable[[str], object] | None = None,
 ) -> tuple[Trajectory, Result | str]:
-    """Start a run and wait until it ends or times out. Return its trajectory with its result, or
-    with the reason why the result is missing."""
+    """Start a run and wait until it ends or times out.
+
+    Return its trajectory with its result, or with the reason why the result is missing.
+    """
     running = begin()
     if on_start is not None and running.recorder.is_stored:
         on_start(running.id)
@@ -426,8 +451,10 @@ async def _continued(
     options: Mapping[str, Any],
     grace_s: float,
 ) -> tuple[Trajectory, Result | str] | None:
-    """Continue the stored run of an interrupted attempt. Return None if it cannot be continued and
-    the attempt must be made again."""
+    """Continue the stored run of an interrupted attempt.
+
+    Return None if it cannot be continued and the attempt must be made again.
+    """
     try:
         result = rlm.recorded(run)
         has_more = (
@@ -449,7 +476,10 @@ async def _continued(
 
 def _unanswered(result: Result | str) -> str:
     """Return in a few words why an answer is missing if the model caused it: its session died, its
-    reply was filtered, or its prompt did not fit. Empty in all other cases."""
+    reply was filtered, or its prompt did not fit.
+
+    Empty in all other cases.
+    """
     match None if isinstance(result, str) else result.failure:
         case SessionDied():
             return "session died"
@@ -470,8 +500,10 @@ def _failure(result: Result | str) -> str | None:
 
 
 def _stacks() -> str:
-    """Describe where the tasks of this event loop are waiting, for the log. Each place is listed
-    with its number of tasks, most frequent first."""
+    """Describe where the tasks of this event loop are waiting, for the log.
+
+    Each place is listed with its number of tasks, most frequent first.
+    """
     places = Counter(" > ".join(_frames(task.get_coro())) for task in asyncio.all_tasks())
     return "\n".join(f"{count} x {place}" for place, count in places.most_common())
 

@@ -24,14 +24,19 @@ would probably be cut off."""
 
 
 class CostBudget:
-    """A limit in dollars shared by all attempts of an evaluation. Each attempt reserves its maximum
-    cost before it begins and is charged its actual cost afterwards. An instance may be used in one
-    event loop only."""
+    """A limit in dollars shared by all attempts of an evaluation.
+
+    Each attempt reserves its maximum cost before it begins and is charged its actual cost
+    afterwards. An instance may be used in one event loop only.
+    """
 
     def __init__(self, limit: float, per_attempt: float, spent: float = 0.0) -> None:
         """Create a budget of ``limit`` dollars, of which earlier evaluations have already used
-        ``spent``. ``per_attempt`` is the most that one attempt may spend. Raises ConfigError unless
-        ``limit`` and ``per_attempt`` are positive."""
+        ``spent``.
+
+        ``per_attempt`` is the most that one attempt may spend. Raises ConfigError unless ``limit``
+        and ``per_attempt`` are positive.
+        """
         if not limit > 0 or not per_attempt > 0:
             raise ConfigError(
                 f"a budget of ${plain(limit, 6)}, with ${plain(per_attempt, 6)} for one attempt, "
@@ -47,7 +52,10 @@ class CostBudget:
 
     async def hold(self) -> float | None:
         """Reserve dollars for the next attempt and return the amount, or None if too little is
-        left. Waits while running attempts still hold reservations, since they may return enough."""
+        left.
+
+        Waits while running attempts still hold reservations, since they may return enough.
+        """
         while True:
             left = self.limit - self.spent - self._held
             amount = min(self._per_attempt, left)
@@ -63,8 +71,10 @@ class CostBudget:
             await self._freed.wait()
 
     def is_reduced(self, held: float) -> bool:
-        """Return True if an attempt reserved less than the usual amount. If it was then stopped for
-        reaching that amount, its result says nothing about the model."""
+        """Return True if an attempt reserved less than the usual amount.
+
+        If it was then stopped for reaching that amount, its result says nothing about the model.
+        """
         return held < self._per_attempt * (1 - 1e-9)
 
     def settle(self, held: float, cost: float) -> None:

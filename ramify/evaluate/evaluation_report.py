@@ -148,8 +148,11 @@ def difference(
     ours: EvaluationResult, theirs: EvaluationResult, *, seed: int = 0
 ) -> tuple[MeanEstimate, int]:
     """Return how much higher the mean reward of one evaluation is than that of another, and the
-    number of items compared. These are the items that both evaluations have scored. Raises
-    ConfigError if they evaluate different tasks or have no scored item in common."""
+    number of items compared.
+
+    These are the items that both evaluations have scored. Raises ConfigError if they evaluate
+    different tasks or have no scored item in common.
+    """
     check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
     both = [item for item in a if item in b]
@@ -160,9 +163,11 @@ def difference(
 
 
 def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
-    """Return the items on which two evaluations disagree. ``better`` lists those that only the
-    first answers right, ``worse`` those that only the second does. An item is right if at least
-    half of its scored attempts are."""
+    """Return the items on which two evaluations disagree.
+
+    ``better`` lists those that only the first answers right, ``worse`` those that only the second
+    does. An item is right if at least half of its scored attempts are.
+    """
     a, b = (
         {
             item: 2 * sum(map(_is_right, attempts)) >= len(attempts)
@@ -176,8 +181,10 @@ def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str,
 
 
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
-    """Raise ConfigError if two evaluations do not ask the same items. The message names the
-    difference, such as another split or other task options."""
+    """Raise ConfigError if two evaluations do not ask the same items.
+
+    The message names the difference, such as another split or other task options.
+    """
     for name in ("task", "options", "split"):
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine != other:
@@ -322,8 +329,10 @@ def _shown(figure: MeanEstimate | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
-    """Format rows of cells as the lines of a text table. Columns whose index is in ``numbers`` are
-    right-aligned."""
+    """Format rows of cells as the lines of a text table.
+
+    Columns whose index is in ``numbers`` are right-aligned.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "   ".join(

@@ -1,6 +1,7 @@
 """Compute and draw the curve of a calibration, which measures how accurately a model answers plain
-calls of different sizes. The points come from recorded answers, and the curve is drawn as text and
-SVG.
+calls of different sizes.
+
+The points come from recorded answers, and the curve is drawn as text and SVG.
 
     tokens   accuracy              $ per 1M tokens
      2,000   1.000 [0.91 1.00]     0.31             ████████████████████
@@ -38,8 +39,10 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
 def sizes_for(room: ModelCapacity) -> list[int]:
-    """Return the call sizes that a calibration measures by default. The smallest size is doubled
-    until the result would no longer fit into the model's window."""
+    """Return the call sizes that a calibration measures by default.
+
+    The smallest size is doubled until the result would no longer fit into the model's window.
+    """
     sizes = [FIRST_SIZE]
     while room.fits(to_text_tokens(2 * sizes[-1])):
         sizes.append(2 * sizes[-1])
@@ -47,8 +50,10 @@ def sizes_for(room: ModelCapacity) -> list[int]:
 
 
 def to_text_tokens(size: int) -> int:
-    """Convert a call size to the unit of a suite's ``tokens`` option. Call sizes count a token as
-    three bytes, and the option counts it as four characters."""
+    """Convert a call size to the unit of a suite's ``tokens`` option.
+
+    Call sizes count a token as three bytes, and the option counts it as four characters.
+    """
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
 
 
@@ -60,7 +65,9 @@ def size_of(cell: MatrixCell) -> int:
 
 def likely_dollars(plan: MatrixPlan, room: ModelCapacity) -> float | None:
     """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
-    Return None if the model has no known price."""
+
+    Return None if the model has no known price.
+    """
     if room.price is None:
         return None
     read = sum(cell.plan.items * (cell.tokens or 0) for cell in plan.cells)
@@ -88,8 +95,10 @@ def date_of(plan: MatrixPlan) -> str:
 def points_of(
     plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
 ) -> tuple[CalibrationPoint, ...]:
-    """Compute the points of a calibration curve, smallest size first. Sizes without a scored
-    question are omitted."""
+    """Compute the points of a calibration curve, smallest size first.
+
+    Sizes without a scored question are omitted.
+    """
     made: dict[int, list[AttemptOutcome]] = {}
     for cell in plan.cells:
         scored = [each for each in outcomes.get(cell.record, ()) if each.reward is not None]
@@ -123,8 +132,11 @@ def _bar(share: float) -> str:
 
 
 def curve_svg(calibration: PartSizeCalibration) -> str:
-    """Draw a calibration curve as an SVG image. The vertical axis shows accuracy with confidence
-    intervals, and the horizontal axis shows the size on a logarithmic scale."""
+    """Draw a calibration curve as an SVG image.
+
+    The vertical axis shows accuracy with confidence intervals, and the horizontal axis shows the
+    size on a logarithmic scale.
+    """
     points = calibration.points
     first, last = points[0].tokens, points[-1].tokens
     span = math.log(last / first) or 1.0

@@ -49,7 +49,9 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def parse_length(text: str) -> int:
-    """Parse a length in tokens, such as ``8k``. Raises ConfigError if the text is not a length.
+    """Parse a length in tokens, such as ``8k``.
+
+    Raises ConfigError if the text is not a length.
 
     >>> parse_length("8k")
     8192
@@ -62,7 +64,10 @@ def parse_length(text: str) -> int:
 
 
 def length_name(num: int) -> str:
-    """Return the short name of a number of tokens. For example, 8192 tokens are ``8k``."""
+    """Return the short name of a number of tokens.
+
+    For example, 8192 tokens are ``8k``.
+    """
     for unit in ("m", "k"):
         if num % _UNITS[unit] == 0:
             return f"{num // _UNITS[unit]}{unit}"
@@ -124,21 +129,27 @@ class MatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_systems(self) -> bool:
-        """True if external systems answer some cells. All requests must then go through a metering
-        proxy, which counts their cost."""
+        """True if external systems answer some cells.
+
+        All requests must then go through a metering proxy, which counts their cost.
+        """
         return any(cell.system for cell in self.cells)
 
     @property
     def first_plan(self) -> EvaluationPlan:
-        """The plan of the first cell. All cells have the same split, number of items and number of
-        attempts."""
+        """The plan of the first cell.
+
+        All cells have the same split, number of items and number of attempts.
+        """
         return self.cells[0].plan
 
 
 def make_matrix_plan(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
-    """Plan one evaluation for each combination of the axes. Tasks that must be created for this are
-    stored in ``tasks`` for later use. Raises ConfigError for a suite, family, length, mode or
-    system that does not exist."""
+    """Plan one evaluation for each combination of the axes.
+
+    Tasks that must be created for this are stored in ``tasks`` for later use. Raises ConfigError
+    for a suite, family, length, mode or system that does not exist.
+    """
     for name in axes.modes:
         mode_of(name)
     systems = {system_of(words).name: words for words in axes.systems}
@@ -206,7 +217,10 @@ def _file_words(place: Mapping[str, str]) -> str:
 
 def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[str, Any]]]:
     """Return, for each requested length, the cell's coordinates and the task options that give the
-    suite's texts this length. Raises ConfigError if the suite has no option for a length."""
+    suite's texts this length.
+
+    Raises ConfigError if the suite has no option for a length.
+    """
     options = dict(axes.base.options)
     if not axes.lengths:
         return [({}, options)]
@@ -232,8 +246,10 @@ def _families(
     suite: str, options: dict[str, Any], split: str, tasks: MatrixTaskCache
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
     """Return, for each family of questions in a suite, the cell's coordinates and the task options
-    that select this family. Suites without families, or with questions from a file, have a single
-    entry without coordinates."""
+    that select this family.
+
+    Suites without families, or with questions from a file, have a single entry without coordinates.
+    """
     plan = EvaluationPlan(model="", task=suite, options=options)
     names: Sequence[str] = getattr(tasks.of(plan), "families", ())
     if not names or _is_from_a_file(options, split):
@@ -247,7 +263,10 @@ def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:
 
 def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of the function that creates a task, or an empty mapping if no function
-    creates it. Raises ConfigError for an unknown task."""
+    creates it.
+
+    Raises ConfigError for an unknown task.
+    """
     if suite.endswith(DATA_SUFFIXES) or suite.startswith(("hf:", "verifiers:")):
         return {}
     make = TASKS.of(suite)
@@ -258,15 +277,19 @@ def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
 
 
 class MatrixTaskCache:
-    """A cache of the tasks of a matrix. Cells that differ only in model, mode or scaffold share one
-    task object."""
+    """A cache of the tasks of a matrix.
+
+    Cells that differ only in model, mode or scaffold share one task object.
+    """
 
     def __init__(self) -> None:
         self._made: dict[bytes, Task] = {}
 
     def of(self, plan: EvaluationPlan) -> Task:
-        """Return the task that a cell evaluates, creating it on first use. Raises ConfigError if it
-        cannot be created."""
+        """Return the task that a cell evaluates, creating it on first use.
+
+        Raises ConfigError if it cannot be created.
+        """
         key = msgspec.json.encode((plan.task, plan.options), order="deterministic")
         if key not in self._made:
             self._made[key] = task_of(plan.task, **plan.options)
@@ -347,9 +370,11 @@ class EvaluationMatrixStore:
         return EvaluationFileWriter(path, None if self.has_cell_record(cell) else cell.plan)
 
     def find(self, id: str) -> MatrixPlan | None:
-        """Find a recorded matrix by its id or a unique prefix of it. ``last`` finds the matrix that
-        was evaluated last, but only if no other evaluation is newer. Returns None if there is no
-        such matrix."""
+        """Find a recorded matrix by its id or a unique prefix of it.
+
+        ``last`` finds the matrix that was evaluated last, but only if no other evaluation is newer.
+        Returns None if there is no such matrix.
+        """
         known = [path.name.removesuffix(MATRIX) for path in self.paths()]
         if id == "last":
             records = self.evaluations.paths()
@@ -379,8 +404,10 @@ class EvaluationMatrixStore:
 
 
 def read_matrix(path: Path) -> MatrixPlan:
-    """Read the plan of a matrix from its file. Raises StoreError if the file cannot be read or is
-    damaged."""
+    """Read the plan of a matrix from its file.
+
+    Raises StoreError if the file cannot be read or is damaged.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=MatrixPlan)
     except OSError as error:

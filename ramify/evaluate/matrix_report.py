@@ -1,6 +1,8 @@
 """Compute the report of a matrix, which is a set of evaluations that combine suites, lengths,
-models and modes. The report has one row per evaluation (cell), and one row for all families of
-questions of a suite together.
+models and modes.
+
+The report has one row per evaluation (cell), and one row for all families of questions of a suite
+together.
 
     oolong · openai:gpt-5-mini · 20 items, 1 attempt each
     family     length   mode     score               minus direct            cost    calls  tokens …
@@ -91,8 +93,10 @@ class MatrixCellScores(msgspec.Struct, frozen=True):
 
 
 class MatrixReport(msgspec.Struct, frozen=True):
-    """The results of a matrix as rows of a table. A matrix is a set of evaluations that combine
-    suites, models and modes."""
+    """The results of a matrix as rows of a table.
+
+    A matrix is a set of evaluations that combine suites, models and modes.
+    """
 
     plan: MatrixPlan
     k: int
@@ -111,8 +115,11 @@ Outcomes = Mapping[str, Sequence[AttemptOutcome]]
 def matrix_report(
     plan: MatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
 ) -> MatrixReport:
-    """Compute the report of a matrix. ``k`` is the number of attempts for pass@k, by default all of
-    them. ``seed`` is the bootstrap seed."""
+    """Compute the report of a matrix.
+
+    ``k`` is the number of attempts for pass@k, by default all of them. ``seed`` is the bootstrap
+    seed.
+    """
     k = plan.first_plan.attempts if k is None else k
     check_k(k, plan.first_plan.attempts)
     groups = list(_groups(plan, outcomes))
@@ -148,8 +155,11 @@ class _RowGroup(NamedTuple):
     is_kind: bool = False
 
     def by_item(self) -> dict[str, list[AttemptOutcome]]:
-        """Group the scored attempts by item, keeping their order. Items of different evaluations
-        stay separate, because items of several families may have the same ids."""
+        """Group the scored attempts by item, keeping their order.
+
+        Items of different evaluations stay separate, because items of several families may have the
+        same ids.
+        """
         name = {record: number for number, record in enumerate(self.records)}
         attempts: dict[str, list[AttemptOutcome]] = {}
         for record, outcome in self.made:
@@ -159,9 +169,11 @@ class _RowGroup(NamedTuple):
 
 
 def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
-    """Yield the attempts behind each row of the report, suite by suite and length by length. If
-    there are several families of questions, a row for all families comes first, followed by a row
-    for each. If one cell asks several families, the kind of an item is its family."""
+    """Yield the attempts behind each row of the report, suite by suite and length by length.
+
+    If there are several families of questions, a row for all families comes first, followed by a
+    row for each. If one cell asks several families, the kind of an item is its family.
+    """
     of_items: dict[tuple[str, str], list[MatrixCell]] = {}
     for cell in plan.cells:
         key = cell.place["suite"], cell.place.get("length", "")
@@ -336,8 +348,10 @@ def matrix_table(report: MatrixReport) -> str:
 def _own_columns(
     rows: Sequence[MatrixCellScores],
 ) -> list[tuple[str, bool, Callable[[MatrixCellScores], str]]]:
-    """Return the table columns for the usage that external systems report for themselves. Empty if
-    no row has such counts."""
+    """Return the table columns for the usage that external systems report for themselves.
+
+    Empty if no row has such counts.
+    """
     if all(row.own is None for row in rows):
         return []
 
@@ -366,7 +380,10 @@ def _signed(figure: MeanEstimate | None) -> str:
 
 
 def _short(num: int) -> str:
-    """Return a large number in a short form. For example, 1234567 becomes ``1.2M``."""
+    """Return a large number in a short form.
+
+    For example, 1234567 becomes ``1.2M``.
+    """
     for size, unit in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
         if num >= size:
             return f"{num / size:.3g}{unit}"

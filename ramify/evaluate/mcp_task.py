@@ -27,8 +27,9 @@ _LIFETIMES = ("rollout", "process")
 
 
 class McpTask:
-    """A task that adds the tools of MCP servers to the sessions of another task. Implements
-    ``Task``.
+    """A task that adds the tools of MCP servers to the sessions of another task.
+
+    Implements ``Task``.
 
     Example:
         evaluate.McpTask(my_task, "uvx mcp-server-git", lifetime="process", timeout_s=60)
@@ -42,9 +43,11 @@ class McpTask:
         timeout_s: float = 300.0,
         start_s: float = 120.0,
     ) -> None:
-        """Wrap a task, so that its sessions can call the tools of the given MCP servers. Each
-        server is a command or a URL. ``timeout_s`` limits each tool call, and ``start_s`` the start
-        of each server. Raises ConfigError if no server is given or ``lifetime`` is unknown."""
+        """Wrap a task, so that its sessions can call the tools of the given MCP servers.
+
+        Each server is a command or a URL. ``timeout_s`` limits each tool call, and ``start_s`` the
+        start of each server. Raises ConfigError if no server is given or ``lifetime`` is unknown.
+        """
         if not servers:
             raise ConfigError(f"task '{task.name}' names no MCP server: give a command or a URL")
         if lifetime not in _LIFETIMES:
@@ -62,9 +65,11 @@ class McpTask:
         self._opening = threading.Lock()
 
     async def prepare(self, item: Item) -> TaskStart:
-        """Return the initial state of the wrapped task with the servers' tools added. Raises
-        ConfigError if a server cannot be used, or if one of its tools has the name of a tool of the
-        task."""
+        """Return the initial state of the wrapped task with the servers' tools added.
+
+        Raises ConfigError if a server cannot be used, or if one of its tools has the name of a tool
+        of the task.
+        """
         start = await self._task.prepare(item)
         if self._lifetime == "process":
             return self._with_tools(start, await asyncio.to_thread(self._open_shared))
@@ -97,8 +102,10 @@ class McpTask:
         return batch_scores(self._task, rollouts)
 
     def close(self) -> None:
-        """Stop the servers that all rollouts share. Calling this method twice is harmless, and the
-        next rollout starts the servers again."""
+        """Stop the servers that all rollouts share.
+
+        Calling this method twice is harmless, and the next rollout starts the servers again.
+        """
         with self._opening:
             if self._shared is not None:
                 self._shared.close()
@@ -126,8 +133,10 @@ class McpTask:
 
 
 def _close(tools: McpTools) -> None:
-    """Close the servers of a rollout, in a separate thread if an event loop is running. Closing
-    waits for the servers, which would block the loop when a rollout is cancelled."""
+    """Close the servers of a rollout, in a separate thread if an event loop is running.
+
+    Closing waits for the servers, which would block the loop when a rollout is cancelled.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:

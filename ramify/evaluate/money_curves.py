@@ -53,8 +53,9 @@ class MoneyPoint(msgspec.Struct, frozen=True):
 def money_curves(
     outcomes: Mapping[str, Sequence[AttemptOutcome]], num_points: int = NUM_POINTS
 ) -> dict[str, tuple[MoneyPoint, ...]]:
-    """Compute the curve of score against budget for each named system, all at the same budgets. A
-    system without a scored attempt of known cost gets no points.
+    """Compute the curve of score against budget for each named system, all at the same budgets.
+
+    A system without a scored attempt of known cost gets no points.
 
     Example:
         curves = money_curves({"free": ours.outcomes, "rlms": theirs.outcomes})
@@ -72,8 +73,10 @@ def money_curves(
 
 
 def _budgets(costs: Iterable[float], num_points: int) -> list[float]:
-    """Return the budgets at which a curve can change, which are the distinct costs of attempts. If
-    there are more than ``num_points``, return an evenly spread selection."""
+    """Return the budgets at which a curve can change, which are the distinct costs of attempts.
+
+    If there are more than ``num_points``, return an evenly spread selection.
+    """
     different = sorted({*costs})
     last = len(different) - 1
     if last < num_points:
@@ -105,9 +108,11 @@ def matrix_money(
     outcomes: Mapping[str, Sequence[AttemptOutcome]],
     num_points: int = NUM_POINTS,
 ) -> list[SystemMoneyCurve]:
-    """Compute the curve of score against budget for each system of a matrix. Systems that answered
-    the same items with the same model are compared at the same budgets. ``outcomes`` maps the id of
-    each cell's evaluation to its attempts."""
+    """Compute the curve of score against budget for each system of a matrix.
+
+    Systems that answered the same items with the same model are compared at the same budgets.
+    ``outcomes`` maps the id of each cell's evaluation to its attempts.
+    """
     together: dict[tuple[tuple[str, str], ...], dict[str, list[AttemptOutcome]]] = {}
     places: dict[tuple[tuple[tuple[str, str], ...], str], dict[str, str]] = {}
     for cell in plan.cells:
@@ -141,7 +146,9 @@ class MoneyTable(msgspec.Struct, frozen=True):
 
 def money_tables(rows: Sequence[SystemMoneyCurve]) -> list[MoneyTable]:
     """Arrange the curves as tables, one for each combination of suite, length and model.
-    Combinations with fewer than two different budgets are omitted."""
+
+    Combinations with fewer than two different budgets are omitted.
+    """
     groups: dict[str, list[SystemMoneyCurve]] = {}
     for row in rows:
         values = [value for axis, value in row.place.items() if axis not in _OF_A_SYSTEM]

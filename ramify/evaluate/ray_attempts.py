@@ -83,8 +83,11 @@ class EvaluationWorker:
 
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
         """Create a worker and change its working directory to ``folder``, if that exists on its
-        machine. The files of tasks then have the same relative paths as for the command that
-        started the evaluation."""
+        machine.
+
+        The files of tasks then have the same relative paths as for the command that started the
+        evaluation.
+        """
         check_ramify_version(version)
         if os.path.isdir(folder):
             os.chdir(folder)
@@ -97,8 +100,11 @@ class EvaluationWorker:
         self._lock = threading.Lock()
 
     def attempt(self, sent: bytes) -> Iterator[bytes]:
-        """Run one attempt. Yield the id of the run as soon as it has begun, and finally the outcome
-        of the attempt. Both are encoded as JSON."""
+        """Run one attempt.
+
+        Yield the id of the run as soon as it has begun, and finally the outcome of the attempt.
+        Both are encoded as JSON.
+        """
         order = msgspec.json.decode(sent, type=RemoteAttemptRequest)
         told: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -161,8 +167,10 @@ class RemoteAttemptRequest(msgspec.Struct, frozen=True):
 
 
 class RayAttemptMaker:
-    """Runs the attempts of evaluations on the machines of a Ray cluster. Implements
-    ``AttemptMaker``."""
+    """Runs the attempts of evaluations on the machines of a Ray cluster.
+
+    Implements ``AttemptMaker``.
+    """
 
     makes_items = True
 
@@ -175,8 +183,10 @@ class RayAttemptMaker:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """Prepare to run up to ``concurrency`` attempts at once on the workers of a cluster. By
-        default, there is one worker per CPU. Raises ConfigError if ``workers`` is less than 1."""
+        """Prepare to run up to ``concurrency`` attempts at once on the workers of a cluster.
+
+        By default, there is one worker per CPU. Raises ConfigError if ``workers`` is less than 1.
+        """
         if workers is not None and workers < 1:
             raise ConfigError(f"workers={workers}: give 1 or more")
         self.num_again = 0
@@ -226,8 +236,10 @@ class RayAttemptMaker:
     async def make(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Run one attempt on a worker, and try again if the worker is lost. Return the outcome of
-        the attempt without its trajectory, which stays on the worker."""
+        """Run one attempt on a worker, and try again if the worker is lost.
+
+        Return the outcome of the attempt without its trajectory, which stays on the worker.
+        """
         ray = imported()
         lost = ""
         for number in range(_TRIES):
@@ -265,8 +277,11 @@ class RayAttemptMaker:
         raise RamifyError("a worker ended an attempt without reporting its outcome")
 
     def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:
-        """Choose the worker for an attempt. Prefer the worker that has already cached the item, if
-        it has room, and otherwise take the one with the fewest attempts in progress."""
+        """Choose the worker for an attempt.
+
+        Prefer the worker that has already cached the item, if it has room, and otherwise take the
+        one with the fewest attempts in progress.
+        """
         place = id(job.task), job.plan.split, which.item_index
         home = self._home.get(place)
         each = math.ceil(self._concurrency / len(self._actors))

@@ -1,4 +1,6 @@
-"""Get rewards from a reward model behind HTTP. Requests are batched, concurrent and retried.
+"""Get rewards from a reward model behind HTTP.
+
+Requests are batched, concurrent and retried.
 
     RewardModel("http://gpu1:8000/classify", model="my-rm")        vLLM and SGLang: POST /classify
     RewardModel("http://gpu1:8000/pooling", model="my-rm")         vLLM: POST /pooling
@@ -76,11 +78,12 @@ class RewardModel:
         concurrency: int = 8,
         timeout_s: float = 60.0,
     ) -> None:
-        """Create a reward function for the reward model at ``url``. ``label`` is the name or number
-        of the class whose score is the reward. ``text`` builds the text to score from the question
-        and the answer. ``key_variable`` names the environment variable with the server's key, if it
-        needs one. Up to ``concurrency`` requests run at once. Each has at most ``max_batch``
-        answers and may take ``timeout_s`` seconds.
+        """Create a reward function for the reward model at ``url``.
+
+        ``label`` is the name or number of the class whose score is the reward. ``text`` builds the
+        text to score from the question and the answer. ``key_variable`` names the environment
+        variable with the server's key, if it needs one. Up to ``concurrency`` requests run at once.
+        Each has at most ``max_batch`` answers and may take ``timeout_s`` seconds.
 
         Raises ConfigError for an unknown form, a URL that is not HTTP, and a missing key.
         """
@@ -124,8 +127,10 @@ class RewardModel:
         self._batched = BatchedReward(self._ask, max_batch=max_batch, concurrency=concurrency)
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer, after waiting for its batch. Raises RamifyError if the
-        server returned no score."""
+        """Return the reward of one answer, after waiting for its batch.
+
+        Raises RamifyError if the server returned no score.
+        """
         return self._batched(answer, item)
 
     async def _ask(self, completions: Sequence[str], prompts: Sequence[str]) -> list[float]:
@@ -172,8 +177,10 @@ class RewardModel:
         return self._rewards(where, answer, len(texts))
 
     def _connections(self) -> HttpConnectionPool:
-        """Return the connection pool of the running event loop. A pool cannot be shared between
-        loops."""
+        """Return the connection pool of the running event loop.
+
+        A pool cannot be shared between loops.
+        """
         loop = asyncio.get_running_loop()
         if self._pool is None or self._pool[0] is not loop:
             self._pool = loop, HttpConnectionPool()

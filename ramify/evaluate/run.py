@@ -115,8 +115,11 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, tag="started"):
-    """A record that an attempt has begun, with the id of its stored run. It is written before the
-    attempt sends its first request, so that an interrupted attempt can be continued."""
+    """A record that an attempt has begun, with the id of its stored run.
+
+    It is written before the attempt sends its first request, so that an interrupted attempt can be
+    continued.
+    """
 
     item: str
     attempt: int
@@ -137,7 +140,9 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
 def choose_split(task: Task, given: str | None = None) -> str:
     """Return the split of a task to evaluate: the given one, ``test``, or the task's only split.
-    Raises ConfigError if the task has none of these."""
+
+    Raises ConfigError if the task has none of these.
+    """
     if given is not None or "test" in task.splits:
         items_of(task, given or "test")
         return given or "test"
@@ -260,9 +265,11 @@ class AttemptMaker(Protocol):
     async def make(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
-        """Run one attempt and return its outcome with its trajectory. The trajectory is None if the
-        attempt was not a run of this process. ``max_cost`` limits the dollars that the attempt may
-        spend; None means no limit."""
+        """Run one attempt and return its outcome with its trajectory.
+
+        The trajectory is None if the attempt was not a run of this process. ``max_cost`` limits the
+        dollars that the attempt may spend; None means no limit.
+        """
         ...
 
     async def __aenter__(self) -> object:
@@ -286,8 +293,10 @@ class EvaluationSetup(NamedTuple):
 
 
 class RlmAttemptMaker:
-    """Runs attempts with an ``RLM``, the engine with its models, in this process. Implements
-    ``AttemptMaker``."""
+    """Runs attempts with an ``RLM``, the engine with its models, in this process.
+
+    Implements ``AttemptMaker``.
+    """
 
     makes_items = False
 
@@ -307,8 +316,10 @@ class RlmAttemptMaker:
     async def run(
         self, job: EvaluationSetup, item: Item, number: int, max_cost: float | None, **more: Any
     ) -> Trajectory:
-        """Run one attempt at an item, continuing its stored run if there is one. Further keyword
-        arguments are passed to the attempt function."""
+        """Run one attempt at an item, continuing its stored run if there is one.
+
+        Further keyword arguments are passed to the attempt function.
+        """
         record, plan = job.record, job.plan
         begun = (
             functools.partial(record.record_attempt_start, item.id, number)
@@ -359,15 +370,19 @@ class _EvaluationWork:
 
     def known_id(self, index: int) -> str | None:
         """Return the id of an item if it is known without creating the item, which may take time.
-        Return None otherwise."""
+
+        Return None otherwise.
+        """
         return self.items.id_of(index) if isinstance(self.items, GeneratedSplit) else None
 
     def has(self, id: str, number: int) -> bool:
         return (id, number) in self.outcomes
 
     async def attempt(self, which: PlannedAttempt) -> None:
-        """Run one attempt and record its outcome. Nothing is recorded if the budget is used up, or
-        if the budget cut the attempt short."""
+        """Run one attempt and record its outcome.
+
+        Nothing is recorded if the budget is used up, or if the budget cut the attempt short.
+        """
         job, budget = self.job, self.job.budget
         dollars = None if budget is None else await budget.hold()
         if budget is not None and dollars is None:
@@ -413,8 +428,10 @@ class _QueuedAttempt(NamedTuple):
 
 
 class _AttemptQueue:
-    """Hands out the attempts of several evaluations in order, one at a time. Evaluations of the
-    same split of a task share each item, so that the item is created only once."""
+    """Hands out the attempts of several evaluations in order, one at a time.
+
+    Evaluations of the same split of a task share each item, so that the item is created only once.
+    """
 
     def __init__(self, work: Sequence[_EvaluationWork]) -> None:
         groups: dict[tuple[int, str], list[_EvaluationWork]] = {}
@@ -459,8 +476,10 @@ def _sampling(defaults: Sampling | None, seed: int, item: Item, number: int) -> 
 def outcome_of(
     task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool
 ) -> AttemptOutcome:
-    """Summarize the trajectory of an attempt as the outcome to record. Long answers are
-    truncated."""
+    """Summarize the trajectory of an attempt as the outcome to record.
+
+    Long answers are truncated.
+    """
     has_reward = bool(trajectory.rewards)
     answer = as_text(trajectory.answer)
     return AttemptOutcome(
@@ -488,8 +507,10 @@ _decoder = msgspec.json.Decoder(Entry)
 
 
 class EvaluationStore:
-    """The evaluations recorded in a store, which is a folder of runs. Each evaluation is one
-    file."""
+    """The evaluations recorded in a store, which is a folder of runs.
+
+    Each evaluation is one file.
+    """
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
@@ -503,13 +524,17 @@ class EvaluationStore:
         return EvaluationFileWriter(self._folder / f"{id}.jsonl", plan)
 
     def reopen(self, id: str) -> EvaluationFileWriter:
-        """Open the record of an earlier evaluation to continue it. Raises StoreError if there is no
-        such evaluation."""
+        """Open the record of an earlier evaluation to continue it.
+
+        Raises StoreError if there is no such evaluation.
+        """
         return EvaluationFileWriter(self.path(id))
 
     def reopen_or_create(self, plan: EvaluationPlan) -> EvaluationFileWriter:
         """Reopen the earlier evaluation with the same plan, or start a new one if there is none.
-        The numbers of items and attempts may differ, so that an evaluation can be extended."""
+
+        The numbers of items and attempts may differ, so that an evaluation can be extended.
+        """
         for path in self.paths():
             before = read_evaluation(path, []).plan
             if msgspec.structs.replace(before, items=plan.items, attempts=plan.attempts) == plan:
@@ -524,9 +549,11 @@ class EvaluationStore:
         return sorted(self._folder.glob("*.jsonl"))
 
     def path(self, id: str) -> Path:
-        """Find the file of an evaluation. ``last`` is the newest one; otherwise give its id, a
-        unique prefix of the id, or the path of a ``.jsonl`` file. Raises StoreError if no
-        evaluation or more than one matches."""
+        """Find the file of an evaluation.
+
+        ``last`` is the newest one; otherwise give its id, a unique prefix of the id, or the path of
+        a ``.jsonl`` file. Raises StoreError if no evaluation or more than one matches.
+        """
         if id.endswith(".jsonl"):
             path = Path(id).expanduser()
             if not path.is_file():
@@ -548,12 +575,17 @@ class EvaluationStore:
 
 
 class EvaluationFileWriter:
-    """The file of one evaluation, open for writing. It is locked, so that no other process can
-    write to it."""
+    """The file of one evaluation, open for writing.
+
+    It is locked, so that no other process can write to it.
+    """
 
     def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
         """Create the file of a new evaluation with its plan, or open an existing file if no plan is
-        given. Raises StoreError if another process is writing to it."""
+        given.
+
+        Raises StoreError if another process is writing to it.
+        """
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if plan is not None else 0)
         try:
@@ -620,9 +652,11 @@ class EvaluationFileWriter:
 
 
 def read_evaluation(path: Path, problems: list[str] | None = None) -> EvaluationResult:
-    """Read a recorded evaluation, which may be incomplete. If an attempt was repeated, its last
-    outcome counts. Raises StoreError if a line is damaged. If a list is passed as ``problems``,
-    damaged lines are skipped and described in that list instead."""
+    """Read a recorded evaluation, which may be incomplete.
+
+    If an attempt was repeated, its last outcome counts. Raises StoreError if a line is damaged. If
+    a list is passed as ``problems``, damaged lines are skipped and described in that list instead.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:

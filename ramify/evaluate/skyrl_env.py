@@ -49,8 +49,10 @@ def text_env(
     base: type = object,
 ) -> type[TaskEnv]:
     """Return a class of text environments, in which each instance is one attempt at an item of a
-    split. The class inherits from ``base``, because trainers such as SkyRL require a certain base
-    class (``BaseTextEnv``). No method of the base class is used.
+    split.
+
+    The class inherits from ``base``, because trainers such as SkyRL require a certain base class
+    (``BaseTextEnv``). No method of the base class is used.
 
     Example:
         Env = evaluate.text_env(tasks.task_of("ledger"), base=skyrl_gym.BaseTextEnv)
@@ -76,7 +78,9 @@ def text_env(
 
 class TaskEnv:
     """One attempt at an item (a question of a task), in which the caller supplies the model's
-    replies step by step. The engine writes the prompt, and ignores the prompt passed to ``init``.
+    replies step by step.
+
+    The engine writes the prompt, and ignores the prompt passed to ``init``.
 
     Example:
         env = evaluate.text_env(task)(index=0)
@@ -96,15 +100,20 @@ class TaskEnv:
         self.max_turns = rlm.limits.max_turns
 
     def init(self, prompt: Sequence[Said] = ()) -> tuple[list[Said], dict[str, Any]]:
-        """Start the run. Return the first messages for the model, and a dict with the item's id."""
+        """Start the run.
+
+        Return the first messages for the model, and a dict with the item's id.
+        """
         if self._running is not None:
             raise ConfigError("init was already called: make a new environment for another attempt")
         event_loop_thread.run(self._begin())
         return self._next(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Pass the model's reply to the run. Return the next messages and whether the run has
-        ended, with the reward if it has."""
+        """Pass the model's reply to the run.
+
+        Return the next messages and whether the run has ended, with the reward if it has.
+        """
         if self._running is None or self.trajectory is not None:
             raise ConfigError(
                 "step needs a running attempt: call init first, and do not call step after the end"
@@ -123,7 +132,10 @@ class TaskEnv:
         }
 
     def close(self) -> None:
-        """Cancel the run if it has not ended. Calling it twice is harmless."""
+        """Cancel the run if it has not ended.
+
+        Calling it twice is harmless.
+        """
         if self._running is not None and not self._running.done():
             event_loop_thread.run(self._cancel())
 
@@ -151,8 +163,10 @@ class TaskEnv:
         return [{"role": message.role, "content": message.content} for message in new]
 
     async def _wait(self) -> Sequence[Message]:
-        """Wait for the next request of the run and return its messages. If the run ends instead,
-        store its trajectory and return no messages."""
+        """Wait for the next request of the run and return its messages.
+
+        If the run ends instead, store its trajectory and return no messages.
+        """
         assert self._running is not None
         request = asyncio.ensure_future(self._driver.next_request())
         await asyncio.wait([request, self._running], return_when=asyncio.FIRST_COMPLETED)
@@ -185,7 +199,10 @@ class _Driver:
         return await self._requests.get()
 
     def reply(self, text: str) -> None:
-        """Answer the pending request of the run. This method may be called from any thread."""
+        """Answer the pending request of the run.
+
+        This method may be called from any thread.
+        """
         assert self._reply is not None
         self._reply.get_loop().call_soon_threadsafe(self._answer, text)
 

@@ -1,5 +1,6 @@
-"""Compute statistics over attempts, with confidence intervals. All functions are pure. Bootstraps
-resample items, but not the attempts within an item.
+"""Compute statistics over attempts, with confidence intervals.
+
+All functions are pure. Bootstraps resample items, but not the attempts within an item.
 
 In formulas, n is the number of attempts at an item, c is how many of them are right, and k is the
 k of pass@k.
@@ -44,8 +45,10 @@ class MeanEstimate(msgspec.Struct, frozen=True):
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that at least one of k attempts is right, if they are drawn without
-    replacement from n attempts of which c are right. The formula is ``1 - C(n-c, k) / C(n, k)``
-    (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1).
+    replacement from n attempts of which c are right.
+
+    The formula is ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code", eq. 1).
 
     >>> round(pass_at_k(16, 3, 8), 6)
     0.9
@@ -62,7 +65,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def majority_at_k(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
     """Return the reward of a majority vote among k attempts, which is the reward of the most
-    frequent answer. If several answers are equally frequent, the earliest wins.
+    frequent answer.
+
+    If several answers are equally frequent, the earliest wins.
 
     With more than k attempts, the result is the mean over consecutive blocks of k; a remainder at
     the end is not used. An answer of None has no vote.
@@ -111,8 +116,10 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 def share_with_interval(num: int, of: int) -> MeanEstimate:
     """Return the proportion of successes among ``of`` independent attempts, with its 95 % Wilson
-    interval (1927). If fewer than five attempts succeeded or failed, the interval is the exact one
-    of Clopper and Pearson (1934).
+    interval (1927).
+
+    If fewer than five attempts succeeded or failed, the interval is the exact one of Clopper and
+    Pearson (1934).
 
     >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
     0.30849...
@@ -130,8 +137,11 @@ def share_with_interval(num: int, of: int) -> MeanEstimate:
 
 
 def _upper_end(num: int, of: int) -> float:
-    """Return the upper end of the Clopper-Pearson interval. This is the success rate at which
-    ``num`` or fewer successes in ``of`` attempts have a probability of 2.5 %."""
+    """Return the upper end of the Clopper-Pearson interval.
+
+    This is the success rate at which ``num`` or fewer successes in ``of`` attempts have a
+    probability of 2.5 %.
+    """
 
     def at_most(share: float) -> float:
         return math.fsum(
@@ -177,14 +187,18 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
-    """Return True if nearly all scores are 0, or nearly all are 1. At most four scores may differ
-    from that value by more than 1 %."""
+    """Return True if nearly all scores are 0, or nearly all are 1.
+
+    At most four scores may differ from that value by more than 1 %.
+    """
     return any(sum(abs(value - end) > _NEAR for value in values) < _MIN_COUNT for end in (0.0, 1.0))
 
 
 def _around(total: float) -> tuple[int, int]:
-    """Return the whole numbers below and above a sum of scores. If the sum is a whole number up to
-    rounding errors, both are that number."""
+    """Return the whole numbers below and above a sum of scores.
+
+    If the sum is a whole number up to rounding errors, both are that number.
+    """
     nearest = round(total)
     return (nearest, nearest) if math.isclose(total, nearest) else (int(total), int(total) + 1)
 
@@ -193,8 +207,9 @@ def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
     """Return the mean difference between the scores of two systems on the same items, with its 95 %
-    interval. Items are compared in pairs, so items that are hard for both systems do not widen the
     interval.
+
+    Items are compared in pairs, so items that are hard for both systems do not widen the interval.
 
     If every score is 0 or 1, the interval combines those of two proportions: how many items
     changed, and how many of the changed items got better. It contains the true difference in at
@@ -231,8 +246,10 @@ def _are_scores(*sides: Sequence[float]) -> bool:
 
 def _flips(better: int, worse: int, num: int) -> MeanEstimate:
     """Return the mean change per item with its interval, if each item is either right or wrong.
+
     ``better`` counts the items that became right, ``worse`` those that became wrong, and ``num``
-    all items."""
+    all items.
+    """
     changed = better + worse
     rate = share_with_interval(changed, num)
     if not changed:
@@ -247,8 +264,9 @@ def _flips(better: int, worse: int, num: int) -> MeanEstimate:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return a quantile of numbers in ascending order, with linear interpolation. For example,
-    ``share=0.5`` gives the median.
+    """Return a quantile of numbers in ascending order, with linear interpolation.
+
+    For example, ``share=0.5`` gives the median.
 
     >>> quantile([1.0, 2.0, 4.0], 0.75)
     3.0

@@ -63,7 +63,10 @@ class ScoringCounts(NamedTuple):
 
 def regex_correction_rule(patterns: Sequence[str]) -> CorrectionRule:
     """Return a rule that takes a user's message as a correction if it matches one of the regular
-    expressions, ignoring case. Raises ConfigError for an invalid expression."""
+    expressions, ignoring case.
+
+    Raises ConfigError for an invalid expression.
+    """
     compiled = []
     for pattern in patterns:
         try:
@@ -78,12 +81,16 @@ def regex_correction_rule(patterns: Sequence[str]) -> CorrectionRule:
 
 
 class CorrectionJudge:
-    """A rule that asks a model whether a user's message corrects the reply before it. If the model
-    answers anything other than yes or no, the rule is undecided."""
+    """A rule that asks a model whether a user's message corrects the reply before it.
+
+    If the model answers anything other than yes or no, the rule is undecided.
+    """
 
     def __init__(self, client: Client, max_cost: float = 1.0) -> None:
-        """Create a judge that asks the model behind ``client``. Once it has spent ``max_cost``
-        dollars, further messages stay undecided."""
+        """Create a judge that asks the model behind ``client``.
+
+        Once it has spent ``max_cost`` dollars, further messages stay undecided.
+        """
         self.cost = 0.0
         """Dollars spent so far."""
         self._client = client
@@ -103,8 +110,11 @@ class CorrectionJudge:
 
 async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> ScoringCounts:
     """Score each reply that the user answered: 0 if the user's next message corrects it, and 1
-    otherwise. ``by`` is recorded as the author of the scores. Raises RamifyError if a judge fails
-    to reply. Earlier scores are kept."""
+    otherwise.
+
+    ``by`` is recorded as the author of the scores. Raises RamifyError if a judge fails to reply.
+    Earlier scores are kept.
+    """
     slots = asyncio.Semaphore(_CONCURRENCY)
 
     async def decided(reply: str, following: str) -> bool | None:

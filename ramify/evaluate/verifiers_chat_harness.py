@@ -1,5 +1,6 @@
-"""Provide the harness for running ``verifiers`` environments here. It is the library's own chat
-program, run in this process.
+"""Provide the harness for running ``verifiers`` environments here.
+
+It is the library's own chat program, run in this process.
 
 The library's ``null`` harness starts this program in a new process for each segment of a rollout,
 in an environment that ``uv`` installs. Here the same code runs in the event loop of the run. The
@@ -77,8 +78,10 @@ def register_chat_harness() -> str:
                 return await _run(arguments)
 
     async def _run(arguments: dict[str, Any]) -> Any:
-        """Run the chat program once in this process. Its exit code and errors are returned as if it
-        had run in a separate process."""
+        """Run the chat program once in this process.
+
+        Its exit code and errors are returned as if it had run in a separate process.
+        """
         names: dict[str, Any] = {"__name__": "chat_program"}
         exec(program, names)
         make, clients = names["DefaultAsyncHttpxClient"], []
@@ -111,14 +114,18 @@ def register_chat_harness() -> str:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return an SSL context with the trusted certificates. It is cached, because reading them takes
-    a fifth of a second."""
+    """Return an SSL context with the trusted certificates.
+
+    It is cached, because reading them takes a fifth of a second.
+    """
     return ssl.create_default_context()
 
 
 def _written(folder: str, prompt: Any) -> str:
-    """Write the messages of a prompt to a file in ``folder`` and return its path. Return an empty
-    string if the prompt is plain text or missing."""
+    """Write the messages of a prompt to a file in ``folder`` and return its path.
+
+    Return an empty string if the prompt is plain text or missing.
+    """
     if prompt is None or isinstance(prompt, str):
         return ""
     to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire

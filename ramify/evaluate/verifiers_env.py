@@ -43,8 +43,10 @@ _KEY = "ramify"
 
 def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
     """Return a ``Taskset`` class of the ``verifiers`` library for a split of the task called
-    ``name`` (see ``tasks.base.task_of``). It contains the first ``num`` items of the split. By
-    default, it contains all of them, which may be infinitely many.
+    ``name`` (see ``tasks.base.task_of``).
+
+    It contains the first ``num`` items of the split. By default, it contains all of them, which may
+    be infinitely many.
 
     Example:
         ledger = evaluate.taskset("ledger", num=100, multi=1.0)
@@ -107,12 +109,18 @@ def harness(
     window: int = 128_000,
 ) -> type:
     """Return a ``Harness`` class with which the ``verifiers`` library runs Ramify's tasksets in
-    Ramify's engine. ``window`` is the context window of the model, in tokens."""
+    Ramify's engine.
+
+    ``window`` is the context window of the model, in tokens.
+    """
     vf = verifiers_v1()
 
     class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
-        """A harness that runs a recursive language model. The model's code runs in sandbox sessions
-        of Ramify's engine instead of the verifiers runtime."""
+        """A harness that runs a recursive language model.
+
+        The model's code runs in sandbox sessions of Ramify's engine instead of the verifiers
+        runtime.
+        """
 
         NEEDS_CONTAINER = False
         APPENDS_SYSTEM_PROMPT = True
@@ -179,9 +187,11 @@ def _prompt(item: Item) -> str:
 
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
-    """Return the rewards and metrics of a trace. If Ramify's engine ran the rollout, they are
-    recorded in the trace. With any other harness, the last reply of the trace is scored as the
-    answer."""
+    """Return the rewards and metrics of a trace.
+
+    If Ramify's engine ran the rollout, they are recorded in the trace. With any other harness, the
+    last reply of the trace is scored as the answer.
+    """
     recorded: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
     if recorded is not None:
         return recorded

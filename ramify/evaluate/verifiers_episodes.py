@@ -109,9 +109,11 @@ class VerifiersSplit(LazySequence[Item]):
     """The items of one split (train, validation or test) of a taskset."""
 
     def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
-        """Create a split of the runner's taskset. Tasks are divided into blocks of
-        ``runner.period``, usually ten. The split contains the tasks at the positions ``kept`` of
-        each block."""
+        """Create a split of the runner's taskset.
+
+        Tasks are divided into blocks of ``runner.period``, usually ten. The split contains the
+        tasks at the positions ``kept`` of each block.
+        """
         self._runner = runner
         self._split = split
         self._kept = kept
@@ -179,8 +181,10 @@ class EpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def split_positions(self) -> dict[str, Sequence[int]]:
-        """Return, for each split, the positions of its tasks within a block. The taskset is divided
-        into blocks of ``period`` tasks, usually ten."""
+        """Return, for each split, the positions of its tasks within a block.
+
+        The taskset is divided into blocks of ``period`` tasks, usually ten.
+        """
         every = range(self.period)
         if self.period < 3:
             return {"train": every, "validation": every, "test": every}
@@ -188,7 +192,10 @@ class EpisodeRunner:
 
     def _resolved(self, config: dict[str, Any]) -> Any:
         """Return the configuration of the environment, in which every agent has a harness and a
-        runtime that work here. Raises ConfigError if the library rejects the configuration."""
+        runtime that work here.
+
+        Raises ConfigError if the library rejects the configuration.
+        """
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         agents = importlib.import_module("verifiers.v1.configs.agent")
         kind = loaders.concrete_type(self._env_class, self._vf.EnvConfig, origin=self._vf.Env)
@@ -259,8 +266,10 @@ class EpisodeRunner:
         return Score(record["rewards"], record["calls"], record["metrics"])
 
     async def play(self, item: Item, conversations: RunModelClient) -> tuple[Any, Any]:
-        """Run one episode. Return the library's episode object, and the rewards and metrics to
-        record for it."""
+        """Run one episode.
+
+        Return the library's episode object, and the rewards and metrics to record for it.
+        """
         max_turns = conversations.max_turns
         served = await conversations.shared_resource(self, lambda: self._served(max_turns))
         vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()
@@ -345,8 +354,10 @@ def _record(name: str, item: Item, episode: Any, conversations: RunModelClient) 
 
 
 def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
-    """Return the weighted rewards of a trace by name. Raises RamifyError if there are none or one
-    of them has no value."""
+    """Return the weighted rewards of a trace by name.
+
+    Raises RamifyError if there are none or one of them has no value.
+    """
     missing = [key for key, reward in trace.rewards.items() if reward is None]
     if missing or not trace.rewards:
         what = f"its reward '{missing[0]}' returned nothing" if missing else "it has no rewards"
@@ -388,7 +399,10 @@ def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
 
 def _env_class(vf: Any, env: Any, taskset: Any) -> type:
     """Return the environment class that the user chose, or else the one that belongs to the
-    taskset. Raises ConfigError if neither exists."""
+    taskset.
+
+    Raises ConfigError if neither exists.
+    """
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     if isinstance(env, type) and issubclass(env, vf.Env):
         return env
@@ -402,8 +416,11 @@ def _env_class(vf: Any, env: Any, taskset: Any) -> type:
 
 
 def register_taskset(taskset: Any) -> str:
-    """Return the id of a taskset. If a program created the taskset itself, first register its class
-    under a new id, so that the library can find it."""
+    """Return the id of a taskset.
+
+    If a program created the taskset itself, first register its class under a new id, so that the
+    library can find it.
+    """
     if taskset.config.id:
         return str(taskset.config.id)
     kind = type(taskset)

@@ -14,12 +14,16 @@ from ramify.errors import MalformedResponse
 
 
 class HttpBodyDecompressor:
-    """A streaming decompressor for the body of one response. Decompressed data beyond the size
-    limit is an error."""
+    """A streaming decompressor for the body of one response.
+
+    Decompressed data beyond the size limit is an error.
+    """
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
-        """Create a decompressor for a body with this Content-Encoding. Raises MalformedResponse for
-        an unsupported encoding."""
+        """Create a decompressor for a body with this Content-Encoding.
+
+        Raises MalformedResponse for an unsupported encoding.
+        """
         if encoding not in ("gzip", "x-gzip", "deflate"):
             error = MalformedResponse(
                 f"the reply is compressed ({encoding[:40]}), which was not asked for"
@@ -32,8 +36,10 @@ class HttpBodyDecompressor:
         self._zlib = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # recognizes gzip and zlib
 
     def feed(self, data: bytes) -> bytes:
-        """Decompress the next bytes of the body. Raises MalformedResponse if they are damaged or
-        the body exceeds the size limit."""
+        """Decompress the next bytes of the body.
+
+        Raises MalformedResponse if they are damaged or the body exceeds the size limit.
+        """
         try:
             unpacked = self._zlib.decompress(data, self._left + 1)
         except zlib.error as failure:
@@ -44,15 +50,20 @@ class HttpBodyDecompressor:
         return unpacked
 
     def end(self) -> None:
-        """Check that the compressed body is complete, once the response has ended. Raises
-        MalformedResponse if it is not."""
+        """Check that the compressed body is complete, once the response has ended.
+
+        Raises MalformedResponse if it is not.
+        """
         if not self._zlib.eof:
             raise MalformedResponse(f"the reply is not valid {self._encoding}: it is incomplete")
 
 
 def too_long(max_bytes: int) -> MalformedResponse:
-    """Return the error for a body of more than ``max_bytes`` bytes. It is not transient, because
-    another attempt would cost as much and yield a response of the same length."""
+    """Return the error for a body of more than ``max_bytes`` bytes.
+
+    It is not transient, because another attempt would cost as much and yield a response of the same
+    length.
+    """
     error = MalformedResponse(f"the reply is longer than {max_bytes} bytes; lower max_tokens")
     error.transient = False
     return error

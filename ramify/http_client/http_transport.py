@@ -77,8 +77,10 @@ class HttpResponse(msgspec.Struct, frozen=True):
 
 
 class RequestDestination(msgspec.Struct, frozen=True):
-    """The destination of a client's requests: URL, method, headers and proxy. It is computed once
-    per client to keep single requests cheap."""
+    """The destination of a client's requests: URL, method, headers and proxy.
+
+    It is computed once per client to keep single requests cheap.
+    """
 
     url: str
     method: Method
@@ -103,8 +105,10 @@ def route_to(
     through_proxy: bool = True,
 ) -> RequestDestination:
     """Return the destination for requests to ``url``, through the proxy that the environment sets.
+
     With ``through_proxy=False`` any proxy is ignored. Raises ConfigError for a header that cannot
-    be sent."""
+    be sent.
+    """
     parts = urlsplit(url)
     host = _ascii_host(parts.hostname or "")
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -128,8 +132,10 @@ def route_to(
 def route_to_socket(
     path: str, target: str, headers: Mapping[str, str], method: Method
 ) -> RequestDestination:
-    """Return the destination for requests to a server behind a Unix socket. ``path`` is the path of
-    the socket. ``target`` is the request's path and query, already quoted."""
+    """Return the destination for requests to a server behind a Unix socket.
+
+    ``path`` is the path of the socket. ``target`` is the request's path and query, already quoted.
+    """
     head = _head(f"{method} {target} HTTP/1.1", {"Host": "localhost", **_HEADERS, **headers})
     return RequestDestination(f"unix:{path}", method, ("unix", path, 0, ""), head)
 
@@ -174,8 +180,10 @@ resolved only once, so no other address can be used."""
 
 
 class HttpConnectionPool:
-    """A pool of open connections to any number of servers. Later requests reuse idle connections.
-    The pool belongs to the event loop of its first request."""
+    """A pool of open connections to any number of servers.
+
+    Later requests reuse idle connections. The pool belongs to the event loop of its first request.
+    """
 
     def __init__(
         self,
@@ -184,10 +192,13 @@ class HttpConnectionPool:
         max_body_bytes: int = 64 << 20,
         choose_addresses: ChooseAddresses | None = None,
     ) -> None:
-        """Create an empty pool. ``connect_s`` limits the seconds to connect, including proxy and
-        TLS. Connections idle for ``keepalive_s`` seconds are not reused, because common servers
-        close them after five seconds. ``choose_addresses`` selects which addresses of a server may
-        be used, except for requests through a proxy."""
+        """Create an empty pool.
+
+        ``connect_s`` limits the seconds to connect, including proxy and TLS. Connections idle for
+        ``keepalive_s`` seconds are not reused, because common servers close them after five
+        seconds. ``choose_addresses`` selects which addresses of a server may be used, except for
+        requests through a proxy.
+        """
         self._keepalive_s = keepalive_s
         self._connect_s = connect_s
         self._max_body_bytes = max_body_bytes
@@ -205,9 +216,10 @@ class HttpConnectionPool:
         upgrades: bool = False,
     ) -> HttpExchange:
         """Return an exchange that sends ``body`` when its ``async with`` block is entered.
+
         ``where`` names the server in errors. ``max_body_bytes`` lowers the pool's limit for this
-        response. ``upgrades`` allows status 101, after which the caller takes over the
-        connection."""
+        response. ``upgrades`` allows status 101, after which the caller takes over the connection.
+        """
         most = min(self._max_body_bytes, max_body_bytes or self._max_body_bytes)
         return HttpExchange(self, where, route, body, most, upgrades)
 
@@ -337,8 +349,11 @@ def _unreachable(message: str, reason: str) -> Unreachable:
 
 
 def _reason(error: OSError) -> str:
-    """Return in words why a connection failed. If several addresses were tried, the error number is
-    read from the text, because the error then has no ``errno``."""
+    """Return in words why a connection failed.
+
+    If several addresses were tried, the error number is read from the text, because the error then
+    has no ``errno``.
+    """
     number = error.errno or next(map(int, re.findall(r"\[Errno (\d+)\]", str(error))), 0)
     return os.strerror(number).lower() if number > 0 else error.strerror or str(error)
 
@@ -352,9 +367,12 @@ class _ProxyRefused(Exception):
 
 
 class HttpExchange:
-    """One HTTP request and its response. Entering the ``async with`` block sends the request and
-    waits for the response's head. Leaving it returns the connection to the pool if the response is
-    complete, and closes the connection otherwise."""
+    """One HTTP request and its response.
+
+    Entering the ``async with`` block sends the request and waits for the response's head. Leaving
+    it returns the connection to the pool if the response is complete, and closes the connection
+    otherwise.
+    """
 
     status: int
     headers: dict[str, str]
@@ -426,8 +444,11 @@ class HttpExchange:
         return HttpResponse(self.status, self.headers, body)
 
     async def receive(self) -> bytes:
-        """Return the next part of the body as soon as it arrives, and b"" at the end. The length of
-        the whole body is unlimited, but the server is throttled while much of it is unread."""
+        """Return the next part of the body as soon as it arrives, and b"" at the end.
+
+        The length of the whole body is unlimited, but the server is throttled while much of it is
+        unread.
+        """
         connection, reader = self._connection, self._reader
         assert connection is not None
         connection.streams()
@@ -448,8 +469,10 @@ class HttpExchange:
             raise self._located(error) from None
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
-        """Take over the connection as a plain stream. Returns the transport and the bytes that
-        have already arrived. The caller sets the transport's protocol and closes it.
+        """Take over the connection as a plain stream.
+
+        Returns the transport and the bytes that have already arrived. The caller sets the
+        transport's protocol and closes it.
 
         Raises MalformedResponse unless the response has status 101 or a body that ends only when
         the connection closes.
@@ -481,7 +504,10 @@ class HttpExchange:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to a server. It handles one request at a time."""
+    """A connection to a server.
+
+    It handles one request at a time.
+    """
 
     def __init__(self, all: set[_Connection]) -> None:
         self.idle_since = 0.0
@@ -500,14 +526,19 @@ class _Connection(asyncio.Protocol):
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """The asyncio transport of the connection. None after it is closed."""
+        """The asyncio transport of the connection.
+
+        None after it is closed.
+        """
         return self._transport
 
     # --- one request --------------------------------------------------------------------------
 
     async def ask(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
-        """Send a request, and let ``reader`` parse the response as it arrives. If the response
-        comes early, the rest of the request is not sent."""
+        """Send a request, and let ``reader`` parse the response as it arrives.
+
+        If the response comes early, the rest of the request is not sent.
+        """
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Unreachable("the server closed the connection before the request was sent")
@@ -528,8 +559,10 @@ class _Connection(asyncio.Protocol):
         self._is_sent = True
 
     async def more(self) -> None:
-        """Wait for more of the response, or until more of the request can be sent. Raises the error
-        that ended the exchange, if any."""
+        """Wait for more of the response, or until more of the request can be sent.
+
+        Raises the error that ended the exchange, if any.
+        """
         self._check()
         if self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = False
@@ -546,14 +579,19 @@ class _Connection(asyncio.Protocol):
             raise self._error
 
     def streams(self) -> None:
-        """Switch to streaming. From now on, the number of unread bytes is limited instead of the
-        size of the whole body."""
+        """Switch to streaming.
+
+        From now on, the number of unread bytes is limited instead of the size of the whole body.
+        """
         self._is_streamed = True
         if self._reader is not None:
             self._reader.is_streamed = True
 
     def finish(self) -> bool:
-        """End the exchange. Returns True if the connection can be reused for another request."""
+        """End the exchange.
+
+        Returns True if the connection can be reused for another request.
+        """
         reader, self._reader = self._reader, None
         is_whole = reader is not None and reader.is_complete and reader.keeps
         if reader is not None:
@@ -574,8 +612,10 @@ class _Connection(asyncio.Protocol):
         return not self._poll.poll(0)
 
     async def tunnel(self, connect: bytes) -> None:
-        """Ask the proxy to open a connection to the server, with a CONNECT request. Raises
-        _ProxyRefused if it does not."""
+        """Ask the proxy to open a connection to the server, with a CONNECT request.
+
+        Raises _ProxyRefused if it does not.
+        """
         reader = ResponseReader(_MOST_HEAD_BYTES)
         try:
             await self.ask(connect, b"", reader)
@@ -648,7 +688,10 @@ class _Connection(asyncio.Protocol):
 
 
 class ResponseReader:
-    """A parser for one HTTP response. It is fed with bytes as they arrive."""
+    """A parser for one HTTP response.
+
+    It is fed with bytes as they arrive.
+    """
 
     __slots__ = (
         "_begin",
@@ -725,8 +768,10 @@ class ResponseReader:
         self._parser = None
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes from the server. Raises MalformedResponse if they are not valid HTTP
-        or exceed a limit."""
+        """Parse the next bytes from the server.
+
+        Raises MalformedResponse if they are not valid HTTP or exceed a limit.
+        """
         if self.is_complete:
             self.keeps = False  # unsolicited bytes
             return
@@ -745,7 +790,10 @@ class ResponseReader:
             self._take(data)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Parse the next bytes of the head, up to its end. Returns the bytes after the head."""
+        """Parse the next bytes of the head, up to its end.
+
+        Returns the bytes after the head.
+        """
         while data and not self.status:
             if len(self._begin) < len(_STARTS):
                 self._begin = (self._begin + data)[: len(_STARTS)]

@@ -31,8 +31,11 @@ _lock = threading.Lock()
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the TLS context for the current environment variables. The first call blocks while
-    certificates are read. Raises ConfigError if a variable names an unusable file or folder."""
+    """Return the TLS context for the current environment variables.
+
+    The first call blocks while certificates are read. Raises ConfigError if a variable names an
+    unusable file or folder.
+    """
     values = tuple(os.environ.get(name) for name in (*_REPLACING, *_ADDING))
     with _lock:
         if values not in _contexts:
@@ -70,8 +73,10 @@ def _new_context() -> ssl.SSLContext:
 
 
 def _check_replacing() -> None:
-    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` is unusable. OpenSSL would
-    silently ignore the variable, and every connection would fail."""
+    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` is unusable.
+
+    OpenSSL would silently ignore the variable, and every connection would fail.
+    """
     file, folders = (os.environ.get(name) for name in _REPLACING)
     if file:
         try:

@@ -17,8 +17,10 @@ from ramify.errors import ConfigError
 
 
 def is_http_url(url: str) -> bool:
-    """Return True if ``url`` is an http or https URL with a host. A port is optional but must be
-    valid."""
+    """Return True if ``url`` is an http or https URL with a host.
+
+    A port is optional but must be valid.
+    """
     try:
         parts = urlsplit(url)
         return bool(
@@ -31,8 +33,10 @@ def is_http_url(url: str) -> bool:
 
 
 def proxy_variable_name(url: str) -> str:
-    """Return the name of the environment variable that sets the proxy for ``url``. If none is set,
-    return the one that could be set."""
+    """Return the name of the environment variable that sets the proxy for ``url``.
+
+    If none is set, return the one that could be set.
+    """
     scheme = urlsplit(url).scheme
     names = (f"{scheme}_proxy", f"{scheme.upper()}_PROXY", "all_proxy", "ALL_PROXY")
     return next((name for name in names if os.environ.get(name)), names[1])
@@ -40,7 +44,9 @@ def proxy_variable_name(url: str) -> str:
 
 def proxy_for(url: str) -> str | None:
     """Return the proxy that the environment sets for ``url``, or None for a direct connection.
-    Raises ConfigError if the proxy is not an HTTP proxy's URL."""
+
+    Raises ConfigError if the proxy is not an HTTP proxy's URL.
+    """
     if sys.platform not in ("darwin", "win32") and not any(
         name.lower().endswith("_proxy") for name in os.environ
     ):

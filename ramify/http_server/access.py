@@ -61,16 +61,24 @@ class ListenAddress(msgspec.Struct, frozen=True):
 
 
 class BearerKeys:
-    """The API keys that a server accepts. Only their SHA-256 digests are stored."""
+    """The API keys that a server accepts.
+
+    Only their SHA-256 digests are stored.
+    """
 
     def __init__(self, digests: Mapping[str, str]) -> None:
-        """Create a set of accepted keys. ``digests`` maps each caller's name to the SHA-256 digest
-        of its key in hexadecimal."""
+        """Create a set of accepted keys.
+
+        ``digests`` maps each caller's name to the SHA-256 digest of its key in hexadecimal.
+        """
         self._digests = dict(digests)
 
     @classmethod
     def from_key(cls, key: str) -> BearerKeys:
-        """Create a set with a single accepted key. From now on, logs redact the key."""
+        """Create a set with a single accepted key.
+
+        From now on, logs redact the key.
+        """
         remember("key of this server", key)
         return cls({"default": digest_of(key)})
 
@@ -91,19 +99,27 @@ class BearerKeys:
 
 
 def new_key() -> str:
-    """Generate a random API key. A server accepts it until the server stops."""
+    """Generate a random API key.
+
+    A server accepts it until the server stops.
+    """
     return f"rk-{secrets.token_urlsafe(24)}"
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 digest of a key in hexadecimal. Surrogate escapes in the key stand for
-    bytes that are not UTF-8."""
+    """Return the SHA-256 digest of a key in hexadecimal.
+
+    Surrogate escapes in the key stand for bytes that are not UTF-8.
+    """
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def presented_key(http: web.Request) -> str:
     """Return the API key in a request's headers: the bearer token, or ``x-api-key`` as Anthropic's
-    clients send it. Empty if there is none."""
+    clients send it.
+
+    Empty if there is none.
+    """
     scheme, _, key = http.headers.get("Authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
     return bearer or http.headers.get("x-api-key", "").strip()
@@ -126,8 +142,10 @@ def host_of(netloc: str) -> str:
 
 
 def check_host(http: web.Request, url: str) -> None:
-    """Raise RequestRejected unless a request's ``Host`` header names this machine. The error
-    suggests ``url`` instead."""
+    """Raise RequestRejected unless a request's ``Host`` header names this machine.
+
+    The error suggests ``url`` instead.
+    """
     if not is_loopback(host_of(http.host)):
         raise RequestRejected(
             f"the host {http.host!r:.100} is not this machine: send requests to {url}, and have "

@@ -56,16 +56,20 @@ _log = ComponentLogger("serve")
 
 @asynccontextmanager
 async def received(http: web.Request) -> AsyncIterator[bytes]:
-    """Receive a request's body, for use in an ``async with`` block. Until the block ends, the body
-    counts against the server's memory limit. Raises RequestRejected if it is too large or arrives
-    too slowly."""
+    """Receive a request's body, for use in an ``async with`` block.
+
+    Until the block ends, the body counts against the server's memory limit. Raises RequestRejected
+    if it is too large or arrives too slowly.
+    """
     async with http.app[_UPLOADS].received(http, http[CALLER]) as body:
         yield body
 
 
 class AiohttpServer:
-    """An HTTP server for one aiohttp application. It checks every request before the application
-    sees it."""
+    """An HTTP server for one aiohttp application.
+
+    It checks every request before the application sees it.
+    """
 
     def __init__(
         self,
@@ -118,8 +122,10 @@ class AiohttpServer:
         return f"http://{host}:{self.port}"
 
     async def start(self, app: web.Application) -> None:
-        """Start listening, and pass requests to ``app``. Raises ConfigError if the address cannot
-        be used."""
+        """Start listening, and pass requests to ``app``.
+
+        Raises ConfigError if the address cannot be used.
+        """
         self._listeners = _listeners(self._address)
         if self._address.socket is None:
             self.port = self._listeners[0].getsockname()[1]
@@ -138,7 +144,10 @@ class AiohttpServer:
         ]
 
     async def close(self) -> None:
-        """Stop listening and close every connection. A second call has no effect."""
+        """Stop listening and close every connection.
+
+        A second call has no effect.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -201,8 +210,10 @@ class AiohttpServer:
             return bug.response(http)
 
     def _check(self, http: web.Request) -> None:
-        """Check a request's host, origin, key and content type. Raises RequestRejected if one is
-        not acceptable."""
+        """Check a request's host, origin, key and content type.
+
+        Raises RequestRejected if one is not acceptable.
+        """
         try:
             if self._address.is_local:
                 check_host(http, self.url)
@@ -279,8 +290,10 @@ def _listeners(address: ListenAddress) -> list[socket.socket]:
 
 
 def _unix_listener(path: Path) -> socket.socket:
-    """Return a listening Unix socket. Raises ConfigError if other users can enter its folder, or
-    another server listens there."""
+    """Return a listening Unix socket.
+
+    Raises ConfigError if other users can enter its folder, or another server listens there.
+    """
     folder = make_folder(path.parent)
     if folder.stat().st_mode & 0o077:
         raise ConfigError(f"{folder} can be entered by other users: run chmod 700 {folder}")

@@ -81,8 +81,10 @@ class _Tool(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """Options of a streamed chat completion. ``include_usage`` adds the token usage to the last
-    event."""
+    """Options of a streamed chat completion.
+
+    ``include_usage`` adds the token usage to the last event.
+    """
 
     include_usage: bool = False
 
@@ -138,8 +140,10 @@ class ChatCompletionsHandler:
     stream events."""
 
     def __init__(self, parsed: ChatCompletionRequest, model: ServedModel) -> None:
-        """Prepare to answer a parsed request. Raises Refused or RequestRejected if it cannot be
-        answered."""
+        """Prepare to answer a parsed request.
+
+        Raises Refused or RequestRejected if it cannot be answered.
+        """
         self.num_replies = _num_replies(parsed.n)
         self.is_streamed = bool(parsed.stream)
         self.request = _request_of(parsed, model.window)
@@ -221,8 +225,10 @@ class ChatCompletionsHandler:
 
 
 def read(body: bytes, model: ServedModel) -> ChatCompletionsHandler:
-    """Parse the body of a chat completion request. Raises Refused or RequestRejected with the
-    reason if it is invalid."""
+    """Parse the body of a chat completion request.
+
+    Raises Refused or RequestRejected with the reason if it is invalid.
+    """
     parsed = model_api.decode_request(_decoder, body, "chat completion")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
@@ -237,7 +243,10 @@ def read(body: bytes, model: ServedModel) -> ChatCompletionsHandler:
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the total token usage of several replies to one prompt. Prompt tokens count once."""
+    """Return the total token usage of several replies to one prompt.
+
+    Prompt tokens count once.
+    """
     total = usages[0]
     for usage in usages[1:]:
         total += usage
@@ -259,22 +268,29 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def opening(id: str, model: str) -> dict[str, Any]:
-    """Return the first event of a streamed completion. It names the role and has no text."""
+    """Return the first event of a streamed completion.
+
+    It names the role and has no text.
+    """
     return chunk(id, model, {"role": "assistant", "content": ""})
 
 
 def chunk(
     id: str, model: str, delta: dict[str, Any], index: int = 0, created: int | None = None
 ) -> dict[str, Any]:
-    """Return one event of a streamed completion. ``delta`` is the new part of reply number
-    ``index``."""
+    """Return one event of a streamed completion.
+
+    ``delta`` is the new part of reply number ``index``.
+    """
     choice = {"index": index, "delta": delta, "finish_reason": None}
     return {**head(id, model, "chat.completion.chunk", created), "choices": [choice]}
 
 
 def head(id: str, model: str, kind: str, created: int | None = None) -> dict[str, Any]:
-    """Return the fields that every body and event starts with. ``created`` is a Unix time in
-    seconds, by default now."""
+    """Return the fields that every body and event starts with.
+
+    ``created`` is a Unix time in seconds, by default now.
+    """
     return {"id": id, "object": kind, "created": created or int(time.time()), "model": model}
 
 
@@ -285,8 +301,10 @@ def _num_replies(n: int | None) -> int:
 
 
 def _request_of(parsed: ChatCompletionRequest, window: int) -> Request:
-    """Convert a chat completion request to an engine request. Without a token limit, the reply may
-    fill the context window."""
+    """Convert a chat completion request to an engine request.
+
+    Without a token limit, the reply may fill the context window.
+    """
     stop = [parsed.stop] if isinstance(parsed.stop, str) else parsed.stop or []
     sampling = Sampling(
         max_tokens=_limit(parsed) or window,

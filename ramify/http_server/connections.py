@@ -48,8 +48,10 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class IncomingConnections:
-    """The open connections of one server. It accepts new ones, and closes those that wait too long
-    for a request."""
+    """The open connections of one server.
+
+    It accepts new ones, and closes those that wait too long for a request.
+    """
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
@@ -93,7 +95,10 @@ class IncomingConnections:
             )
 
     async def sweep(self) -> None:
-        """Close connections that have waited too long for a request. Runs until cancelled."""
+        """Close connections that have waited too long for a request.
+
+        Runs until cancelled.
+        """
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.monotonic()
@@ -102,8 +107,10 @@ class IncomingConnections:
                     connection.force_close()
 
     def _evict(self) -> bool:
-        """Close the connection that has waited longest for a request, to admit a new one. Returns
-        False if none has waited long enough."""
+        """Close the connection that has waited longest for a request, to admit a new one.
+
+        Returns False if none has waited long enough.
+        """
         now = time.monotonic()
         for connection in self.waiting:
             patience = _EVICT_IDLE_S if connection.is_idle else _EVICT_S
@@ -154,7 +161,10 @@ class HttpServerConnection(web.RequestHandler):
         return self._has_asked and not self._num_head_bytes
 
     def mark_busy(self) -> None:
-        """Mark the connection as busy. Called once a request's head has been read."""
+        """Mark the connection as busy.
+
+        Called once a request's head has been read.
+        """
         self._is_head_read = self._has_asked = True
         self._table.waiting.pop(self, None)
 
@@ -199,8 +209,10 @@ class HttpServerConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the response to data that is not HTTP. It uses the usual error format, and nothing
-        is logged for bad requests."""
+        """Return the response to data that is not HTTP.
+
+        It uses the usual error format, and nothing is logged for bad requests.
+        """
         if request.writer.output_size > 0:
             raise ConnectionError("the response has begun: it cannot become an error")
         if status >= 500:
@@ -215,8 +227,10 @@ class HttpServerConnection(web.RequestHandler):
         return answer
 
     def _counts(self, data: bytes) -> bool:
-        """Add received bytes to the size of the current head. Returns False if the head is too
-        large."""
+        """Add received bytes to the size of the current head.
+
+        Returns False if the head is too large.
+        """
         if not self._num_head_bytes:
             data = data.lstrip(b"\r\n")  # blank lines before a request
             self.deadline = min(self.deadline, time.monotonic() + self._table.limits.head_s)

@@ -89,16 +89,20 @@ def _available_memory() -> int | None:
 
 
 def _left(folder: Path, most: str, current: str) -> int | None:
-    """Return the unused part of a control group's limit, or None if it is unlimited. ``most`` and
-    ``current`` name the files with the limit and the current use."""
+    """Return the unused part of a control group's limit, or None if it is unlimited.
+
+    ``most`` and ``current`` name the files with the limit and the current use.
+    """
     with contextlib.suppress(OSError, ValueError):
         return max(0, int((folder / most).read_text()) - int((folder / current).read_text()))
     return None
 
 
 def _num_own_processes() -> int:
-    """Return the number of this user's threads, or 0 if unknown. Threads are counted because the
-    system's process limit counts them."""
+    """Return the number of this user's threads, or 0 if unknown.
+
+    Threads are counted because the system's process limit counts them.
+    """
     num = 0
     with contextlib.suppress(OSError):
         for entry in os.scandir("/proc"):

@@ -122,8 +122,10 @@ class MessagesHandler:
     num_replies = 1
 
     def __init__(self, parsed: MessagesRequest, model: ServedModel) -> None:
-        """Prepare to answer a parsed request. Raises Refused or RequestRejected if it cannot be
-        answered."""
+        """Prepare to answer a parsed request.
+
+        Raises Refused or RequestRejected if it cannot be answered.
+        """
         self.is_streamed = bool(parsed.stream)
         self.is_private = parsed.store is False
         self.request = _request_of(parsed, model.window)
@@ -189,8 +191,10 @@ class MessagesHandler:
         return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Open a content block of the given kind, unless one is already open. Returns the events to
-        send: the end of the previous block and the start of this one."""
+        """Open a content block of the given kind, unless one is already open.
+
+        Returns the events to send: the end of the previous block and the start of this one.
+        """
         if self._open == kind:
             return b""
         events = self._close_block()
@@ -228,8 +232,10 @@ class MessagesHandler:
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _stop_sequence(self, reply: Reply) -> str | None:
-        """Return the stop sequence that ended the reply, or None. The decoded token ids still
-        contain it, directly after the message's text."""
+        """Return the stop sequence that ended the reply, or None.
+
+        The decoded token ids still contain it, directly after the message's text.
+        """
         stops = self.request.sampling.stop
         if not stops or not reply.token_ids:
             return None
@@ -239,8 +245,10 @@ class MessagesHandler:
 
 
 def read(body: bytes, model: ServedModel) -> MessagesHandler:
-    """Parse the body of a messages API request. Raises Refused or RequestRejected with the reason
-    if it is invalid."""
+    """Parse the body of a messages API request.
+
+    Raises Refused or RequestRejected with the reason if it is invalid.
+    """
     parsed = _parsed(body)
     if parsed.max_tokens is None:
         raise RequestRejected("max_tokens is missing: give at least 1", param="max_tokens")
@@ -250,8 +258,10 @@ def read(body: bytes, model: ServedModel) -> MessagesHandler:
 
 
 def read_count_request(body: bytes, model: ServedModel) -> Request:
-    """Parse the body of a request to count a prompt's tokens. Raises Refused or RequestRejected
-    with the reason if it is invalid."""
+    """Parse the body of a request to count a prompt's tokens.
+
+    Raises Refused or RequestRejected with the reason if it is invalid.
+    """
     return _request_of(_parsed(body), model.window)
 
 
@@ -318,8 +328,10 @@ def _choice(choice: _Choice | None) -> ToolChoice:
 
 
 def _reply(turn: _Turn) -> list[Message]:
-    """Convert an assistant turn to a single message. The turn's content is a string or a list of
-    content blocks."""
+    """Convert an assistant turn to a single message.
+
+    The turn's content is a string or a list of content blocks.
+    """
     if isinstance(turn.content, str):
         return [Message("assistant", turn.content)]
     content, reasoning = "", None
@@ -339,8 +351,10 @@ def _reply(turn: _Turn) -> list[Message]:
 
 
 def _given(turn: _Turn) -> list[Message]:
-    """Convert a user turn, or any other turn that the model did not write, to messages. Each tool
-    result becomes a message, and so does any text between tool results."""
+    """Convert a user turn, or any other turn that the model did not write, to messages.
+
+    Each tool result becomes a message, and so does any text between tool results.
+    """
     role = turn.role
     if isinstance(turn.content, str):
         return [Message(role, turn.content)]
@@ -375,8 +389,10 @@ def _unsupported(block: _Block) -> RequestRejected:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Convert tool-call arguments from text to the object that the API requires. Text that is not a
-    JSON object is wrapped in one."""
+    """Convert tool-call arguments from text to the object that the API requires.
+
+    Text that is not a JSON object is wrapped in one.
+    """
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -385,8 +401,10 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _arguments(input: dict[str, Any]) -> str:
-    """Convert tool-call arguments from the API's object to text. Text that ``_object`` wrapped is
-    returned unchanged."""
+    """Convert tool-call arguments from the API's object to text.
+
+    Text that ``_object`` wrapped is returned unchanged.
+    """
     unparsed = input.get(_UNPARSED)
     if len(input) == 1 and isinstance(unparsed, str):
         return unparsed

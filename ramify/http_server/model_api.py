@@ -50,21 +50,27 @@ class ServedModel(Protocol):
     """Context window: maximum tokens of prompt and reply together."""
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return independent replies to one request. Raises RamifyError or RequestRejected on
-        failure."""
+        """Return independent replies to one request.
+
+        Raises RamifyError or RequestRejected on failure.
+        """
         ...
 
     def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield the replies to a request as they grow. Each value is the index of a reply, with the
-        message so far or, at its end, with the whole reply. Raises RamifyError or RequestRejected
-        on failure."""
+        """Yield the replies to a request as they grow.
+
+        Each value is the index of a reply, with the message so far or, at its end, with the whole
+        reply. Raises RamifyError or RequestRejected on failure.
+        """
         ...
 
     def num_tokens(self, request: Request) -> int:
-        """Return the number of tokens in a request's prompt. Raises Refused if it cannot be
-        determined."""
+        """Return the number of tokens in a request's prompt.
+
+        Raises Refused if it cannot be determined.
+        """
         ...
 
     def token_text(self, id: int) -> str:
@@ -102,8 +108,11 @@ class ModelApiHandler(Protocol):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """The constraint on which tools a reply must or may call. It is checked on the finished reply
-    and never written into the prompt, so the conversation's token ids do not change."""
+    """The constraint on which tools a reply must or may call.
+
+    It is checked on the finished reply and never written into the prompt, so the conversation's
+    token ids do not change.
+    """
 
     is_required: bool = False
     """True if a reply without a tool call is an error."""
@@ -134,16 +143,20 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def unmet_reply_requirement_error(problem: str, code: str, reply: Reply) -> RequestRejected:
-    """Return the error for a reply that violates a requirement of its request. The error includes
-    the reply's text."""
+    """Return the error for a reply that violates a requirement of its request.
+
+    The error includes the reply's text.
+    """
     error = RequestRejected(problem, code=code)
     error.more["failed_generation"] = reply.message.content
     return error
 
 
 def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
-    """Return the tool choice unchanged. Raises RequestRejected if it names or requires a tool that
-    is not offered."""
+    """Return the tool choice unchanged.
+
+    Raises RequestRejected if it names or requires a tool that is not offered.
+    """
     known = {tool.name for tool in tools}
     unknown = next((name for name in choice.names if name not in known), None)
     if unknown is not None:
@@ -157,7 +170,9 @@ def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> 
 
 def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
     """Parse a request's ``tool_choice`` in the format of chat completions or the responses API.
-    Raises RequestRejected for an unsupported value."""
+
+    Raises RequestRejected for an unsupported value.
+    """
     is_parallel = parallel is not False
     if choice is None or choice == "auto":
         return ToolChoice(is_parallel=is_parallel)
@@ -185,8 +200,11 @@ def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
 
 
 def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
-    """Decode the JSON body of a request. Raises Refused with the reason if it is invalid. ``kind``
-    names the requested object in the error."""
+    """Decode the JSON body of a request.
+
+    Raises Refused with the reason if it is invalid. ``kind`` names the requested object in the
+    error.
+    """
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -214,8 +232,10 @@ def check_sampling(temperature: float | None, top_p: float | None) -> None:
 
 
 def check_top_logprobs(number: int | None) -> int:
-    """Return how many of the most likely tokens to report per sampled token. Raises RequestRejected
-    for more than ``MAX_TOP_LOGPROBS``."""
+    """Return how many of the most likely tokens to report per sampled token.
+
+    Raises RequestRejected for more than ``MAX_TOP_LOGPROBS``.
+    """
     if number is not None and not 0 <= number <= MAX_TOP_LOGPROBS:
         raise RequestRejected(
             f"top_logprobs={number} must be from 0 to {MAX_TOP_LOGPROBS}", param="top_logprobs"
@@ -225,7 +245,10 @@ def check_top_logprobs(number: int | None) -> int:
 
 def schema_in(format: Any, where: str) -> dict[str, Any] | None:
     """Return the JSON schema from the response format of an OpenAI API request, or None for plain
-    text. ``where`` names the field in errors. Raises RequestRejected for an unsupported format."""
+    text.
+
+    ``where`` names the field in errors. Raises RequestRejected for an unsupported format.
+    """
     kind = format.get("type") if isinstance(format, dict) else None
     if format is None or kind == "text":
         return None
@@ -254,7 +277,9 @@ def new_reply_mark() -> str:
 
 def unique_call_id(id: str, mark: str) -> str:
     """Append a mark to the tool-call id that a chat template generated, so that it is unique in the
-    conversation. Other ids stay unchanged.
+    conversation.
+
+    Other ids stay unchanged.
 
     >>> unique_call_id("call_0", "5f1c0a9be2d34c77")
     'call_0_5f1c0a9be2d34c77'
@@ -263,7 +288,9 @@ def unique_call_id(id: str, mark: str) -> str:
 
 
 def original_call_id(id: str) -> str:
-    """Remove the mark that ``unique_call_id`` appended to a tool-call id. Other ids stay unchanged.
+    """Remove the mark that ``unique_call_id`` appended to a tool-call id.
+
+    Other ids stay unchanged.
 
     >>> original_call_id("call_0_5f1c0a9be2d34c77")
     'call_0'
@@ -291,9 +318,11 @@ class ReplyDeltaTracker:
         self._content = ""
 
     def gained(self, message: Message) -> tuple[str | None, str]:
-        """Return the reasoning and content added to a message since the last call. The reasoning is
-        None if none was added, and an empty string if it has just begun. If text that was already
-        sent has changed, nothing is returned for it."""
+        """Return the reasoning and content added to a message since the last call.
+
+        The reasoning is None if none was added, and an empty string if it has just begun. If text
+        that was already sent has changed, nothing is returned for it.
+        """
         reasoning: str | None = None
         if message.reasoning is not None:
             reasoning = _gain(self._reasoning or "", message.reasoning)
@@ -338,15 +367,20 @@ class _TokenTexts:
 
 
 def server_sent_event(event: object, kind: str = "") -> bytes:
-    """Encode one stream event as a server-sent event. ``kind`` is the event's name, which some APIs
-    repeat outside the data."""
+    """Encode one stream event as a server-sent event.
+
+    ``kind`` is the event's name, which some APIs repeat outside the data.
+    """
     head = f"event: {kind}\n".encode() if kind else b""
     return b"%sdata: %s\n\n" % (head, encode(event))
 
 
 def text_of_parts(parts: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> Iterator[str]:
-    """Yield the text of each part of a message. ``kinds`` maps each supported kind of part to the
-    field with its text. Raises Refused for any other kind."""
+    """Yield the text of each part of a message.
+
+    ``kinds`` maps each supported kind of part to the field with its text. Raises Refused for any
+    other kind.
+    """
     for part in parts:
         kind = str(part.get("type"))
         if kind not in kinds:

@@ -68,13 +68,19 @@ is not admitted."""
 
 class ModelApiRoutes:
     """HTTP routes for using a model through three APIs: chat completions, responses, and
-    Anthropic's messages. ``admit`` accepts each request and selects the model that answers."""
+    Anthropic's messages.
+
+    ``admit`` accepts each request and selects the model that answers.
+    """
 
     def __init__(self, admit: Admission) -> None:
         self._admit = admit
 
     def add_to(self, app: web.Application, prefix: str = "") -> None:
-        """Add the routes to an aiohttp application. Their paths start with ``prefix``."""
+        """Add the routes to an aiohttp application.
+
+        Their paths start with ``prefix``.
+        """
         base = f"{prefix}/v1"
         app.router.add_post(base + chat_completions_api.PATH, self._chat)
         app.router.add_post(base + responses_api.PATH, self._response)
@@ -173,8 +179,10 @@ def rejection_of(error: RamifyError) -> RequestRejected:
 def listed_models(
     http: web.Request, name: str, window: int | None, *, is_recorded: bool = False
 ) -> web.Response:
-    """Return the response to a request for the list of models. It lists the one served model, in
-    OpenAI's or Anthropic's format depending on the request."""
+    """Return the response to a request for the list of models.
+
+    It lists the one served model, in OpenAI's or Anthropic's format depending on the request.
+    """
     about: dict[str, Any] = {} if window is None else {"max_model_len": window}
     if is_recorded:
         about["recorded"] = True

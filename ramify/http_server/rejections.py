@@ -35,7 +35,10 @@ _ANTHROPIC_KINDS = {
 
 
 class RequestRejected(Exception):
-    """Raised to answer a request with an error response. Its text is the message to the client."""
+    """Raised to answer a request with an error response.
+
+    Its text is the message to the client.
+    """
 
     def __init__(
         self,
@@ -48,8 +51,10 @@ class RequestRejected(Exception):
         retry_after_s: float | None = None,
         run: str | None = None,
     ) -> None:
-        """Create a rejection. ``param`` names the request's wrong field, and ``run`` is the id of a
-        failed run."""
+        """Create a rejection.
+
+        ``param`` names the request's wrong field, and ``run`` is the id of a failed run.
+        """
         super().__init__(text)
         self.param = param
         self.status = status
@@ -64,8 +69,10 @@ class RequestRejected(Exception):
         return error_body(str(self), self.kind, self.code, self.param, **self.more)
 
     def anthropic_body(self) -> bytes:
-        """Return the error body in the format of Anthropic's API. The message for an overlong
-        prompt begins with "prompt is too long", as in that API."""
+        """Return the error body in the format of Anthropic's API.
+
+        The message for an overlong prompt begins with "prompt is too long", as in that API.
+        """
         text = f"prompt is too long: {self}" if self.code == TOO_LONG else str(self)
         text = text.encode("utf-8", "replace").decode()
         kind = _ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else None)
@@ -74,7 +81,9 @@ class RequestRejected(Exception):
 
     def response(self, http: web.Request | None = None) -> web.Response:
         """Return the error response in the format of the API that the request ``http`` uses.
-        Without a request, the format is OpenAI's."""
+
+        Without a request, the format is OpenAI's.
+        """
         is_anthropic = http is not None and asks_anthropic(http)
         body = self.anthropic_body() if is_anthropic else self.body()
         headers = (
@@ -93,8 +102,10 @@ class RequestRejected(Exception):
 
 
 def asks_anthropic(http: web.Request) -> bool:
-    """Return True if a request uses Anthropic's API. Its path or its header ``anthropic-version``
-    shows that."""
+    """Return True if a request uses Anthropic's API.
+
+    Its path or its header ``anthropic-version`` shows that.
+    """
     is_below = http.path.endswith(("/messages", "/messages/count_tokens"))
     return is_below or "anthropic-version" in http.headers
 
@@ -107,8 +118,10 @@ def kind_of(status: int) -> str:
 def error_body(
     text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any
 ) -> bytes:
-    """Return an error body in the format of OpenAI's API. ``param`` names the request's wrong
-    field, and ``more`` adds fields."""
+    """Return an error body in the format of OpenAI's API.
+
+    ``param`` names the request's wrong field, and ``more`` adds fields.
+    """
     text = text.encode("utf-8", "replace").decode()  # a path may hold lone surrogates
     return msgspec.json.encode(
         {"error": {"message": text, "type": kind, "code": code, "param": param, **more}}

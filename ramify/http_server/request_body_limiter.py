@@ -39,9 +39,11 @@ class RequestBodyLimiter:
 
     @asynccontextmanager
     async def received(self, http: web.Request, caller: str) -> AsyncIterator[bytes]:
-        """Read the body of a caller's request. Its memory stays reserved until the ``async with``
-        block ends. Raises RequestRejected if the body is too large or too slow, or if too many
-        bodies are in transfer."""
+        """Read the body of a caller's request.
+
+        Its memory stays reserved until the ``async with`` block ends. Raises RequestRejected if the
+        body is too large or too slow, or if too many bodies are in transfer.
+        """
         if http.headers.get("Content-Encoding", "identity") != "identity":
             raise RequestRejected("send the body without Content-Encoding", status=415)
         length = http.content_length or 0
@@ -83,8 +85,10 @@ class _Upload:
         self._reserved = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Increase the memory reserved for this body to ``num_bytes``. Raises RequestRejected if a
-        limit would be exceeded."""
+        """Increase the memory reserved for this body to ``num_bytes``.
+
+        Raises RequestRejected if a limit would be exceeded.
+        """
         most = self._uploads.limits.max_body_bytes
         if num_bytes > most:
             raise RequestRejected(

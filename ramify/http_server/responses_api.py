@@ -64,7 +64,10 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class StoredResponses:
-    """The last few thousand responses to one caller, by id. Their total size is limited, too."""
+    """The last few thousand responses to one caller, by id.
+
+    Their total size is limited, too.
+    """
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -74,15 +77,20 @@ class StoredResponses:
         return self._stored.get(id)
 
     def keep(self, id: str, response: StoredResponse) -> None:
-        """Store a response. If there are then too many, or their total size is too large, the
-        oldest ones are removed."""
+        """Store a response.
+
+        If there are then too many, or their total size is too large, the oldest ones are removed.
+        """
         self._stored[id] = response
         self._num_bytes += response.num_bytes
         while len(self._stored) > _MAX_STORED or self._num_bytes > _MAX_STORED_BYTES:
             self.forget(next(iter(self._stored)))
 
     def forget(self, id: str) -> bool:
-        """Remove a stored response. Returns False if there is none with this id."""
+        """Remove a stored response.
+
+        Returns False if there is none with this id.
+        """
         response = self._stored.pop(id, None)
         self._num_bytes -= response.num_bytes if response is not None else 0
         return response is not None
@@ -257,8 +265,11 @@ class ResponsesHandler:
         return self._event("failed", response=response)
 
     def _finished(self, reply: Reply, output: list[dict[str, Any]]) -> bytes:
-        """Return the body of the finished response. Unless the request says ``store: false``, the
-        response is stored, so that a later request can continue from it."""
+        """Return the body of the finished response.
+
+        Unless the request says ``store: false``, the response is stored, so that a later request
+        can continue from it.
+        """
         reason = _UNFINISHED.get(reply.finish)
         fields = self._fields("incomplete" if reason else "completed", output, reply.usage)
         fields["incomplete_details"] = {"reason": reason} if reason else None
@@ -300,8 +311,10 @@ class ResponsesHandler:
         return {"type": kind, "id": f"{prefix}_{self._key}", **fields}
 
     def _text_delta(self, kind: str, text: str) -> bytes:
-        """Return the events that add text to the response item of this kind. The item is opened if
-        necessary."""
+        """Return the events that add text to the response item of this kind.
+
+        The item is opened if necessary.
+        """
         events = b""
         if not self._items or self._items[-1].kind != kind:
             events = self._open(kind)
@@ -408,8 +421,10 @@ class _StreamedItem(msgspec.Struct, frozen=True):
 
 
 def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesHandler:
-    """Parse the body of a responses API request. Raises Refused or RequestRejected with the reason
-    if it is invalid."""
+    """Parse the body of a responses API request.
+
+    Raises Refused or RequestRejected with the reason if it is invalid.
+    """
     parsed = model_api.decode_request(_decoder, body, "response")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
@@ -444,8 +459,10 @@ def _tools(offered: Sequence[_Tool]) -> tuple[Tool, ...]:
 
 
 def _messages(input: str | list[_Item]) -> list[Message]:
-    """Convert a request's input items to messages. Consecutive items from one reply of the model
-    become one message."""
+    """Convert a request's input items to messages.
+
+    Consecutive items from one reply of the model become one message.
+    """
     if isinstance(input, str):
         return [Message("user", input)] if input else []
     messages: list[Message] = []
@@ -492,8 +509,10 @@ class _WrittenReply:
 
 
 def _message(item: _Item, index: int) -> Message:
-    """Convert an input item that does not come from the model to a message. Raises Refused or
-    RequestRejected if it is not supported."""
+    """Convert an input item that does not come from the model to a message.
+
+    Raises Refused or RequestRejected if it is not supported.
+    """
     if item.type == "function_call_output":
         id = model_api.original_call_id(item.call_id)
         return Message("tool", _text(item.output), tool_call_id=id)

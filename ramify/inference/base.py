@@ -33,8 +33,9 @@ that the update can use its memory."""
 
 
 class EngineLost(ModelError):
-    """Raised if the engine that was to answer a request is gone. If it comes back, it first gets
-    the current weights.
+    """Raised if the engine that was to answer a request is gone.
+
+    If it comes back, it first gets the current weights.
 
     Example:
         except inference.EngineLost:    # asked again at another engine of the fleet
@@ -42,8 +43,11 @@ class EngineLost(ModelError):
 
 
 class CachePressure(msgspec.Struct, frozen=True):
-    """The load on an engine's KV cache. A client that can report it has a method ``async pressure()
-    -> CachePressure | None``. That method returns None if the server does not report its load."""
+    """The load on an engine's KV cache.
+
+    A client that can report it has a method ``async pressure() -> CachePressure | None``. That
+    method returns None if the server does not report its load.
+    """
 
     full: float
     """Fraction of the cache in use by running sequences."""
@@ -63,15 +67,21 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """Replace the engine's weights with version ``version``, and clear everything cached
-        under the old ones. A reply in progress continues under the new weights. Its ``versions``
-        records which version sampled which tokens."""
+        """Replace the engine's weights with version ``version``, and clear everything cached under
+        the old ones.
+
+        A reply in progress continues under the new weights. Its ``versions`` records which version
+        sampled which tokens.
+        """
         ...
 
     async def fingerprint(self) -> str | None:
         """Return a fingerprint of the engine's current weights, computed as in
-        ``models.fingerprint``. Equal weights have equal fingerprints. Returns None if the engine
-        stores its weights in another layout."""
+        ``models.fingerprint``.
+
+        Equal weights have equal fingerprints. Returns None if the engine stores its weights in
+        another layout.
+        """
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:

@@ -1,5 +1,6 @@
-"""Maps ask the same question about every row of a table. Each map is stored as one run that
-consists of many small ones.
+"""Maps ask the same question about every row of a table.
+
+Each map is stored as one run that consists of many small ones.
 
     rows ──> RowQuestionMaker ─┬─> RowAnsweringMethod ──> MapJournal ──> MapOutput, in order
              (template)        │   plain call or session       ▲

@@ -29,8 +29,10 @@ UNLIMITED = 10**15
 
 
 def map_limits(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
-    """Return the combined limits for all rows of a map. If ``max_cost`` is None and the model has a
-    price, the cost limit is 5 dollars."""
+    """Return the combined limits for all rows of a map.
+
+    If ``max_cost`` is None and the model has a price, the cost limit is 5 dollars.
+    """
     return Limits(
         max_calls=UNLIMITED if max_calls is None else max_calls,
         max_tokens=UNLIMITED if max_tokens is None else max_tokens,
@@ -43,9 +45,11 @@ def _path_of(out: str | Path | None) -> Path | None:
 
 
 def make_worker_rlm_factory(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
-    """Return a function that creates the RLM of a worker on another machine. Raises ConfigError
-    unless the model is given by name: a model object may hold a key, so it cannot be sent to
-    another process."""
+    """Return a function that creates the RLM of a worker on another machine.
+
+    Raises ConfigError unless the model is given by name: a model object may hold a key, so it
+    cannot be sent to another process.
+    """
     names = [model] if isinstance(model, str) else model
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
@@ -82,8 +86,9 @@ async def amap(
     store: RunStore | None = None,
     **options: Any,
 ) -> MapResult:
-    """Ask a question about each row of a table, and return the answers. This is the asynchronous
-    version of ``map``.
+    """Ask a question about each row of a table, and return the answers.
+
+    This is the asynchronous version of ``map``.
 
     question      a question, for which each row is the context, or a template over columns:
                   ``"Is {subject} a complaint?"``
@@ -178,8 +183,9 @@ async def _map_on_ray(
 
 
 def map(question: str, rows: Any, model: Any, **options: Any) -> MapResult:
-    """Ask a question about each row of a table, wait for all answers, and return them. The options
-    are those of ``amap``, the asynchronous version.
+    """Ask a question about each row of a table, wait for all answers, and return them.
+
+    The options are those of ``amap``, the asynchronous version.
 
     >>> model = testing.ScriptedClient(lambda messages: "yes")
     >>> ramify.map("Is this a question?", ["Why?"], model).table

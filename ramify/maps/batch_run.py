@@ -104,8 +104,10 @@ class BatchQuestion(msgspec.Struct, frozen=True):
 
 
 class MapBatchJobs:
-    """The batch jobs of one map at the provider's batch API. It uploads new batches, and collects
-    those that an earlier invocation of the map uploaded."""
+    """The batch jobs of one map at the provider's batch API.
+
+    It uploads new batches, and collects those that an earlier invocation of the map uploaded.
+    """
 
     def __init__(
         self,
@@ -120,8 +122,11 @@ class MapBatchJobs:
         retry_failed: bool,
         max_rows: int | None,
     ) -> None:
-        """Prepare to upload and download batches. If ``uploads`` is False, only the results of
-        earlier batches are downloaded. Raises ConfigError if the model has no batch API."""
+        """Prepare to upload and download batches.
+
+        If ``uploads`` is False, only the results of earlier batches are downloaded. Raises
+        ConfigError if the model has no batch API.
+        """
         self._calls = calls
         self._journal = journal
         self._recorded = recorded
@@ -157,15 +162,20 @@ class MapBatchJobs:
         return self._api.provider
 
     def stop_waiting(self) -> None:
-        """Stop waiting for batches. The provider continues to process them."""
+        """Stop waiting for batches.
+
+        The provider continues to process them.
+        """
         self._halted.set()
 
     async def run(
         self, on_stop: OnStop, meanwhile: Callable[[], Coroutine[Any, Any, None]]
     ) -> None:
         """Upload the rows that are not in a batch yet, and wait for the results of all batches.
+
         ``meanwhile`` is run at the same time. ``on_stop`` is called with the reason if the map must
-        stop early. Raises ConfigError before any upload if the budget does not cover all rows."""
+        stop early. Raises ConfigError before any upload if the budget does not cover all rows.
+        """
         self._on_stop = on_stop
         for batch in self._batches.values():
             for _, amount in batch.waiting.values():
@@ -205,8 +215,10 @@ class MapBatchJobs:
         return num, most
 
     def _rows(self) -> Iterator[BatchQuestion]:
-        """Yield each open question that a single request can answer. Questions that are answered or
-        already in a batch are skipped."""
+        """Yield each open question that a single request can answer.
+
+        Questions that are answered or already in a batch are skipped.
+        """
         taken = {
             digest_to_int(self._first(offset).digest)
             for batch in self._batches.values()
@@ -319,8 +331,11 @@ class MapBatchJobs:
         )
 
     async def _create(self, batch: UnfinishedBatch, lines: list[bytes]) -> None:
-        """Upload a batch, and record its id. If the provider's reply is lost, search for the batch,
-        because the upload may have succeeded."""
+        """Upload a batch, and record its id.
+
+        If the provider's reply is lost, search for the batch, because the upload may have
+        succeeded.
+        """
         sent, failed = batch.sent, 0
         while not batch.id and not self._halted.is_set():
             try:
@@ -353,9 +368,11 @@ class MapBatchJobs:
                 return
 
     async def _is_ours(self, id: str, key: str) -> bool:
-        """Return True if a batch on the provider's list was uploaded with this key. If the provider
-        does not know yet, it is asked again until it does. Returns False if the map is stopped
-        first."""
+        """Return True if a batch on the provider's list was uploaded with this key.
+
+        If the provider does not know yet, it is asked again until it does. Returns False if the map
+        is stopped first.
+        """
         waited = 0
         while not self._halted.is_set():
             is_ours = await self._steadily(lambda: self._api.is_ours(id, key), f"batch {id}")
@@ -371,8 +388,10 @@ class MapBatchJobs:
             self._journal.append(MapLine(u=BatchAccepted(batch.sent.part, batch.id)))
 
     def _give_up(self, batch: UnfinishedBatch, why: str) -> None:
-        """Record that the provider refused a whole batch, and stop the map. The rows of the batch
-        count as not asked."""
+        """Record that the provider refused a whole batch, and stop the map.
+
+        The rows of the batch count as not asked.
+        """
         self._end(batch, why, why)
         self._on_stop(why, "failed")
         self.stop_waiting()
@@ -398,8 +417,10 @@ class MapBatchJobs:
             waited += 1
 
     async def _find_or_create(self, batch: UnfinishedBatch) -> None:
-        """Find a batch at the provider if an earlier process uploaded it. Otherwise upload it
-        now."""
+        """Find a batch at the provider if an earlier process uploaded it.
+
+        Otherwise upload it now.
+        """
         await self._find(batch)
         if batch.id:
             self._accepted(batch)
@@ -446,8 +467,10 @@ class MapBatchJobs:
         return True
 
     async def _take(self, batch: UnfinishedBatch, result: BatchResult, found: _Collected) -> None:
-        """Record the result of one row. A result that is already recorded is ignored, because a
-        repeated download contains it again."""
+        """Record the result of one row.
+
+        A result that is already recorded is ignored, because a repeated download contains it again.
+        """
         # The custom id is KEY-NUMBER. An unknown one must not stop the other results.
         key, _, digits = result.custom_id.rpartition("-")
         number = int(digits) if digits.isascii() and digits.isdigit() else -1
@@ -489,8 +512,10 @@ class MapBatchJobs:
         error: ModelError,
         found: _Collected,
     ) -> None:
-        """Record that a row got an error instead of a reply. The row is asked again in a later
-        batch, unless it has failed for good."""
+        """Record that a row got an error instead of a reply.
+
+        The row is asked again in a later batch, unless it has failed for good.
+        """
         if isinstance(error, Refused):
             self._client.adapt_to_refusal(error)
             if error.needs_key:
@@ -529,8 +554,10 @@ class MapBatchJobs:
         self.ended.add(number)
 
     def _end(self, batch: UnfinishedBatch, status: str, why: str) -> None:
-        """Record that a batch has ended. Each row without a result counts as a failed attempt and
-        may be asked again."""
+        """Record that a batch has ended.
+
+        Each row without a result counts as a failed attempt and may be asked again.
+        """
         error = ServerFailed(why)
         for offset, _ in list(batch.waiting.values()):
             self._missed(batch, self._first(offset), error, may_return=True)
@@ -542,8 +569,11 @@ class MapBatchJobs:
     async def _steadily(
         self, ask: Callable[[], Awaitable[_Value]], what: str, *, is_patient: bool = False
     ) -> _Value | None:
-        """Await the result of ``ask()``, and retry it after transient failures. Returns None if the
-        map is stopped first. If ``is_patient``, network failures are retried without limit."""
+        """Await the result of ``ask()``, and retry it after transient failures.
+
+        Returns None if the map is stopped first. If ``is_patient``, network failures are retried
+        without limit.
+        """
         failed = 0
         while not self._halted.is_set():
             try:
@@ -594,8 +624,10 @@ class _Collected(msgspec.Struct):
 
 
 def batch_client(calls: DirectCalls) -> BatchCapableClient:
-    """Return the client of a map's model. Raises ConfigError if the client does not support a batch
-    API."""
+    """Return the client of a map's model.
+
+    Raises ConfigError if the client does not support a batch API.
+    """
     client = calls.client
     if not isinstance(client, BatchCapableClient):
         raise ConfigError(
@@ -606,7 +638,10 @@ def batch_client(calls: DirectCalls) -> BatchCapableClient:
 
 
 async def _together(*works: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines concurrently. If one of them fails, cancel the others."""
+    """Run coroutines concurrently.
+
+    If one of them fails, cancel the others.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -617,6 +652,8 @@ async def _together(*works: Coroutine[Any, Any, None]) -> None:
 
 
 def _wait_s(waited: int) -> float:
-    """Return the number of seconds to wait before the next request for a batch's state. ``waited``
-    is the number of earlier waits."""
+    """Return the number of seconds to wait before the next request for a batch's state.
+
+    ``waited`` is the number of earlier waits.
+    """
     return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 1.5 ** min(waited, 20))

@@ -1,5 +1,6 @@
-"""Estimates the cost and duration of a whole map from a sample of its rows. A map asks one question
-about every row of a table.
+"""Estimates the cost and duration of a whole map from a sample of its rows.
+
+A map asks one question about every row of a table.
 
     sample of n rows ──> cost, seconds and characters of each ──> line through them
     characters of all questions ──> dollars = the line, summed over all, with its interval
@@ -30,8 +31,10 @@ _NUM_BLOCKS = 8
 
 
 class EstimatedAmount(msgspec.Struct, frozen=True):
-    """An estimated amount with its 95 % confidence interval. The bounds are None if the sample does
-    not determine an interval."""
+    """An estimated amount with its 95 % confidence interval.
+
+    The bounds are None if the sample does not determine an interval.
+    """
 
     value: float
     low: float | None = None
@@ -39,8 +42,10 @@ class EstimatedAmount(msgspec.Struct, frozen=True):
 
 
 class MeasuredRowCost(msgspec.Struct, frozen=True):
-    """The measured cost and time of one question of a sample. Lists of measured rows are in the
-    order in which the questions ended."""
+    """The measured cost and time of one question of a sample.
+
+    Lists of measured rows are in the order in which the questions ended.
+    """
 
     chars: int
     """Number of characters in the question and in the part of the row that the model reads."""
@@ -88,9 +93,11 @@ def estimate(
     *,
     is_priced: bool,
 ) -> MapEstimate:
-    """Estimate the cost and duration of a whole map from a sample of its rows. ``num_chars`` is the
-    number of characters in all questions together. ``read_s`` is how long it takes to read the
-    whole table, in seconds."""
+    """Estimate the cost and duration of a whole map from a sample of its rows.
+
+    ``num_chars`` is the number of characters in all questions together. ``read_s`` is how long it
+    takes to read the whole table, in seconds.
+    """
     chars = [row.chars for row in rows]
     cost = extrapolate_total([row.cost for row in rows], chars, num_questions, num_chars)
     seconds = _seconds(rows, num_questions, num_chars, concurrency, read_s)
@@ -109,9 +116,11 @@ def estimate(
 def extrapolate_total(
     values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
 ) -> EstimatedAmount:
-    """Extrapolate the sum of a value, such as the cost, from a sample to all questions. A line
-    fitted to the sample predicts a question's value from its size. ``num_all`` is the number of all
-    questions, and ``size_of_all`` is their total size."""
+    """Extrapolate the sum of a value, such as the cost, from a sample to all questions.
+
+    A line fitted to the sample predicts a question's value from its size. ``num_all`` is the number
+    of all questions, and ``size_of_all`` is their total size.
+    """
     num = len(values)
     mean, mean_size = statistics.fmean(values), statistics.fmean(sizes)
     spread = math.fsum((size - mean_size) ** 2 for size in sizes)
@@ -157,8 +166,10 @@ def _seconds(
 
 
 def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float) -> EstimatedAmount:
-    """Estimate the time of all questions from the rate at which the sample was answered. ``rows``
-    holds the sampled questions that were answered at full concurrency."""
+    """Estimate the time of all questions from the rate at which the sample was answered.
+
+    ``rows`` holds the sampled questions that were answered at full concurrency.
+    """
     size = len(rows) // _NUM_BLOCKS
     marks = [rows[index * size].ended_s for index in range(_NUM_BLOCKS)] + [rows[-1].ended_s]
     last = len(rows) - 1 - (_NUM_BLOCKS - 1) * size

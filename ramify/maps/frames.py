@@ -29,8 +29,11 @@ Types = Mapping[str, str | None]
 
 
 def dataframe_row_source(rows: Any) -> RowSource | None:
-    """Return an Arrow, pandas, polars or ``datasets`` table as a row source. Returns None if
-    ``rows`` is something else. Raises SourceError if the table cannot be read row by row."""
+    """Return an Arrow, pandas, polars or ``datasets`` table as a row source.
+
+    Returns None if ``rows`` is something else. Raises SourceError if the table cannot be read row
+    by row.
+    """
     if hasattr(rows, "collect_schema") and hasattr(rows, "collect"):
         raise SourceError("rows cannot be read from a LazyFrame: give rows.collect()")
     if hasattr(rows, "to_batches") and hasattr(rows, "schema"):
@@ -79,8 +82,11 @@ def _arrow(table: Any) -> RowSource:
 
 
 def columns_to_arrow(columns: Columns, types: Types) -> Any:
-    """Convert columns to an Arrow table. A column without a single JSON type gets the Arrow type of
-    its values, or becomes text if its values have several types."""
+    """Convert columns to an Arrow table.
+
+    A column without a single JSON type gets the Arrow type of its values, or becomes text if its
+    values have several types.
+    """
     import pyarrow
 
     def array(name: str, values: Sequence[Any]) -> Any:

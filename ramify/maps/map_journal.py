@@ -1,5 +1,7 @@
-"""The journal of a map, which asks one question about every row of a table. The journal records
-each request and reply in one file, ``ROOT/maps/ID.jsonl``, with a few short lines for each row.
+"""The journal of a map, which asks one question about every row of a table.
+
+The journal records each request and reply in one file, ``ROOT/maps/ID.jsonl``, with a few short
+lines for each row.
 
     {"map":{…},"crc":"…"}                                       once: what is asked of every row
     {"q":[5,7,0.31,"DIGEST",null,"text of the row",66,8192,0.012],"crc":"…"}    a first request
@@ -63,8 +65,10 @@ RAY_MAPS = "ray_maps"
 
 class RayMapMetadata(msgspec.Struct, frozen=True):
     """The part of a map's header that is only used on a Ray cluster, where answers are written to
-    output files and not to the journal. It names the columns, and the file that records
-    spending."""
+    output files and not to the journal.
+
+    It names the columns, and the file that records spending.
+    """
 
     record: str
     """Name of the spending record in ``ROOT/ray_maps`` (see shared_budget.py)."""
@@ -122,8 +126,10 @@ class MapContinued(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuestionStartedLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line with the first request for a question. If the question failed and is tried
-    again, the new attempt has such a line too."""
+    """A journal line with the first request for a question.
+
+    If the question failed and is tried again, the new attempt has such a line too.
+    """
 
     number: int
     """Number of the question, from 0."""
@@ -144,8 +150,11 @@ class QuestionStartedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line with a further request for the same question. The request either asks the
-    model to repair a reply that does not fit the answer type, or repeats a failed attempt."""
+    """A journal line with a further request for the same question.
+
+    The request either asks the model to repair a reply that does not fit the answer type, or
+    repeats a failed attempt.
+    """
 
     number: int
     turn: int
@@ -195,8 +204,10 @@ class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording the end of a question that has no line with its reply. Either a run
-    answered the question, or the question failed."""
+    """A journal line recording the end of a question that has no line with its reply.
+
+    Either a run answered the question, or the question failed.
+    """
 
     number: int
     stop: str
@@ -241,8 +252,10 @@ class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a batch is finished. The outcome of each of its requests is in
-    the journal."""
+    """A journal line recording that a batch is finished.
+
+    The outcome of each of its requests is in the journal.
+    """
 
     part: int
     status: str
@@ -250,8 +263,10 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a map's journal. A single field holds the content, and ``crc`` is the line's
-    checksum."""
+    """One line of a map's journal.
+
+    A single field holds the content, and ``crc`` is the line's checksum.
+    """
 
     map: MapHeader | None = None
     c: MapContinued | None = None
@@ -273,13 +288,18 @@ class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def first_request(self) -> QuestionStartedLine | None:
         """Return the first request for a question if this line contains one, whether it is sent
-        alone or in a batch. Otherwise return None."""
+        alone or in a batch.
+
+        Otherwise return None.
+        """
         return self.q or self.b
 
 
 def usage_counts(usage: Usage) -> tuple[int, ...]:
-    """Return the usage of one request in the compact form of the journal. It lists the token counts
-    and then the number of calls of unknown usage, without trailing zeros."""
+    """Return the usage of one request in the compact form of the journal.
+
+    It lists the token counts and then the number of calls of unknown usage, without trailing zeros.
+    """
     counts = [
         usage.input_tokens,
         usage.output_tokens,
@@ -294,8 +314,10 @@ def usage_counts(usage: Usage) -> tuple[int, ...]:
 
 
 def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
-    """Convert the counts in a journal line back to a usage. This is the inverse of
-    ``usage_counts``."""
+    """Convert the counts in a journal line back to a usage.
+
+    This is the inverse of ``usage_counts``.
+    """
     if not counts:
         return Usage()
     given, output, cached, reasoning, stored, unknown = (*counts, *(0,) * (6 - len(counts)))
@@ -315,7 +337,10 @@ _decode = msgspec.json.Decoder(MapLine).decode
 
 
 class MapJournal:
-    """A map's journal that is open for writing. Only one process at a time can open it."""
+    """A map's journal that is open for writing.
+
+    Only one process at a time can open it.
+    """
 
     def __init__(
         self,
@@ -325,8 +350,11 @@ class MapJournal:
         temporary: Any = None,
         fsync: Fsync = os.fsync,
     ) -> None:
-        """Create a journal that writes to the open file ``fd``. ``temporary`` is the folder of a
-        temporary journal, which is deleted when the journal is closed."""
+        """Create a journal that writes to the open file ``fd``.
+
+        ``temporary`` is the folder of a temporary journal, which is deleted when the journal is
+        closed.
+        """
         self.path = path
         self._file = LineWriter(path, fd, FsyncFlusher(fsync), chain)
         self._secrets = SecretRedactor()
@@ -335,7 +363,10 @@ class MapJournal:
         """Number of question numbers that have been assigned."""
 
     def assign_question_number(self, number: int) -> int:
-        """Assign a number to a question and return it. A number other than -1 is kept as it is."""
+        """Assign a number to a question and return it.
+
+        A number other than -1 is kept as it is.
+        """
         if number >= 0:
             return number
         self.num_questions += 1
@@ -344,12 +375,17 @@ class MapJournal:
     @property
     def trouble(self) -> StoreError | None:
         """Return the error, such as a full disk, that forced the journal to use its reserved disk
-        space. Returns None if there was none. After such an error, the map should stop."""
+        space.
+
+        Returns None if there was none. After such an error, the map should stop.
+        """
         return self._file.trouble
 
     def append(self, line: MapLine) -> int:
-        """Append a line to the journal, and return its byte offset. Raises StoreError if the line
-        cannot be written."""
+        """Append a line to the journal, and return its byte offset.
+
+        Raises StoreError if the line cannot be written.
+        """
         # A loop over the four would take as long as encoding the line.
         is_paid = (
             line.r is not None or line.e is not None or line.w is not None or line.u is not None
@@ -366,8 +402,10 @@ class MapJournal:
         return _decode(data[: data.index(b"\n")])
 
     def discard(self) -> None:
-        """Delete the journal file of a map that was rejected before it asked anything. The journal
-        must still be closed afterwards."""
+        """Delete the journal file of a map that was rejected before it asked anything.
+
+        The journal must still be closed afterwards.
+        """
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -382,8 +420,10 @@ class MapStore:
     """The folder of a run store that contains the journals of maps."""
 
     def __init__(self, root: Path, fsync: Fsync = os.fsync) -> None:
-        """Use the store in the folder ``root``. ``fsync`` is the function that flushes an open file
-        to disk."""
+        """Use the store in the folder ``root``.
+
+        ``fsync`` is the function that flushes an open file to disk.
+        """
         self.root = root
         self.folder = root / "maps"
         self._fsync = fsync
@@ -408,8 +448,11 @@ class MapStore:
         return journal
 
     def reopen(self, path: Path) -> MapJournal:
-        """Open the journal of an earlier map in order to continue it. An incomplete last line is
-        cut off. Raises RunInUse while another process writes the journal."""
+        """Open the journal of an earlier map in order to continue it.
+
+        An incomplete last line is cut off. Raises RunInUse while another process writes the
+        journal.
+        """
         keep_reserve(self.root)
         try:
             fd = open_locked(path, 0)
@@ -428,15 +471,20 @@ class MapStore:
         return sorted(self.folder.glob("*.jsonl"), reverse=True)
 
     def headers(self) -> Iterator[tuple[Path, MapHeader]]:
-        """Yield the path and the header of each journal in the store, newest first. Unreadable
-        journals are skipped."""
+        """Yield the path and the header of each journal in the store, newest first.
+
+        Unreadable journals are skipped.
+        """
         for path in self.paths():
             if (header := read_header(path)) is not None:
                 yield path, header
 
     def path(self, name: str) -> Path | None:
-        """Return the path of a map's journal. ``name`` is the map's id or its first characters.
-        Returns None if no map matches, and raises UnknownRun if several do."""
+        """Return the path of a map's journal.
+
+        ``name`` is the map's id or its first characters. Returns None if no map matches, and raises
+        UnknownRun if several do.
+        """
         found = [path for path in self.paths() if path.stem.startswith(name)]
         exact = [path for path in found if path.stem == name]
         if len(found) > 1 and not exact:
@@ -446,7 +494,10 @@ class MapStore:
 
 
 def temporary_journal(header: MapHeader) -> MapJournal:
-    """Create a journal for a map that is not stored. The journal is deleted when it is closed."""
+    """Create a journal for a map that is not stored.
+
+    The journal is deleted when it is closed.
+    """
     folder = tempfile.TemporaryDirectory(prefix="ramify-map-")
     path = Path(folder.name) / f"{header.id}.jsonl"
     journal = MapJournal(path, open_locked(path, os.O_CREAT | os.O_EXCL), ChecksumChain(), folder)
@@ -466,7 +517,9 @@ def read_header(path: Path) -> MapHeader | None:
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
     """Yield the lines of a map's journal with their byte offsets, from the line at ``offset`` on.
-    Verifies the checksum of each line, and raises StoreError at the first damaged one."""
+
+    Verifies the checksum of each line, and raises StoreError at the first damaged one.
+    """
     chain = ChecksumChain()
     for number, line in enumerate(lines(path, offset), start=1):
         # The first line after an offset continues a line that is not read here.
@@ -493,6 +546,8 @@ def read_map_line_at(path: Path, offset: int) -> MapLine:
 
 
 def new_map_id(key: str) -> str:
-    """Return a new id for a map, such as ``20261126-211500-map-1a2b3c4d5e``. The last part is
-    derived from ``key``."""
+    """Return a new id for a map, such as ``20261126-211500-map-1a2b3c4d5e``.
+
+    The last part is derived from ``key``.
+    """
     return f"{time.strftime('%Y%m%d-%H%M%S')}-map-{key[:10]}"

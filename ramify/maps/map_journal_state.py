@@ -58,8 +58,10 @@ def request_reservation(first: QuestionStartedLine) -> BudgetAmount:
 
 
 class MapJournalState:
-    """The state of a map: its answers, open questions, batches and costs. It is built by reading
-    the journal's lines in order."""
+    """The state of a map: its answers, open questions, batches and costs.
+
+    It is built by reading the journal's lines in order.
+    """
 
     def __init__(self) -> None:
         self.header: MapHeader | None = None
@@ -97,8 +99,10 @@ class MapJournalState:
 
     @classmethod
     def read(cls, path: Path) -> MapJournalState:
-        """Read a whole journal, and return the state of its map. Each request without a reply is
-        charged with the most that it may have cost."""
+        """Read a whole journal, and return the state of its map.
+
+        Each request without a reply is charged with the most that it may have cost.
+        """
         recorded = cls()
         for offset, line in read_lines(path):
             recorded.add(offset, line)
@@ -187,14 +191,18 @@ class MapJournalState:
         return question
 
     def _saw(self, row: int) -> None:
-        """Record that all rows up to ``row`` were read. Nothing is recorded if this invocation of
-        the map asked only a sample."""
+        """Record that all rows up to ``row`` were read.
+
+        Nothing is recorded if this invocation of the map asked only a sample.
+        """
         if self.last_start is None or not self.last_start.is_sample:
             self.last_row = max(self.last_row, row)
 
     def _opened(self, number: int) -> OpenQuestion:
-        """Reopen a question, and return it. If it had an answer, that reply is kept as one of its
-        earlier replies."""
+        """Reopen a question, and return it.
+
+        If it had an answer, that reply is kept as one of its earlier replies.
+        """
         digest = self.digests[number]
         found = self.open.get(digest)
         if found is None:

@@ -1,5 +1,6 @@
-"""Writes the output of a map, which asks one question about every row of a table. Each output row
-has the columns of the input row, followed by the answer and the error.
+"""Writes the output of a map, which asks one question about every row of a table.
+
+Each output row has the columns of the input row, followed by the answer and the error.
 
     {"id": 7, "text": "…", "answer": "yes", "error": null}
     {"id": 8, "text": "…", "urgent": true, "topic": "printer", "error": null}    object schema
@@ -38,9 +39,11 @@ class AnswerColumns:
     """The columns that a map adds to a table: one or more for the answer, and one for the error."""
 
     def __init__(self, kind: AnswerSchema | None, prefix: str, taken: Sequence[str]) -> None:
-        """Derive the names and types of the new columns from the type of the answer. Each new name
-        begins with ``prefix``, and ``taken`` lists the existing columns. Raises ConfigError if a
-        new name is already taken."""
+        """Derive the names and types of the new columns from the type of the answer.
+
+        Each new name begins with ``prefix``, and ``taken`` lists the existing columns. Raises
+        ConfigError if a new name is already taken.
+        """
         properties = (kind.schema.get("properties") if kind else None) or {}
         is_object = kind is not None and kind.schema.get("type") == "object" and properties
         self.fields: tuple[str, ...] = tuple(properties) if is_object else ()
@@ -74,9 +77,11 @@ class AnswerColumns:
         return {**columns, self.error: error}
 
     def arrow_array(self, name: str, values: Sequence[Any]) -> Any:
-        """Return one new column as an Arrow array. Its type comes from the JSON schema of the
-        answer, even if all values are missing. Values other than text, numbers and booleans become
-        JSON text."""
+        """Return one new column as an Arrow array.
+
+        Its type comes from the JSON schema of the answer, even if all values are missing. Values
+        other than text, numbers and booleans become JSON text.
+        """
         import pyarrow
 
         given = self.types.get(name)
@@ -88,33 +93,44 @@ class AnswerColumns:
 
 
 class MapOutput(abc.ABC):
-    """The destination of a map's rows, which are written in table order. It is either a file or a
-    table in memory."""
+    """The destination of a map's rows, which are written in table order.
+
+    It is either a file or a table in memory.
+    """
 
     table: Any = None
     """The table in memory, or None if the output is a file."""
 
     @abc.abstractmethod
     def write_row(self, row: dict[str, Any], number: int) -> None:
-        """Write one row at position ``number`` of the table. Raises StoreError if the row cannot be
-        written."""
+        """Write one row at position ``number`` of the table.
+
+        Raises StoreError if the row cannot be written.
+        """
 
     @abc.abstractmethod
     def finish(self) -> None:
         """Complete the output after the last row has been written."""
 
     def discard(self) -> None:  # noqa: B027 -- a table in memory leaves nothing
-        """Delete what has been written so far. The output must still be closed."""
+        """Delete what has been written so far.
+
+        The output must still be closed.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close all open files. The output file keeps its temporary name if ``finish`` has not been
-        called."""
+        """Close all open files.
+
+        The output file keeps its temporary name if ``finish`` has not been called.
+        """
 
 
 class _Table(MapOutput):
-    """An output in memory. It extends the given table with new columns if possible, and otherwise
-    is a list of rows."""
+    """An output in memory.
+
+    It extends the given table with new columns if possible, and otherwise is a list of rows.
+    """
 
     def __init__(self, source: RowSource, added: AnswerColumns) -> None:
         self._rows: list[dict[str, Any]] = []
@@ -302,9 +318,12 @@ class _Parquet(_File):
 
 
 def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> MapOutput:
-    """Open the output of a map. The extension of the file name ``out`` determines the format.
-    Without a file name, rows are collected in memory. Raises ConfigError if the extension is
-    unknown or the file cannot be written."""
+    """Open the output of a map.
+
+    The extension of the file name ``out`` determines the format. Without a file name, rows are
+    collected in memory. Raises ConfigError if the extension is unknown or the file cannot be
+    written.
+    """
     if out is None:
         return _Table(source, added)
     names = (*source.kept_columns, *added.names)

@@ -1,5 +1,6 @@
-"""Runs a map, which asks one question about every row of a table. This module decides in which
-order rows are answered and written, and when the map stops.
+"""Runs a map, which asks one question about every row of a table.
+
+This module decides in which order rows are answered and written, and when the map stops.
 
     rows ── RowQuestionMaker ──┬── answered before: its answer is read from the journal
                           ├── asked by an earlier row: it waits for that one
@@ -168,8 +169,10 @@ class MapResult(msgspec.Struct, frozen=True):
 
 
 class _Pending:
-    """A question and its outcome. They are kept until every row that asks this question has been
-    written."""
+    """A question and its outcome.
+
+    They are kept until every row that asks this question has been written.
+    """
 
     def __init__(self, asked: QuestionInProgress | None, outcome: RowOutcome | None = None) -> None:
         self.asked = asked
@@ -181,16 +184,21 @@ class _Pending:
 
 
 class MapRun:
-    """A run of one question over every row of a table. It records each step in a journal and writes
-    the rows with their answers. A new ``MapRun`` with the same request continues an interrupted
-    one."""
+    """A run of one question over every row of a table.
+
+    It records each step in a journal and writes the rows with their answers. A new ``MapRun`` with
+    the same request continues an interrupted one.
+    """
 
     def __init__(
         self, rlm: RLM, source: RowSource, request: MapSpec, budget: BudgetLedger | None = None
     ) -> None:
-        """Prepare to ask about the rows in ``source``. ``rlm`` answers the rows, and its limits
-        apply to each row separately. If this map is part of a larger one, ``budget`` replaces the
-        budget of the request. Raises ConfigError if the request does not fit the table."""
+        """Prepare to ask about the rows in ``source``.
+
+        ``rlm`` answers the rows, and its limits apply to each row separately. If this map is part
+        of a larger one, ``budget`` replaces the budget of the request. Raises ConfigError if the
+        request does not fit the table.
+        """
         self.rlm = rlm
         self.source = source
         self.request = request
@@ -236,7 +244,10 @@ class MapRun:
         """The first errors, kept as long as no row has been answered."""
 
     def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
-        """Stop starting new rows. Requests in flight are finished first."""
+        """Stop starting new rows.
+
+        Requests in flight are finished first.
+        """
         if self._stop == "done":
             self._stop, self._reason = stop, reason
         self._room.set()
@@ -251,8 +262,11 @@ class MapRun:
         return 0.0 if self._open_calls is None else self._open_calls.pause_remaining_s
 
     async def run(self) -> MapResult:
-        """Answer all rows and write the output. Raises ConfigError before any row is asked if the
-        settings are invalid, and StoreError if the output cannot be written."""
+        """Answer all rows and write the output.
+
+        Raises ConfigError before any row is asked if the settings are invalid, and StoreError if
+        the output cannot be written.
+        """
         began = time.perf_counter()
         request = self.request
         async with self.rlm, self.rlm.direct_calls(self._budget) as calls:
@@ -308,8 +322,10 @@ class MapRun:
             )
 
     def _is_unasked(self, journal: MapJournal) -> bool:
-        """Return True if this invocation created the map and has asked nothing yet. Its files can
-        then be deleted without loss."""
+        """Return True if this invocation created the map and has asked nothing yet.
+
+        Its files can then be deleted without loss.
+        """
         return self._is_new and journal.num_questions == 0
 
     # --- before the first row ---------------------------------------------------------------------
@@ -348,8 +364,10 @@ class MapRun:
         )
 
     def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, MapJournalState]:
-        """Open the journal of an earlier invocation of this map, or create a new one. Returns the
-        journal and the state recorded in it."""
+        """Open the journal of an earlier invocation of this map, or create a new one.
+
+        Returns the journal and the state recorded in it.
+        """
         store, out = self.rlm.store, self.request.out
         if store is not None and not isinstance(store, Store):
             raise ConfigError(
@@ -426,8 +444,10 @@ class MapRun:
 
     async def _run_batches(self, calls: DirectCalls) -> None:
         """Send the rows that need only one request to the provider's batch API, and meanwhile
-        answer the rows that need a Python session. Batches of an earlier invocation are collected
-        even if this one does not use the batch API."""
+        answer the rows that need a Python session.
+
+        Batches of an earlier invocation are collected even if this one does not use the batch API.
+        """
         request, recorded = self.request, self._recorded
         if request.sample is not None:
             if recorded.batches:
@@ -581,8 +601,10 @@ class MapRun:
         self._measured.append(row)
 
     def _interrupted(self, outcome: RowOutcome) -> None:
-        """Stop the map because a question could not be finished. Possible causes are a reached
-        limit, a refused request or a full disk."""
+        """Stop the map because a question could not be finished.
+
+        Possible causes are a reached limit, a refused request or a full disk.
+        """
         cause = outcome.cause
         if isinstance(cause, LimitReached):
             self.stop(str(cause), "limit")
@@ -614,8 +636,10 @@ class MapRun:
         return not self._has_answer and len(set(self._errors)) <= 1
 
     async def _next(self) -> _Pending | None:
-        """Read rows until one of them must be asked, and return its question. Returns None if no
-        row is left or the map is stopping."""
+        """Read rows until one of them must be asked, and return its question.
+
+        Returns None if no row is left or the map is stopping.
+        """
         num_passed = 0
         while self._stop == "done":
             # Further rows wait until it is known whether the first ones all fail alike.
@@ -646,9 +670,11 @@ class MapRun:
         return None
 
     def _pending_of(self, row: Row, *, asks: bool = True) -> _Pending:
-        """Return a row's question, with its outcome if it was answered before. Equal rows share one
-        question, so that it is asked only once. If ``asks`` is false, a new question is not
-        registered as in progress."""
+        """Return a row's question, with its outcome if it was answered before.
+
+        Equal rows share one question, so that it is asked only once. If ``asks`` is false, a new
+        question is not registered as in progress.
+        """
         if row.error:
             return self._unreadable(row, row.error)
         try:
@@ -692,9 +718,11 @@ class MapRun:
         return _Pending(None, outcome)
 
     def _recorded_outcome(self, offset: int, asked: QuestionInProgress) -> RowOutcome | None:
-        """Return the outcome that the journal line at ``offset`` records. If the line is only a
-        reply that does not fit the answer type, add the reply to ``asked`` and return None, so that
-        the model can correct it."""
+        """Return the outcome that the journal line at ``offset`` records.
+
+        If the line is only a reply that does not fit the answer type, add the reply to ``asked``
+        and return None, so that the model can correct it.
+        """
         line = self._journal.line_at(offset)
         if line.e is not None:
             end = line.e
@@ -752,8 +780,10 @@ class MapRun:
         return " · ".join(filter(None, parts))
 
     async def _finish(self, rows: Iterator[Row]) -> None:
-        """Write the remaining rows at the end of the map. If the map stopped early, each row that
-        was not asked gets an error with the reason."""
+        """Write the remaining rows at the end of the map.
+
+        If the map stopped early, each row that was not asked gets an error with the reason.
+        """
         why = f"not asked: {self._reason}"
         left, self._slots = self._slots, deque()
         for row, pending in left:
@@ -776,8 +806,10 @@ class MapRun:
 
 
 class _Sample:
-    """A random sample of a table's rows, and the size of the whole table. Both are needed to
-    estimate the cost of asking all rows."""
+    """A random sample of a table's rows, and the size of the whole table.
+
+    Both are needed to estimate the cost of asking all rows.
+    """
 
     def __init__(self, source: RowSource, num: int) -> None:
         if num < 1:
@@ -792,8 +824,10 @@ class _Sample:
         self._digests: set[int] = set()
 
     def draw(self, asking: RowQuestionMaker, calls: DirectCalls) -> Iterator[Row]:
-        """Read the whole table once, and return the sampled rows in table order. The sample is
-        always the same for the same table."""
+        """Read the whole table once, and return the sampled rows in table order.
+
+        The sample is always the same for the same table.
+        """
         rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars
         began = time.perf_counter()
         for row in self._source.iter_rows():

@@ -1,5 +1,7 @@
-"""Presents a stored map as a table, for web pages and the command line. A map asks one question
-about every row of a table. Each row that a direct call answered can also be opened as a run.
+"""Presents a stored map as a table, for web pages and the command line.
+
+A map asks one question about every row of a table. Each row that a direct call answered can also be
+opened as a run.
 
     StoredMap(path).refresh()    reads what the journal has gained
     table.rows                   one for each question: text, answer, error, cost, run
@@ -77,8 +79,10 @@ class MapTableRow(msgspec.Struct, omit_defaults=True):
 
     @property
     def state(self) -> str:
-        """Return ``answered``, ``failed`` or ``open``. An open question is in progress or was
-        interrupted."""
+        """Return ``answered``, ``failed`` or ``open``.
+
+        An open question is in progress or was interrupted.
+        """
         if self.error:
             return "failed"
         return "open" if self.answer is None else "answered"
@@ -108,8 +112,10 @@ class MapFigures(msgspec.Struct, frozen=True):
 
 
 class StoredMap:
-    """A stored map as a table with one row for each question. The table is read from the map's
-    journal."""
+    """A stored map as a table with one row for each question.
+
+    The table is read from the map's journal.
+    """
 
     has_runs = True
     """True if each row can be opened as a run."""
@@ -137,8 +143,10 @@ class StoredMap:
         return writer(self.path) is not None
 
     def refresh(self) -> StoredMap:
-        """Read the journal lines that were added since the last call. Raises StoreError if the file
-        was replaced by another one."""
+        """Read the journal lines that were added since the last call.
+
+        Raises StoreError if the file was replaced by another one.
+        """
         if self.path.stat().st_size < self._offset:
             raise StoreError(f"{self.path} was replaced: open the map again")
         last = -1
@@ -174,8 +182,10 @@ class StoredMap:
         )
 
     def row_at(self, number: int) -> MapTableRow:
-        """Return the question with this number. Raises StoreError if the map has no such
-        question."""
+        """Return the question with this number.
+
+        Raises StoreError if the map has no such question.
+        """
         if not 0 <= number < len(self.rows):
             raise StoreError(f"map {self.id} has no question {number}")
         return self.rows[number]
@@ -256,8 +266,10 @@ class DirectRowAsRun:
     path = None
 
     def __init__(self, table: StoredMap, number: int) -> None:
-        """Open the question with this number as a run. Raises StoreError if the map has no such
-        question."""
+        """Open the question with this number as a run.
+
+        Raises StoreError if the map has no such question.
+        """
         table.refresh().row_at(number)
         self.id = f"{table.id}:{number}"
         self._table = table

@@ -45,9 +45,11 @@ FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text fi
 
 
 def open_rows(rows: Any, table: str | None = None) -> RowSource:
-    """Open rows as a table. ``rows`` is a path, a list of paths, or an object such as a list or a
-    DataFrame. ``table`` names a table of a SQLite file. Raises SourceError if the rows cannot be
-    read."""
+    """Open rows as a table.
+
+    ``rows`` is a path, a list of paths, or an object such as a list or a DataFrame. ``table`` names
+    a table of a SQLite file. Raises SourceError if the rows cannot be read.
+    """
     if isinstance(rows, str | Path):
         return _of_paths([rows], table)
     if isinstance(rows, Sequence) and rows and all(isinstance(row, Path) for row in rows):
@@ -56,8 +58,10 @@ def open_rows(rows: Any, table: str | None = None) -> RowSource:
 
 
 def open_paths(paths: Sequence[str], table: str | None = None) -> RowSource:
-    """Open files or folders as a single table. Raises SourceError if they cannot be read or their
-    columns differ."""
+    """Open files or folders as a single table.
+
+    Raises SourceError if they cannot be read or their columns differ.
+    """
     return _of_paths(paths, table)
 
 
@@ -125,8 +129,11 @@ def _jsonl(path: Path) -> RowSource:
 
 
 def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
-    """Yield the rows of a JSONL file. A line that is not a JSON object yields an ``UnreadRow``. Its
-    error message names the file as ``name``."""
+    """Yield the rows of a JSONL file.
+
+    A line that is not a JSON object yields an ``UnreadRow``. Its error message names the file as
+    ``name``.
+    """
     decode = msgspec.json.Decoder().decode
     for number, line in enumerate(lines, start=1):
         if number == 1:
@@ -146,8 +153,10 @@ def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] |
 
 
 def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tuple[str, ...]:
-    """Return the names of all columns in the first 1,000 rows of a JSONL file. Raises SourceError
-    if no row can be read."""
+    """Return the names of all columns in the first 1,000 rows of a JSONL file.
+
+    Raises SourceError if no row can be read.
+    """
     first = list(islice(values, BATCH))
     columns = dict.fromkeys(chain.from_iterable(row for row in first if isinstance(row, dict)))
     if not columns:
@@ -180,8 +189,10 @@ def _csv(path: Path) -> RowSource:
 
 
 def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
-    """Return the column names from the header of a CSV file. Raises SourceError if the header is
-    missing or names a column twice."""
+    """Return the column names from the header of a CSV file.
+
+    Raises SourceError if the header is missing or names a column twice.
+    """
     columns = tuple(next(csv_records(file, name), ()))
     if not any(column.strip() for column in columns):
         raise SourceError(f"{name} has no header: its first line must name the columns")
@@ -192,8 +203,10 @@ def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
 
 
 def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
-    """Yield the rows of a CSV file. A record with more or fewer fields than the header yields an
-    ``UnreadRow``."""
+    """Yield the rows of a CSV file.
+
+    A record with more or fewer fields than the header yields an ``UnreadRow``.
+    """
     records = csv_records(file, name)
     columns = next(records)
     for number, record in enumerate(records, start=2):

@@ -1,5 +1,6 @@
-"""The output of a map on a Ray cluster. It is a folder in which each file holds the answers to one
-part of the rows, at most 500.
+"""The output of a map on a Ray cluster.
+
+It is a folder in which each file holds the answers to one part of the rows, at most 500.
 
     OUT/_map.json                               whose answers these are (see ray_map.py)
     OUT/part-00000-000000.jsonl                 rows that were asked
@@ -38,9 +39,11 @@ def is_part(name: str) -> bool:
 
 
 def open_output_folder(out: str) -> PartedOutputFolder:
-    """Open the output folder at a path or URL. The extension of the folder's name determines the
-    format of its files. Raises ConfigError if the extension is unknown or the path is a file, and
-    SourceError if the URL cannot be opened."""
+    """Open the output folder at a path or URL.
+
+    The extension of the folder's name determines the format of its files. Raises ConfigError if the
+    extension is unknown or the path is a file, and SourceError if the URL cannot be opened.
+    """
     ending = Path(out.rstrip("/")).suffix.lower() or ".jsonl"
     if ending not in ENDINGS:
         raise ConfigError(f"the output {out} has an unknown ending: give {', '.join(ENDINGS)}")
@@ -51,8 +54,10 @@ def open_output_folder(out: str) -> PartedOutputFolder:
 
 
 class PartedOutputFolder(msgspec.Struct, frozen=True):
-    """The output folder of a map on a Ray cluster. It contains one file for each part of the
-    rows."""
+    """The output folder of a map on a Ray cluster.
+
+    It contains one file for each part of the rows.
+    """
 
     filesystem: Any
     """The pyarrow filesystem of the folder."""
@@ -64,7 +69,9 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
 
     def unfinished_part_rows(self, part: str) -> list[dict[str, Any]]:
         """Return the rows that an earlier invocation of the map wrote for an unfinished part.
-        Returns an empty list if the part is complete or was never written."""
+
+        Returns an empty list if the part is complete or was never written.
+        """
         names = (f"{part}{self.ending}", f"{part}{UNFINISHED}{self.ending}")
         name = next((each for each in names if each in self.old), "")
         return self.read_file_rows(name) if name else []

@@ -53,9 +53,12 @@ class Asker:
         max_cost: float | None = None,
         **options: Any,
     ) -> None:
-        """Create a stage that asks this question. The arguments are those of ``ramify.map``, and
-        the limits apply to all workers together. Starts or joins Ray if this process is not
-        connected yet. Raises ConfigError if an argument is invalid."""
+        """Create a stage that asks this question.
+
+        The arguments are those of ``ramify.map``, and the limits apply to all workers together.
+        Starts or joins Ray if this process is not connected yet. Raises ConfigError if an argument
+        is invalid.
+        """
         import ray
 
         make_rlm = make_worker_rlm_factory(model, options)
@@ -83,9 +86,12 @@ class Asker:
         )
 
     def __call__(self, batch: Any) -> Any:
-        """Ask the question about each row of a batch. Returns the batch with columns for the answer
-        and the column ``error``. A NumPy batch becomes an Arrow table. Raises RamifyError if a
-        problem must be fixed first, such as a missing key."""
+        """Ask the question about each row of a batch.
+
+        Returns the batch with columns for the answer and the column ``error``. A NumPy batch
+        becomes an Arrow table. Raises RamifyError if a problem must be fixed first, such as a
+        missing key.
+        """
         table = batch if hasattr(batch, "to_pylist") or hasattr(batch, "iloc") else _rows(batch)
         source = open_rows(table)
         task = self._task
@@ -130,8 +136,11 @@ def _as_list(source: Any) -> Any:
 
 
 def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) -> Any:
-    """Return the batch with the new columns. A column has the same type in every batch, even if it
-    has no values, because Ray Data writes batches separately."""
+    """Return the batch with the new columns.
+
+    A column has the same type in every batch, even if it has no values, because Ray Data writes
+    batches separately.
+    """
     columns = {
         name: added.arrow_array(name, [row.get(name) for row in rows]) for name in added.names
     }

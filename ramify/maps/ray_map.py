@@ -1,5 +1,7 @@
-"""Runs a map on a Ray cluster, as one Ray Data pipeline. The pipeline reads files of rows, asks a
-question about each row, and writes the answers to a folder.
+"""Runs a map on a Ray cluster, as one Ray Data pipeline.
+
+The pipeline reads files of rows, asks a question about each row, and writes the answers to a
+folder.
 
     RowPartitionDatasource ──> MapPartWorker (actors) ──> PartFileDatasink   OUT/part-00000-….jsonl
     files                      an engine each              │
@@ -60,8 +62,10 @@ _SETTINGS = (
 
 
 class MapOutputManifest(msgspec.Struct, frozen=True):
-    """The contents of ``_map.json`` in an output folder. They identify the map that wrote the
-    answers."""
+    """The contents of ``_map.json`` in an output folder.
+
+    They identify the map that wrote the answers.
+    """
 
     key: str
     """Digest of the question, its settings and the model."""
@@ -72,7 +76,10 @@ class MapOutputManifest(msgspec.Struct, frozen=True):
 
 
 class RayMapRun:
-    """A run of a map on a Ray cluster. It also continues a map that was interrupted."""
+    """A run of a map on a Ray cluster.
+
+    It also continues a map that was interrupted.
+    """
 
     def __init__(
         self,
@@ -84,9 +91,12 @@ class RayMapRun:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """Prepare a map of the files at ``urls`` on a cluster. Workers create their RLM with
-        ``make_rlm``, which must not contain keys. ``out`` is the path or URL of the output folder,
-        and its extension determines the file format. Raises ConfigError or SourceError."""
+        """Prepare a map of the files at ``urls`` on a cluster.
+
+        Workers create their RLM with ``make_rlm``, which must not contain keys. ``out`` is the path
+        or URL of the output folder, and its extension determines the file format. Raises
+        ConfigError or SourceError.
+        """
         if request.sample is not None:
             raise ConfigError("a sample (--try) runs only on this machine: remove --placement ray")
         if workers is not None and workers < 1:
@@ -112,12 +122,17 @@ class RayMapRun:
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
-        """Stop starting new rows. Requests in flight are finished first."""
+        """Stop starting new rows.
+
+        Requests in flight are finished first.
+        """
         self._stops.append((stop, reason))
 
     async def run(self) -> MapResult:
-        """Answer all rows and write the output folder. Raises ConfigError before any row is asked
-        if the settings are invalid."""
+        """Answer all rows and write the output folder.
+
+        Raises ConfigError before any row is asked if the settings are invalid.
+        """
         began_s, request = time.perf_counter(), self.request
         rlm = self._make_rlm()
         async with rlm, rlm.direct_calls(request.budget) as calls:
@@ -198,9 +213,12 @@ class RayMapRun:
     # --- the folder of the output
 
     def _prepare(self, manifest: MapOutputManifest) -> tuple[frozenset[str], frozenset[str]]:
-        """Create the output folder if needed. Returns the names of the finished parts, and the
-        files of parts that may lack answers. Raises ConfigError if the folder contains anything
-        other than this map's output. Writes no files."""
+        """Create the output folder if needed.
+
+        Returns the names of the finished parts, and the files of parts that may lack answers.
+        Raises ConfigError if the folder contains anything other than this map's output. Writes no
+        files.
+        """
         import pyarrow.fs as arrow_fs
 
         output = self._output
@@ -231,7 +249,10 @@ class RayMapRun:
 
     def _claim(self, manifest: MapOutputManifest) -> None:
         """Mark the output folder as belonging to this map by writing ``_map.json``, and delete the
-        unfinished files of lost workers. Raises ConfigError if the folder cannot be written."""
+        unfinished files of lost workers.
+
+        Raises ConfigError if the folder cannot be written.
+        """
         import pyarrow.fs as arrow_fs
 
         files, folder = self._output.filesystem, self._output.folder
@@ -268,7 +289,10 @@ class RayMapRun:
     @contextlib.asynccontextmanager
     async def _joined(self) -> AsyncIterator[Any]:
         """Connect to the cluster unless this process is already connected, and yield the ``ray``
-        module. Raises ConfigError if a node has a different version of Ramify."""
+        module.
+
+        Raises ConfigError if a node has a different version of Ramify.
+        """
         ray = imported()
         if not (was_joined := ray.is_initialized()):
             await asyncio.to_thread(self._cluster.join)
@@ -360,8 +384,10 @@ class RayMapRun:
             )
 
     async def _watched(self, budget: Any, run: Callable[[], None]) -> RayMapStatus:
-        """Run the pipeline in a thread. Meanwhile, show the progress, and forward stop requests to
-        the shared budget."""
+        """Run the pipeline in a thread.
+
+        Meanwhile, show the progress, and forward stop requests to the shared budget.
+        """
         loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def end(error: BaseException | None) -> None:
@@ -400,9 +426,11 @@ def _here(ray: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Context manager that configures Ray Data for one pipeline. Each block holds one part of the
-    rows, and Ray prints neither progress bars nor advice. The earlier settings are restored at the
-    end of the ``with`` block."""
+    """Context manager that configures Ray Data for one pipeline.
+
+    Each block holds one part of the rows, and Ray prints neither progress bars nor advice. The
+    earlier settings are restored at the end of the ``with`` block.
+    """
     from ray.data import DataContext
 
     warnings.filterwarnings("ignore", "The maximum number of concurrent tasks", UserWarning)

@@ -1,5 +1,6 @@
-"""Divides input files into parts of at most 500 rows for Ray Data. The files are local paths, or
-URLs that pyarrow or fsspec can open.
+"""Divides input files into parts of at most 500 rows for Ray Data.
+
+The files are local paths, or URLs that pyarrow or fsspec can open.
 
     tickets.jsonl (file 0) ──> RowFiles ──> part-00000-000000: rows 0 to 499       one block each
                                             part-00000-000001: rows 500 to 999
@@ -54,7 +55,10 @@ class RowFile(msgspec.Struct, frozen=True):
 
 
 class RowFiles(msgspec.Struct, frozen=True):
-    """The input files of a map. They have the same columns and are on the same filesystem."""
+    """The input files of a map.
+
+    They have the same columns and are on the same filesystem.
+    """
 
     name: str
     """The files as the user named them, for error messages."""
@@ -79,8 +83,10 @@ class RowFiles(msgspec.Struct, frozen=True):
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return the pyarrow filesystem of a path or URL, and the path on that filesystem. Raises
-    SourceError if the URL cannot be opened or contains a password."""
+    """Return the pyarrow filesystem of a path or URL, and the path on that filesystem.
+
+    Raises SourceError if the URL cannot be opened or contains a password.
+    """
     import pyarrow.fs as arrow_fs
 
     if "://" not in url:
@@ -108,8 +114,10 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
-    """Find the files at some paths or URLs, in the given order, and read their column names. Raises
-    SourceError if a file cannot be read or the columns differ."""
+    """Find the files at some paths or URLs, in the given order, and read their column names.
+
+    Raises SourceError if a file cannot be read or the columns differ.
+    """
     opened = [_opened(url) for url in urls]
     filesystem = opened[0].filesystem
     for found in opened[1:]:
@@ -245,8 +253,10 @@ def part_name(file: int, number: int) -> str:
 
 
 def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
-    """Read an open file and yield its rows in parts of at most 500. ``number`` is the index of the
-    file among the map's files."""
+    """Read an open file and yield its rows in parts of at most 500.
+
+    ``number`` is the index of the file among the map's files.
+    """
     if row_file.kind == "parquet":
         yield from _arrow_parts(file, number)
         return
@@ -287,8 +297,10 @@ def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
 
 
 def text_parts(files: RowFiles) -> Iterator[RowPartition]:
-    """Divide a folder of text files into parts. Each part contains only paths, because the workers
-    read the files themselves."""
+    """Divide a folder of text files into parts.
+
+    Each part contains only paths, because the workers read the files themselves.
+    """
     paths, index = iter(files.files), 0
     while chunk := list(islice(paths, PART_ROWS)):
         names = _encode([file.path for file in chunk])

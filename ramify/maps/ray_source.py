@@ -1,5 +1,8 @@
 """The Ray Data source that reads input files in parts of at most 500 rows, and the sink that writes
-one file for each answered part. Importing this module imports Ray."""
+one file for each answered part.
+
+Importing this module imports Ray.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,16 @@ from ramify.maps.ray_row_partition import RowFiles, RowPartition, parts_of
 
 
 class RowPartitionDatasource(FileBasedDatasource):
-    """A Ray Data source that reads input files in parts. Each block holds the name, the format and
-    the rows of one part."""
+    """A Ray Data source that reads input files in parts.
+
+    Each block holds the name, the format and the rows of one part.
+    """
 
     def __init__(self, files: RowFiles, skipped: frozenset[str]) -> None:
-        """Create a source for these files. It omits the parts named in ``skipped``, which are
-        already answered."""
+        """Create a source for these files.
+
+        It omits the parts named in ``skipped``, which are already answered.
+        """
         super().__init__([file.path for file in files.files], filesystem=files.filesystem)
         self._files = {file.path: (number, file) for number, file in enumerate(files.files)}
         self._skipped = skipped
@@ -51,12 +58,17 @@ def part_block(parts: Iterable[RowPartition]) -> Any:
 
 
 class PartFileDatasink(Datasink[None]):
-    """A Ray Data sink that writes each answered part to one file. The file appears atomically under
-    its final name, and replaces any earlier version."""
+    """A Ray Data sink that writes each answered part to one file.
+
+    The file appears atomically under its final name, and replaces any earlier version.
+    """
 
     def __init__(self, output: PartedOutputFolder, budget: Any) -> None:
-        """Create a sink that writes to the folder ``output``. ``budget`` is the Ray actor handle of
-        the ``SharedBudget``, which is notified of each written file."""
+        """Create a sink that writes to the folder ``output``.
+
+        ``budget`` is the Ray actor handle of the ``SharedBudget``, which is notified of each
+        written file.
+        """
         self._output = output
         self._budget = budget
 

@@ -1,5 +1,6 @@
-"""The worker process of a map on a Ray cluster. Each worker has an engine with its own sandbox, and
-answers one part of the rows after another.
+"""The worker process of a map on a Ray cluster.
+
+Each worker has an engine with its own sandbox, and answers one part of the rows after another.
 
     part ── rows that have no answer yet ──> MapRun with the shared budget ──> file of the part
 
@@ -35,8 +36,10 @@ _NO_LIMITS = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UN
 
 
 class MapWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that all workers of a map on a Ray cluster share. They contain no keys, because
-    each worker reads the keys from its own environment."""
+    """The settings that all workers of a map on a Ray cluster share.
+
+    They contain no keys, because each worker reads the keys from its own environment.
+    """
 
     make_rlm: Callable[[], RLM]
     """Function that creates a worker's RLM."""
@@ -55,8 +58,11 @@ class RowEngine:
     """The engine of a worker process, which answers rows with one RLM that serves all parts."""
 
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
-        """Start this worker's RLM. ``budget`` is the Ray actor handle of the ``SharedBudget``.
-        Raises ConfigError if the worker has a different version of Ramify."""
+        """Start this worker's RLM.
+
+        ``budget`` is the Ray actor handle of the ``SharedBudget``. Raises ConfigError if the worker
+        has a different version of Ramify.
+        """
         check_ramify_version(task.version)
         self.task = task
         self._budget = budget
@@ -66,9 +72,11 @@ class RowEngine:
     def answer(
         self, part: str, source: RowSource, known: RowOutcomeCounts
     ) -> tuple[MapResult | None, str]:
-        """Answer the rows of ``source``, which belong to one part. ``known`` counts those rows of
-        the part that already have an answer. Returns (result, empty string), or (None, reason) if
-        the map is stopping."""
+        """Answer the rows of ``source``, which belong to one part.
+
+        ``known`` counts those rows of the part that already have an answer. Returns (result, empty
+        string), or (None, reason) if the map is stopping.
+        """
         return event_loop_thread.run(self._answer(part, source, known))
 
     def count_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
@@ -128,8 +136,10 @@ class RowEngine:
 
 
 class MapPartWorker:
-    """A Ray actor that answers one part of the rows after another. Ray Data runs it on the nodes of
-    the cluster."""
+    """A Ray actor that answers one part of the rows after another.
+
+    Ray Data runs it on the nodes of the cluster.
+    """
 
     def __init__(
         self,
@@ -140,8 +150,10 @@ class MapPartWorker:
         *,
         retries: bool,
     ) -> None:
-        """Start this worker's engine. If ``retries`` is set, rows with an earlier error are asked
-        again."""
+        """Start this worker's engine.
+
+        If ``retries`` is set, rows with an earlier error are asked again.
+        """
         self._engine = RowEngine(task, budget)
         self._files = files
         self._output = output
@@ -154,8 +166,10 @@ class MapPartWorker:
             yield self._answered(RowPartition(**part))
 
     def _answered(self, part: RowPartition) -> Any:
-        """Answer the open rows of a part, and return a block with the part's new file. The block is
-        empty if no new file is needed."""
+        """Answer the open rows of a part, and return a block with the part's new file.
+
+        The block is empty if no new file is needed.
+        """
         source = part.row_source(self._files)
         rows = list(source.values())
         done = self._output.unfinished_part_rows(part.name)

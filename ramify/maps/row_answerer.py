@@ -1,5 +1,7 @@
 """The two ways in which a map answers a row: one request to the model, or a run with a Python
-session. The cheapest way that can answer the row is used.
+session.
+
+The cheapest way that can answer the row is used.
 
     MEANS     plain call ── session
               one request      an ordinary run, stored under its own id
@@ -53,7 +55,10 @@ MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
 
 
 class QuestionInProgress(msgspec.Struct):
-    """A question that is being answered. Rows with identical questions share it."""
+    """A question that is being answered.
+
+    Rows with identical questions share it.
+    """
 
     row: int
     """Index of the first row that asks the question, from 0."""
@@ -68,8 +73,10 @@ class QuestionInProgress(msgspec.Struct):
 
 
 class RowOutcome(msgspec.Struct, frozen=True):
-    """The outcome of one question: its answer or error, and its cost. If the map has to stop, it
-    also says why the question is unfinished."""
+    """The outcome of one question: its answer or error, and its cost.
+
+    If the map has to stop, it also says why the question is unfinished.
+    """
 
     answer: Any = None
     """Answer as a plain value, or None if there is none."""
@@ -102,8 +109,10 @@ class RowAnsweringMethod(abc.ABC):
 
     @abc.abstractmethod
     async def answer(self, asked: QuestionInProgress) -> RowOutcome:
-        """Answer the question, and record every step in the map's journal. If the model fails, the
-        error becomes part of the outcome and is not raised."""
+        """Answer the question, and record every step in the map's journal.
+
+        If the model fails, the error becomes part of the outcome and is not raised.
+        """
 
 
 class DirectCallRowAnswerer(RowAnsweringMethod):
@@ -113,8 +122,9 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
 
     def __init__(self, calls: DirectCalls, journal: MapJournal, question: str) -> None:
         """Create an answerer that sends requests through ``calls`` and records them in ``journal``.
-        ``question`` is the question shared by all rows, so it is not recorded again for each
-        row."""
+
+        ``question`` is the question shared by all rows, so it is not recorded again for each row.
+        """
         self._calls = calls
         self._journal = journal
         self._question = question
@@ -355,8 +365,10 @@ def _begin_unsent(journal: MapJournal, asked: QuestionInProgress) -> None:
 def create_row_answerers(
     rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str, question: str
 ) -> tuple[RowAnsweringMethod, ...]:
-    """Return the methods of answering a row, from the cheapest to the most expensive. The last one
-    can answer any row."""
+    """Return the methods of answering a row, from the cheapest to the most expensive.
+
+    The last one can answer any row.
+    """
     return (
         DirectCallRowAnswerer(calls, journal, question),
         SessionRowAnswerer(rlm, calls, journal, map_id),

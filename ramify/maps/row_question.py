@@ -1,5 +1,7 @@
-"""Builds the question that a map asks about a row. It is either a fixed question with the row as
-its context, or a template that is filled in from the row's columns.
+"""Builds the question that a map asks about a row.
+
+It is either a fixed question with the row as its context, or a template that is filled in from the
+row's columns.
 
     "Is this a complaint?"           question, and the row as context: the text of its only column,
                                      or all its columns by name
@@ -31,8 +33,10 @@ _encode = msgspec.json.Encoder(decimal_format="string").encode
 
 
 class InvalidRowError(Exception):
-    """Raised if no question can be asked about a row, for example because the row is empty. The
-    message becomes the error of the row."""
+    """Raised if no question can be asked about a row, for example because the row is empty.
+
+    The message becomes the error of the row.
+    """
 
 
 class RowQuestionMaker:
@@ -46,13 +50,16 @@ class RowQuestionMaker:
         question: Question,
         settings: bytes,
     ) -> None:
-        """Prepare the question for the rows of a table. ``text`` is a question, or a template with
-        column names in braces. Raises ConfigError for a column that the table does not have.
+        """Prepare the question for the rows of a table.
+
+        ``text`` is a question, or a template with column names in braces. Raises ConfigError for a
+        column that the table does not have.
 
         ``columns`` are all columns of the table, and ``shown`` are those that the model reads if
         ``text`` is not a template. ``question`` has the settings that all rows share. ``settings``
         is mixed into the digests of the rows, so that maps with other settings do not share
-        answers."""
+        answers.
+        """
         self.text = text
         self.fields = tuple(
             dict.fromkeys(found[1] for found in _FIELD.finditer(text) if found[1] is not None)
@@ -77,9 +84,11 @@ class RowQuestionMaker:
     def question_and_digest(
         self, values: Mapping[str, Any], max_chars: int
     ) -> tuple[Question, bytes]:
-        """Return the question for a row, and its digest. If the filled-in template would exceed
-        ``max_chars`` characters, the columns become the context instead. Raises InvalidRowError for
-        a row without content."""
+        """Return the question for a row, and its digest.
+
+        If the filled-in template would exceed ``max_chars`` characters, the columns become the
+        context instead. Raises InvalidRowError for a row without content.
+        """
         if self.fields:
             text, context = self._filled(values, max_chars)
         else:
@@ -121,8 +130,10 @@ def _fill(template: str, texts: Mapping[str, str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Convert a cell to the string that the model reads. A missing value becomes an empty string,
-    and other values become their usual text or JSON."""
+    """Convert a cell to the string that the model reads.
+
+    A missing value becomes an empty string, and other values become their usual text or JSON.
+    """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, str):
@@ -134,8 +145,10 @@ def _text(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert a cell to a value that JSON can represent. A value without a JSON form becomes
-    text."""
+    """Convert a cell to a value that JSON can represent.
+
+    A value without a JSON form becomes text.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "item") and not isinstance(value, Mapping):  # a scalar of NumPy

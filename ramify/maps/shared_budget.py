@@ -76,8 +76,10 @@ class RowOutcomeCounts(msgspec.Struct, frozen=True):
 
 
 class MapSpending(msgspec.Struct, frozen=True):
-    """The spending of a map on a Ray cluster, as stored on disk. A restarted map continues with the
-    rest of its budget."""
+    """The spending of a map on a Ray cluster, as stored on disk.
+
+    A restarted map continues with the rest of its budget.
+    """
 
     usage: Usage = Usage()
     """Usage so far, in which each reserved request counts with its upper bound."""
@@ -122,7 +124,10 @@ class _Attempt:
 
 class SharedBudget:
     """Enforces the budget and the rate limit of one map for all of its workers, and counts finished
-    rows. It is a Ray actor with a single event loop."""
+    rows.
+
+    It is a Ray actor with a single event loop.
+    """
 
     def __init__(
         self,
@@ -134,10 +139,12 @@ class SharedBudget:
         counts_again: bool = False,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Create the budget of a map. ``record`` is the file that stores the spending of all
-        invocations of the map; it is empty if nothing is stored. With ``counts_again``, the row
-        counts start at 0, because all parts will be written again. Raises RunInUse if another
-        process has the file open."""
+        """Create the budget of a map.
+
+        ``record`` is the file that stores the spending of all invocations of the map; it is empty
+        if nothing is stored. With ``counts_again``, the row counts start at 0, because all parts
+        will be written again. Raises RunInUse if another process has the file open.
+        """
         self._fd = _open_record(record) if record else -1
         before = (read_spending(record) if record else None) or MapSpending()
         if counts_again:
@@ -160,8 +167,10 @@ class SharedBudget:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin_part_attempt(self, attempt: str, part: str) -> str:
-        """Register a worker's attempt to answer a part of the rows. Returns an empty string, or the
-        reason if the map is stopping."""
+        """Register a worker's attempt to answer a part of the rows.
+
+        Returns an empty string, or the reason if the map is stopping.
+        """
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_attempts())
         earlier = self._parts.get(part)
@@ -179,9 +188,12 @@ class SharedBudget:
     async def apply_operations(
         self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
-        """Apply a worker's reservations, settlements and charges in order. ``pause_remaining_s`` is
-        the number of seconds for which a rate limit still makes this worker wait. Returns the
-        decisions on reservations so far, and the reason if the map is stopping."""
+        """Apply a worker's reservations, settlements and charges in order.
+
+        ``pause_remaining_s`` is the number of seconds for which a rate limit still makes this
+        worker wait. Returns the decisions on reservations so far, and the reason if the map is
+        stopping.
+        """
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} timed out: its worker stopped reporting")
@@ -209,8 +221,10 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def wait(self, attempt: str) -> tuple[list[Granted], str]:
-        """Wait up to a second until a reservation of this attempt is granted or refused. Returns
-        the decided reservations, and the reason if the map is stopping."""
+        """Wait up to a second until a reservation of this attempt is granted or refused.
+
+        Returns the decided reservations, and the reason if the map is stopping.
+        """
         found = self._attempts.get(attempt)
         if found is None:
             raise RamifyError(f"attempt {attempt} timed out: its worker stopped reporting")
@@ -221,8 +235,11 @@ class SharedBudget:
         return self._taken(found), self._reason
 
     async def end_part_attempt(self, attempt: str, counts: RowOutcomeCounts) -> None:
-        """End a worker's attempt to answer a part. ``counts`` gives the part's rows by outcome,
-        including rows that were not asked because the map stopped."""
+        """End a worker's attempt to answer a part.
+
+        ``counts`` gives the part's rows by outcome, including rows that were not asked because the
+        map stopped.
+        """
         found = self._attempts.pop(attempt, None)
         if found is None:
             return
@@ -299,7 +316,9 @@ class SharedBudget:
 
     def _lose(self, name: str) -> None:
         """Give up an attempt, because it has gone silent or another worker has begun the same part.
-        Its reservations count as spent."""
+
+        Its reservations count as spent.
+        """
         attempt = self._attempts.pop(name)
         for task in attempt.tasks:
             task.cancel()
@@ -322,8 +341,11 @@ class SharedBudget:
                     self._lose(name)
 
     def _keep(self) -> None:
-        """Overwrite the spending record on disk. This takes a single system call, so a killed
-        process leaves either the old record or the new one."""
+        """Overwrite the spending record on disk.
+
+        This takes a single system call, so a killed process leaves either the old record or the new
+        one.
+        """
         if self._fd < 0:
             return
         ledger, more = self._ledger, self._ledger.outstanding
@@ -350,9 +372,11 @@ def _minus(counts: RowOutcomeCounts, other: RowOutcomeCounts) -> RowOutcomeCount
 
 
 def _open_record(path: str) -> int:
-    """Open and lock the file that records spending, and return its file descriptor. A locked file
-    is retried for up to a minute, because a killed process may hold the lock for a few more
-    seconds. Raises RunInUse if it stays locked."""
+    """Open and lock the file that records spending, and return its file descriptor.
+
+    A locked file is retried for up to a minute, because a killed process may hold the lock for a
+    few more seconds. Raises RunInUse if it stays locked.
+    """
     import fcntl
 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -371,8 +395,10 @@ def _open_record(path: str) -> int:
 
 
 def read_spending(path: str) -> MapSpending | None:
-    """Read the spending of a map on a Ray cluster from a file. Returns None if the file is missing
-    or not a valid record."""
+    """Read the spending of a map on a Ray cluster from a file.
+
+    Returns None if the file is missing or not a valid record.
+    """
     try:
         with open(path, "rb") as file:
             return msgspec.json.decode(file.read(), type=MapSpending)
@@ -384,8 +410,10 @@ Method = Literal["begin_part_attempt", "apply_operations", "wait", "end_part_att
 
 
 class RemoteBudget(BudgetLedger):
-    """A worker's access to the shared budget of a map while it answers one part. Call
-    ``begin_part_attempt`` first and ``end_part_attempt`` last."""
+    """A worker's access to the shared budget of a map while it answers one part.
+
+    Call ``begin_part_attempt`` first and ``end_part_attempt`` last.
+    """
 
     def __init__(
         self,
@@ -394,8 +422,11 @@ class RemoteBudget(BudgetLedger):
         pause_remaining_s: Callable[[], float],
         on_stop: Callable[[str], None],
     ) -> None:
-        """Connect a worker's attempt to the shared budget. ``call(method, …)`` calls a method of
-        the ``SharedBudget`` actor. ``on_stop`` is called with the reason if the map stops."""
+        """Connect a worker's attempt to the shared budget.
+
+        ``call(method, …)`` calls a method of the ``SharedBudget`` actor. ``on_stop`` is called with
+        the reason if the map stops.
+        """
         limits = Limits(max_calls=UNLIMITED, max_tokens=UNLIMITED, max_cost=float(UNLIMITED))
         super().__init__(limits, priced=False, owner="map")
         self._call = call
@@ -412,8 +443,10 @@ class RemoteBudget(BudgetLedger):
         self._beat: asyncio.Task[None] | None = None
 
     async def begin_part_attempt(self, part: str) -> str:
-        """Register an attempt to answer ``part`` with the shared budget. Returns an empty string,
-        or the reason if the map is stopping."""
+        """Register an attempt to answer ``part`` with the shared budget.
+
+        Returns an empty string, or the reason if the map is stopping.
+        """
         reason: str = await self._call("begin_part_attempt", self._attempt, part)
         if not reason:
             self._beat = asyncio.create_task(self._beats())

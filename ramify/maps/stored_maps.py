@@ -18,22 +18,29 @@ from ramify.maps.stored_ray_map_table import RayMapOutputTable
 
 
 def open_map_table(path: Path) -> StoredMap:
-    """Open the map with the journal at ``path``, and read its current rows. Raises StoreError if
-    the journal cannot be read."""
+    """Open the map with the journal at ``path``, and read its current rows.
+
+    Raises StoreError if the journal cannot be read.
+    """
     header = read_header(path)
     has_parts = header is not None and header.parts is not None
     return (RayMapOutputTable(path) if has_parts else StoredMap(path)).refresh()
 
 
 class StoredMapCache:
-    """A cache of opened maps. Each journal is read once, and afterwards only its new lines."""
+    """A cache of opened maps.
+
+    Each journal is read once, and afterwards only its new lines.
+    """
 
     def __init__(self) -> None:
         self._tables: dict[Path, StoredMap] = {}
 
     def of(self, path: Path) -> StoredMap:
-        """Return the current table of the map with the journal at ``path``. Opens the map at the
-        first call. Raises StoreError if the journal cannot be read."""
+        """Return the current table of the map with the journal at ``path``.
+
+        Opens the map at the first call. Raises StoreError if the journal cannot be read.
+        """
         table = self._tables.get(path)
         if table is None:
             table = self._tables[path] = open_map_table(path)

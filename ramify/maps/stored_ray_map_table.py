@@ -1,5 +1,6 @@
-"""Presents a map that ran on a Ray cluster as a table. The rows are read from the files in the
-map's output folder.
+"""Presents a map that ran on a Ray cluster as a table.
+
+The rows are read from the files in the map's output folder.
 
     maps/ID.jsonl               its header: what was asked, and where the parts are
     ray_maps/KEY.json           what is spent, and how many rows have an answer
@@ -30,8 +31,10 @@ MAX_ROWS = 100_000
 
 
 class RayMapOutputTable(StoredMap):
-    """A map that ran on a Ray cluster, presented as a table. Its rows are read from the files in
-    the output folder."""
+    """A map that ran on a Ray cluster, presented as a table.
+
+    Its rows are read from the files in the output folder.
+    """
 
     has_runs = False
 
@@ -42,8 +45,10 @@ class RayMapOutputTable(StoredMap):
 
     @property
     def rows(self) -> list[MapTableRow]:
-        """Return the rows in the output so far, at most 100,000. Raises StoreError if the output
-        cannot be read."""
+        """Return the rows in the output so far, at most 100,000.
+
+        Raises StoreError if the output cannot be read.
+        """
         try:
             import pyarrow.fs as arrow_fs
         except ModuleNotFoundError:

@@ -1,5 +1,7 @@
-"""Attention kernels for one block of queries and one block of keys. Each result includes its
-log-sum-exp, with which the results of several blocks can be combined exactly.
+"""Attention kernels for one block of queries and one block of keys.
+
+Each result includes its log-sum-exp, with which the results of several blocks can be combined
+exactly.
 
     forward   o = softmax(scale q k^T) v,  lse = log sum exp(scale q k^T)
     backward  given o and lse over *all* keys that the queries saw, the block's exact share of
@@ -30,9 +32,11 @@ _MAX_SCORES = 1 << 24
 
 
 class AttentionBlockKernel(Protocol):
-    """Computes attention for one block of queries and keys at a time. Tensors are views [blocks,
-    heads, queries or keys, head size] whose last dimension is contiguous. The log-sum-exp is fp32
-    [blocks, heads, queries]."""
+    """Computes attention for one block of queries and keys at a time.
+
+    Tensors are views [blocks, heads, queries or keys, head size] whose last dimension is
+    contiguous. The log-sum-exp is fp32 [blocks, heads, queries].
+    """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -85,7 +89,10 @@ class CpuFlashKernel:
 
 class PlainAttentionKernel:
     """Computes attention with matrix products and a softmax, for a limited number of queries at a
-    time to save memory. It works on any device and in any precision."""
+    time to save memory.
+
+    It works on any device and in any precision.
+    """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
@@ -145,9 +152,11 @@ class VarlenRanges(NamedTuple):
 
 
 class VarlenAttentionKernel(Protocol):
-    """Computes attention for many blocks of different sizes in one call. Each range of queries
-    attends to the range of keys with the same index. Tensors are contiguous [tokens, heads, head
-    size], and the log-sum-exp is fp32 [heads, tokens]."""
+    """Computes attention for many blocks of different sizes in one call.
+
+    Each range of queries attends to the range of keys with the same index. Tensors are contiguous
+    [tokens, heads, head size], and the log-sum-exp is fp32 [heads, tokens].
+    """
 
     def forward(
         self,
@@ -182,8 +191,10 @@ class VarlenAttentionKernel(Protocol):
 
 
 class CudaFlashKernel:
-    """Computes attention with the FlashAttention kernels in PyTorch, in fp16 or bf16 on a GPU. Key
-    heads that several query heads share are not copied."""
+    """Computes attention with the FlashAttention kernels in PyTorch, in fp16 or bf16 on a GPU.
+
+    Key heads that several query heads share are not copied.
+    """
 
     @staticmethod
     def takes(dtype: torch.dtype, head_size: int) -> bool:
@@ -255,8 +266,10 @@ class CudaFlashKernel:
 
 
 class PlainVarlenKernel:
-    """A reference implementation of ``CudaFlashKernel``. It runs on any device and computes one
-    range after another."""
+    """A reference implementation of ``CudaFlashKernel``.
+
+    It runs on any device and computes one range after another.
+    """
 
     def forward(
         self,

@@ -1,5 +1,7 @@
 """Batch-invariant forward passes: a token gets exactly the same result, bit for bit, whatever other
-tokens are in its batch. This holds in the inference engine and in the trainer.
+tokens are in its batch.
+
+This holds in the inference engine and in the trainer.
 
     tokens of a step, or of a forest in preorder
       ── blocks of 64 rows, the last one padded ──> DenseModel.hidden, block after block
@@ -42,8 +44,10 @@ def round_up_to_block(num_keys: int) -> int:
 
 
 def in_blocks(function: Callable[[Tensor], Tensor], x_n: Tensor) -> Tensor:
-    """Apply a function to a tensor in blocks of ``BLOCK`` rows, and join the results. The last
-    block is padded with zeros, so that the function always gets the same shape."""
+    """Apply a function to a tensor in blocks of ``BLOCK`` rows, and join the results.
+
+    The last block is padded with zeros, so that the function always gets the same shape.
+    """
     parts = []
     for start in range(0, len(x_n), BLOCK):
         part = x_n[start : start + BLOCK]
@@ -58,9 +62,11 @@ def _filled(x_n: Tensor) -> Tensor:
 
 def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float) -> Tensor:
     """Compute causal attention for consecutive tokens of one sequence, the first of which is at
-    ``position``. Keys are padded to whole blocks, and all of the tokens must be in the last block.
-    Keys after a token do not affect it, but must be finite. Returns a tensor [tokens, heads, head
-    size]."""
+    ``position``.
+
+    Keys are padded to whole blocks, and all of the tokens must be in the last block. Keys after a
+    token do not affect it, but must be finite. Returns a tensor [tokens, heads, head size].
+    """
     (num, _, size), (heads, length, _) = q_nHd.shape, k_KLd.shape
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q_nHd.device).triu(1)
     start = position % BLOCK
@@ -96,8 +102,10 @@ class RowBlockSpan(NamedTuple):
 
 
 def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[RowBlockSpan]:
-    """Split the rows of one block into runs of consecutive tokens. All tokens of a run belong to
-    the same segment and attend to the same padded number of keys."""
+    """Split the rows of one block into runs of consecutive tokens.
+
+    All tokens of a run belong to the same segment and attend to the same padded number of keys.
+    """
     runs: list[RowBlockSpan] = []
     for row, (source, position) in enumerate(zip(sources, positions, strict=True)):
         last = runs[-1] if runs else None
@@ -114,8 +122,10 @@ def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[RowBlockSp
 
 
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the precision that autocast uses for matrix products. Return them unchanged
-    if autocast is off."""
+    """Cast tensors to the precision that autocast uses for matrix products.
+
+    Return them unchanged if autocast is off.
+    """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -124,7 +134,10 @@ def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 class BatchInvariantTrunk:
     """Runs a ``DenseModel`` in blocks of a fixed shape, so that a token's result does not depend on
-    other tokens. Implements ``trunk.ModelWithoutLoss``."""
+    other tokens.
+
+    Implements ``trunk.ModelWithoutLoss``.
+    """
 
     can_share_prefixes = True
 
@@ -132,8 +145,10 @@ class BatchInvariantTrunk:
         self._model = model
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return a context manager for forward and backward passes. Within it, each adapter is
-        merged into its weight once instead of once per block."""
+        """Return a context manager for forward and backward passes.
+
+        Within it, each adapter is merged into its weight once instead of once per block.
+        """
         return parametrize.cached()
 
     def hidden(
@@ -150,8 +165,10 @@ class BatchInvariantTrunk:
         return torch.cat(blocks).index_select(0, rows_N)
 
     def logits(self, h_ND: Tensor) -> Tensor:
-        """Return fp32 logits, one row per hidden state. The computation has a fixed shape if
-        exactly ``BLOCK`` states are given."""
+        """Return fp32 logits, one row per hidden state.
+
+        The computation has a fixed shape if exactly ``BLOCK`` states are given.
+        """
         return self._model.logits(h_ND)
 
 
@@ -170,8 +187,10 @@ class _ForestKeys:
         """(layer, block) -> keys and values, [n, K, d] each."""
 
     def pieces(self, layer: int, block: int, run: RowBlockSpan) -> list[tuple[Tensor, Tensor]]:
-        """Collect the keys and values that a run of tokens attends to. They are ordered from the
-        root of the tree to the last token of the run."""
+        """Collect the keys and values that a run of tokens attends to.
+
+        They are ordered from the root of the tree to the last token of the run.
+        """
         segment = self._segments[run.source]
         ranges = [(segment.start, block * BLOCK + run.row + run.num)]
         while segment.parent >= 0:
@@ -187,8 +206,10 @@ class _ForestKeys:
 
 
 class _BlockAttention:
-    """Computes the attention of one block of rows of a forest. Implements
-    ``dense.CausalAttentionKernel``."""
+    """Computes the attention of one block of rows of a forest.
+
+    Implements ``dense.CausalAttentionKernel``.
+    """
 
     def __init__(self, forest: _ForestKeys, block: int) -> None:
         self._forest = forest
@@ -233,8 +254,10 @@ class _AttendPath(torch.autograd.Function):
 
 def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
     """Join keys or values, given as pieces [tokens, heads, head size], into one tensor [heads,
-    tokens, head size]. The number of tokens is padded with zeros to a multiple of the block
-    size."""
+    tokens, head size].
+
+    The number of tokens is padded with zeros to a multiple of the block size.
+    """
     first, length = pieces[0], sum(len(piece) for piece in pieces)
     x_KLd = first.new_zeros(first.shape[1], round_up_to_block(length), first.shape[2])
     x_KLd[:, :length] = torch.cat(list(pieces)).transpose(0, 1)
@@ -245,7 +268,10 @@ def _plain_attention(
     q_nHd: Tensor, k_LKd: Tensor, v_LKd: Tensor, position: int, scale: float
 ) -> Tensor:
     """Compute the same attention as ``attend_path`` with an ordinary masked kernel, so that
-    gradients can flow. Returns a tensor [tokens, heads, head size]."""
+    gradients can flow.
+
+    Returns a tensor [tokens, heads, head size].
+    """
     groups = q_nHd.shape[1] // k_LKd.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1)[None] for x in (k_LKd, v_LKd))
     device = q_nHd.device

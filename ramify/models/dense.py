@@ -1,5 +1,6 @@
-"""Dense decoder models of the Llama, Mistral, Qwen2 and Qwen3 families. They compute over a single
-flat axis of tokens.
+"""Dense decoder models of the Llama, Mistral, Qwen2 and Qwen3 families.
+
+They compute over a single flat axis of tokens.
 
 The model computes everything between token ids and logits except attention, which the caller passes
 in: attention in the engine reads and writes a KV cache, and attention in the trainer runs over a
@@ -85,15 +86,19 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class CausalAttentionKernel(Protocol):
-    """A function that computes causal attention for the tokens of a batch. Each token attends to
-    itself and to the tokens before it in its own sequence."""
+    """A function that computes causal attention for the tokens of a batch.
+
+    Each token attends to itself and to the tokens before it in its own sequence.
+    """
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """Return the attention output [tokens, query heads, head size]. Consecutive query heads
-        share a key-value head: query head h reads key-value head ``h // (H / K)``, with H query
-        heads and K key-value heads."""
+        """Return the attention output [tokens, query heads, head size].
+
+        Consecutive query heads share a key-value head: query head h reads key-value head ``h // (H
+        / K)``, with H query heads and K key-value heads.
+        """
         ...
 
 
@@ -142,8 +147,10 @@ class DenseShape(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Any) -> DenseShape:
-        """Read the shape from a Hugging Face ``PretrainedConfig``. Raises ConfigError with the
-        first feature that ``DenseModel`` does not support."""
+        """Read the shape from a Hugging Face ``PretrainedConfig``.
+
+        Raises ConfigError with the first feature that ``DenseModel`` does not support.
+        """
         kind = config.model_type
         if reason := unsupported(config):
             raise ConfigError(
@@ -189,12 +196,16 @@ def unsupported(config: Any) -> str | None:
 
 
 class DenseModel(nn.Module):
-    """The decoder model of Llama, Mistral, Qwen2 and Qwen3. Its weights are fp32 and uninitialized
-    until ``models.load`` fills them in."""
+    """The decoder model of Llama, Mistral, Qwen2 and Qwen3.
+
+    Its weights are fp32 and uninitialized until ``models.load`` fills them in.
+    """
 
     def __init__(self, config: Any) -> None:
-        """Create the model that a Hugging Face configuration describes. Raises ConfigError if this
-        class does not support it."""
+        """Create the model that a Hugging Face configuration describes.
+
+        Raises ConfigError if this class does not support it.
+        """
         super().__init__()
         self.shape = shape = DenseShape.of(config)
         self.model = _Trunk(shape)
@@ -210,8 +221,9 @@ class DenseModel(nn.Module):
         attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row per token. The token ids and
-        positions are integer vectors.
+        """Return the hidden states after the last norm, one row per token.
+
+        The token ids and positions are integer vectors.
 
         If ``rows_N`` is given, it selects tokens by N distinct indices, and the result has only
         their rows. For all other tokens, the last layer computes only keys and values.
@@ -228,8 +240,11 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters as any PyTorch module does. The output matrix may be missing if it shares
-        the weights of the embedding, as in Hugging Face's files."""
+        """Load parameters as any PyTorch module does.
+
+        The output matrix may be missing if it shares the weights of the embedding, as in Hugging
+        Face's files.
+        """
         if self.shape.tied:
             state_dict = {**state_dict, "lm_head.weight": state_dict["model.embed_tokens.weight"]}
         outcome = super().load_state_dict(state_dict, strict, assign)
@@ -237,8 +252,10 @@ class DenseModel(nn.Module):
         return outcome
 
     def _rotations(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the rotary embedding for each position. The first half of
-        the sines is negated, as ``_rotate`` expects."""
+        """Return the cosines and sines of the rotary embedding for each position.
+
+        The first half of the sines is negated, as ``_rotate`` expects.
+        """
         if self._frequencies.device != positions_T.device:
             self._frequencies = self._frequencies.to(positions_T.device)
         angles = positions_T[:, None, None].float() * self._frequencies
@@ -300,7 +317,10 @@ class _Layer(nn.Module):
 
     def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
         """Finish a layer after its attention: add the output projection and the MLP to the residual
-        stream. Returns the hidden states of the tokens that the next layer needs."""
+        stream.
+
+        Returns the hidden states of the tokens that the next layer needs.
+        """
         h_ND = h_ND + self.self_attn.o_proj.forward(o_NHd.flatten(-2))
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
 
@@ -348,8 +368,10 @@ class _Mlp(nn.Module):
 
 class _Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        """Skip PyTorch's initialization, because every caller fills in the weights. On the meta
-        device, the initialization would import torch's compiler, which takes 1.5 s."""
+        """Skip PyTorch's initialization, because every caller fills in the weights.
+
+        On the meta device, the initialization would import torch's compiler, which takes 1.5 s.
+        """
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
@@ -373,9 +395,11 @@ class _Norm(nn.Module):
 
 
 def compile_layers(model: DenseModel, compiler: str | None) -> None:
-    """Compile the parts of each layer before and after attention. Norms, rotations, activations and
-    casts then become a few kernels that all layers share. ``compiler`` is a backend of
-    ``torch.compile``, such as ``inductor``, or None to turn compilation off.
+    """Compile the parts of each layer before and after attention.
+
+    Norms, rotations, activations and casts then become a few kernels that all layers share.
+    ``compiler`` is a backend of ``torch.compile``, such as ``inductor``, or None to turn
+    compilation off.
 
     Compilation takes place in the first batch and takes most of a minute. An engine that samples
     from the same model in inference mode is not affected. Attention is never compiled, since each
@@ -396,8 +420,10 @@ def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., An
 
 def frequencies(shape: DenseShape) -> Tensor:
     """Return the frequencies of the rotary embedding, in radians per position, one for each pair of
-    a head's dimensions. Pair i has the frequency theta^(-2i/d), where d is the head size.
-    Frequencies are scaled as in Llama 3.1 if the model requires it.
+    a head's dimensions.
+
+    Pair i has the frequency theta^(-2i/d), where d is the head size. Frequencies are scaled as in
+    Llama 3.1 if the model requires it.
 
     The scaling of a frequency f depends on its wavelength w = 2π/f, the original window c and the
     factor s. If w < c / high, f is unchanged; if w > c / low, it becomes f / s. In between, it
@@ -416,8 +442,11 @@ def frequencies(shape: DenseShape) -> Tensor:
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
     """Apply the rotary embedding: rotate the pairs of dimensions (i, i + d/2) of each head by an
-    angle that depends on the token's position. The sines already contain the signs. Under autocast,
-    the sines and cosines have a higher precision than the input and the result."""
+    angle that depends on the token's position.
+
+    The sines already contain the signs. Under autocast, the sines and cosines have a higher
+    precision than the input and the result.
+    """
     rotated = torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
     return rotated.to(x_Thd.dtype)
 

@@ -1,4 +1,6 @@
-"""Checksums of the files in a folder. They detect damage on disk before a file is loaded.
+"""Checksums of the files in a folder.
+
+They detect damage on disk before a file is loaded.
 
     FOLDER/checksums.json
         {"files": {"policy/model.safetensors": {"bytes": 2031616, "sha256": "9f2c…"}, …}}
@@ -45,8 +47,10 @@ class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write(folder: Path) -> None:
-    """Write ``checksums.json`` with the checksums of all files in a folder and its subfolders. Does
-    nothing if the folder does not exist."""
+    """Write ``checksums.json`` with the checksums of all files in a folder and its subfolders.
+
+    Does nothing if the folder does not exist.
+    """
     if not folder.is_dir():
         return
     names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
@@ -64,6 +68,7 @@ def drop(folder: Path) -> None:
 
 def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None) -> None:
     """Verify the files of a folder whose paths begin with ``under`` against the recorded checksums.
+
     Does nothing if no checksums were recorded.
 
     Raises StoreError with the first file that is missing or has changed. The message ends with the
@@ -83,9 +88,11 @@ def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None
 
 
 def check_model(folder: Path) -> None:
-    """Verify the files of a model's folder against their recorded checksums. The ``policy`` folder
-    of a training checkpoint also counts as a model's folder. Raises StoreError if a file is missing
-    or has changed."""
+    """Verify the files of a model's folder against their recorded checksums.
+
+    The ``policy`` folder of a training checkpoint also counts as a model's folder. Raises
+    StoreError if a file is missing or has changed.
+    """
     if (folder / FILE).is_file():
         check(folder)
     elif (folder.parent / "state.json").is_file():
@@ -93,8 +100,10 @@ def check_model(folder: Path) -> None:
 
 
 def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
-    """Yield the name of each file that has changed, with a description of the problem. All sizes
-    are compared first, because this does not require reading the files."""
+    """Yield the name of each file that has changed, with a description of the problem.
+
+    All sizes are compared first, because this does not require reading the files.
+    """
     for name, checksum in expected.items():
         path = folder / name
         if not path.is_file():
@@ -115,8 +124,10 @@ def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tu
 
 
 def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
-    """Compute the current checksums of some files, keyed by file name. Raises StoreError if a file
-    cannot be read."""
+    """Compute the current checksums of some files, keyed by file name.
+
+    Raises StoreError if a file cannot be read.
+    """
     sizes = {name: (folder / name).stat().st_size for name in names}
     parts = [
         (name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)

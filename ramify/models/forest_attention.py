@@ -1,5 +1,7 @@
-"""Attention over a forest of token sequences that share prefixes. Every token attends to the
-earlier tokens of its sequence. Tokens that several sequences share are stored and computed once.
+"""Attention over a forest of token sequences that share prefixes.
+
+Every token attends to the earlier tokens of its sequence. Tokens that several sequences share are
+stored and computed once.
 
     segments      0 [prompt]            segment  own block (causal)   descendant blocks (all keys)
     in preorder   ├── 1 [turn, cells]      0        0 x 0                1 2 3 4 x 0
@@ -54,8 +56,10 @@ Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel | Literal["t
 
 
 class DescendantAttentionBlock(NamedTuple):
-    """An attention block without a mask. All tokens in the descendants of a tree segment attend to
-    all keys of that segment."""
+    """An attention block without a mask.
+
+    All tokens in the descendants of a tree segment attend to all keys of that segment.
+    """
 
     keys: tuple[int, int]
     """Range [start, end) of the key tokens."""
@@ -67,9 +71,11 @@ class DescendantAttentionBlock(NamedTuple):
 
 
 class ForestAttentionPlan(NamedTuple):
-    """The dense blocks into which attention over a forest of token sequences is divided. Each
-    segment has a causal block for its own tokens, and a block in which its descendants' tokens
-    attend to it."""
+    """The dense blocks into which attention over a forest of token sequences is divided.
+
+    Each segment has a causal block for its own tokens, and a block in which its descendants' tokens
+    attend to it.
+    """
 
     own: list[int]
     """Lengths of the causal blocks, one for each segment that has tokens, in the order of the
@@ -93,9 +99,12 @@ class ForestAttentionPlan(NamedTuple):
 
     @classmethod
     def of(cls, segments: Many[Segment], rows: Many[int] | None = None) -> ForestAttentionPlan:
-        """Plan the attention blocks for a packed forest. ``rows`` lists the tokens whose output is
-        needed, in ascending order, and defaults to all. A segment's causal block begins at its
-        first needed token and includes all later tokens of the segment."""
+        """Plan the attention blocks for a packed forest.
+
+        ``rows`` lists the tokens whose output is needed, in ascending order, and defaults to all. A
+        segment's causal block begins at its first needed token and includes all later tokens of the
+        segment.
+        """
         levels: list[int] = []
         ends = [segment.end for segment in segments]
         """Segment -> index after the last token of its last descendant."""
@@ -140,8 +149,10 @@ class LayerOutputRows(NamedTuple):
 
 
 class ForestAttention:
-    """Computes attention over the forest of one batch, for all layers of a model. Implements
-    ``dense.CausalAttentionKernel``."""
+    """Computes attention over the forest of one batch, for all layers of a model.
+
+    Implements ``dense.CausalAttentionKernel``.
+    """
 
     def __init__(
         self,
@@ -149,9 +160,12 @@ class ForestAttention:
         kernel: Kernel | None = None,
         needed: LayerOutputRows | None = None,
     ) -> None:
-        """Plan the attention for the segments of a batch. The default kernel is the fastest one for
-        the device and precision of the queries. ``needed`` names a layer in which only some output
-        rows are used. Its other rows may have any value."""
+        """Plan the attention for the segments of a batch.
+
+        The default kernel is the fastest one for the device and precision of the queries.
+        ``needed`` names a layer in which only some output rows are used. Its other rows may have
+        any value.
+        """
         self._segments = segments
         self._kernel = kernel
         self._needed = needed
@@ -198,8 +212,10 @@ class _Walk(Protocol):
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the queries, keys and values. ``saved`` holds the queries, keys,
-        values, output and log-sum-exp of the forward pass."""
+        """Return the gradients of the queries, keys and values.
+
+        ``saved`` holds the queries, keys, values, output and log-sum-exp of the forward pass.
+        """
         ...
 
 
@@ -241,9 +257,10 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Runs the blocks of an attention plan one after another, on views of the tensors. Keys and
-    values are copied only if several query heads share a key head. Queries are copied only if some
-    rows are not needed.
+    """Runs the blocks of an attention plan one after another, on views of the tensors.
+
+    Keys and values are copied only if several query heads share a key head. Queries are copied only
+    if some rows are not needed.
 
     Computing a block of a few dozen tokens takes only about 30 µs, so views are made for all blocks
     at once where possible, and adjacent causal blocks of one length are computed in one call.
@@ -314,13 +331,18 @@ class _Blocks:
         return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
 
     def _filled(self, x: Tensor) -> Tensor:
-        """Allocate a tensor of the same shape as ``x``. It is zero-filled if the causal blocks
-        leave some of its rows unwritten."""
+        """Allocate a tensor of the same shape as ``x``.
+
+        It is zero-filled if the causal blocks leave some of its rows unwritten.
+        """
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _own(self, x: Tensor) -> Many[Tensor]:
         """Split a tensor along its token dimension, which is dimension 2, into one view for each
-        run of equally long causal blocks. The first dimension of a view counts the blocks."""
+        run of equally long causal blocks.
+
+        The first dimension of a view counts the blocks.
+        """
         lengths = [each for run in self._runs for each in (run.skipped, run.num * run.length)]
         parts = torch.split(x, [*lengths, x.shape[2] - sum(lengths)], 2)[1::2]
         return [
@@ -361,8 +383,10 @@ def _runs(plan: ForestAttentionPlan) -> list[_CausalRun]:
 
 
 class _Level(NamedTuple):
-    """All blocks in which descendants attend to the segments at one depth of the forest. A single
-    kernel call computes them."""
+    """All blocks in which descendants attend to the segments at one depth of the forest.
+
+    A single kernel call computes them.
+    """
 
     rows: Tensor
     """[N] row indices of the queries."""
@@ -374,7 +398,10 @@ class _Level(NamedTuple):
 
 class _Levels:
     """Runs an attention plan in only a few kernel calls: one for all causal blocks, and one for
-    each level of the forest. It first gathers the queries and keys of a level into one tensor."""
+    each level of the forest.
+
+    It first gathers the queries and keys of a level into one tensor.
+    """
 
     def __init__(
         self, plan: ForestAttentionPlan, kernel: VarlenAttentionKernel, device: torch.device
@@ -445,17 +472,21 @@ def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge attention over further keys into an existing attention output, in place. Both are
-    weighted by their log-sum-exp. Outputs are [1, heads, queries, head size], and log-sum-exps [1,
-    heads, queries]."""
+    """Merge attention over further keys into an existing attention output, in place.
+
+    Both are weighted by their log-sum-exp. Outputs are [1, heads, queries, head size], and
+    log-sum-exps [1, heads, queries].
+    """
     share = torch.sigmoid(more_lse - lse).to(o.dtype)
     o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """Repeat each key head for every query head that reads it. Returns a tensor [1, query heads,
-    tokens, head size]."""
+    """Repeat each key head for every query head that reads it.
+
+    Returns a tensor [1, query heads, tokens, head size].
+    """
     groups = q_THd.shape[1] // x_TKd.shape[1]
     x_KTd = x_TKd.transpose(0, 1)
     return (x_KTd if groups == 1 else x_KTd.repeat_interleave(groups, 0))[None]
@@ -463,7 +494,10 @@ def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
 
 def _summed(grad: Tensor, x_TKd: Tensor) -> Tensor:
     """Sum the gradients of key heads that the forward pass repeated, so that each original head
-    gets the total. Returns a tensor [tokens, key heads, head size]."""
+    gets the total.
+
+    Returns a tensor [tokens, key heads, head size].
+    """
     num, kv_heads, size = x_TKd.shape
     grad_KTd = grad.view(kv_heads, -1, num, size).sum(1) if grad.shape[1] > kv_heads else grad[0]
     return grad_KTd.transpose(0, 1)
@@ -475,5 +509,8 @@ def _heads_first(x_THd: Tensor) -> Tensor:
 
 
 def _at(x: Tensor, span: tuple[int, int]) -> Tensor:
-    """Return a view of the tokens [start, end). Tokens are dimension 2 of the tensor."""
+    """Return a view of the tokens [start, end).
+
+    Tokens are dimension 2 of the tensor.
+    """
     return x.narrow(2, span[0], span[1] - span[0])

@@ -1,5 +1,7 @@
-"""Loads, creates and saves policies. A policy is a language model together with its tokenizer and
-its renderer, which converts messages to token ids.
+"""Loads, creates and saves policies.
+
+A policy is a language model together with its tokenizer and its renderer, which converts messages
+to token ids.
 
     policy = load("path/or/hub-name")               a folder, or a model in the Hugging Face cache
     policy = from_config(config, tokenizer, seed)   random weights
@@ -96,7 +98,10 @@ class Policy:
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of parameters. A matrix that is used twice is counted once."""
+        """Return the number of parameters.
+
+        A matrix that is used twice is counted once.
+        """
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
@@ -154,7 +159,9 @@ def from_config(
     *,
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """Create a policy with random weights. The same seed gives the same weights on every device.
+    """Create a policy with random weights.
+
+    The same seed gives the same weights on every device.
 
     Matrices are drawn from a normal distribution with standard deviation 1 / sqrt(inputs), or half
     of that if they write into the residual stream. For embeddings and an untied output matrix the
@@ -195,8 +202,9 @@ def save_policy(
     *,
     write: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save a policy in Hugging Face's file layout. Weights are cast to ``dtype`` if it is given.
-    The folder may already exist.
+    """Save a policy in Hugging Face's file layout.
+
+    Weights are cast to ``dtype`` if it is given. The folder may already exist.
 
     The files are config.json, generation_config.json, model.safetensors, the tokenizer with its
     chat template, and policy.json if the policy has training settings to record. ``write`` is
@@ -239,9 +247,11 @@ def load_into(policy: Policy, folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer exactly as its tokenizer.json describes it. ``AutoTokenizer`` would choose a
-    class by model family, which may split text differently. Raises ConfigError if the file is
-    missing or invalid."""
+    """Load a tokenizer exactly as its tokenizer.json describes it.
+
+    ``AutoTokenizer`` would choose a class by model family, which may split text differently. Raises
+    ConfigError if the file is missing or invalid.
+    """
     check_tokenizer_file(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -254,8 +264,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def read_config(path_or_name: str | Path) -> Any:
-    """Read a model's configuration, and nothing else. The model is a folder, or a Hugging Face name
-    whose files are on disk. Raises ConfigError if it cannot be found or read."""
+    """Read a model's configuration, and nothing else.
+
+    The model is a folder, or a Hugging Face name whose files are on disk. Raises ConfigError if it
+    cannot be found or read.
+    """
     return _config(local_model_folder(path_or_name))
 
 
@@ -269,7 +282,10 @@ def _config(folder: Path) -> Any:
 
 
 def _device(name: torch.device | str) -> torch.device:
-    """Return the device with this name. Raises ConfigError if this machine does not have it."""
+    """Return the device with this name.
+
+    Raises ConfigError if this machine does not have it.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -307,8 +323,10 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
 
 
 def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Load a model as a transformers module. This is for architectures that ``DenseModel`` does not
-    support."""
+    """Load a model as a transformers module.
+
+    This is for architectures that ``DenseModel`` does not support.
+    """
     try:
         with _without_progress_bars():
             module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -342,9 +360,11 @@ def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Initialize one parameter: norm weights and biases to constants, matrices at random. The
-    random numbers depend only on the seed and the parameter's name, and not on the model's other
-    parameters."""
+    """Initialize one parameter: norm weights and biases to constants, matrices at random.
+
+    The random numbers depend only on the seed and the parameter's name, and not on the model's
+    other parameters.
+    """
     with torch.no_grad():
         if parameter.dim() < 2:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -405,16 +425,20 @@ def _stop_ids(
 
 
 def _architecture(policy: Policy) -> str:
-    """Return the name of the transformers class for this policy. The class itself is not imported,
-    because that takes seconds."""
+    """Return the name of the transformers class for this policy.
+
+    The class itself is not imported, because that takes seconds.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
 def default_dtype(config: Any, device: str) -> torch.dtype:
-    """Return the default precision for loading a checkpoint's weights. It is fp32 on a CPU, and the
-    stored precision on other devices."""
+    """Return the default precision for loading a checkpoint's weights.
+
+    It is fp32 on a CPU, and the stored precision on other devices.
+    """
     if device == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None) or torch.float32
@@ -422,8 +446,11 @@ def default_dtype(config: Any, device: str) -> torch.dtype:
 
 
 def window_of(config: Any) -> int:
-    """Return the context window in tokens from a model's configuration. It is the maximum length of
-    a prompt and its reply together. Raises ConfigError if the configuration does not say."""
+    """Return the context window in tokens from a model's configuration.
+
+    It is the maximum length of a prompt and its reply together. Raises ConfigError if the
+    configuration does not say.
+    """
     inner = config.get_text_config()
     for name in WINDOWS:
         if (window := getattr(inner, name, None)) is not None:

@@ -1,5 +1,6 @@
-"""Describes the experts of a mixture-of-experts model: how many there are, and in which layers. It
-does not import PyTorch.
+"""Describes the experts of a mixture-of-experts model: how many there are, and in which layers.
+
+It does not import PyTorch.
 
 ``routing.py`` reads this shape from a model and handles its routers.
 """

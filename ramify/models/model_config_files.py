@@ -1,5 +1,6 @@
-"""Reads the files of a checkpoint that do not need PyTorch. It finds the folder, reads the
-configuration, and checks for a tokenizer.
+"""Reads the files of a checkpoint that do not need PyTorch.
+
+It finds the folder, reads the configuration, and checks for a tokenizer.
 
     folder = local_model_folder("Qwen/Qwen3-0.6B")  a folder, or a model in the Hugging Face cache
     window_in(config_of(folder))                    40960
@@ -27,8 +28,11 @@ WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def local_model_folder(path_or_name: str | Path) -> Path:
-    """Return a model's folder on disk. The model is a path, or a Hugging Face name in the local
-    cache. Raises ConfigError if it is not on disk."""
+    """Return a model's folder on disk.
+
+    The model is a path, or a Hugging Face name in the local cache. Raises ConfigError if it is not
+    on disk.
+    """
     folder = Path(path_or_name).expanduser()
     if (folder / "config.json").is_file():
         return folder
@@ -71,8 +75,10 @@ def check_tokenizer_file(folder: Path) -> None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read the configuration, ``config.json``, from a model's folder. Raises ConfigError if the
-    file is missing or not a JSON object."""
+    """Read the configuration, ``config.json``, from a model's folder.
+
+    Raises ConfigError if the file is missing or not a JSON object.
+    """
     path = folder / "config.json"
     try:
         config: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
@@ -83,7 +89,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def window_in(config: Mapping[str, Any]) -> int | None:
     """Return the context window in tokens from a configuration given as a dict, or None if it does
-    not say. The window is the maximum length of a prompt and its reply together."""
+    not say.
+
+    The window is the maximum length of a prompt and its reply together.
+    """
     inner = config.get("text_config")
     for part in (inner if isinstance(inner, Mapping) else {}, config):
         for name in WINDOWS:
@@ -94,7 +103,10 @@ def window_in(config: Mapping[str, Any]) -> int | None:
 
 def check_model_type(config: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError if transformers does not support the model's type and the checkpoint has no
-    code for it. The message suggests the most similar type."""
+    code for it.
+
+    The message suggests the most similar type.
+    """
     name = config.get("model_type")
     known = _model_types()
     if isinstance(name, str) and name not in known and known and "auto_map" not in config:
@@ -108,9 +120,11 @@ def check_model_type(config: Mapping[str, Any], where: str) -> None:
 
 @functools.cache
 def _model_types() -> frozenset[str]:
-    """Return the model types that the installed transformers package supports. They are parsed from
-    its source text, because importing it would import PyTorch. Returns an empty set if the source
-    is not found."""
+    """Return the model types that the installed transformers package supports.
+
+    They are parsed from its source text, because importing it would import PyTorch. Returns an
+    empty set if the source is not found.
+    """
     spec = find_spec("transformers")
     names: set[str] = set()
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -122,8 +136,10 @@ def _model_types() -> frozenset[str]:
 
 
 def _keys_of(module: ast.Module) -> set[str]:
-    """Return the keys of ``CONFIG_MAPPING_NAMES`` in a parsed module. The module defines this
-    constant as a list of pairs or as a mapping."""
+    """Return the keys of ``CONFIG_MAPPING_NAMES`` in a parsed module.
+
+    The module defines this constant as a list of pairs or as a mapping.
+    """
     names: set[str] = set()
     for statement in module.body:
         targets = statement.targets if isinstance(statement, ast.Assign) else []

@@ -1,5 +1,6 @@
-"""Attention over a forest of token sequences with oneDNN's matrix products. It is used on CPUs
-where these are faster than PyTorch's flash attention (``onednn_products.py``).
+"""Attention over a forest of token sequences with oneDNN's matrix products.
+
+It is used on CPUs where these are faster than PyTorch's flash attention (``onednn_products.py``).
 
 The plan of ``forest_attention.py`` consists of causal blocks and of blocks without a mask. Long
 causal blocks are halved, which leaves more work without a mask. Large blocks are then divided into
@@ -66,22 +67,29 @@ class QueryKeyBlock(NamedTuple):
 
 
 class TiledAttention:
-    """Computes all attention blocks of one forest in fp32, tile by tile. The inputs and outputs are
-    those of ``_Walk`` in ``forest_attention.py``."""
+    """Computes all attention blocks of one forest in fp32, tile by tile.
+
+    The inputs and outputs are those of ``_Walk`` in ``forest_attention.py``.
+    """
 
     def __init__(
         self, causal: Many[Span], below: Many[tuple[Span, Span]], rows_N: Tensor | None
     ) -> None:
         """Prepare for the causal blocks ``causal``, and the pairs ``below`` of key and query ranges
-        without a mask. If ``rows_N`` is given, only these rows of the output are needed, and the
-        query ranges are indices into it."""
+        without a mask.
+
+        If ``rows_N`` is given, only these rows of the output are needed, and the query ranges are
+        indices into it.
+        """
         self._own = [block for span in causal for block in _halved(span)]
         self._below = [QueryKeyBlock(keys, queries, False) for keys, queries in below]
         self._rows_N = rows_N
 
     def is_worthwhile(self, groups: int) -> bool:
-        """Return True if most scores are in blocks large enough for tiles. ``groups`` is the number
-        of query heads that share a key head."""
+        """Return True if most scores are in blocks large enough for tiles.
+
+        ``groups`` is the number of query heads that share a key head.
+        """
         scores = {True: 0, False: 0}
         for block in (*self._own, *self._below):
             (start, end), (first, last) = block.queries, block.keys
@@ -127,8 +135,11 @@ class TiledAttention:
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the queries, keys and values. ``saved`` holds these, and the
-        output and the negative log-sum-exp that ``forward`` returned."""
+        """Return the gradients of the queries, keys and values.
+
+        ``saved`` holds these, and the output and the negative log-sum-exp that ``forward``
+        returned.
+        """
         q_THd, k_TKd, v_TKd, o_THd, minus_lse_KTg = saved
         (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
         q_KTgd, do_KTgd = (_room(kv_heads, num, groups, size, like=q_THd) for _ in range(2))
@@ -203,8 +214,10 @@ def _by_key_head(x_TH: Tensor, kv_heads: int) -> Tensor:
 
 
 def _room(heads: int, num: int, *sizes: int, like: Tensor) -> Tensor:
-    """Allocate a tensor [K, T + room, …]. The rows after the last token are zeros, because a tile
-    may read them."""
+    """Allocate a tensor [K, T + room, …].
+
+    The rows after the last token are zeros, because a tile may read them.
+    """
     room = like.new_empty(heads, num + _QUERY_STEP, *sizes)
     room[:, num:] = 0
     return room
@@ -236,8 +249,10 @@ def _takes(block: QueryKeyBlock, groups: int) -> bool:
 
 
 def _tiles(num: int, most: int, step: int) -> list[tuple[int, int, int]]:
-    """Divide ``num`` rows into ranges of similar size, each with at most ``most`` rows. Returns the
-    start, the end and the rounded-up number of rows of each range."""
+    """Divide ``num`` rows into ranges of similar size, each with at most ``most`` rows.
+
+    Returns the start, the end and the rounded-up number of rows of each range.
+    """
     size = _rounded(-(-num // -(-num // most)), step)
     return [
         (start, min(start + size, num), _rounded(min(size, num - start), step))
@@ -259,8 +274,10 @@ def _key_tiles(block: QueryKeyBlock, last_query: int, groups: int) -> list[tuple
 
 @functools.cache
 def _mask(groups: int) -> Tensor:
-    """Return the mask that is added to the scores [N, m] of a causal block. It is minus infinity
-    except for the keys before each query's own position."""
+    """Return the mask that is added to the scores [N, m] of a causal block.
+
+    It is minus infinity except for the keys before each query's own position.
+    """
     num = _LONGEST_CAUSAL
     seen = torch.ones(num, num, dtype=torch.bool).tril(-1).repeat_interleave(groups, 0)
     return torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
@@ -268,8 +285,10 @@ def _mask(groups: int) -> Tensor:
 
 @functools.cache
 def _transposed_mask(groups: int) -> Tensor:
-    """Return the mask that is added to the transposed scores [m, N] of a causal block. It lets
-    queries attend to the keys up to their own position."""
+    """Return the mask that is added to the transposed scores [m, N] of a causal block.
+
+    It lets queries attend to the keys up to their own position.
+    """
     num = _LONGEST_CAUSAL
     seen = torch.ones(num, num, dtype=torch.bool).triu().repeat_interleave(groups, 1)
     return torch.zeros(seen.shape).masked_fill_(~seen, -math.inf)
@@ -279,13 +298,15 @@ def _transposed_mask(groups: int) -> Tensor:
 
 
 def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKeyBlock) -> None:
-    """Add a block's contribution to the attention output of its queries, in place. It is merged
-    into the output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e], which holds
-    the negative log-sum-exp to base 2.
+    """Add a block's contribution to the attention output of its queries, in place.
+
+    It is merged into the output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e],
+    which holds the negative log-sum-exp to base 2.
 
     A causal block is the first block of its queries. In tiles, it excludes each token's own key,
     which the output already contains. A small one is left to flash attention, which includes that
-    key and replaces the output."""
+    key and replaces the output.
+    """
     (start, end), (first, last) = block.queries, block.keys
     groups, size = q.shape[2], v.shape[2]
     if not _takes(block, groups):
@@ -352,7 +373,10 @@ def _attend(q_Ne: Tensor, keys: Many[_KeyTile], mask_Nm: Tensor | None) -> tuple
 
 def _scores(q_Ne: Tensor, tile: _KeyTile, mask_Nm: Tensor | None) -> Tensor:
     """Return the scores [N, M] of queries and keys in base 2, minus each query's log-sum-exp so
-    far. Scores in padding rows are meaningless."""
+    far.
+
+    Scores in padding rows are meaningless.
+    """
     scores_NM = product(q_Ne, tile.k_Me)
     if mask_Nm is not None:
         scores_NM[: len(mask_Nm), : tile.end - tile.start] += mask_Nm[:, tile.start : tile.end]
@@ -380,8 +404,10 @@ def _extend_by_flash(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKey
 
 
 def _add_gradients(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
-    """Add a block's contribution to the gradients, in place. The gradient of the queries still
-    lacks the factor that ``x.q`` contains."""
+    """Add a block's contribution to the gradients, in place.
+
+    The gradient of the queries still lacks the factor that ``x.q`` contains.
+    """
     (start, end), (first, last) = block.queries, block.keys
     groups = x.q.shape[2]
     if not _takes(block, groups):

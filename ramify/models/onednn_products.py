@@ -33,8 +33,10 @@ def is_available() -> bool:
 
 @functools.cache
 def is_faster_on_cpu() -> bool:
-    """Return True if oneDNN's products are faster on this CPU than PyTorch's default ones. The
-    answer is the same in every process, so that a resumed run computes the same numbers."""
+    """Return True if oneDNN's products are faster on this CPU than PyTorch's default ones.
+
+    The answer is the same in every process, so that a resumed run computes the same numbers.
+    """
     return is_available() and _vendor() == "AuthenticAMD"
 
 
@@ -48,8 +50,11 @@ def _vendor() -> str:
 
 
 def rounded_rows(num: int) -> int:
-    """Round a number of rows up, so that few different sizes occur. Sizes below 1,024 become
-    multiples of 64, and larger ones multiples of 128. Sizes below ``LEAST_ROWS`` are unchanged."""
+    """Round a number of rows up, so that few different sizes occur.
+
+    Sizes below 1,024 become multiples of 64, and larger ones multiples of 128. Sizes below
+    ``LEAST_ROWS`` are unchanged.
+    """
     if num < LEAST_ROWS:
         return num
     step = 64 if num < 1024 else 128
@@ -57,8 +62,10 @@ def rounded_rows(num: int) -> int:
 
 
 def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias`` [N, O], computed with oneDNN and without gradients. Both
-    matrices must be contiguous or transposes of contiguous ones. Other layouts are very slow."""
+    """Return ``x @ weight.T + bias`` [N, O], computed with oneDNN and without gradients.
+
+    Both matrices must be contiguous or transposes of contiguous ones. Other layouts are very slow.
+    """
     return cast(
         Tensor,
         torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, bias_O, "none", [], ""),
@@ -67,7 +74,9 @@ def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
 
 def scaled_product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor, factor_NO: Tensor) -> Tensor:
     """Return ``(x @ weight.T + bias) * factor`` [N, O], computed with oneDNN and without gradients.
-    Layouts are those of ``product``."""
+
+    Layouts are those of ``product``.
+    """
     return cast(
         Tensor,
         torch.ops.mkldnn._linear_pointwise.binary(x_NI, factor_NO, weight_OI, bias_O, "mul"),
@@ -78,7 +87,9 @@ def product_and_sum(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, more_NO: Tensor
 ) -> Tensor:
     """Return ``x @ weight.T + bias + more`` [N, O], computed with oneDNN and without gradients.
-    Layouts are those of ``product``."""
+
+    Layouts are those of ``product``.
+    """
     return cast(
         Tensor,
         torch.ops.mkldnn._linear_pointwise.binary(x_NI, more_NO, weight_OI, bias_O, "add"),

@@ -1,4 +1,5 @@
 """Describes the identity of a policy: its name, its architecture and a digest of its vocabulary.
+
 The identity is recorded together with the token ids that the policy sampled.
 
 The same ids mean the same text for two policies only if their vocabularies are equal. A policy of
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 
 
 def identity_of(policy: Policy) -> TokenizerAndArchitecture:
-    """Describe a policy by its name, architecture and a digest of its vocabulary. With this record,
-    a later process can check whether sampled token ids belong to the policy."""
+    """Describe a policy by its name, architecture and a digest of its vocabulary.
+
+    With this record, a later process can check whether sampled token ids belong to the policy.
+    """
     vocabulary = sorted((id, token) for token, id in policy.tokenizer.get_vocab().items())
     digest = hashlib.blake2b(msgspec.json.encode(vocabulary), digest_size=16).hexdigest()
     return TokenizerAndArchitecture(

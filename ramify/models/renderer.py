@@ -1,5 +1,6 @@
-"""Converts messages to token ids and back. A rendered conversation only grows at its end: ids that
-were once part of a prompt never change.
+"""Converts messages to token ids and back.
+
+A rendered conversation only grows at its end: ids that were once part of a prompt never change.
 
     prompt(messages)              a conversation from its beginning, ready for a reply
     extend(messages, after=ids)   what to append to a path whose last sampled ids are ``ids``
@@ -140,8 +141,10 @@ _TOOL_TALK = (
 
 
 class ChatMarkerRenderer:
-    """Renders conversations as token ids in one chat format. ``renderer_of`` creates it for a
-    tokenizer and tests it against the tokenizer's chat template."""
+    """Renders conversations as token ids in one chat format.
+
+    ``renderer_of`` creates it for a tokenizer and tests it against the tokenizer's chat template.
+    """
 
     unstable = ""
 
@@ -155,8 +158,11 @@ class ChatMarkerRenderer:
         trims: bool = False,
     ) -> None:
         """Create a renderer for one chat format, and compare it with the chat template on test
-        conversations. Raises ConfigError if the tokenizer lacks a marker's token, or if the
-        template writes something else."""
+        conversations.
+
+        Raises ConfigError if the tokenizer lacks a marker's token, or if the template writes
+        something else.
+        """
         self.name = format.name
         self._format, self._pieces, self._template, self._trims = format, pieces, template, trims
         markers = dict.fromkeys([*format.tokens, *pieces.special_tokens])
@@ -174,7 +180,9 @@ class ChatMarkerRenderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a whole conversation, up to the beginning of the next reply.
-        Raises ConfigError if the format lacks a role or cannot offer tools."""
+
+        Raises ConfigError if the format lacks a role or cannot offer tools.
+        """
         if tools and not self.takes_tools:
             raise ConfigError(
                 f"the {self.name} renderer of this tokenizer does not support tools: remove "
@@ -183,9 +191,11 @@ class ChatMarkerRenderer:
         return self._pieces.joined(self._conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids to append after a reply with the sampled ids ``after``. They are the
-        reply's end marker if it was not sampled, the new messages, and the beginning of the next
-        reply."""
+        """Return the token ids to append after a reply with the sampled ids ``after``.
+
+        They are the reply's end marker if it was not sampled, the new messages, and the beginning
+        of the next reply.
+        """
         closing = list(self._parts(self._format.closes["assistant"]))
         if after and after[-1] == self._end:
             del closing[0]
@@ -194,8 +204,10 @@ class ChatMarkerRenderer:
         )
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to a reply message. The token that ended the reply is
-        dropped."""
+        """Convert sampled token ids to a reply message.
+
+        The token that ended the reply is dropped.
+        """
         text = self._pieces.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
         if self._thinks and self._opening.endswith("<think>\n"):
             text = "<think>\n" + text
@@ -243,7 +255,10 @@ class ChatMarkerRenderer:
         yield from self._parts(self._format.closes["assistant"])
 
     def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
-        """Render the result of a tool call. Consecutive results share one user message."""
+        """Render the result of a tool call.
+
+        Consecutive results share one user message.
+        """
         if index == 0 or messages[index - 1].role != "tool":
             yield from self._parts(self._format.opens["user"].rstrip("\n"))
         yield f"\n<tool_response>\n{messages[index].content}\n</tool_response>"
@@ -257,8 +272,10 @@ class ChatMarkerRenderer:
         return message.content.strip() if self._trims else message.content
 
     def _parts(self, text: str) -> Iterator[Part]:
-        """Split text from the format or the template into plain text and marker ids. Do not use
-        this for the text of messages, in which markers are ordinary text."""
+        """Split text from the format or the template into plain text and marker ids.
+
+        Do not use this for the text of messages, in which markers are ordinary text.
+        """
         for piece in self._marks.split(text):
             if piece:
                 yield self._ids.get(piece, piece)
@@ -319,8 +336,11 @@ class ChatMarkerRenderer:
 
     def _compare(self, talks: Sequence[Sequence[Message]], tools: Sequence[Tool] = ()) -> None:
         """Raise ConfigError if this renderer and the chat template write a conversation
-        differently. One difference is allowed: the template may drop text that opens past replies,
-        such as a thinking block, while a growing conversation keeps it."""
+        differently.
+
+        One difference is allowed: the template may drop text that opens past replies, such as a
+        thinking block, while a growing conversation keeps it.
+        """
         for talk in talks if self._template.source else ():
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
@@ -339,8 +359,11 @@ class ChatMarkerRenderer:
                 )
 
     def _unbroken(self, parts: Iterator[Part]) -> list[int]:
-        """Encode the parts of a conversation as one text, and return its token ids. Unlike
-        elsewhere, a token may then span the end of a reply's header and the start of the reply."""
+        """Encode the parts of a conversation as one text, and return its token ids.
+
+        Unlike elsewhere, a token may then span the end of a reply's header and the start of the
+        reply.
+        """
         return self._pieces.joined(part for part in parts if part is not None)
 
     def _agrees_on_tools(self) -> bool:
@@ -370,20 +393,27 @@ class Renderer(Protocol):
         ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids to append after a reply with the sampled ids ``after``. They are the
-        reply's end marker if it was not sampled, the new messages, and the beginning of the next
-        reply."""
+        """Return the token ids to append after a reply with the sampled ids ``after``.
+
+        They are the reply's end marker if it was not sampled, the new messages, and the beginning
+        of the next reply.
+        """
         ...
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to a reply message. If ``tool_calls`` is false, tool calls in
-        the text stay text."""
+        """Convert sampled token ids to a reply message.
+
+        If ``tool_calls`` is false, tool calls in the text stay text.
+        """
         ...
 
 
 def prompt_ids(renderer: Renderer, request: Request) -> list[int]:
-    """Return the token ids of a request's whole prompt. Known ids of an earlier part of the
-    conversation are reused, and only the later messages are rendered."""
+    """Return the token ids of a request's whole prompt.
+
+    Known ids of an earlier part of the conversation are reused, and only the later messages are
+    rendered.
+    """
     known = request.known
     if known is None or renderer.unstable:
         return renderer.prompt(request.messages, request.tools)
@@ -404,8 +434,9 @@ def make_prompt_renderer(renderer: Renderer, tokenizer: PreTrainedTokenizerFast)
 def parse_reply(
     renderer: Renderer, sampled: Sequence[int], stop: Sequence[str] = (), *, tool_calls: bool
 ) -> Message:
-    """Convert sampled token ids to a reply. Its text ends before the first occurrence of any of the
-    ``stop`` sequences.
+    """Convert sampled token ids to a reply.
+
+    Its text ends before the first occurrence of any of the ``stop`` sequences.
 
     If ``tool_calls`` is false because the request offers no tools, a call that the model wrote
     anyway stays in the text, since the caller would not look for it elsewhere.
@@ -423,9 +454,10 @@ def renderer_of(
     stop_ids: Sequence[int] = (),
     thinking: bool | None = None,
 ) -> Renderer:
-    """Return the renderer that matches a tokenizer and its chat template. ``stop_ids`` end a reply
-    in addition to the format's own end marker. ``thinking`` turns a hybrid model's thinking on or
-    off if the template supports ``enable_thinking``.
+    """Return the renderer that matches a tokenizer and its chat template.
+
+    ``stop_ids`` end a reply in addition to the format's own end marker. ``thinking`` turns a hybrid
+    model's thinking on or off if the template supports ``enable_thinking``.
 
     Raises ConfigError if the tokenizer lacks tokens of its template, or has neither a template nor
     the tokens of a known format.

@@ -1,5 +1,7 @@
-"""Works with the routers of mixture-of-experts models. It records the chosen experts, computes the
-load-balancing loss of a training step, and replays the choices of an inference engine.
+"""Works with the routers of mixture-of-experts models.
+
+It records the chosen experts, computes the load-balancing loss of a training step, and replays the
+choices of an inference engine.
 
     router(hidden [R, D]) ── logits [R, E], weights [R, k], experts [R, k]
 
@@ -46,8 +48,10 @@ from ramify.types.training_sequences import Batch
 
 class RoutedCounts(NamedTuple):
     """Expert counts of a model's routers: how often each expert was chosen, and with which
-    probabilities. The values are sums over tokens, so the counts of several batches can be
-    added."""
+    probabilities.
+
+    The values are sums over tokens, so the counts of several batches can be added.
+    """
 
     chosen_LE: Tensor
     """fp64 [layers, experts]: how often each expert was chosen, where each choice counts with the
@@ -61,14 +65,19 @@ class RoutedCounts(NamedTuple):
         return RoutedCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
     def balance_loss(self) -> Tensor:
-        """Return the load-balancing loss of a training step as a scalar tensor. If all experts are
-        used equally, the loss equals the number of experts per token."""
+        """Return the load-balancing loss of a training step as a scalar tensor.
+
+        If all experts are used equally, the loss equals the number of experts per token.
+        """
         chosen_E, num = self._chosen()
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
     def balance_pull(self) -> Tensor:
         """Return the gradient of the load-balancing loss with respect to the expert probabilities
-        of a single token. It has one number per expert."""
+        of a single token.
+
+        It has one number per expert.
+        """
         chosen_E, num = self._chosen()
         return len(chosen_E) * chosen_E / num.square()
 
@@ -77,8 +86,10 @@ class RoutedCounts(NamedTuple):
 
 
 class ExpertLoad(NamedTuple):
-    """Expert counts of a training step, or of a part of it. Metrics of the expert load are computed
-    from them."""
+    """Expert counts of a training step, or of a part of it.
+
+    Metrics of the expert load are computed from them.
+    """
 
     counts: RoutedCounts
     weight: float
@@ -112,7 +123,9 @@ class ExpertLoad(NamedTuple):
 
 def mixture_shape(model: Any) -> MixtureShape | None:
     """Return the number of experts of a transformers model, and the layers that contain them.
-    Returns None if the model has no routers of a known kind."""
+
+    Returns None if the model has no routers of a known kind.
+    """
     routers = MixtureRouters.of(model)
     if routers is None:
         return None
@@ -121,11 +134,17 @@ def mixture_shape(model: Any) -> MixtureShape | None:
 
 
 class MixtureRouters:
-    """The routers of a mixture-of-experts model. Between ``begin`` and ``end``, their choices are
-    counted, and given experts may replace them. At other times, they work as usual."""
+    """The routers of a mixture-of-experts model.
+
+    Between ``begin`` and ``end``, their choices are counted, and given experts may replace them. At
+    other times, they work as usual.
+    """
 
     def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
-        """Attach hooks to the routers of a model. ``layers`` holds each router's layer index."""
+        """Attach hooks to the routers of a model.
+
+        ``layers`` holds each router's layer index.
+        """
         self.layers = layers
         self.top_k: int = getattr(routers[0], "top_k", 0)
         self.num_experts: int = getattr(routers[0], "num_experts", 0)
@@ -144,8 +163,11 @@ class MixtureRouters:
 
     @classmethod
     def of(cls, model: Any) -> MixtureRouters | None:
-        """Return the routers of a transformers model. Every call for the same model returns the
-        same object. Returns None if the model has no routers of a known kind."""
+        """Return the routers of a transformers model.
+
+        Every call for the same model returns the same object. Returns None if the model has no
+        routers of a known kind.
+        """
         if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
             model = model.get_base_model()
         body = getattr(model, "base_model", model)
@@ -177,15 +199,19 @@ class MixtureRouters:
 
     def recorded_experts(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
         """Return the ids of the experts that the latest forward pass chose for each token, layer by
-        layer. ``rows_N`` selects tokens by index, and defaults to all tokens."""
+        layer.
+
+        ``rows_N`` selects tokens by index, and defaults to all tokens.
+        """
         assert self._recorded is not None
         chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
         chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
         return list(map(tuple, chosen_NLk.flatten(1).tolist()))
 
     def begin(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
-        """Start counting how often each expert is chosen in the next forward pass. ``weight_T`` is
-        the weight with which each token counts.
+        """Start counting how often each expert is chosen in the next forward pass.
+
+        ``weight_T`` is the weight with which each token counts.
 
         If ``given_TJ`` is set, it holds L x k expert ids for each token, which replace the router's
         choices; -1 lets the router choose. Raises ConfigError if the number of ids does not fit the
@@ -202,14 +228,19 @@ class MixtureRouters:
             self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
     def lay_out(self, token_BL: Tensor, inside_BL: Tensor) -> None:
-        """Set the arrangement of tokens for a forward pass on padded rows. ``token_BL`` is the
-        index of the token at each position, and ``inside_BL`` is False for padding."""
+        """Set the arrangement of tokens for a forward pass on padded rows.
+
+        ``token_BL`` is the index of the token at each position, and ``inside_BL`` is False for
+        padding.
+        """
         if self._weight_T is not None:
             self._row_R = torch.where(inside_BL, token_BL, -1).flatten().to(self._weight_T.device)
 
     def finish_counting(self) -> RoutedCounts:
-        """Stop counting, and return the counts of the forward pass. Raises ConfigError if a router
-        did not return logits, weights and experts."""
+        """Stop counting, and return the counts of the forward pass.
+
+        Raises ConfigError if a router did not return logits, weights and experts.
+        """
         counts, self._counts = self._counts or {}, None
         assert self._weight_T is not None
         if len(counts) < self._num_layers:
@@ -222,17 +253,24 @@ class MixtureRouters:
         return RoutedCounts(torch.stack(chosen), torch.stack(probability).sum(0), total)
 
     def balance(self, pull_E: Tensor) -> None:
-        """Add the gradient of the load-balancing loss in the next backward pass. ``pull_E`` is the
-        gradient with respect to one token's expert probabilities."""
+        """Add the gradient of the load-balancing loss in the next backward pass.
+
+        ``pull_E`` is the gradient with respect to one token's expert probabilities.
+        """
         self._pull_E = pull_E
 
     def end(self) -> None:
-        """Stop counting, replaying and balancing. The routers work as usual until the next
-        ``begin``."""
+        """Stop counting, replaying and balancing.
+
+        The routers work as usual until the next ``begin``.
+        """
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
-        """Return the weight of each row of a router. Padding has the weight zero."""
+        """Return the weight of each row of a router.
+
+        Padding has the weight zero.
+        """
         assert self._weight_T is not None
         if self._row_R is None:
             return self._weight_T
@@ -278,7 +316,10 @@ class MixtureRouters:
 
     def gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
         """Return the gradient of the load-balancing loss with respect to a router's logits, in the
-        shape of the logits. Returns None if ``balance`` was not called."""
+        shape of the logits.
+
+        Returns None if ``balance`` was not called.
+        """
         if self._pull_E is None:
             return None
         p_RE = logits_RE.float().softmax(-1)
@@ -290,15 +331,19 @@ class MixtureRouters:
 
 def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
     """Return two numbers per expert: how often it was chosen, and the sum of its probabilities.
-    Each row counts with its weight."""
+
+    Each row counts with its weight.
+    """
     chosen_E = weight_R.new_zeros(logits_RE.shape[-1])
     chosen_E.index_add_(0, experts_Rk.flatten(), weight_R.repeat_interleave(experts_Rk.shape[-1]))
     return chosen_E, (logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
 
 
 class _GivenExperts(TorchFunctionMode):
-    """A context manager that makes a router's ``topk`` return given experts. The router's own
-    choice is kept where the given id is -1."""
+    """A context manager that makes a router's ``topk`` return given experts.
+
+    The router's own choice is kept where the given id is -1.
+    """
 
     def __init__(self, given_Rk: Tensor) -> None:
         super().__init__()
@@ -317,8 +362,10 @@ class _GivenExperts(TorchFunctionMode):
 
 
 class _Balanced(torch.autograd.Function):
-    """An autograd function that passes routing weights through unchanged. Its backward pass adds
-    the gradient of the load-balancing loss to that of the router's logits."""
+    """An autograd function that passes routing weights through unchanged.
+
+    Its backward pass adds the gradient of the load-balancing loss to that of the router's logits.
+    """
 
     @staticmethod
     def forward(
@@ -337,8 +384,10 @@ class RouterLoadBalancingLoss:
     """The load-balancing loss for a model's routers, computed for one optimizer step at a time."""
 
     def __init__(self, routers: MixtureRouters, total: Callable[[Tensor], Tensor]) -> None:
-        """Create the loss for a model's routers. ``total`` sums a tensor over the data-parallel
-        ranks."""
+        """Create the loss for a model's routers.
+
+        ``total`` sums a tensor over the data-parallel ranks.
+        """
         self._routers = routers
         self._total = total
         self._weight = 0.0
@@ -348,9 +397,11 @@ class RouterLoadBalancingLoss:
         self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
     ) -> None:
         """Count, at the beginning of an optimizer step, how often its batches choose each expert,
-        because the gradient needs the counts of the whole step. This runs all forward passes once
-        in advance. It is skipped if there is only one batch or the loss has no weight. ``run`` runs
-        the forward pass of one batch."""
+        because the gradient needs the counts of the whole step.
+
+        This runs all forward passes once in advance. It is skipped if there is only one batch or
+        the loss has no weight. ``run`` runs the forward pass of one batch.
+        """
         self._weight = weight
         self._step = None
         if len(batches) < 2 or not weight:
@@ -366,9 +417,11 @@ class RouterLoadBalancingLoss:
 
     @contextmanager
     def batch_pass(self, batch: Batch, device: torch.device) -> Iterator[None]:
-        """Return a context manager for the forward and backward pass of a batch. Within it, the
-        routers count the batch's tokens, and use the experts that an engine reported for them, if
-        any."""
+        """Return a context manager for the forward and backward pass of a batch.
+
+        Within it, the routers count the batch's tokens, and use the experts that an engine reported
+        for them, if any.
+        """
         weight = batch.token_weights
         weight_T = torch.ones(len(batch)) if weight is None else torch.from_numpy(weight)
         self._routers.begin(weight_T.to(device), _given(batch, device))
@@ -378,8 +431,10 @@ class RouterLoadBalancingLoss:
             self._routers.end()
 
     def finish_forward(self) -> ExpertLoad:
-        """Return the expert load of the forward pass that has just run. Also prepare the batch's
-        backward pass to add the gradient of the load-balancing loss."""
+        """Return the expert load of the forward pass that has just run.
+
+        Also prepare the batch's backward pass to add the gradient of the load-balancing loss.
+        """
         counts = self._routers.finish_counting()
         if self._weight:
             step = self._summed(counts) if self._step is None else self._step
@@ -399,7 +454,10 @@ def configured_weight(config: Any) -> float:
 
 def _given(batch: Batch, device: torch.device) -> Tensor | None:
     """Return the experts that an engine reported for each token of the loss, as one row of ids per
-    token. Other tokens have -1. Returns None if the batch has no such reports."""
+    token.
+
+    Other tokens have -1. Returns None if the batch has no such reports.
+    """
     if batch.routes is None:
         return None
     given_TJ = torch.full((len(batch), batch.routes.shape[1]), -1)

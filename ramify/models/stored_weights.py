@@ -1,5 +1,6 @@
-"""Reads parts of a checkpoint's weights on demand. A rank reads only its own rows or experts, and
-holds only a few megabytes of the files at a time.
+"""Reads parts of a checkpoint's weights on demand.
+
+A rank reads only its own rows or experts, and holds only a few megabytes of the files at a time.
 
     stored = stored_tensors(folder, model)         name in the model -> StoredTensor
     stored["model.norm.weight"][...]               the whole tensor
@@ -36,15 +37,20 @@ projections side by side."""
 
 
 class SafetensorsReader:
-    """Opens a checkpoint's safetensors files when they are read. It closes them regularly, because
-    pages that were read count as process memory until then."""
+    """Opens a checkpoint's safetensors files when they are read.
+
+    It closes them regularly, because pages that were read count as process memory until then.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}
         self._read = 0
 
     def slice(self, path: Path, name: str) -> Any:
-        """Return a handle for reading parts of a tensor. Nothing is read yet."""
+        """Return a handle for reading parts of a tensor.
+
+        Nothing is read yet.
+        """
         return self._file(path).get_slice(name)
 
     def names(self, path: Path) -> list[str]:
@@ -72,7 +78,10 @@ class SafetensorsReader:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a safetensors file. Indexing reads the selected part from disk."""
+    """A tensor in a safetensors file.
+
+    Indexing reads the selected part from disk.
+    """
 
     files: SafetensorsReader
     path: Path
@@ -90,8 +99,10 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class StackedTensor:
-    """A tensor [experts, rows, columns] that is stored on disk as separate tensors. Each expert has
-    one or more of them, and their rows are concatenated."""
+    """A tensor [experts, rows, columns] that is stored on disk as separate tensors.
+
+    Each expert has one or more of them, and their rows are concatenated.
+    """
 
     parts: Sequence[Sequence[StoredTensor]]
     """Part -> expert -> tensor [rows of the part, columns]."""
@@ -132,7 +143,9 @@ Stored = StoredTensor | StackedTensor
 
 def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors, keyed by their names on disk, without reading their values.
-    Raises StoreError if the files are missing or broken."""
+
+    Raises StoreError if the files are missing or broken.
+    """
     files = SafetensorsReader()
     found = {}
     for path in weight_files(folder):
@@ -145,6 +158,7 @@ def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mapping[str, Stored]:
     """Return a checkpoint's tensors, keyed by their names in a model, without reading their values.
+
     If adapters have changed the names in the model, ``names`` are its original names.
 
     Tensors that match nothing in the model keep their names on disk. Raises StoreError if the files
@@ -184,8 +198,10 @@ def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mappi
 
 def can_read_separately(model: Any) -> bool:
     """Return True if each of the model's tensors can be read from its checkpoint without reading
-    others. This requires that model and checkpoint differ only in names and in how experts are
-    stacked."""
+    others.
+
+    This requires that model and checkpoint differ only in names and in how experts are stacked.
+    """
     return all(
         type(operation).__name__ == _STACK
         or (type(operation).__name__ == _JOIN and operation.dim == 1)
@@ -196,7 +212,10 @@ def can_read_separately(model: Any) -> bool:
 
 def to_checkpoint_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Convert one tensor of a model to the tensors stored in its checkpoint, and yield their names
-    and values. The values are views if possible, and may be on the meta device."""
+    and values.
+
+    The values are views if possible, and may be on the meta device.
+    """
     if not _conversions(model):
         yield name, tensor
         return

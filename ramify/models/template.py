@@ -1,5 +1,6 @@
-"""Converts text to token ids and back, and renders conversations with any chat template. New
-messages are rendered by appending the text that the template adds for them.
+"""Converts text to token ids and back, and renders conversations with any chat template.
+
+New messages are rendered by appending the text that the template adds for them.
 
 ``MarkerAwareTokenizer`` separates markers from text: a message's content is never read as a marker.
 
@@ -56,7 +57,10 @@ class MarkerAwareTokenizer:
         )
 
     def encode_literal(self, text: str) -> list[int]:
-        """Return the token ids of ``text`` taken literally. Markers in it are ordinary text."""
+        """Return the token ids of ``text`` taken literally.
+
+        Markers in it are ordinary text.
+        """
         return list(self._plain.encode(text, add_special_tokens=False).ids) if text else []
 
     def encode_with_markers(self, text: str) -> list[int]:
@@ -64,8 +68,10 @@ class MarkerAwareTokenizer:
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
     def joined(self, parts: Iterable[Part]) -> list[int]:
-        """Return the token ids of a sequence of strings and ids. Adjacent strings are encoded
-        together."""
+        """Return the token ids of a sequence of strings and ids.
+
+        Adjacent strings are encoded together.
+        """
         ids: list[int] = []
         texts: list[str] = []
         for part in parts:
@@ -79,13 +85,17 @@ class MarkerAwareTokenizer:
         return ids + self.encode_literal("".join(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some token ids, with special markers written out. An incomplete
-        character at either end becomes U+FFFD."""
+        """Return the text of some token ids, with special markers written out.
+
+        An incomplete character at either end becomes U+FFFD.
+        """
         return str(self._marked.decode(list(ids), skip_special_tokens=False))
 
     def token(self, marker: str) -> int:
-        """Return the token id of a special marker. Raises ConfigError if the marker is not exactly
-        one token."""
+        """Return the token id of a special marker.
+
+        Raises ConfigError if the marker is not exactly one token.
+        """
         ids = self.encode_with_markers(marker)
         if len(ids) != 1:
             raise ConfigError(
@@ -97,8 +107,10 @@ class MarkerAwareTokenizer:
 
 
 def describe_first_difference(ours: str, theirs: str) -> str:
-    """Describe where two strings begin to differ, for an error message. The result looks like
-    ``"'…abc' against '…abd'"``."""
+    """Describe where two strings begin to differ, for an error message.
+
+    The result looks like ``"'…abc' against '…abd'"``.
+    """
     at = next(
         (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),
@@ -111,8 +123,10 @@ _CALL = re.compile(r"\n?<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
 
 
 def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
-    r"""Split a reply's text into thinking, content and tool calls. For example,
-    ``"<think>\nhm\n</think>\n\nyes"`` has the reasoning ``"hm"`` and the content ``"yes"``.
+    r"""Split a reply's text into thinking, content and tool calls.
+
+    For example, ``"<think>\nhm\n</think>\n\nyes"`` has the reasoning ``"hm"`` and the content
+    ``"yes"``.
 
     If ``thinks`` is true, a thinking block at the beginning is reasoning, even if it was cut off.
     If ``tool_calls`` is true, calls in Qwen's format at the end become tool calls; if one of them
@@ -138,8 +152,11 @@ _OPENS_CALL = "<tool_call>"
 
 def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
     """Return the part of an unfinished reply that can already be streamed, because later tokens
-    cannot change it. ``message`` is the result of ``split_reply`` so far. The end is held back if
-    it may be an incomplete character, or the start of a marker, stop sequence or tool call."""
+    cannot change it.
+
+    ``message`` is the result of ``split_reply`` so far. The end is held back if it may be an
+    incomplete character, or the start of a marker, stop sequence or tool call.
+    """
     content = message.content
     marks = [*stop, "</think>"]
     if message.reasoning is None and len(content) < len("<think>"):
@@ -167,7 +184,10 @@ def _without_beginning(text: str, marks: Sequence[str]) -> str:
 
 def joined_reply(message: Message) -> str:
     """Join a reply's thinking, content and tool calls into one string, with the spacing of chat
-    templates. This is the inverse of ``split_reply``."""
+    templates.
+
+    This is the inverse of ``split_reply``.
+    """
     calls = [
         f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>'
         for call in message.tool_calls
@@ -234,8 +254,10 @@ def thinking_default(tokenizer: PreTrainedTokenizerFast) -> bool | None:
 
 def set_thinking_default(tokenizer: PreTrainedTokenizerFast, thinking: bool) -> None:
     """Make a tokenizer's chat template turn thinking on or off by default, if it supports
-    ``enable_thinking``. The setting is saved with the template, so every program that loads it
-    behaves the same."""
+    ``enable_thinking``.
+
+    The setting is saved with the template, so every program that loads it behaves the same.
+    """
     source, template = _source(tokenizer), tokenizer.chat_template
     if "enable_thinking" not in source:
         return
@@ -248,8 +270,10 @@ class ChatTemplate:
     """Applies a tokenizer's chat template to Ramify's messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, thinking: bool | None) -> None:
-        """Use the chat template of a tokenizer. ``thinking`` is passed to the template as
-        ``enable_thinking`` unless it is None."""
+        """Use the chat template of a tokenizer.
+
+        ``thinking`` is passed to the template as ``enable_thinking`` unless it is None.
+        """
         self._tokenizer = tokenizer
         self._fields: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         self.source = _source(tokenizer)
@@ -258,8 +282,9 @@ class ChatTemplate:
     def text(
         self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()
     ) -> str:
-        """Render a conversation as text. If ``generate`` is true, the text ends with the beginning
-        of the next reply.
+        """Render a conversation as text.
+
+        If ``generate`` is true, the text ends with the beginning of the next reply.
 
         Raises ConfigError if the template rejects these messages.
         """
@@ -289,8 +314,10 @@ class ChatTemplate:
 
 
 class TemplateRenderer:
-    """Renders conversations with the tokenizer's own chat template. It is used for chat formats
-    that Ramify does not know."""
+    """Renders conversations with the tokenizer's own chat template.
+
+    It is used for chat formats that Ramify does not know.
+    """
 
     name = "template"
     takes_tools = False
@@ -299,8 +326,10 @@ class TemplateRenderer:
         self, pieces: MarkerAwareTokenizer, template: ChatTemplate, stop_ids: Sequence[int]
     ) -> None:
         """Test the template on a few conversations, and record whether the text of a conversation
-        stays the same when messages are added. Raises ConfigError if the tokenizer lacks tokens
-        that its template writes."""
+        stays the same when messages are added.
+
+        Raises ConfigError if the tokenizer lacks tokens that its template writes.
+        """
         self.stop_ids = tuple(stop_ids)
         self._pieces = pieces
         self._template = template
@@ -321,8 +350,11 @@ class TemplateRenderer:
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
         """Return the token ids of new messages, to append after a reply with the sampled ids
-        ``after``. Raises ConfigError if the template is unstable, which means that it rewrites
-        earlier messages."""
+        ``after``.
+
+        Raises ConfigError if the template is unstable, which means that it rewrites earlier
+        messages.
+        """
         if self.unstable:
             raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
         added = self._pieces.encode_with_markers(
@@ -331,7 +363,10 @@ class TemplateRenderer:
         return added[1:] if added and after and after[-1] == added[0] else added
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to a reply message. Tool calls in the text are not parsed."""
+        """Convert sampled token ids to a reply message.
+
+        Tool calls in the text are not parsed.
+        """
         end = self.stop_ids if ids and ids[-1] in self.stop_ids else ()
         return split_reply(
             self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False
@@ -347,7 +382,10 @@ class TemplateRenderer:
 
     def _why_unstable(self) -> str:
         """Compare extended conversations with newly rendered ones, and describe the first
-        difference. Returns an empty string if they are equal."""
+        difference.
+
+        Returns an empty string if they are equal.
+        """
         thinking = [_long_talk("<think>\nCount.\n</think>\n\n")] if self._thinks else []
         for talk in filter(self._template.accepts, [*CANNED, *thinking]):
             for end in range(len(talk)):
@@ -357,8 +395,10 @@ class TemplateRenderer:
 
     def _differs(self, talk: Sequence[Message], reply: int) -> str:
         """Compare two renderings of a conversation: one extended after the reply at index
-        ``reply``, and one rendered from the beginning. Describes the first difference, or returns
-        an empty string."""
+        ``reply``, and one rendered from the beginning.
+
+        Describes the first difference, or returns an empty string.
+        """
         path = self._template.text(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.text(talk[: reply + 2], generate=True)
         gain = self._gain(talk[reply + 1 : reply + 2])
@@ -387,8 +427,10 @@ class TemplateRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the source of a tokenizer's chat template. If there are several, return the default
-    one."""
+    """Return the source of a tokenizer's chat template.
+
+    If there are several, return the default one.
+    """
     template = tokenizer.chat_template
     return str(template.get("default", "")) if isinstance(template, dict) else template or ""
 

@@ -74,9 +74,10 @@ def train_tokenizer(
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Create a tokenizer for artificial languages that knows only the given words. The longest
-    matching word at each position becomes a token, and text between words is unknown. A text of
-    known words is decoded exactly as it was encoded.
+    """Create a tokenizer for artificial languages that knows only the given words.
+
+    The longest matching word at each position becomes a token, and text between words is unknown. A
+    text of known words is decoded exactly as it was encoded.
 
     Raises ConfigError if a word is empty, given twice, or a special marker.
     """

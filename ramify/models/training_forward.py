@@ -54,8 +54,10 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class ModelWithoutLoss(Protocol):
-    """A language model without its loss. It computes hidden states and logits for packed
-    batches."""
+    """A language model without its loss.
+
+    It computes hidden states and logits for packed batches.
+    """
 
     @property
     def can_share_prefixes(self) -> bool:
@@ -63,15 +65,19 @@ class ModelWithoutLoss(Protocol):
         ...
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return a context manager for forward and backward passes. Outside of it, the model is
-        unmodified."""
+        """Return a context manager for forward and backward passes.
+
+        Outside of it, the model is unmodified.
+        """
         ...
 
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row for each token in ``rows_N``. These
-        indices are distinct and ascending."""
+        """Return the hidden states after the last norm, one row for each token in ``rows_N``.
+
+        These indices are distinct and ascending.
+        """
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
@@ -80,8 +86,11 @@ class ModelWithoutLoss(Protocol):
 
 
 def trunk_of(model: Any) -> ModelWithoutLoss:
-    """Wrap a model in the interface through which the trainer runs it. The model must be in
-    evaluation mode. Raises ConfigError if its output cannot be computed from its hidden states."""
+    """Wrap a model in the interface through which the trainer runs it.
+
+    The model must be in evaluation mode. Raises ConfigError if its output cannot be computed from
+    its hidden states.
+    """
     if hasattr(model, "get_base_model"):  # PEFT's adapters are inside the model itself
         model = model.get_base_model()
     return DenseTrunk(model) if isinstance(model, DenseModel) else TransformersTrunk(model)
@@ -89,7 +98,10 @@ def trunk_of(model: Any) -> ModelWithoutLoss:
 
 def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
     """Return an object that runs a ``DenseModel`` in fixed shapes, so that results do not depend on
-    the batch. Raises ConfigError for any other kind of model."""
+    the batch.
+
+    Raises ConfigError for any other kind of model.
+    """
     if not isinstance(model, DenseModel):
         raise ConfigError(
             f"deterministic=true is not supported for {type(model).__name__}: use a dense Llama, "
@@ -100,7 +112,9 @@ def fixed_shape_trunk(model: Any) -> ModelWithoutLoss:
 
 class DenseTrunk:
     """Runs a ``DenseModel`` for the trainer, with attention over forests of shared sequences.
-    Implements ``ModelWithoutLoss``."""
+
+    Implements ``ModelWithoutLoss``.
+    """
 
     can_share_prefixes = True
 
@@ -129,7 +143,10 @@ def with_rounded_rows(
     ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]
 ) -> tuple[Tensor, Tensor, Many[Segment]]:
     """Append a segment of unused tokens to a batch, so that its number of rows suits oneDNN's fast
-    products (``onednn_products``). Does nothing if that makes no difference."""
+    products (``onednn_products``).
+
+    Does nothing if that makes no difference.
+    """
     missing, num = _missing_rows(ids_T), len(ids_T)
     if not missing:
         return ids_T, positions_T, segments
@@ -145,8 +162,11 @@ def _missing_rows(x_N: Tensor) -> int:
 
 
 class TransformersTrunk:
-    """Runs a causal language model of transformers for the trainer. It uses forest attention if the
-    model supports it, and padded rows otherwise. Implements ``ModelWithoutLoss``."""
+    """Runs a causal language model of transformers for the trainer.
+
+    It uses forest attention if the model supports it, and padded rows otherwise. Implements
+    ``ModelWithoutLoss``.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -189,8 +209,11 @@ class TransformersTrunk:
         self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttentionKernel
     ) -> Tensor:
         """Return each token's last hidden state, computed with the given attention instead of the
-        model's own. Call this only within ``forward_context``, and only for a model that supports
-        shared prefixes."""
+        model's own.
+
+        Call this only within ``forward_context``, and only for a model that supports shared
+        prefixes.
+        """
         # Stays set until the scope ends: layers that are recomputed in the backward pass need it
         # again.
         self._current.attend = attend
@@ -207,7 +230,9 @@ class TransformersTrunk:
 
     def _on_rows(self, ids_T: Tensor, segments: Many[Segment]) -> Tensor:
         """Return the hidden states of whole sequences, computed as padded rows of one batch.
-        Padding at the end of a row does not affect a causal model."""
+
+        Padding at the end of a row does not affect a causal model.
+        """
         if any(segment.parent >= 0 for segment in segments):
             raise ConfigError(
                 "this model runs on rows, but the batch has shared segments: pack it with "
@@ -291,7 +316,9 @@ request more output (``output_…``). Any other argument that is set is rejected
 
 def register() -> None:
     """Register Ramify's attention function with transformers under the name ``ramify_forest``.
-    Repeated calls are harmless."""
+
+    Repeated calls are harmless.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -308,9 +335,11 @@ def _attention(
     dropout: float = 0.0,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention for transformers with the current forest attention. Queries, keys
-    and values are [1, heads, tokens, head size]. Returns the output [1, tokens, heads, head size]
-    and no attention weights."""
+    """Compute a layer's attention for transformers with the current forest attention.
+
+    Queries, keys and values are [1, heads, tokens, head size]. Returns the output [1, tokens,
+    heads, head size] and no attention weights.
+    """
     unknown = [
         name
         for name, argument in more.items()
@@ -329,7 +358,10 @@ def _attention(
 
 def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that some model families apply to their logits: a soft cap (Gemma), a
-    factor (Cohere) or a divisor (Granite). For other models, the function changes nothing."""
+    factor (Cohere) or a divisor (Granite).
+
+    For other models, the function changes nothing.
+    """
     cap, factor = (
         getattr(config, "final_logit_softcapping", None),
         getattr(config, "logit_scale", None),
@@ -346,8 +378,11 @@ def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 class LmHeadRequest(NamedTuple):
-    """The quantities to compute from the logits of a batch. Each entry is a token that contributes
-    to the loss, and has target ids, a temperature and a sampling support."""
+    """The quantities to compute from the logits of a batch.
+
+    Each entry is a token that contributes to the loss, and has target ids, a temperature and a
+    sampling support.
+    """
 
     targets: Tensor
     """[E, j] target ids."""
@@ -369,8 +404,10 @@ def compute_logprobs_and_entropies(
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of each entry's target ids, and the entropies of the entries in
-    nats. An entry is a token that contributes to the loss. Entropies that were not requested are
-    zero. Logits are computed in chunks of at most ``max_elements`` numbers, to limit memory.
+    nats.
+
+    An entry is a token that contributes to the loss. Entropies that were not requested are zero.
+    Logits are computed in chunks of at most ``max_elements`` numbers, to limit memory.
 
     ``num_ids`` is the vocabulary size. If ``fixed`` is true, chunks have the same fixed shape as in
     the engine of a deterministic run.
@@ -419,8 +456,11 @@ def _chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor
 
 class _LogprobsOnCpu(torch.autograd.Function):
     """Computes the log-probabilities [n, j] of targets, and the entropies [n], which have no
-    gradient. The probabilities are computed once for all purposes, and as powers of 2, because a
-    CPU computes ``exp2`` in a fourth of the time of ``exp``."""
+    gradient.
+
+    The probabilities are computed once for all purposes, and as powers of 2, because a CPU computes
+    ``exp2`` in a fourth of the time of ``exp``.
+    """
 
     @staticmethod
     def forward(
@@ -459,8 +499,10 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[
 
 
 def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
-    """Return the entropy of each row of logits, given the logits and their log-sum-exps. Returns
-    zeros if entropies were not requested."""
+    """Return the entropy of each row of logits, given the logits and their log-sum-exps.
+
+    Returns zeros if entropies were not requested.
+    """
     if request.entropy == "no":
         return torch.zeros_like(total_n1[:, 0])
     with torch.set_grad_enabled(request.entropy == "gradient" and torch.is_grad_enabled()):
@@ -469,7 +511,10 @@ def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
 
 def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
     """Return a mask of the ids that could not be sampled, with a row for each entry and a column
-    for each id. Rows of unrestricted entries are all False."""
+    for each id.
+
+    Rows of unrestricted entries are all False.
+    """
     sizes = offsets.diff()
     rows = torch.repeat_interleave(torch.arange(len(sizes), device=ids.device), sizes)
     outside = (sizes > 0)[:, None].repeat(1, num_ids)

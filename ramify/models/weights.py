@@ -46,8 +46,10 @@ _UNCHECKED = frozenset(
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint by name, memory-mapped from disk. Raises StoreError if
-    there are no files or a file is broken."""
+    """Return all tensors of a checkpoint by name, memory-mapped from disk.
+
+    Raises StoreError if there are no files or a file is broken.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -63,8 +65,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if the weights do not fit the module. The error names the first tensor that
-    is missing, unexpected or of the wrong shape."""
+    """Raise ConfigError if the weights do not fit the module.
+
+    The error names the first tensor that is missing, unexpected or of the wrong shape.
+    """
     expected = module.state_dict()
     shared = _shared(module)
     for name, tensor in expected.items():
@@ -89,8 +93,10 @@ def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> 
 def load_weights(
     module: nn.Module, weights: Mapping[str, Tensor], where: str = "the checkpoint"
 ) -> None:
-    """Copy weights into a module's parameters, in place and in the parameters' precision. Raises
-    ConfigError if the weights do not fit the module."""
+    """Copy weights into a module's parameters, in place and in the parameters' precision.
+
+    Raises ConfigError if the weights do not fit the module.
+    """
     check_weights(module, weights, where)
     expected = module.state_dict()
     with torch.no_grad():
@@ -109,8 +115,10 @@ def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = N
 
 
 def config_difference(ours: Any, theirs: Any) -> str:
-    """Describe the first relevant field in which two Hugging Face configurations differ. Returns an
-    empty string if there is none."""
+    """Describe the first relevant field in which two Hugging Face configurations differ.
+
+    Returns an empty string if there is none.
+    """
     mine, other = ours.to_dict(), theirs.to_dict()
     for name in ["model_type", *sorted(mine.keys() | other.keys())]:
         if name not in _UNCHECKED and mine.get(name) != other.get(name):
@@ -119,7 +127,10 @@ def config_difference(ours: Any, theirs: Any) -> str:
 
 
 def weight_files(folder: Path) -> Iterator[Path]:
-    """Yield the paths of a checkpoint's safetensors files. Raises StoreError if any are missing."""
+    """Yield the paths of a checkpoint's safetensors files.
+
+    Raises StoreError if any are missing.
+    """
     if (folder / _SINGLE).is_file():
         yield folder / _SINGLE
         return
@@ -144,7 +155,9 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 def _shared(module: nn.Module) -> dict[str, str]:
     """Find the parameters that have two names, such as an output matrix that is also the embedding.
-    Returns a dict from the second name to the first."""
+
+    Returns a dict from the second name to the first.
+    """
     first: dict[int, str] = {}
     shared = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -174,14 +187,18 @@ _WORD = 8
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a fingerprint of all parameters of a module, as sixteen hexadecimal digits. Equal
-    weights give equal fingerprints on every device."""
+    """Return a fingerprint of all parameters of a module, as sixteen hexadecimal digits.
+
+    Equal weights give equal fingerprints on every device.
+    """
     return tensors_fingerprint(module.named_parameters())
 
 
 def tensors_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a fingerprint of named tensors, as sixteen hexadecimal digits. Their order does not
-    matter."""
+    """Return a fingerprint of named tensors, as sixteen hexadecimal digits.
+
+    Their order does not matter.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(
@@ -203,9 +220,11 @@ def _sum(tensor: Tensor) -> int:
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Return a weighted sum of 64-bit words, as a part of a tensor's fingerprint. ``bytes_N`` are
-    whole rows of ``_COLUMNS`` words, and ``first`` is the index of the first of these rows in the
-    tensor."""
+    """Return a weighted sum of 64-bit words, as a part of a tensor's fingerprint.
+
+    ``bytes_N`` are whole rows of ``_COLUMNS`` words, and ``first`` is the index of the first of
+    these rows in the tensor.
+    """
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()
     words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device

@@ -1,5 +1,7 @@
 """Plans are fixed programs that answer a question about a text with many small model calls of
-limited size. The number of calls and the cost are known before anything is spent.
+limited size.
+
+The number of calls and the cost are known before anything is spent.
 
     >>> from ramify import plans
     >>> plan = plans.aggregate(["error", "warning", "fine"])

@@ -1,5 +1,7 @@
 """The steps of a plan that divide the context or ask a model: split, peek, map, filter, ask and
-reduce. A model is asked small questions of bounded size, called leaves.
+reduce.
+
+A model is asked small questions of bounded size, called leaves.
 
     context ──split──> parts ──map──> answers, one per part ──reduce──> one answer
                                                               └ groups that fit a leaf's bound
@@ -46,14 +48,18 @@ class AskingStep(PlanStep, frozen=True):
     def bounded(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
-        """Estimate this step before the plan runs, and return the bounds of its result. The step's
-        model calls are added to ``sheet``. ``shape`` gives the bounds of the input, and ``given``
-        its type."""
+        """Estimate this step before the plan runs, and return the bounds of its result.
+
+        The step's model calls are added to ``sheet``. ``shape`` gives the bounds of the input, and
+        ``given`` its type.
+        """
         raise NotImplementedError
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
-        """Apply the step to a value and return the result. ``shape`` gives the bounds of the value
-        that were computed before the plan ran."""
+        """Apply the step to a value and return the result.
+
+        ``shape`` gives the bounds of the value that were computed before the plan ran.
+        """
         raise NotImplementedError
 
 
@@ -107,8 +113,10 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         return list_of(ValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
     def parts(self, context: Any) -> list[TextPart]:
-        """Divide a context into parts of limited size. Raises ConfigError if a single record
-        exceeds the limit and must not be cut."""
+        """Divide a context into parts of limited size.
+
+        Raises ConfigError if a single record exceeds the limit and must not be cut.
+        """
         rule = msgspec.convert(self, SplitRule, from_attributes=True)
         texts = items_of(context) if self.by == "items" else named_texts(context)
         return split_texts_into_parts(texts, rule)
@@ -204,8 +212,11 @@ class AskEachItem(AskingStep, frozen=True, tag="map"):
 
 
 class FilterItems(AskingStep, frozen=True, tag="filter"):
-    """A step that keeps the items for which a predicate is true. The predicate is a regular
-    expression, a BM25 ranking, a comparison, or a yes-or-no question to a model."""
+    """A step that keeps the items for which a predicate is true.
+
+    The predicate is a regular expression, a BM25 ranking, a comparison, or a yes-or-no question to
+    a model.
+    """
 
     predicate: Pattern | Relevance | Comparison | Leaf
 
@@ -298,8 +309,10 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
 
 
 class ReduceTree(AskingStep, frozen=True, tag="reduce"):
-    """A step in which a model merges the items of a list into one. The calls form a tree: each call
-    reads as many items as fit, and the results are merged in turn."""
+    """A step in which a model merges the items of a list into one.
+
+    The calls form a tree: each call reads as many items as fit, and the results are merged in turn.
+    """
 
     leaf: Leaf
 
@@ -397,8 +410,10 @@ class ReduceTreeGrouping(NamedTuple):
         return [items[at : at + size] for at in range(0, len(items), size)]
 
     def is_asked(self, group: Sequence[T], *, is_first: bool) -> bool:
-        """Return True if a group of items needs a model call. A single answer is passed on
-        unchanged."""
+        """Return True if a group of items needs a model call.
+
+        A single answer is passed on unchanged.
+        """
         return len(group) > 1 or (is_first and self.asks_single)
 
     def calls_per_level(self, num: int) -> list[int]:
@@ -421,8 +436,10 @@ class ReduceTreeGrouping(NamedTuple):
 
 def _check_items(step: str, leaf: Leaf, shape: ValueSizeBounds) -> None:
     """Raise ConfigError if the items are known before the plan runs and one of them is too large
-    for the model call. Parts of a text are not checked here, because their type already has a size
-    limit."""
+    for the model call.
+
+    Parts of a text are not checked here, because their type already has a size limit.
+    """
     if not shape.is_known or _has_parts(shape.value) or shape.item_bytes <= leaf.read_bytes:
         return
     raise ConfigError(
@@ -440,8 +457,10 @@ def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
 
 
 def _answers(leaf: Leaf, shape: ValueSizeBounds) -> ValueSizeBounds:
-    """Return the bounds of a model's answers, which are computed before it is asked. ``leaf`` is
-    the question, and ``shape`` gives the bounds of the items that it is about."""
+    """Return the bounds of a model's answers, which are computed before it is asked.
+
+    ``leaf`` is the question, and ``shape`` gives the bounds of the items that it is about.
+    """
     most = leaf.max_answer_bytes
     if leaf.each and isinstance(shape.value, list):
         counts = sorted((len(part.records) for part in shape.value), reverse=True)

@@ -73,10 +73,11 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def part_tokens(self) -> int:
-        """Return the best size of text parts in tokens, by accuracy and cost. Among the sizes
-        within ``tolerance`` of the best accuracy, it is the smallest at which reading a text costs
-        almost as little as possible. If prices are unknown, it is the largest, which needs the
-        fewest calls.
+        """Return the best size of text parts in tokens, by accuracy and cost.
+
+        Among the sizes within ``tolerance`` of the best accuracy, it is the smallest at which
+        reading a text costs almost as little as possible. If prices are unknown, it is the largest,
+        which needs the fewest calls.
 
         The measured accuracies are smoothed first, on the assumption that larger parts are never
         answered more accurately than smaller ones.
@@ -102,8 +103,9 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration | None:
-    """Return a model's stored calibration, or None if it is missing or cannot be used. ``root`` is
-    the folder of the store, and defaults to the user's store.
+    """Return a model's stored calibration, or None if it is missing or cannot be used.
+
+    ``root`` is the folder of the store, and defaults to the user's store.
 
     Example:
         plans.calibration_of("openai:gpt-5-mini")
@@ -137,8 +139,10 @@ def part_size(
     model: Any, given: int | None = None, root: Path | None = None
 ) -> tuple[int | None, str]:
     """Return the size of text parts, in tokens, that suits a model, with a note on its origin.
+
     ``given`` is used if it is set, and otherwise the model's stored calibration. Returns None and
-    an empty note if there is neither."""
+    an empty note if there is neither.
+    """
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if given is not None or not isinstance(name, str):
         return given, ""
@@ -147,8 +151,11 @@ def part_size(
 
 
 def store_calibration(calibration: PartSizeCalibration, root: Path | None = None) -> Path:
-    """Write a calibration to the store and return the path of its file. An earlier calibration of
-    the same model is replaced. Raises StoreError if the file cannot be written."""
+    """Write a calibration to the store and return the path of its file.
+
+    An earlier calibration of the same model is replaced. Raises StoreError if the file cannot be
+    written.
+    """
     path = calibration_path(calibration.model, root)
     make_folder(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}")
@@ -176,7 +183,10 @@ def _ignored(path: Path, why: str) -> None:
 
 def _falling(points: Sequence[CalibrationPoint]) -> list[float]:
     """Smooth measured accuracies into the closest non-increasing sequence, by pooling adjacent
-    violators. Each point is weighted by its number of questions."""
+    violators.
+
+    Each point is weighted by its number of questions.
+    """
     pools: list[tuple[float, int, int]] = []
     for point in points:
         mean, weight, num = point.accuracy, max(1, point.items), 1

@@ -1,5 +1,7 @@
-"""Defines leaves. A leaf is one small question to a model, whose input and answer have limited
-sizes and whose answer has a type.
+"""Defines leaves.
+
+A leaf is one small question to a model, whose input and answer have limited sizes and whose answer
+has a type.
 
     Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True)
         part with 3 records ──> prompt, records "1: …", "2: …", "3: …" ──> ["spam", "ham", "ham"]
@@ -70,13 +72,18 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
     @property
     def type(self) -> ValueType:
-        """Return the type of the answer. With ``each``, this is the type of one value."""
+        """Return the type of the answer.
+
+        With ``each``, this is the type of one value.
+        """
         return ValueType("text") if self.schema is None else type_of_schema(self.schema)
 
     @property
     def max_answer_bytes(self) -> int:
-        """Return the maximum size of the answer in bytes. With ``each``, this is the maximum size
-        of one value."""
+        """Return the maximum size of the answer in bytes.
+
+        With ``each``, this is the maximum size of one value.
+        """
         return REPLY_BYTES_PER_TOKEN * self.reply_tokens
 
     @property
@@ -85,9 +92,11 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return BYTES_PER_TOKEN * self.tokens
 
     def answer_type_for(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the answer to this question for an input of type ``given``. Raises
-        ConfigError if the question cannot be asked about such an input. The error names the plan
-        step ``step``."""
+        """Return the type of the answer to this question for an input of type ``given``.
+
+        Raises ConfigError if the question cannot be asked about such an input. The error names the
+        plan step ``step``.
+        """
         if given.kind == "part" and given.tokens > self.tokens:
             raise ConfigError(
                 f"{step}: leaf '{self.label}' reads at most {self.tokens:,} tokens, but a part "
@@ -139,8 +148,11 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
 
 def rendered(value: Any) -> str:
-    """Convert a value to text for a prompt. Strings stay as they are, lists of strings are joined
-    with separators, and other values become JSON."""
+    """Convert a value to text for a prompt.
+
+    Strings stay as they are, lists of strings are joined with separators, and other values become
+    JSON.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, TextPart):
@@ -208,8 +220,11 @@ def _check_size(value: Any, most: int) -> None:
 
 
 def json_bytes(value: Any) -> int:
-    """Return the size of a value in bytes when written as JSON. A string is counted with its
-    escapes but without quotes, because it may become a key of a JSON object."""
+    """Return the size of a value in bytes when written as JSON.
+
+    A string is counted with its escapes but without quotes, because it may become a key of a JSON
+    object.
+    """
     size = len(msgspec.json.encode(value))
     return size - 2 if isinstance(value, str) else size
 

@@ -1,5 +1,7 @@
-"""Rules for the modes ``plan`` and ``auto``. They decide whether a plan, a Python session or one
-plain call answers a question, and which ready-made plan is used.
+"""Rules for the modes ``plan`` and ``auto``.
+
+They decide whether a plan, a Python session or one plain call answers a question, and which
+ready-made plan is used.
 
     what only a session has ─> free     a small context ─> direct     words of the question ─> plan
     words of what code counts ─> free   a plan that cannot run ─> free
@@ -92,7 +94,10 @@ def choose_plan(facts: ModeChoiceInput) -> ModeChoice:
 
 def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
     """Decide by rules whether one plain call, a Python session or a plan answers a question, and
-    which plan. If the rules do not decide, return the model call that makes the choice."""
+    which plan.
+
+    If the rules do not decide, return the model call that makes the choice.
+    """
     question = facts.question
     if facts.of_sessions:
         return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
@@ -139,7 +144,10 @@ def _call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
 
 
 def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> ModeChoice:
-    """Choose the plan with this name if it can run. Otherwise choose a Python session."""
+    """Choose the plan with this name if it can run.
+
+    Otherwise choose a Python session.
+    """
     try:
         strategy = strategy_for(
             facts.question.text,

@@ -1,5 +1,7 @@
-"""Defines plans. A plan is a sequence of steps from the context to the answer. The types of the
-steps are checked when the plan is composed.
+"""Defines plans.
+
+A plan is a sequence of steps from the context to the answer. The types of the steps are checked
+when the plan is composed.
 
     >>> from ramify import plans
     >>> leaf = plans.Leaf("Label the record.", {"enum": ["spam", "ham"]}, each=True, label="label")
@@ -50,8 +52,9 @@ from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fixed sequence of steps that leads from a context to an answer. Its model calls have
-    limited sizes, so its cost is known before it runs.
+    """A fixed sequence of steps that leads from a context to an answer.
+
+    Its model calls have limited sizes, so its cost is known before it runs.
 
     >>> print(plans.split("lines", 2000) | plans.map(plans.Leaf("Summarise.", label="sum up")))
     context
@@ -75,15 +78,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def with_table_header(self) -> Plan:
         """Return this plan adapted to tables, in which the first line of each text names the
-        columns. A plan that does not split its context by lines is returned unchanged."""
+        columns.
+
+        A plan that does not split its context by lines is returned unchanged.
+        """
         first = self.steps[0]
         if not isinstance(first, SplitText) or first.by != "lines" or first.overlap:
             return self
         return Plan((msgspec.structs.replace(first, header=True), *self.steps[1:]))
 
     def types(self, given: ValueType | None = None) -> list[ValueType]:
-        """Return the type of the value before the first step and after each step. Raises
-        ConfigError if a step does not accept its input."""
+        """Return the type of the value before the first step and after each step.
+
+        Raises ConfigError if a step does not accept its input.
+        """
         begins = isinstance(self.steps[0], SplitText)
         types = [given or (TEXT if begins else ANY)]
         for step in self.steps:
@@ -96,7 +104,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.types()[-1]
 
     def leaves(self) -> Iterator[Leaf]:
-        """Yield the questions that the steps of this plan ask a model. They are called leaves."""
+        """Yield the questions that the steps of this plan ask a model.
+
+        They are called leaves.
+        """
         for step in self.steps:
             if isinstance(step, ApplyBothPlans):
                 yield from step.left.leaves()
@@ -110,17 +121,21 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self, first: ValueSizeBounds, sheet: PlannedCalls, given: ValueType | None = None
     ) -> list[ValueSizeBounds]:
         """Compute the bounds of the value before the first step and after each step, without
-        running the plan. Adds the model calls to ``sheet``. Raises ConfigError if the plan cannot
-        read the context."""
+        running the plan.
+
+        Adds the model calls to ``sheet``. Raises ConfigError if the plan cannot read the context.
+        """
         shapes = [first]
         for step, kind in zip(self.steps, self.types(given), strict=False):
             shapes.append(step.bounded(shapes[-1], kind, sheet))
         return shapes
 
     async def run(self, value: Any, shapes: list[ValueSizeBounds], flow: PlanLeafRunner) -> Any:
-        """Apply the steps to a value one after another, and return the answer. ``shapes`` gives the
-        bounds computed in advance. If they already contain the result of a step, that step is not
-        run again."""
+        """Apply the steps to a value one after another, and return the answer.
+
+        ``shapes`` gives the bounds computed in advance. If they already contain the result of a
+        step, that step is not run again.
+        """
         for step, before, after in zip(self.steps, shapes, shapes[1:], strict=False):
             value = after.value if after.is_known else await step.run(value, flow, before)
         return value
@@ -143,8 +158,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cost_and_bounds(
         self, context: Any, question: str, model: ModelCostProfile
     ) -> tuple[PlanCost, list[ValueSizeBounds]]:
-        """Compute the cost of the plan for a context. Returns the cost, and the bounds of the value
-        before the first step and after each step."""
+        """Compute the cost of the plan for a context.
+
+        Returns the cost, and the bounds of the value before the first step and after each step.
+        """
         self.check_begins_with_split()
         sheet = PlannedCalls(question)
         first = ValueSizeBounds(context, True)
@@ -152,12 +169,18 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cost_of(sheet.steps, model), shapes
 
     def to_json(self) -> str:
-        """Return the plan as JSON text. ``Plan.from_json`` is the inverse."""
+        """Return the plan as JSON text.
+
+        ``Plan.from_json`` is the inverse.
+        """
         return msgspec.json.format(msgspec.json.encode(self)).decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """Read a plan from JSON text. Raises ConfigError if the text is not a valid plan."""
+        """Read a plan from JSON text.
+
+        Raises ConfigError if the text is not a valid plan.
+        """
         try:
             return _DECODER.decode(text)
         except msgspec.MsgspecError as error:

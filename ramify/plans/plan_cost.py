@@ -1,5 +1,6 @@
-"""Computes the cost of a plan before its first model call. A plan is a fixed sequence of steps,
-some of which call a model.
+"""Computes the cost of a plan before its first model call.
+
+A plan is a fixed sequence of steps, some of which call a model.
 
     calls of each step, price of the model ──> calls, tokens, dollars, time; retries are separate
 
@@ -47,8 +48,10 @@ class ModelCostProfile(msgspec.Struct, frozen=True):
 
 
 def look_up_model(model: Any, limits: Limits | None = None) -> ModelCostProfile:
-    """Look up the properties of a model without connecting to it. Raises ConfigError unless
-    ``model`` is a model name, a ``Model`` or a client."""
+    """Look up the properties of a model without connecting to it.
+
+    Raises ConfigError unless ``model`` is a model name, a ``Model`` or a client.
+    """
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if not isinstance(name, str) or not isinstance(model, str | Model | Client):
         raise ConfigError(
@@ -117,8 +120,11 @@ class PlanCost(msgspec.Struct, frozen=True):
 
     def check(self, budget: BudgetAmount, *, is_rest: bool = False) -> None:
         """Raise ConfigError if the plan may need more calls, tokens or dollars than a budget
-        allows. The error states both numbers. Set ``is_rest`` if the budget is the unused part of a
-        run's limits, because the advice then differs."""
+        allows.
+
+        The error states both numbers. Set ``is_rest`` if the budget is the unused part of a run's
+        limits, because the advice then differs.
+        """
         for needed, most, unit, option in (
             (self.calls, budget.calls, "{:,} calls", "max_calls"),
             (self.tokens, budget.tokens, "{:,} tokens", "max_tokens"),
@@ -136,8 +142,10 @@ class PlanCost(msgspec.Struct, frozen=True):
 
 
 def cost_of(steps: Sequence[PlannedStepCalls], model: ModelCostProfile) -> PlanCost:
-    """Return the cost of running a plan's steps with a model. Raises ConfigError if a prompt and
-    its reply may exceed the model's context window."""
+    """Return the cost of running a plan's steps with a model.
+
+    Raises ConfigError if a prompt and its reply may exceed the model's context window.
+    """
     for step in steps:
         # A prompt's bytes bound its tokens; a third of them is what the parts are measured in.
         likely = math.ceil(step.largest_input / 3) + step.largest_output

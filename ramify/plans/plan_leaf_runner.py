@@ -52,8 +52,10 @@ class PlanLeafRunner:
         self, leaf: Leaf, items: Sequence[Any], step: str, *, is_preview: bool = False
     ) -> list[Any]:
         """Ask a model a question, called a leaf, about each item, and return the answers in order.
+
         Failed questions have the answer ``LEAF_FAILED``. Raises PlanStopped if the run has already
-        reached a limit, and RamifyError if every question failed."""
+        reached a limit, and RamifyError if every question failed.
+        """
         if self.stop is not None and items:
             raise PlanStopped
         requests = self._requests(leaf, items, is_preview)

@@ -1,5 +1,8 @@
-"""The base class of all steps of a plan. Some steps ask a model (``asking_steps.py``), and others
-compute their result (``symbolic_steps.py``)."""
+"""The base class of all steps of a plan.
+
+Some steps ask a model (``asking_steps.py``), and others compute their result
+(``symbolic_steps.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from ramify.plans.value_types import ValueType, check_field_values
 
 
 class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
-    """A step of a plan. Its options are validated when it is created."""
+    """A step of a plan.
+
+    Its options are validated when it is created.
+    """
 
     def __post_init__(self) -> None:
         check_field_values(self, str(self.__struct_config__.tag))
@@ -24,6 +30,8 @@ class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return self.title
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        """Return the type of the step's result for an input of the type ``given``. Raises
-        ConfigError if the step does not accept such an input."""
+        """Return the type of the step's result for an input of the type ``given``.
+
+        Raises ConfigError if the step does not accept such an input.
+        """
         raise NotImplementedError

@@ -1,5 +1,6 @@
-"""Answers the question of a run with a plan. The plan's maximum cost is first compared with the
-budget, and then its steps are run.
+"""Answers the question of a run with a plan.
+
+The plan's maximum cost is first compared with the budget, and then its steps are run.
 
     RLM.completion(text, query, strategy=PlanStrategy(plan)) ──> engine ──> PlanStrategy(calls)
         cost ──> more than the run may use? refused ──> leaves ──> answer, and how many failed
@@ -46,8 +47,11 @@ class PlanStrategy(
     """Reason why this plan was chosen."""
 
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
-        """Answer the question of a run. Raises ConfigError before any model call if the plan cannot
-        read the context or may exceed the run's budget."""
+        """Answer the question of a run.
+
+        Raises ConfigError before any model call if the plan cannot read the context or may exceed
+        the run's budget.
+        """
         self.plan.check_begins_with_split()
         return await answer_by(
             self.plan, ValueSizeBounds(calls.question.context, True), None, calls
@@ -57,9 +61,12 @@ class PlanStrategy(
 async def answer_by(
     plan: Plan, first: ValueSizeBounds, given: ValueType | None, calls: LeafCalls
 ) -> CallOutcome:
-    """Run a plan and return its outcome. ``first`` gives the bounds of the plan's input. ``given``
-    is the input's type, or None if the plan divides the context itself. Raises ConfigError before
-    any model call if the input is unreadable or the budget too small."""
+    """Run a plan and return its outcome.
+
+    ``first`` gives the bounds of the plan's input. ``given`` is the input's type, or None if the
+    plan divides the context itself. Raises ConfigError before any model call if the input is
+    unreadable or the budget too small.
+    """
     client, sheet = calls.client, PlannedCalls(calls.question.text)
     model = ModelCostProfile(client.name, client.window, client.price, calls.reasoning_tokens)
     # Cutting a large context, or ranking its parts, takes seconds.
@@ -74,8 +81,10 @@ async def answer_by(
 
 
 def _outcome(value: Any, flow: PlanLeafRunner) -> CallOutcome:
-    """Return the outcome of a run with the plan's answer. If some model calls failed, an error says
-    what the answer does not cover."""
+    """Return the outcome of a run with the plan's answer.
+
+    If some model calls failed, an error says what the answer does not cover.
+    """
     errors = []
     if flow.failures:
         shown = "; ".join(cut(each, _SHOWN_CHARS) for each in flow.failures[:_SHOWN_FAILURES])

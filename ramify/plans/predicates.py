@@ -35,8 +35,9 @@ _KIND_OF = {str: ("text", "date", "part"), bool: ("boolean",), int: ("number",),
 
 
 class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="regex"):
-    """A predicate that keeps the items in which a regular expression matches. The items are parts,
-    texts or records.
+    """A predicate that keeps the items in which a regular expression matches.
+
+    The items are parts, texts or records.
 
     >>> plans.Pattern("error|failed").keep_mask(["1 error", "fine"])
     [True, False]
@@ -57,8 +58,11 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return compiled(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate's result, which is always boolean. Raises ConfigError if
-        items of the type ``given`` cannot be searched. The error names the plan step ``step``."""
+        """Return the type of the predicate's result, which is always boolean.
+
+        Raises ConfigError if items of the type ``given`` cannot be searched. The error names the
+        plan step ``step``.
+        """
         kind = given.field(self.field, step)
         if kind.kind not in ("text", "part", "date", "any"):
             raise ConfigError(f"{step}: a pattern needs text, but got {kind}")
@@ -78,7 +82,9 @@ class Relevance(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="bm25"
 ):
     """A predicate that keeps the parts that match the words of a query best, in their original
-    order. Parts are ranked by BM25.
+    order.
+
+    Parts are ranked by BM25.
 
     >>> plans.Relevance(top=3).top
     3
@@ -97,15 +103,21 @@ class Relevance(
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate's result, which is always boolean. Raises ConfigError if
-        items of the type ``given`` cannot be ranked. The error names the plan step ``step``."""
+        """Return the type of the predicate's result, which is always boolean.
+
+        Raises ConfigError if items of the type ``given`` cannot be ranked. The error names the plan
+        step ``step``.
+        """
         if given.kind not in ("part", "text", "any"):
             raise ConfigError(f"{step}: BM25 needs parts or texts, but got {given}")
         return BOOLEAN
 
     def mask_top_matches(self, items: Sequence[Any], question: str) -> list[bool]:
-        """Return one boolean per item, which is True for the best matches by BM25. Blocks while the
-        search index is built. Raises ConfigError if the package ``tantivy`` is missing."""
+        """Return one boolean per item, which is True for the best matches by BM25.
+
+        Blocks while the search index is built. Raises ConfigError if the package ``tantivy`` is
+        missing.
+        """
         from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearchTool, has_tantivy
 
         if not has_tantivy():
@@ -152,8 +164,11 @@ class Comparison(
             raise ConfigError("the comparison 'in' needs a list of values")
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
-        """Return the type of the predicate's result. Raises ConfigError if items of the type
-        ``given`` cannot be compared with the value. The error names the plan step ``step``."""
+        """Return the type of the predicate's result.
+
+        Raises ConfigError if items of the type ``given`` cannot be compared with the value. The
+        error names the plan step ``step``.
+        """
         kind = given.field(self.field, step)
         if not self.op:
             return kind
@@ -193,7 +208,10 @@ class Comparison(
 
 
 def value_at(item: Any, field: str) -> Any:
-    """Return the value of a record's field. If no field is named, return the item itself."""
+    """Return the value of a record's field.
+
+    If no field is named, return the item itself.
+    """
     if not field:
         return item
     return item.get(field) if isinstance(item, dict) else None

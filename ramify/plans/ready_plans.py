@@ -41,8 +41,9 @@ _MIN_MERGED_TOKENS, _MAX_MERGED_TOKENS = 32, 512
 def search(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, top: int = 20, cut: bool = False
 ) -> Plan:
-    """Return a plan that finds the passage with the answer to the question. A model reads only the
-    ``top`` parts that match the question best by BM25. 0 reads all parts.
+    """Return a plan that finds the passage with the answer to the question.
+
+    A model reads only the ``top`` parts that match the question best by BM25. 0 reads all parts.
 
     >>> str(plans.search(top=5).type)
     'text'
@@ -70,8 +71,9 @@ def search(
 def classify(
     labels: Sequence[str], part_tokens: int = _PART_TOKENS, by: By = "lines", *, cut: bool = False
 ) -> Plan:
-    """Return a plan that gives each record one of several labels. The answer is the list of labels,
-    in the order of the records.
+    """Return a plan that gives each record one of several labels.
+
+    The answer is the list of labels, in the order of the records.
 
     >>> str(plans.classify(["spam", "ham"]).type)
     'list of text'
@@ -87,9 +89,10 @@ def aggregate(
     answers: bool = True,
     cut: bool = False,
 ) -> Plan:
-    """Return a plan that counts what the question asks about. Without labels, the model chooses its
-    own words for what it counts. If ``answers`` is false, the result is the counts. Otherwise, one
-    more call answers the question from the counts.
+    """Return a plan that counts what the question asks about.
+
+    Without labels, the model chooses its own words for what it counts. If ``answers`` is false, the
+    result is the counts. Otherwise, one more call answers the question from the counts.
 
     >>> str(plans.aggregate(["spam", "ham"], answers=False).type)
     'counts'
@@ -116,10 +119,12 @@ def aggregate(
 def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
-    """Return a plan for questions that ask for pairs. For each record, a model names its subject
-    and the value on which the question's condition depends, and code counts how often each subject
-    has each value. From these counts, a second call decides which subjects can be the first and
-    which the second of a pair. Code then forms the pairs.
+    """Return a plan for questions that ask for pairs.
+
+    For each record, a model names its subject and the value on which the question's condition
+    depends, and code counts how often each subject has each value. From these counts, a second call
+    decides which subjects can be the first and which the second of a pair. Code then forms the
+    pairs.
 
     >>> str(plans.pairwise().type)
     'list of pair of text and text'
@@ -180,9 +185,10 @@ def multi_hop(
     overlap: int = 100,
     cut: bool = False,
 ) -> Plan:
-    """Return a plan for questions whose facts are in several places. A model looks at the beginning
-    of each part and picks the relevant parts. It extracts facts from these, and combines the facts
-    into an answer.
+    """Return a plan for questions whose facts are in several places.
+
+    A model looks at the beginning of each part and picks the relevant parts. It extracts facts from
+    these, and combines the facts into an answer.
 
     >>> str(plans.multi_hop(overlap=200).type)
     'text'
@@ -264,8 +270,10 @@ _RULES = (
 
 
 def plan_for(question: str, labels: Sequence[str] | None = None) -> ReadyPlanChoice:
-    """Choose a ready-made plan from the words of a question. If the words do not decide, the choice
-    is ``classify`` if labels are given, and ``search`` otherwise.
+    """Choose a ready-made plan from the words of a question.
+
+    If the words do not decide, the choice is ``classify`` if labels are given, and ``search``
+    otherwise.
 
     >>> plans.plan_for("How many errors are there?").name
     'aggregate'
@@ -280,7 +288,10 @@ def plan_for(question: str, labels: Sequence[str] | None = None) -> ReadyPlanCho
 
 def plan_by_keywords(question: str) -> ReadyPlanChoice | None:
     """Return the ready-made plan that the words of a question ask for, such as ``aggregate`` for
-    "how many". Returns None if no rule matches."""
+    "how many".
+
+    Returns None if no rule matches.
+    """
     for name, pattern in _RULES:
         if found := re.search(pattern, question, re.IGNORECASE):
             return ReadyPlanChoice(name, f"the question says {found[0]!r:.60}")
@@ -288,9 +299,10 @@ def plan_by_keywords(question: str) -> ReadyPlanChoice | None:
 
 
 def ready_plan(name: str, *, model: Any = None, **options: Any) -> Plan:
-    """Return a ready-made plan by name. Its parts have the size ``part_tokens`` if given, and
-    otherwise the size that ``ramify calibrate`` found for the model. Raises ConfigError for an
-    unknown name or option.
+    """Return a ready-made plan by name.
+
+    Its parts have the size ``part_tokens`` if given, and otherwise the size that ``ramify
+    calibrate`` found for the model. Raises ConfigError for an unknown name or option.
 
     >>> plans.ready_plan("search", top=5) == plans.search(top=5)
     True
@@ -316,9 +328,10 @@ def strategy_for(
     is_table: bool = False,
     **options: Any,
 ) -> PlanStrategy:
-    """Return a strategy that answers a question with the ready-made plan of this name. Without a
-    name, the words of the question choose the plan. Set ``is_table`` if the context is CSV, whose
-    first line names the columns.
+    """Return a strategy that answers a question with the ready-made plan of this name.
+
+    Without a name, the words of the question choose the plan. Set ``is_table`` if the context is
+    CSV, whose first line names the columns.
 
     The reason that the strategy records is ``why``, or the rule that chose the plan if no name was
     given. If the model has a calibration, the reason also says how large the parts are.
@@ -343,14 +356,19 @@ def _split(by: By, part_tokens: int, cut: bool) -> Plan:
 
 
 def _merged_tokens(part_tokens: int) -> int:
-    """Return the maximum length of a reply in tokens. It is short enough that one later call, which
-    reads ``part_tokens`` tokens, can merge several replies."""
+    """Return the maximum length of a reply in tokens.
+
+    It is short enough that one later call, which reads ``part_tokens`` tokens, can merge several
+    replies.
+    """
     return max(_MIN_MERGED_TOKENS, min(_MAX_MERGED_TOKENS, part_tokens // 8))
 
 
 def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
-    """Return the question with which a model labels each record. The model uses the given labels,
-    or its own words if there are none."""
+    """Return the question with which a model labels each record.
+
+    The model uses the given labels, or its own words if there are none.
+    """
     if labels is None:
         return Leaf(
             "Question: {question}\n\nFor each numbered record, give in one to three words the "

@@ -56,9 +56,11 @@ class SessionTextPart(str):
 
 
 class _Options:
-    """Base class of the options that code in a session passes to plan functions. They are sent to
-    the host, where ``_by`` says which kind of option they are. ``_name`` is the name in the
-    session."""
+    """Base class of the options that code in a session passes to plan functions.
+
+    They are sent to the host, where ``_by`` says which kind of option they are. ``_name`` is the
+    name in the session.
+    """
 
     _by = ""
     _name = ""
@@ -69,10 +71,12 @@ class _Options:
 
 
 class SessionLeafQuestion(_Options):
-    """A question about one item, with limits. ``{question}`` in the prompt stands for your
-    question. ``schema`` is a JSON schema or a type of the answer, None for text. It reads at most
-    ``tokens`` tokens (3 bytes each) and replies with at most ``reply_tokens``. With ``each=True``,
-    it gives one value for each record of a part."""
+    """A question about one item, with limits.
+
+    ``{question}`` in the prompt stands for your question. ``schema`` is a JSON schema or a type of
+    the answer, None for text. It reads at most ``tokens`` tokens (3 bytes each) and replies with at
+    most ``reply_tokens``. With ``each=True``, it gives one value for each record of a part.
+    """
 
     _by = "leaf"
     _name = "Leaf"
@@ -119,8 +123,10 @@ class SessionBm25Filter(_Options):
 
 
 class SessionFieldFilter(_Options):
-    """Keeps items whose ``field`` is True, or for which ``field op value`` holds. The operator
-    ``op`` is one of ==, !=, <, <=, >, >=, in or contains."""
+    """Keeps items whose ``field`` is True, or for which ``field op value`` holds.
+
+    The operator ``op`` is one of ==, !=, <, <=, >, >=, in or contains.
+    """
 
     _by = "field"
     _name = "Comparison"
@@ -150,14 +156,20 @@ def __getattr__(name: str) -> Any:
 
 def search(text: Any = None, question: str | None = None, **options: Any) -> Any:
     """Answer the question from the passage of the text that contains the answer; None if no passage
-    does. Options: top=20 (number of parts that are read, the best by BM25; 0 for all), part_tokens,
-    by, cut."""
+    does.
+
+    Options: top=20 (number of parts that are read, the best by BM25; 0 for all), part_tokens, by,
+    cut.
+    """
     return _ready("search", text, question, options)
 
 
 def classify(parts: Any, labels: Sequence[str], question: str | None = None, **options: Any) -> Any:
     """One of ``labels`` for each record, in order: each line of a text, each item of a list, each
-    record of the parts of ``split``. None where it failed. Options: part_tokens, by, cut."""
+    record of the parts of ``split``.
+
+    None where it failed. Options: part_tokens, by, cut.
+    """
     return _ready("classify", parts, question, {"labels": _plain(labels), **options})
 
 
@@ -168,13 +180,18 @@ def aggregate(
     **options: Any,
 ) -> Any:
     """The answer to a question about counts: each record is labelled, as by ``classify``, and the
-    labels are counted. answers=False gives the counts. Without ``labels``, the model finds its own
-    words."""
+    labels are counted. answers=False gives the counts.
+
+    Without ``labels``, the model finds its own words.
+    """
     return _ready("aggregate", parts, question, {"labels": _plain(labels), **options})
 
 
 def pairwise(parts: Any = None, question: str | None = None, **options: Any) -> Any:
-    """The pairs that the question asks for. Options: ordered, part_tokens, by, cut."""
+    """The pairs that the question asks for.
+
+    Options: ordered, part_tokens, by, cut.
+    """
     return _ready("pairwise", parts, question, options)
 
 
@@ -199,7 +216,10 @@ def split(
     text: Any = None, by: str = "lines", tokens: int = 4000, **options: Any
 ) -> list[SessionTextPart]:
     """Cut a text, or a list or dict of texts, into parts of at most ``tokens`` tokens (of 3 bytes);
-    by lines, records, sentences, tokens or items. Options: overlap, separator, max_records, cut."""
+    by lines, records, sentences, tokens or items.
+
+    Options: overlap, separator, max_records, cut.
+    """
     value = text if text is not None else _context
     found: list[SessionTextPart] = _run("split", value, {"by": by, "tokens": tokens, **options})
     return found
@@ -212,8 +232,10 @@ def peek(parts: Any, tokens: int = 500) -> list[SessionTextPart]:
 
 
 def map(items: Any, leaf: Any) -> list[Any]:
-    """The answers of ``leaf`` about the items, in order. Those that failed are left out; with
-    ``each``, they are lists of None."""
+    """The answers of ``leaf`` about the items, in order.
+
+    Those that failed are left out; with ``each``, they are lists of None.
+    """
     items, leaf = _ordered("map", items, leaf)
     found: list[Any] = _run("map", items, {"leaf": leaf})
     return found
@@ -342,8 +364,10 @@ def _option(value: Any) -> Any:
 
 
 def _sent(name: str, value: Any) -> Any:
-    """Return the form of ``value`` that is sent to the host. The session's own context need not be
-    sent."""
+    """Return the form of ``value`` that is sent to the host.
+
+    The session's own context need not be sent.
+    """
     if value is _context and value is not None:
         return {"of": "context"}
     if isinstance(value, _Pair):
@@ -364,7 +388,10 @@ def _sent(name: str, value: Any) -> Any:
 
 def _part(value: Any) -> SessionTextPart | None:
     """Return ``value`` as a part if it is one, or if it is a dict of the kind that ``chunks``
-    returns. Return None for any other value."""
+    returns.
+
+    Return None for any other value.
+    """
     if isinstance(value, SessionTextPart):
         return value
     if not isinstance(value, dict) or value.keys() != _PART_KEYS or not _is_text(value["text"]):
@@ -387,8 +414,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` to plain lists, dicts and strings. This replaces subclasses, and other
-    types that behave like them, such as a set or text that is read from its file."""
+    """Convert ``value`` to plain lists, dicts and strings.
+
+    This replaces subclasses, and other types that behave like them, such as a set or text that is
+    read from its file.
+    """
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):

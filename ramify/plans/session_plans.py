@@ -1,5 +1,6 @@
-"""Lets code in a Python session run plans. This is the host's side of the module ``ramify_plans``,
-which such code can import.
+"""Lets code in a Python session run plans.
+
+This is the host's side of the module ``ramify_plans``, which such code can import.
 
     session: classify(…) ──> SessionPlans.strategy ──> SessionPlanCall(calls) ──> labels
                                                        └ leaves: calls 0.3.0, 0.3.1, …
@@ -87,8 +88,10 @@ without a model; `help(ramify_plans.map)` says more"""
 
 
 class SessionPlans:
-    """A tool that provides the module ``ramify_plans`` to Python sessions. Each call of one of its
-    functions runs a plan, and the plan's model calls are recorded."""
+    """A tool that provides the module ``ramify_plans`` to Python sessions.
+
+    Each call of one of its functions runs a plan, and the plan's model calls are recorded.
+    """
 
     __name__ = "ramify_plans"
     __doc__ = "Plans in a session."
@@ -106,8 +109,10 @@ class SessionPlans:
         return _module_source()
 
     def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlanCall:
-        """Return the strategy that answers one call of a ``ramify_plans`` function. Raises
-        ConfigError if the function does not exist or its options are invalid."""
+        """Return the strategy that answers one call of a ``ramify_plans`` function.
+
+        Raises ConfigError if the function does not exist or its options are invalid.
+        """
         if name not in _STEPS and name not in _READY:
             raise ConfigError(f"unknown function: {did_you_mean(str(name), [*_STEPS, *_READY])}")
         if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
@@ -123,8 +128,10 @@ def _module_source() -> str:
 
 
 class SessionPlanCall:
-    """A call of a ``ramify_plans`` function by code in a session. Calling this object runs the plan
-    that answers it."""
+    """A call of a ``ramify_plans`` function by code in a session.
+
+    Calling this object runs the plan that answers it.
+    """
 
     def __init__(
         self, name: str, value: Any, options: dict[str, Any], question: str | None
@@ -137,9 +144,11 @@ class SessionPlanCall:
         self._options = options
 
     async def __call__(self, calls: LeafCalls) -> CallOutcome:
-        """Run the plan for this call and return its outcome. The answer has the form that the
-        session decodes. Raises ConfigError before any model call if the plan cannot read the value
-        or may exceed the budget."""
+        """Run the plan for this call and return its outcome.
+
+        The answer has the form that the session decodes. Raises ConfigError before any model call
+        if the plan cannot read the value or may exceed the budget.
+        """
         plan, first, given = await asyncio.to_thread(self._prepared, calls.question.context)
         outcome = await answer_by(plan, first, given, calls)
         return msgspec.structs.replace(outcome, answer=self._sent(outcome.answer, first.value))
@@ -190,9 +199,11 @@ class SessionPlanCall:
 
 
 def _received(sent: Any, context: Any) -> Any:
-    """Decode a value that a session sent to a plan function. A session refers to its own context by
-    name, and ``context`` replaces that reference. Raises ConfigError if the value cannot be
-    read."""
+    """Decode a value that a session sent to a plan function.
+
+    A session refers to its own context by name, and ``context`` replaces that reference. Raises
+    ConfigError if the value cannot be read.
+    """
     if not isinstance(sent, dict):
         raise ConfigError("the value cannot be read: call the functions of ramify_plans")
     match sent.get("of"):
@@ -239,8 +250,10 @@ def _fields(part: TextPart) -> list[str]:
 
 
 def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
-    """Return the original list indices of the items that were kept. Items are compared by identity,
-    and must be in their original order."""
+    """Return the original list indices of the items that were kept.
+
+    Items are compared by identity, and must be in their original order.
+    """
     places, found = iter(enumerate(value)), list[int]()
     for each in kept:
         found.append(next(index for index, item in places if item is each))
@@ -253,7 +266,9 @@ _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Co
 
 def _built(name: str, value: Any) -> Any:
     """Convert an option that a session sent to the object that a plan needs, such as a ``Leaf``.
-    Raises ConfigError if the option is invalid."""
+
+    Raises ConfigError if the option is invalid.
+    """
     if name not in _KINDS:
         return value
     try:
@@ -269,7 +284,9 @@ def _are_parts(value: Any) -> bool:
 
 def _type_of(value: Any) -> ValueType:
     """Return the plan type of a value from a session, or ``ANY`` if there is no more specific type.
-    Raises ConfigError if the value is None."""
+
+    Raises ConfigError if the value is None.
+    """
     match value:
         case bool():
             return BOOLEAN
@@ -299,8 +316,10 @@ def _part_type(parts: Sequence[TextPart]) -> ValueType:
 
 
 def _item_type(items: Sequence[Any]) -> ValueType:
-    """Return the common type of all items in a list, or ``ANY`` if their types differ. None is
-    ignored, because it marks an item that failed."""
+    """Return the common type of all items in a list, or ``ANY`` if their types differ.
+
+    None is ignored, because it marks an item that failed.
+    """
     given = [item for item in items if item is not None]
     if given and all(isinstance(item, Mapping) for item in given):
         names = dict.fromkeys(name for item in given for name in item if isinstance(name, str))

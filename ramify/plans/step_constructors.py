@@ -1,5 +1,6 @@
-"""Functions that create plans of a single step. The operator ``|`` joins such plans into longer
-ones.
+"""Functions that create plans of a single step.
+
+The operator ``|`` joins such plans into longer ones.
 
     plans.split("lines") | plans.map(leaf) | plans.concat() | plans.count()
 
@@ -39,7 +40,9 @@ from ramify.plans.text_parts import By
 
 
 def split(by: By = "lines", tokens: int = 4000, **options: Any) -> Plan:
-    """Cut the context into parts of limited size. The options are the fields of ``SplitText``.
+    """Cut the context into parts of limited size.
+
+    The options are the fields of ``SplitText``.
 
     >>> plans.split("lines", 2000, max_records=50).steps[0].shown()
     'split by lines, at most 2,000 tokens, 50 at most in one'
@@ -85,8 +88,9 @@ def ask(leaf: Leaf) -> Plan:
 
 
 def reduce(leaf: Leaf) -> Plan:
-    """Let a model merge all items into one. The calls form a tree, and each call reads a limited
-    number of items.
+    """Let a model merge all items into one.
+
+    The calls form a tree, and each call reads a limited number of items.
 
     >>> plans.reduce(plans.Leaf("Merge.", label="merge")).steps[0].shown()
     'reduce merge'
@@ -95,8 +99,9 @@ def reduce(leaf: Leaf) -> Plan:
 
 
 def both(left: Plan, right: Plan) -> Plan:
-    """Run two plans on the same value. The pair of results can be passed to ``join`` or
-    ``combine``.
+    """Run two plans on the same value.
+
+    The pair of results can be passed to ``join`` or ``combine``.
 
     >>> str(plans.both(plans.count("user"), plans.total("price")).type)
     'pair of counts and number'
@@ -120,8 +125,10 @@ def cross(
     *,
     ordered: bool = False,
 ) -> Plan:
-    """Form pairs of field values. The first value is from an item that meets the condition
-    ``left``, and the second from an item that meets the condition ``right``.
+    """Form pairs of field values.
+
+    The first value is from an item that meets the condition ``left``, and the second from an item
+    that meets the condition ``right``.
 
     >>> plans.cross("user", plans.Comparison("age", ">", 60)).steps[0].shown()
     'cross user (age > 60 × any)'

@@ -55,15 +55,19 @@ class SymbolicStep(PlanStep, frozen=True):
 
     def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         """Return the bounds of the step's result for an input that depends on model replies.
-        ``shape`` gives the bounds of the input, and ``given`` its type."""
+
+        ``shape`` gives the bounds of the input, and ``given`` its type.
+        """
         raise NotImplementedError
 
     def bounded(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
-        """Return the bounds of the step's result before the plan runs. If the input is already
-        known, the result is computed. ``shape`` gives the bounds of the input, and ``given`` its
-        type. The step makes no model calls, so ``sheet`` is not changed."""
+        """Return the bounds of the step's result before the plan runs.
+
+        If the input is already known, the result is computed. ``shape`` gives the bounds of the
+        input, and ``given`` its type. The step makes no model calls, so ``sheet`` is not changed.
+        """
         return (
             known(self.apply(shape.value)) if shape.is_known else self.output_bounds(shape, given)
         )
@@ -102,9 +106,10 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
 
 class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
-    """A step that forms pairs of different values of a field. The first value comes from an item
-    that meets the condition ``left``, and the second from one that meets ``right``; without
-    conditions, all items are used.
+    """A step that forms pairs of different values of a field.
+
+    The first value comes from an item that meets the condition ``left``, and the second from one
+    that meets ``right``; without conditions, all items are used.
 
     >>> plans.PairUpFieldValues("user").apply([{"user": "b"}, {"user": "a"}])
     [['a', 'b']]
@@ -159,8 +164,9 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
 
 
 class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
-    """A step that takes the item with the highest value of a field. Of several such items, it takes
-    the first.
+    """A step that takes the item with the highest value of a field.
+
+    Of several such items, it takes the first.
 
     >>> plans.TakeMaxItem("score").apply([{"score": 1}, {"score": 3}])
     {'score': 3}
@@ -212,8 +218,9 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
 
 
 class CountValues(SymbolicStep, frozen=True, tag="count"):
-    """A step that counts how often each value of one or more fields occurs. The most frequent value
-    is first.
+    """A step that counts how often each value of one or more fields occurs.
+
+    The most frequent value is first.
 
     >>> plans.CountValues().apply(["ham", "spam", "spam"])
     {'spam': 2, 'ham': 1}
@@ -439,7 +446,9 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
 
 class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
     """A step that replaces each date in a field with its day, week, month or year, so that dates
-    can be counted and compared. A date in an unknown format becomes None.
+    can be counted and compared.
+
+    A date in an unknown format becomes None.
 
     >>> plans.TruncateDates("day", "month").apply([{"day": "May 3, 2024"}])
     [{'day': '2024-05'}]

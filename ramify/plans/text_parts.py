@@ -1,5 +1,6 @@
-"""Cuts a context into parts that never exceed a given size. The cuts are at the boundaries of
-lines, records, sentences, words or list items.
+"""Cuts a context into parts that never exceed a given size.
+
+The cuts are at the boundaries of lines, records, sentences, words or list items.
 
     texts ──> units (lines, …) ──> as many as fit the bound ──> Part, Part, …
 
@@ -69,8 +70,10 @@ class TextPart(msgspec.Struct, frozen=True):
     """First line of a table, which names its columns. Empty if the part is not from a table."""
 
     def numbered(self) -> str:
-        """Return the records of this part as numbered lines. For a part of a table, the line with
-        the column names comes first."""
+        """Return the records of this part as numbered lines.
+
+        For a part of a table, the line with the column names comes first.
+        """
         return f"{self.columns}\n" * bool(self.columns) + "\n".join(
             f"{number}: {self.text[start:end]}"
             for number, (start, end) in enumerate(self.records, 1)
@@ -78,8 +81,10 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 class SplitRule(msgspec.Struct, frozen=True):
-    """A rule for cutting a context into parts. It gives the boundaries at which to cut, and the
-    maximum size of a part."""
+    """A rule for cutting a context into parts.
+
+    It gives the boundaries at which to cut, and the maximum size of a part.
+    """
 
     by: By
     tokens: int
@@ -103,8 +108,11 @@ def num_bytes(text: str) -> int:
 
 
 def items_of(context: Any) -> list[tuple[str, str]]:
-    """Return the items of a context as pairs of a name and a text. Items are the texts of a list or
-    dict, or the rows of a table as JSON. Raises ConfigError if the context has no text."""
+    """Return the items of a context as pairs of a name and a text.
+
+    Items are the texts of a list or dict, or the rows of a table as JSON. Raises ConfigError if the
+    context has no text.
+    """
     texts = named_texts(context)
     if len(texts) != 1 or texts[0][0]:
         return texts
@@ -113,9 +121,11 @@ def items_of(context: Any) -> list[tuple[str, str]]:
 
 
 def named_texts(context: Any) -> list[tuple[str, str]]:
-    """Return the texts of a context as pairs of a name and a text. A single text has an empty name,
-    and values other than texts become lines of JSON. Raises ConfigError if the context cannot be
-    read as text."""
+    """Return the texts of a context as pairs of a name and a text.
+
+    A single text has an empty name, and values other than texts become lines of JSON. Raises
+    ConfigError if the context cannot be read as text.
+    """
     if isinstance(context, TextPart):
         return [("", context.text)]
     if context is None:
@@ -144,8 +154,10 @@ def named_texts(context: Any) -> list[tuple[str, str]]:
 
 
 def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
-    """Cut named texts into parts according to a rule. Raises ConfigError if a unit, such as a line,
-    exceeds the maximum size and must not be cut."""
+    """Cut named texts into parts according to a rule.
+
+    Raises ConfigError if a unit, such as a line, exceeds the maximum size and must not be cut.
+    """
     if rule.by == "items":
         return _split_items(texts, rule)
     parts = _OpenPart(rule)
@@ -157,8 +169,10 @@ def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> lis
 
 
 def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
-    """Group the texts of a list or dict into parts without cutting any of them. Each text counts as
-    one record, even if it is blank."""
+    """Group the texts of a list or dict into parts without cutting any of them.
+
+    Each text counts as one record, even if it is blank.
+    """
     parts = _OpenPart(rule)
     for number, (name, text) in enumerate(texts, 1):
         line = text if text.endswith("\n") else f"{text}\n"
@@ -194,7 +208,9 @@ def truncate_to_bytes(text: str, most: int) -> str:
 
 def shortened(text: str, most: int) -> str:
     """Truncate ``text`` to at most ``most`` bytes in UTF-8, if possible at a line end or a space.
-    An ellipsis marks the cut."""
+
+    An ellipsis marks the cut.
+    """
     if num_bytes(text) <= most:
         return text
     head = truncate_to_bytes(text, max(1, most - 3))
@@ -235,8 +251,10 @@ class _Units:
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
         """Return the end of the longest part that starts at ``at``, ends at a unit boundary, and
-        has at most ``room`` bytes and ``max_records`` records. Returns ``at`` if not even one unit
-        fits."""
+        has at most ``room`` bytes and ``max_records`` records.
+
+        Returns ``at`` if not even one unit fits.
+        """
         if room < 1:
             return at
         most = bisect.bisect_right(self.bytes, self.bytes_before(at) + room) - 1
@@ -247,8 +265,10 @@ class _Units:
         return max(at, self.ends[most - 1] if most else 0)
 
     def lead(self, at: int, most: int) -> int:
-        """Return the start of the overlap before index ``at``. It is the first unit boundary for
-        which the overlap has at most ``most`` bytes."""
+        """Return the start of the overlap before index ``at``.
+
+        It is the first unit boundary for which the overlap has at most ``most`` bytes.
+        """
         first = bisect.bisect_left(self.bytes, self.bytes_before(at) - most)
         start = self.ends[first - 1] if first else 0
         return min(at, start)
@@ -279,8 +299,10 @@ def _unit_ends(text: str, rule: SplitRule) -> Iterator[int]:
 
 
 def compiled(pattern: str) -> Any:
-    """Compile a regular expression with RE2, which searches in linear time. Raises ConfigError if
-    the expression is invalid."""
+    """Compile a regular expression with RE2, which searches in linear time.
+
+    Raises ConfigError if the expression is invalid.
+    """
     import re2
 
     options = re2.Options()
@@ -323,9 +345,11 @@ class _OpenPart:
     def add(
         self, header: str, text: str, lead: int, span: TextSpan, place: str, records: Any
     ) -> None:
-        """Add a piece of text to the current part. The first ``lead`` characters of the piece
-        overlap with the previous part. ``records`` gives the start and end of each record in the
-        piece."""
+        """Add a piece of text to the current part.
+
+        The first ``lead`` characters of the piece overlap with the previous part. ``records`` gives
+        the start and end of each record in the piece.
+        """
         before = "\n" if self._texts and not self._texts[-1].endswith("\n") and header else ""
         start = self._chars + len(before) + len(header)
         added = f"{before}{header}{text}"
@@ -339,8 +363,10 @@ class _OpenPart:
         self.room -= num_bytes(added)
 
     def close(self) -> None:
-        """Complete the current part and begin a new one. Does nothing if the current part is
-        empty."""
+        """Complete the current part and begin a new one.
+
+        Does nothing if the current part is empty.
+        """
         if self._spans:
             first, last = self._places[0], self._places[-1]
             place = first if first == last else f"{first} to {last}"
@@ -402,8 +428,10 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
 
 
 def _cut(units: _Units, at: int, room: int, rule: SplitRule, name: str, line: int) -> int:
-    """Return how many characters of an oversized unit go into one part of ``room`` bytes. The part
-    ends at a space if possible. Raises ConfigError if the unit must not be cut."""
+    """Return how many characters of an oversized unit go into one part of ``room`` bytes.
+
+    The part ends at a space if possible. Raises ConfigError if the unit must not be cut.
+    """
     unit = bisect.bisect_right(units.ends, at)
     size = units.bytes_before(units.ends[unit]) - units.bytes_before(at)
     if not rule.cut and rule.by != "tokens":

@@ -1,5 +1,7 @@
 """Compute bounds on the values of a plan before any model is called, and from these the number and
-size of its model calls. The cost of a plan is estimated from these bounds.
+size of its model calls.
+
+The cost of a plan is estimated from these bounds.
 
     4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
     PlannedCalls:               4 calls, exactly                                 1 call
@@ -27,8 +29,10 @@ MAX_ITEMS = 10**15
 
 
 class ValueSizeBounds(msgspec.Struct, frozen=True):
-    """Limits on the size of one value of a plan, known before any model is called. If the value
-    does not depend on model replies, the value itself is known too."""
+    """Limits on the size of one value of a plan, known before any model is called.
+
+    If the value does not depend on model replies, the value itself is known too.
+    """
 
     value: Any = None
     """The value if ``is_known``. Otherwise, for a list that a filter will shorten, the items before
@@ -54,8 +58,10 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
         return self.total_bytes + self.num * BETWEEN_BYTES
 
     def limit_items(self, num: int) -> ValueSizeBounds:
-        """Return the bounds of a list that will keep at most ``num`` of these items. Which ones it
-        keeps is not known yet."""
+        """Return the bounds of a list that will keep at most ``num`` of these items.
+
+        Which ones it keeps is not known yet.
+        """
         num, total = min(num, self.num), self.total_bytes
         if self.value is None:  # the sizes of parts also have their places
             total = min(total, num * self.item_bytes)
@@ -65,8 +71,10 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
 
 
 def known(value: Any) -> ValueSizeBounds:
-    """Return the bounds of a value that does not depend on model replies. They include the value
-    itself."""
+    """Return the bounds of a value that does not depend on model replies.
+
+    They include the value itself.
+    """
     items: Sequence[Any] = value if isinstance(value, list) else [value]
     if isinstance(value, tuple):  # of ``both``
         sides = known(value[0]), known(value[1])
@@ -83,8 +91,10 @@ def known(value: Any) -> ValueSizeBounds:
 def reply_bounds(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
 ) -> ValueSizeBounds:
-    """Return the bounds of a value that depends on model replies. It has at most ``num`` items of
-    at most ``item_bytes`` bytes each."""
+    """Return the bounds of a value that depends on model replies.
+
+    It has at most ``num`` items of at most ``item_bytes`` bytes each.
+    """
     total = num * item_bytes if total_bytes is None else total_bytes
     return ValueSizeBounds(
         num=min(num, MAX_ITEMS), item_bytes=item_bytes, total_bytes=total, **fields
@@ -126,8 +136,10 @@ class PlannedStepCalls(msgspec.Struct, frozen=True):
 
 
 class PlannedCalls:
-    """Collects the model calls that a plan's steps will make. The cost of the plan is computed from
-    them."""
+    """Collects the model calls that a plan's steps will make.
+
+    The cost of the plan is computed from them.
+    """
 
     def __init__(self, question: str) -> None:
         self.question = question
@@ -141,8 +153,10 @@ class PlannedCalls:
         inputs: Iterable[int],
         outputs: Iterable[int],
     ) -> None:
-        """Add the model calls of a step whose prompts are known. ``inputs`` and ``outputs`` are
-        maximum token counts of each call's prompt and reply."""
+        """Add the model calls of a step whose prompts are known.
+
+        ``inputs`` and ``outputs`` are maximum token counts of each call's prompt and reply.
+        """
         given, replied = list(inputs), list(outputs)
         self.steps.append(
             PlannedStepCalls(
@@ -160,9 +174,11 @@ class PlannedCalls:
     def add_bounded(
         self, name: str, leaf: Leaf, waves: Sequence[int], is_exact: bool, total: int, largest: int
     ) -> None:
-        """Add the model calls of a step whose prompts are not known yet. ``total`` is the maximum
-        number of bytes that all calls read together, and ``largest`` the maximum that one call
-        reads."""
+        """Add the model calls of a step whose prompts are not known yet.
+
+        ``total`` is the maximum number of bytes that all calls read together, and ``largest`` the
+        maximum that one call reads.
+        """
         num = sum(waves)
         prompt = self.prompt_tokens(leaf)
         self.steps.append(
@@ -193,8 +209,10 @@ class PlannedCalls:
     def add_map(
         self, name: str, leaf: Leaf, shape: ValueSizeBounds, *, is_preview: bool = False
     ) -> None:
-        """Add one model call for each item of a list. ``shape`` holds the bounds on the list's
-        length and size."""
+        """Add one model call for each item of a list.
+
+        ``shape`` holds the bounds on the list's length and size.
+        """
         if shape.value is None and not shape.is_known:
             largest = shape.item_bytes + BETWEEN_BYTES
             self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.size, largest)

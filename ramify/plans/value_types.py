@@ -1,4 +1,6 @@
-"""Types of the values that flow through a plan. They are used to check a plan before it runs.
+"""Types of the values that flow through a plan.
+
+They are used to check a plan before it runs.
 
     split ──> list of part ──> map (leaf with an enum) ──> list of text ──> count ──> counts
 
@@ -63,7 +65,10 @@ class ValueType(msgspec.Struct, frozen=True):
         )
 
     def items(self, step: str) -> ValueType:
-        """Return the type of a list's items. Raises ConfigError if this is not a list type."""
+        """Return the type of a list's items.
+
+        Raises ConfigError if this is not a list type.
+        """
         if self.kind == "any":
             return ANY
         if self.kind != "list" or self.item is None:
@@ -73,8 +78,10 @@ class ValueType(msgspec.Struct, frozen=True):
         return self.item
 
     def field(self, name: str, step: str) -> ValueType:
-        """Return the type of one field of a record. If ``name`` is empty, return this type itself.
-        Raises ConfigError if there is no such field."""
+        """Return the type of one field of a record.
+
+        If ``name`` is empty, return this type itself. Raises ConfigError if there is no such field.
+        """
         if self.kind == "any" or not name:
             return self
         if self.kind != "record":
@@ -104,8 +111,10 @@ def pair_of(first: ValueType, second: ValueType) -> ValueType:
 
 
 def check_field_values(part: msgspec.Struct, what: str) -> None:
-    """Raise ConfigError if a field of a struct holds a value of the wrong type. ``what`` names the
-    struct in the error."""
+    """Raise ConfigError if a field of a struct holds a value of the wrong type.
+
+    ``what`` names the struct in the error.
+    """
     for field in msgspec.structs.fields(part):
         value = getattr(part, field.name)
         if field.type is Any:
@@ -123,8 +132,10 @@ _KINDS = {"boolean": BOOLEAN, "integer": NUMBER, "number": NUMBER}
 
 
 def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> ValueType:
-    """Return the type of the values that match a JSON schema. A nullable value has the same type as
-    one that cannot be null."""
+    """Return the type of the values that match a JSON schema.
+
+    A nullable value has the same type as one that cannot be null.
+    """
     whole = schema if whole is None else whole
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     if name and name in whole.get("$defs", {}):

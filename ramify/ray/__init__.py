@@ -1,4 +1,6 @@
-"""Asks questions about rows within Ray Data pipelines. Requires the extra ``ray``.
+"""Asks questions about rows within Ray Data pipelines.
+
+Requires the extra ``ray``.
 
     asker = ramify.ray.Asker("Is this a complaint?", model="openai:gpt-5-mini")
     dataset.map_batches(asker, batch_size=500)

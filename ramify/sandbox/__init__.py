@@ -1,5 +1,6 @@
-"""Sandboxes for code that models write. This package starts a separate process for each session,
-communicates with it and ends it.
+"""Sandboxes for code that models write.
+
+This package starts a separate process for each session, communicates with it and ends it.
 
 The files of each folder run in the process shown, and are imported there under the module name
 shown:

@@ -1,5 +1,6 @@
-"""The sandbox API, whose main object is a live Python session. The engine uses this interface, and
-every sandbox provider implements it.
+"""The sandbox API, whose main object is a live Python session.
+
+The engine uses this interface, and every sandbox provider implements it.
 
     engine ── Session.run(code, answer=…) ──> Transport (a byte stream) ──> guest/: one namespace
                      ^                                                         │
@@ -65,7 +66,10 @@ files."""
 
 class SharedContext:
     """A value, such as the input of a run, that is encoded once and shared by any number of
-    sessions. Raises SandboxError if no session can hold a value of this type."""
+    sessions.
+
+    Raises SandboxError if no session can hold a value of this type.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -128,12 +132,18 @@ class SharedContext:
     @property
     def fd(self) -> int | None:
         """Return the file descriptor of the encoded form if the context is large, and None
-        otherwise. The descriptor is valid as long as this object exists."""
+        otherwise.
+
+        The descriptor is valid as long as this object exists.
+        """
         return self._fd if self._fd >= 0 else None
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the encoded form in hexadecimal. It is computed on first use."""
+        """Return the SHA-256 of the encoded form in hexadecimal.
+
+        It is computed on first use.
+        """
         import hashlib
 
         if self._digest is None:
@@ -148,8 +158,10 @@ class SharedContext:
         return text_in_pieces(self.parts)
 
     def buffer(self) -> memoryview:
-        """Return a read-only view of the encoded form. For a small value, each call makes a copy.
-        Use ``pieces`` to avoid that."""
+        """Return a read-only view of the encoded form.
+
+        For a small value, each call makes a copy. Use ``pieces`` to avoid that.
+        """
         if len(self.parts) == 1:
             return memoryview(self.parts[0]).toreadonly()
         data, at = bytearray(self.nbytes), 0
@@ -162,9 +174,11 @@ class SharedContext:
     def from_encoded(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
     ) -> SharedContext:
-        """Restore a context from its encoded form. Its digest is that of the original context.
-        ``references`` lists the files that contain some of its texts. Raises SourceError with the
-        file's name if one of them has changed."""
+        """Restore a context from its encoded form.
+
+        Its digest is that of the original context. ``references`` lists the files that contain some
+        of its texts. Raises SourceError with the file's name if one of them has changed.
+        """
         files = {
             each.digest: FileReferenceReader(check_content_unchanged(each)) for each in references
         }
@@ -178,7 +192,10 @@ class SharedContext:
 
     def resolve_text_references(self, value: Any) -> Any:
         """Replace references to texts in files with the texts themselves, in a value that a session
-        has sent. Raises LookupError if a referenced text is not in this context."""
+        has sent.
+
+        Raises LookupError if a referenced text is not in this context.
+        """
         if isinstance(value, FileTextReference):
             return _mapped_texts(self.value)[value.digest]
         if isinstance(value, list | tuple):
@@ -189,7 +206,10 @@ class SharedContext:
 
     def unmapped(self) -> SharedContext:
         """Return a copy of this context with the texts of its files loaded into memory, for
-        sandboxes that cannot map files. Raises SandboxError if the files are too large."""
+        sandboxes that cannot map files.
+
+        Raises SandboxError if the files are too large.
+        """
         if not self.files:
             return self
         size = sum(map(len, self.files))
@@ -202,7 +222,9 @@ class SharedContext:
 
     def to_jsonable(self) -> dict[str, Any]:
         """Return the value in a form that can be stored as JSON, for example in a run's journal.
-        ``from_jsonable`` is the inverse."""
+
+        ``from_jsonable`` is the inverse.
+        """
         encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
@@ -212,8 +234,10 @@ class SharedContext:
 
     @staticmethod
     def from_jsonable(packed: Any) -> Any:
-        """Restore a value from the output of ``to_jsonable``. Raises SandboxError if the data
-        cannot be read."""
+        """Restore a value from the output of ``to_jsonable``.
+
+        Raises SandboxError if the data cannot be read.
+        """
         try:
             blobs = [binascii.a2b_base64(blob) for blob in packed.get("blobs", ())]
             return ValueDecoder(blobs).decode(packed["value"])
@@ -236,8 +260,11 @@ def _write_parts(fd: int, parts: list[Any]) -> None:
 def mapped_text(
     fd: int, path: str, on_bytes: Callable[[int], object] = lambda num_bytes: None
 ) -> MappedText:
-    """Return the text of an open file without loading it into memory. ``path`` is the file's path.
-    The file is read once, and ``on_bytes`` is called with the number of bytes read so far."""
+    """Return the text of an open file without loading it into memory.
+
+    ``path`` is the file's path. The file is read once, and ``on_bytes`` is called with the number
+    of bytes read so far.
+    """
     reference, counts = count_text(fd, path, BLOCK_BYTES, on_bytes)
     data = FileReferenceReader(reference, counts.start)
     return MappedText(
@@ -270,8 +297,10 @@ def _unmapped(value: Any) -> Any:
 
 
 def anonymous_file(name: str) -> int:
-    """Create an anonymous memory file and return its file descriptor. On platforms without memory
-    files, it is an unlinked file on disk."""
+    """Create an anonymous memory file and return its file descriptor.
+
+    On platforms without memory files, it is an unlinked file on disk.
+    """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     import tempfile
@@ -281,8 +310,10 @@ def anonymous_file(name: str) -> int:
 
 
 def _seal(fd: int) -> None:
-    """Make a memory file immutable if the platform supports it. No process may have the file mapped
-    at that moment."""
+    """Make a memory file immutable if the platform supports it.
+
+    No process may have the file mapped at that moment.
+    """
     if hasattr(os, "memfd_create"):
         import fcntl
 
@@ -296,8 +327,10 @@ that it raises is raised again in the session."""
 
 class SandboxCapabilities(msgspec.Struct, frozen=True):
     """The capabilities of a sandbox provider on this machine, such as isolating files or forking
-    sessions. The default provider, the jail, verifies its isolation with trial attacks. Other
-    providers report what their vendor promises, and ``testing/sandbox_conformance`` tests it.
+    sessions.
+
+    The default provider, the jail, verifies its isolation with trial attacks. Other providers
+    report what their vendor promises, and ``testing/sandbox_conformance`` tests it.
 
     Example:
         if not sandbox.caps.fork: ...    # branches then need a new session
@@ -339,8 +372,11 @@ still contain them."""
 
 
 class _SpecFields(StrictKeywordsMeta):
-    """Metaclass of the sandbox configurations. If a given field belongs to another provider's
-    configuration, the error says what to write instead."""
+    """Metaclass of the sandbox configurations.
+
+    If a given field belongs to another provider's configuration, the error says what to write
+    instead.
+    """
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         for name, value in fields.items():
@@ -363,7 +399,9 @@ class _SpecFields(StrictKeywordsMeta):
 
 class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unknown_fields=True):
     """The configuration of a sandbox: its provider, and the session limits that all providers
-    support. Providers with more options have a subclass, such as ``JailSpec``.
+    support.
+
+    Providers with more options have a subclass, such as ``JailSpec``.
 
     Example:
         SandboxSpec(provider="process", memory_bytes=1 << 30)
@@ -407,8 +445,10 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
 
 
 def coerce_field_to_tuple(spec: SandboxSpec, name: str) -> None:
-    """Convert a field that was given as a list to a tuple. Raises ConfigError if the value is not a
-    collection."""
+    """Convert a field that was given as a list to a tuple.
+
+    Raises ConfigError if the value is not a collection.
+    """
     given = getattr(spec, name)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"sandbox {name} is {given!r:.80}: give a list")
@@ -485,8 +525,9 @@ class CellResult(msgspec.Struct, frozen=True):
 
 class Session(Protocol):
     """A live Python session that runs pieces of code, called cells, one after another in the same
-    namespace. Only one ``run`` may be active at a time. ``interrupt`` and ``close`` may be called
-    at any time.
+    namespace.
+
+    Only one ``run`` may be active at a time. ``interrupt`` and ``close`` may be called at any time.
 
     Example:
         await session.set("x", 2)
@@ -496,8 +537,10 @@ class Session(Protocol):
     caps: SandboxCapabilities
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Run a piece of code in the session and return its output. ``answer`` handles the code's
-        calls to the host. If the code uses threads, ``answer`` may be called several times at once.
+        """Run a piece of code in the session and return its output.
+
+        ``answer`` handles the code's calls to the host. If the code uses threads, ``answer`` may be
+        called several times at once.
 
         ``timeout_s`` limits the time that the session works; time spent waiting for answers does
         not count. Raises SessionDied if the session crashed or had to be killed.
@@ -505,19 +548,26 @@ class Session(Protocol):
         ...
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
-        """Bind a name in the session to a value. A reserved name is restored after any cell that
-        rebinds it. Raises SandboxError with the type's name if the value cannot be sent to a
-        session."""
+        """Bind a name in the session to a value.
+
+        A reserved name is restored after any cell that rebinds it. Raises SandboxError with the
+        type's name if the value cannot be sent to a session.
+        """
         ...
 
     async def get(self, name: str) -> Any:
-        """Return the value of a name in the session. Raises HostCallError of the kind "NameError"
-        if the name is unknown, or "TypeError" if the value cannot be sent."""
+        """Return the value of a name in the session.
+
+        Raises HostCallError of the kind "NameError" if the name is unknown, or "TypeError" if the
+        value cannot be sent.
+        """
         ...
 
     async def install(self, module: str, source: str) -> None:
         """Run source code as a module in the session, and bind the names in its ``__all__`` as
-        reserved names. If a cell rebinds such a name, it is restored afterwards.
+        reserved names.
+
+        If a cell rebinds such a name, it is restored afterwards.
 
         The module finds these names: ``call_host(name, *args, **kwargs)`` calls the host and raises
         ``HostError`` (``.kind``, ``.data``); ``namespace`` is the notebook's dict;
@@ -529,8 +579,10 @@ class Session(Protocol):
         ...
 
     async def fork(self) -> Session:
-        """Fork the session. Return a second session that continues from the same state and shares
-        no mutable state with this one.
+        """Fork the session.
+
+        Return a second session that continues from the same state and shares no mutable state with
+        this one.
 
         A session can be forked while it is idle, or while its cell waits for the host (in another
         task's ``run``); in that case, call ``resume`` on the branch first. Raises SandboxError if
@@ -541,8 +593,11 @@ class Session(Protocol):
         ...
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Finish the cell that was running when this branch was forked. Pending calls to the host
-        are passed to ``answer`` again, so each branch can get different answers."""
+        """Finish the cell that was running when this branch was forked.
+
+        Pending calls to the host are passed to ``answer`` again, so each branch can get different
+        answers.
+        """
         ...
 
     async def close_tree(self) -> None:
@@ -550,26 +605,34 @@ class Session(Protocol):
         ...
 
     def interrupt(self, reason: str) -> None:
-        """Interrupt the running cell by raising KeyboardInterrupt in its main thread. The session
-        is killed if the cell does not stop within the grace time."""
+        """Interrupt the running cell by raising KeyboardInterrupt in its main thread.
+
+        The session is killed if the cell does not stop within the grace time.
+        """
         ...
 
     async def close(self) -> None:
-        """End the session and every process that it started. Repeated calls have no effect."""
+        """End the session and every process that it started.
+
+        Repeated calls have no effect.
+        """
         ...
 
 
 class PreparedContext(Protocol):
     """Interface of a context that is prepared once and used by any number of sessions.
-    ``SharedContext`` implements it."""
+
+    ``SharedContext`` implements it.
+    """
 
     @property
     def digest(self) -> str: ...
 
 
 class Sandbox(Protocol):
-    """A sandbox provider that is ready to open sessions on this machine. Each RLM has its own
-    sandbox, which belongs to one event loop.
+    """A sandbox provider that is ready to open sessions on this machine.
+
+    Each RLM has its own sandbox, which belongs to one event loop.
 
     Example:
         sandbox = ramify.open_sandbox(ramify.SandboxSpec())
@@ -582,8 +645,9 @@ class Sandbox(Protocol):
     the host."""
 
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:
-        """Open a new session. If a context is given, the session has it under the reserved name
-        ``context``.
+        """Open a new session.
+
+        If a context is given, the session has it under the reserved name ``context``.
 
         ``seed`` seeds the module ``random`` in the session, so that a replay draws the same
         numbers.
@@ -609,8 +673,9 @@ SANDBOXES = Registry(
 
 
 def open_sandbox(spec: SandboxSpec) -> Sandbox:
-    """Open the sandbox that a configuration describes. No process is started before the first
-    session is opened.
+    """Open the sandbox that a configuration describes.
+
+    No process is started before the first session is opened.
 
     Raises ConfigError if the provider or a package is unknown, or if the provider does not support
     the given mounts. Raises SandboxError if this machine lacks a feature that the provider needs,
@@ -646,9 +711,11 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
 
 
 def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
-    """Tell a sandbox which module its next sessions will probably install. A provider that forks
-    sessions can then run the module's code once for all of them. The code must therefore not start
-    threads, call the host or draw random numbers."""
+    """Tell a sandbox which module its next sessions will probably install.
+
+    A provider that forks sessions can then run the module's code once for all of them. The code
+    must therefore not start threads, call the host or draw random numbers.
+    """
     expect = getattr(sandbox, "expect_module", None)
     if expect is not None:
         expect(module, source)
@@ -656,22 +723,28 @@ def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
     """Return a sandbox's warning, or None if the user accepted this weak provider with
-    ``allow_weaker``. A warning of the jail is always returned, because ``allow_weaker`` accepts any
-    tier and the warning says which one is in use."""
+    ``allow_weaker``.
+
+    A warning of the jail is always returned, because ``allow_weaker`` accepts any tier and the
+    warning says which one is in use.
+    """
     return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 
 def check_provider(spec: SandboxSpec) -> None:
-    """Raise ConfigError if a configuration's sandbox provider does not exist. Plug-ins are imported
-    for this check, and built-in providers are not."""
+    """Raise ConfigError if a configuration's sandbox provider does not exist.
+
+    Plug-ins are imported for this check, and built-in providers are not.
+    """
     if spec.provider not in SANDBOXES.ours:
         _provider(spec.provider)
 
 
 def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
-    """Return a sandbox's full configuration in the class of its provider. ``given`` is a
-    configuration, its stored fields, or the name of a provider. Missing fields get their defaults.
-    Raises ConfigError for a field that the provider does not have.
+    """Return a sandbox's full configuration in the class of its provider.
+
+    ``given`` is a configuration, its stored fields, or the name of a provider. Missing fields get
+    their defaults. Raises ConfigError for a field that the provider does not have.
 
     Example:
         provider_spec({"provider": "jail", "tier": "A"})    # JailSpec(tier="A")
@@ -706,9 +779,11 @@ def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
 
 
 def spec_class(provider: str) -> type[SandboxSpec]:
-    """Return the configuration class of a sandbox provider. It is the annotated parameter type of
-    the provider's ``open_provider``. Returns ``SandboxSpec`` if the annotation is missing or the
-    provider is unknown."""
+    """Return the configuration class of a sandbox provider.
+
+    It is the annotated parameter type of the provider's ``open_provider``. Returns ``SandboxSpec``
+    if the annotation is missing or the provider is unknown.
+    """
     if provider == "jail":
         return JailSpec  # without importing the jail
     try:
@@ -738,6 +813,8 @@ def _provider(name: str) -> Callable[[Any], Sandbox]:
 
 
 def digest_of(value: Any) -> str:
-    """Return the digest by which journals and trajectories identify a context value. Raises
-    SandboxError if no session can hold a value of this type."""
+    """Return the digest by which journals and trajectories identify a context value.
+
+    Raises SandboxError if no session can hold a value of this type.
+    """
     return SharedContext(value).digest

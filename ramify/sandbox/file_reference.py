@@ -30,8 +30,10 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 
 
 class TextBlockCounts(msgspec.Struct, frozen=True):
-    """The encoding of a text file, with character and line counts for each block of the file. All
-    are found in one pass over the file."""
+    """The encoding of a text file, with character and line counts for each block of the file.
+
+    All are found in one pass over the file.
+    """
 
     encoding: str
     """``utf-8``, or ``cp1252`` if the bytes are not valid UTF-8."""
@@ -45,14 +47,19 @@ class TextBlockCounts(msgspec.Struct, frozen=True):
 
 
 class FileReferenceReader:
-    """A reader for one file that a context refers to. It opens the file again for each read, so a
-    context may refer to more files than a process can keep open."""
+    """A reader for one file that a context refers to.
+
+    It opens the file again for each read, so a context may refer to more files than a process can
+    keep open.
+    """
 
     __slots__ = ("reference", "start")
 
     def __init__(self, reference: FileReference, start: int = 0) -> None:
-        """Create a reader for the file. ``start`` is the byte offset of the text: 0, or the length
-        of the byte order mark."""
+        """Create a reader for the file.
+
+        ``start`` is the byte offset of the text: 0, or the length of the byte order mark.
+        """
         self.reference = reference
         self.start = start
 
@@ -76,8 +83,10 @@ class FileReferenceReader:
         os.close(self.open_unchanged())
 
     def open_unchanged(self) -> int:
-        """Open the file and return its descriptor. Raises SourceError if the file is missing or has
-        changed since it was first read."""
+        """Open the file and return its descriptor.
+
+        Raises SourceError if the file is missing or has changed since it was first read.
+        """
         fd = _open(self.reference)
         now = os.fstat(fd)
         if not _may_be_same(self.reference, now):
@@ -87,9 +96,11 @@ class FileReferenceReader:
 
 
 def check_content_unchanged(reference: FileReference) -> FileReference:
-    """Raise SourceError if a file is missing or its content has changed. Otherwise return its
-    reference with the current modification time. The content is hashed again only if the size or
-    the time differs."""
+    """Raise SourceError if a file is missing or its content has changed.
+
+    Otherwise return its reference with the current modification time. The content is hashed again
+    only if the size or the time differs.
+    """
     fd = _open(reference)
     try:
         now = os.fstat(fd)
@@ -108,9 +119,11 @@ def count_text(
     block_bytes: int,
     on_bytes: Callable[[int], object] = lambda num_bytes: None,
 ) -> tuple[FileReference, TextBlockCounts]:
-    """Hash an open text file and count its characters and line ends, in one pass. The counts are
-    recorded at the start of each block. ``on_bytes`` is called with the number of bytes read so
-    far."""
+    """Hash an open text file and count its characters and line ends, in one pass.
+
+    The counts are recorded at the start of each block. ``on_bytes`` is called with the number of
+    bytes read so far.
+    """
     import hashlib
     from concurrent.futures import ThreadPoolExecutor
 
@@ -176,9 +189,11 @@ def _open(reference: FileReference) -> int:
 
 
 def _read(fd: int, at: int, num_bytes: int) -> bytes:
-    """Read ``num_bytes`` from the file, or fewer at its end. This repeats ``pread``, because a
-    single call may return fewer bytes even in the middle of a file, which would shift all later
-    blocks."""
+    """Read ``num_bytes`` from the file, or fewer at its end.
+
+    This repeats ``pread``, because a single call may return fewer bytes even in the middle of a
+    file, which would shift all later blocks.
+    """
     parts: list[bytes] = []
     while num_bytes > 0 and (part := os.pread(fd, num_bytes, at)):
         parts.append(part)
@@ -187,8 +202,10 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return True if a file may still begin with the same data, judged by its size and time. A
-    longer file counts as the same, because data may only have been appended."""
+    """Return True if a file may still begin with the same data, judged by its size and time.
+
+    A longer file counts as the same, because data may only have been appended.
+    """
     if now.st_size == reference.num_bytes:
         return now.st_mtime_ns == reference.mtime_ns
     return now.st_size > reference.num_bytes

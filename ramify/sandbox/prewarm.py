@@ -16,8 +16,11 @@ from ramify.sandbox.host.forkserver_process import start_early
 
 def launch(spec: SandboxSpec) -> None:
     """Start preparing the next sandbox with this configuration in the background, while the caller
-    does other work. Does nothing if its provider does not support that. Errors are ignored, because
-    ``open_sandbox`` reports them."""
+    does other work.
+
+    Does nothing if its provider does not support that. Errors are ignored, because ``open_sandbox``
+    reports them.
+    """
     with contextlib.suppress(RamifyError, OSError):
         if spec.provider == "jail" and "ramify.sandbox.providers.jail" not in sys.modules:
             start_early()

@@ -1,5 +1,7 @@
 """A request for an answer, independent of the API over which it arrived: the messages, and lower
-limits that a client may set in the field ``ramify``. The progress of its run is available as text.
+limits that a client may set in the field ``ramify``.
+
+The progress of its run is available as text.
 
     chat_completions.read ─┐
     responses.read ────────┴─> AnswerRequest ──conversation_to_question.py──> question ──> run
@@ -67,8 +69,10 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The limits that one request sets for its run. None selects the server's limit, which is also
-    the maximum."""
+    """The limits that one request sets for its run.
+
+    None selects the server's limit, which is also the maximum.
+    """
 
     max_turns: int | None = None
     max_depth: int | None = None
@@ -121,7 +125,10 @@ class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     def limit_overrides(self) -> RunLimitOverrides:
         """Return the limits of the request, including the maximum depth from the short form
-        ``depth``. Raises RequestRejected if both forms are given."""
+        ``depth``.
+
+        Raises RequestRejected if both forms are given.
+        """
         if self.depth is None:
             return self.limits
         if self.limits.max_depth is not None:
@@ -186,8 +193,10 @@ class AnswerRequest(msgspec.Struct, frozen=True):
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode the JSON body of a request. Raises RequestRejected, with the name of the invalid
-    field."""
+    """Decode the JSON body of a request.
+
+    Raises RequestRejected, with the name of the invalid field.
+    """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -204,7 +213,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:
     """Return the JSON schema in a request's response format, and the path of the schema's field for
-    error messages. The schema is None for a text response.
+    error messages.
+
+    The schema is None for a text response.
 
     ``where``: the path of the response format. ``nested``: True for chat completions, which put the
     schema into the field ``json_schema``. Raises RequestRejected if the format is unknown or its
@@ -242,8 +253,10 @@ class _File(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content. It has the fields of both the chat completions and the
-    responses API."""
+    """One part of a message's content.
+
+    It has the fields of both the chat completions and the responses API.
+    """
 
     type: str
     text: str | None = None
@@ -255,8 +268,10 @@ class ContentPart(msgspec.Struct):
     file_url: str | None = None
 
     def read(self, where: str) -> str | AttachedFile:
-        """Return the text or the file in this part. Raises RequestRejected for any other kind of
-        part."""
+        """Return the text or the file in this part.
+
+        Raises RequestRejected for any other kind of part.
+        """
         match self.type:
             case "text" | "input_text" | "output_text":
                 if self.text is None:
@@ -285,9 +300,11 @@ Content = str | list[ContentPart] | None
 def chat_message(
     role: Role, content: Content, where: str, more: str = "", result_of: str = ""
 ) -> ChatMessage:
-    """Convert a message of the chat completions or responses API to a ``ChatMessage``. ``more`` is
-    text to add after the content. ``result_of`` is the tool's name if the message is a tool's
-    result."""
+    """Convert a message of the chat completions or responses API to a ``ChatMessage``.
+
+    ``more`` is text to add after the content. ``result_of`` is the tool's name if the message is a
+    tool's result.
+    """
     if isinstance(content, str):
         parts: list[str | AttachedFile] = [content]
     else:
@@ -326,13 +343,17 @@ class RunProgressFormatter:
         """Session -> the reply that it is receiving."""
 
     def text_of(self, event: AnyEvent) -> str:
-        """Return the progress text for an event. It ends with a newline, or is empty if the event
-        shows no progress."""
+        """Return the progress text for an event.
+
+        It ends with a newline, or is empty if the event shows no progress.
+        """
         return encodable(self._text(event))
 
     def delta_text(self, part: ReplyTextDelta) -> str:
-        """Return the progress text for a part of a reply that is arriving. Only replies to the
-        root, the session that answers the question itself, are shown; for others the text is empty.
+        """Return the progress text for a part of a reply that is arriving.
+
+        Only replies to the root, the session that answers the question itself, are shown; for
+        others the text is empty.
         """
         if part.call not in self._roots:
             return ""
@@ -417,8 +438,10 @@ def _line(text: str) -> str:
 
 
 class RunProgressCollector:
-    """A watcher that collects the progress of one request's run as text. Pass ``apply`` to the run
-    as its event listener, then pass the run to ``begin``."""
+    """A watcher that collects the progress of one request's run as text.
+
+    Pass ``apply`` to the run as its event listener, then pass the run to ``begin``.
+    """
 
     def __init__(self) -> None:
         self._progress = RunProgressFormatter()
@@ -473,7 +496,10 @@ class RunProgressCollector:
             yield self._take_pending()
 
     async def result(self) -> Result:
-        """Wait for the result of the run. Cancelling this call cancels the run."""
+        """Wait for the result of the run.
+
+        Cancelling this call cancels the run.
+        """
         assert self._end is not None
         return await self._end
 

@@ -1,5 +1,6 @@
-"""Functions of the client that an answer may call. They are the ``tools`` of a request and the
-``tool_calls`` of an answer.
+"""Functions of the client that an answer may call.
+
+They are the ``tools`` of a request and the ``tool_calls`` of an answer.
 
     tools ──> AnswerOrToolCallType ──> answer ─┬─ a text, or a value of the response format
                                                └─ {"tool_calls": [{"name": …, "arguments": {…}}]}
@@ -64,7 +65,10 @@ class AnswerOrToolCallType(AnswerSchema, frozen=True):
 
     @property
     def enforceable_schema(self) -> None:
-        """Always None. Providers cannot enforce a choice between a text and a value."""
+        """Always None.
+
+        Providers cannot enforce a choice between a text and a value.
+        """
         return None
 
     def read(self, text: str) -> Any:
@@ -117,8 +121,9 @@ def tool_call_answer_type(
     schema: dict[str, Any] | None,
     schema_field: str,
 ) -> AnswerOrToolCallType | None:
-    """Return the answer type for the client functions that a request offers. Returns None if the
-    answer may call none of them.
+    """Return the answer type for the client functions that a request offers.
+
+    Returns None if the answer may call none of them.
 
     Raises RequestRejected, which names the invalid field.
     """
@@ -167,8 +172,11 @@ def new_id() -> str:
 
 
 def answer_json(value: Any) -> str:
-    """Convert an answer to JSON text. A session may answer with a value other than text, such as a
-    number. Raises TypeMismatch if the value cannot be converted."""
+    """Convert an answer to JSON text.
+
+    A session may answer with a value other than text, such as a number. Raises TypeMismatch if the
+    value cannot be converted.
+    """
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, UnicodeEncodeError) as error:
@@ -179,7 +187,9 @@ def answer_json(value: Any) -> str:
 
 def _named(choice: Any) -> str | None:
     """Return the name of the function that ``tool_choice`` requires, in the format of either API.
-    Returns None if it requires no specific function."""
+
+    Returns None if it requires no specific function.
+    """
     if choice is None or choice in ("auto", "none", "required"):
         return None
     if isinstance(choice, dict) and choice.get("type") == "function":

@@ -1,5 +1,6 @@
-"""The chat completions API of ``ramify serve``. This module reads requests and writes responses and
-streams.
+"""The chat completions API of ``ramify serve``.
+
+This module reads requests and writes responses and streams.
 
     body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
 
@@ -98,8 +99,10 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Read the body of a chat completions request. Raises RequestRejected, with the name of the
-    invalid field."""
+    """Read the body of a chat completions request.
+
+    Raises RequestRejected, with the name of the invalid field.
+    """
     parsed = decode(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:

@@ -63,8 +63,9 @@ class _MovedPiece(msgspec.Struct):
 def prompt_of(
     messages: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS
 ) -> QuestionAndContext:
-    """Build the question and the context of a run from a conversation. Raises RequestRejected if
-    the question is missing, or if a file cannot be read.
+    """Build the question and the context of a run from a conversation.
+
+    Raises RequestRejected if the question is missing, or if a file cannot be read.
 
     ``field``: the request field with the messages, for error messages. ``max_bytes``: the maximum
     size of attached files, also when unpacked. ``long_chars``: a text with more characters moves to
@@ -140,8 +141,10 @@ def _piece(
 
 
 def _decoded(part: AttachedFile) -> bytes:
-    """Decode the bytes of an attached file. For example, ``data:text/csv;base64,YQ==`` becomes
-    ``b"a"``."""
+    """Decode the bytes of an attached file.
+
+    For example, ``data:text/csv;base64,YQ==`` becomes ``b"a"``.
+    """
     head, comma, encoded = (
         part.data.partition(",") if part.data.startswith("data:") else ("", "", part.data)
     )
@@ -176,8 +179,9 @@ def _place(name: str, is_single: bool) -> str:
 
 
 def _asked(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    """Return the text of the question. If the whole question was moved to the context, return its
-    beginning and end.
+    """Return the text of the question.
+
+    If the whole question was moved to the context, return its beginning and end.
 
     If the context is a single text, the placeholder for it is left out, because the prompt always
     mentions ``context``. The question then stays exactly as the user wrote it.

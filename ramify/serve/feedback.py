@@ -35,8 +35,10 @@ _decoder = msgspec.json.Decoder(_Feedback)
 
 
 def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -> None:
-    """Add the feedback route to a web application. Without a recorder nothing is recorded, so the
-    route answers with an error."""
+    """Add the feedback route to a web application.
+
+    Without a recorder nothing is recorded, so the route answers with an error.
+    """
 
     async def post(http: web.Request) -> web.StreamResponse:
         async with received(http) as body:
@@ -63,7 +65,10 @@ def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -
 
 
 def _read(body: bytes) -> _Feedback:
-    """Read the body of a feedback request. Raises RequestRejected if it is invalid."""
+    """Read the body of a feedback request.
+
+    Raises RequestRejected if it is invalid.
+    """
     try:
         feedback = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

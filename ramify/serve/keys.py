@@ -92,8 +92,10 @@ class ApiCaller:
         self.num_runs = 0
 
     def enter(self) -> None:
-        """Count a request as in progress, before its body is read. Raises RequestRejected if the
-        key already has its maximum number of requests in progress."""
+        """Count a request as in progress, before its body is read.
+
+        Raises RequestRejected if the key already has its maximum number of requests in progress.
+        """
         if self.key.max_runs is not None and self.num_runs >= self.key.max_runs:
             raise RequestRejected(
                 f"this key already has {self.num_runs} requests in progress, its maximum: try "
@@ -111,8 +113,10 @@ class ApiCaller:
             self.spent.held_cost = 0.0  # so that rounding errors do not add up
 
     def hold(self, limits: Limits) -> BudgetHold:
-        """Reserve part of the key's budget for a new run, up to the run's limits. Raises
-        RequestRejected if the budget is used up."""
+        """Reserve part of the key's budget for a new run, up to the run's limits.
+
+        Raises RequestRejected if the budget is used up.
+        """
         key, spent = self.key, self.spent
         cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
         tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
@@ -135,8 +139,10 @@ class ApiCaller:
         return hold
 
     def release(self, hold: BudgetHold) -> None:
-        """Return a reservation to the budget. Call this if the run did not start, or once it has
-        been charged."""
+        """Return a reservation to the budget.
+
+        Call this if the run did not start, or once it has been charged.
+        """
         self.spent.held_cost -= hold.cost
         self.spent.held_tokens -= hold.tokens
 
@@ -171,11 +177,15 @@ class ApiCaller:
 
 
 class ApiKeys:
-    """The API keys of a server and their usage. The usage is saved to a file if a path is given."""
+    """The API keys of a server and their usage.
+
+    The usage is saved to a file if a path is given.
+    """
 
     def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
-        """Load the usage of the given keys from the file. If there are no keys, all clients share
-        one caller without limits.
+        """Load the usage of the given keys from the file.
+
+        If there are no keys, all clients share one caller without limits.
 
         Raises ConfigError for an invalid key, or if two names have the same key.
         """
@@ -199,18 +209,25 @@ class ApiKeys:
 
     @classmethod
     def generated(cls) -> tuple[ApiKeys, str]:
-        """Create a new key without limits that is valid until the server stops. Returns the set of
-        keys and the new key."""
+        """Create a new key without limits that is valid until the server stops.
+
+        Returns the set of keys and the new key.
+        """
         key = new_key()
         return cls({"default": ApiKey(key=key)}), key
 
     def caller_named(self, name: str) -> ApiCaller:
-        """Return the caller with this name. Without keys, all clients are one caller."""
+        """Return the caller with this name.
+
+        Without keys, all clients are one caller.
+        """
         return self.callers.get(name, self._anyone)
 
     def save(self) -> None:
-        """Save the spent and reserved amounts to the file. Raises StoreError if it cannot be
-        written."""
+        """Save the spent and reserved amounts to the file.
+
+        Raises StoreError if it cannot be written.
+        """
         if self._path is None or not self.callers:
             return
         spent = {**self._others, **{name: caller.spent for name, caller in self.callers.items()}}
@@ -226,7 +243,10 @@ class ApiKeys:
 
 
 def read_keys(path: str | Path) -> dict[str, ApiKey]:
-    """Read API keys from a TOML file. Raises ConfigError, which says what is wrong."""
+    """Read API keys from a TOML file.
+
+    Raises ConfigError, which says what is wrong.
+    """
     try:
         content: dict[str, Any] = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         return msgspec.convert(content, dict[str, ApiKey])
@@ -242,8 +262,11 @@ def read_keys(path: str | Path) -> dict[str, ApiKey]:
 
 
 def _read_spent(path: Path | None) -> dict[str, KeyUsage]:
-    """Read the saved usage of each key. Amounts still reserved when the server stopped count as
-    spent, because their runs may have used them."""
+    """Read the saved usage of each key.
+
+    Amounts still reserved when the server stopped count as spent, because their runs may have used
+    them.
+    """
     if path is None or not path.exists():
         return {}
     try:

@@ -1,5 +1,6 @@
-"""The MCP server over HTTP (``ramify mcp --http``). It has the same protection as the other HTTP
-servers of this package.
+"""The MCP server over HTTP (``ramify mcp --http``).
+
+It has the same protection as the other HTTP servers of this package.
 
     POST, GET, DELETE /mcp    MCP's streamable HTTP transport
 
@@ -34,7 +35,10 @@ _MAX_BODY_BYTES = 4 << 20
 
 
 class McpHttpServer:
-    """An MCP server that listens on a network address. ``async with`` starts and stops it."""
+    """An MCP server that listens on a network address.
+
+    ``async with`` starts and stops it.
+    """
 
     def __init__(
         self,
@@ -44,9 +48,11 @@ class McpHttpServer:
         address: ListenAddress | None = None,
         key: str | None = None,
     ) -> None:
-        """Create a server that may read files below the folders ``roots``. Raises ConfigError if
-        one of them does not exist. ``key`` is the bearer key that clients must send; by default a
-        new one is generated if the address needs a key."""
+        """Create a server that may read files below the folders ``roots``.
+
+        Raises ConfigError if one of them does not exist. ``key`` is the bearer key that clients
+        must send; by default a new one is generated if the address needs a key.
+        """
         self.address = address = address or ListenAddress()
         self.key = key or (new_key() if address.needs_key else "")
         """The key that clients must send; empty if the address needs none."""

@@ -1,5 +1,6 @@
-"""An MCP server with the single tool ``ask``, which answers questions about files. It needs the
-extra ``mcp``.
+"""An MCP server with the single tool ``ask``, which answers questions about files.
+
+It needs the extra ``mcp``.
 
     client ── ask(question, paths) ──> read files below the roots ──> run ──> answer
                                                                        └──> progress meanwhile
@@ -44,8 +45,9 @@ May be read: {roots}"""
 
 
 def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
-    """Create an MCP server with the tool ``ask``. The caller must enter ``rlm`` as a context
-    manager.
+    """Create an MCP server with the tool ``ask``.
+
+    The caller must enter ``rlm`` as a context manager.
 
     Raises ConfigError if one of the roots, the folders and files that may be read, does not exist.
     """
@@ -88,9 +90,11 @@ async def run(rlm: RLM, roots: Sequence[str]) -> None:
 
 
 def resolve(path: str, roots: Sequence[str]) -> list[str]:
-    """Return the real paths of the files and folders that ``path`` names. It may contain wildcards.
-    Paths outside the roots, the folders that may be read, are left out. Raises ConfigError if
-    nothing is found inside the roots."""
+    """Return the real paths of the files and folders that ``path`` names.
+
+    It may contain wildcards. Paths outside the roots, the folders that may be read, are left out.
+    Raises ConfigError if nothing is found inside the roots.
+    """
     for root in roots:
         place = os.path.join(root, path)  # ``path`` itself if it is absolute
         matches = [place] if os.path.lexists(place) else []

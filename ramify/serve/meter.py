@@ -1,5 +1,6 @@
-"""The metering proxy, an OpenAI-compatible HTTP server in front of one model. It counts what each
-caller spends, and refuses requests that exceed the caller's budget.
+"""The metering proxy, an OpenAI-compatible HTTP server in front of one model.
+
+It counts what each caller spends, and refuses requests that exceed the caller's budget.
 
     system ── POST /v1/chat/completions, its key ──> seat ── reserve ──> pool ──> model
                  <── reply, with the usage that was charged   │ 402 with a sentence: nothing is left
@@ -52,8 +53,10 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request that opens an account with a budget for one caller. Limits that are not
-    set default to those of the proxy."""
+    """The body of a request that opens an account with a budget for one caller.
+
+    Limits that are not set default to those of the proxy.
+    """
 
     name: str
     max_calls: int | None = None
@@ -63,7 +66,9 @@ class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 class MeteringProxy:
     """An HTTP server that forwards requests to one model, and counts and limits what each caller
-    spends. ``async with`` starts and stops it.
+    spends.
+
+    ``async with`` starts and stops it.
 
     Example:
         async with MeteringProxy("openai:gpt-5-mini") as meter:
@@ -84,7 +89,9 @@ class MeteringProxy:
         reply_tokens: int = REPLY_TOKENS,
         max_in_flight: int = 64,
     ) -> None:
-        """Create a metering proxy for one model. ``async with`` starts it.
+        """Create a metering proxy for one model.
+
+        ``async with`` starts it.
 
         ``budget``: the budget of each seat (a caller's account) that is opened without one.
         ``name``: the model's name in requests and replies; the default is the provider's name for
@@ -125,7 +132,10 @@ class MeteringProxy:
 
     @property
     def upstream_client(self) -> Client:
-        """The client of the model behind the proxy. It exists once the proxy has started."""
+        """The client of the model behind the proxy.
+
+        It exists once the proxy has started.
+        """
         assert self._client is not None, "the meter has not started"
         return self._client
 
@@ -162,9 +172,11 @@ class MeteringProxy:
     async def seat(
         self, name: str, budget: PerItemBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
-        """Open a seat, an account for one caller, until the block ends. If the name is in use, a
-        number is appended to it. Raises ConfigError for a limit in dollars if the model has no
-        price."""
+        """Open a seat, an account for one caller, until the block ends.
+
+        If the name is in use, a number is appended to it. Raises ConfigError for a limit in dollars
+        if the model has no price.
+        """
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
         free = next(each for each in names if each not in self.seats)
         seat = self._open(free, budget or self._budget)
@@ -216,7 +228,10 @@ class MeteringProxy:
         self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
     ) -> Reply:
         """Forward one request to the model within the budget of a seat, which is one caller's
-        account. Raises RequestRejected with status 402 if the budget is used up."""
+        account.
+
+        Raises RequestRejected with status 402 if the budget is used up.
+        """
         seat.num_requests += 1
         number, began = seat.num_requests, time.perf_counter()
         metered = MeteredRequest(seat, asked, self.upstream_client, self._reply_tokens)
@@ -287,7 +302,10 @@ class MeteringProxy:
 
 
 class _SeatKeys(BearerKeys):
-    """The API keys of all open accounts ("seats"). The HTTP server identifies callers by them."""
+    """The API keys of all open accounts ("seats").
+
+    The HTTP server identifies callers by them.
+    """
 
     def __init__(self) -> None:
         super().__init__({})
@@ -306,8 +324,10 @@ class _SeatKeys(BearerKeys):
 
 
 class MeteredModel:
-    """The metered model, with the interface that the API routes call. Each object acts for one
-    caller's account ("seat")."""
+    """The metered model, with the interface that the API routes call.
+
+    Each object acts for one caller's account ("seat").
+    """
 
     def __init__(self, meter: MeteringProxy, seat: MeteredModelAccess) -> None:
         self.name = meter.name
@@ -317,9 +337,11 @@ class MeteredModel:
         self._rendering: PromptRenderer | None = getattr(meter.upstream_client, "rendering", None)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Send ``num_replies`` separate requests for one reply each. Each request is charged for
-        the whole prompt, but an API response reports a single usage. The first reply's usage
-        therefore has the prompt tokens of all requests."""
+        """Send ``num_replies`` separate requests for one reply each.
+
+        Each request is charged for the whole prompt, but an API response reports a single usage.
+        The first reply's usage therefore has the prompt tokens of all requests.
+        """
         if num_replies == 1:
             return (await self._meter.ask(self._seat, request),)
         asking = [
@@ -365,8 +387,10 @@ class MeteredModel:
 
 
 def _with_seeds(request: Request, num_replies: int) -> list[Request]:
-    """Return a separate request for each reply. If the request has a seed, the request for reply
-    number i has ``seed + i``."""
+    """Return a separate request for each reply.
+
+    If the request has a seed, the request for reply number i has ``seed + i``.
+    """
     seed = request.sampling.seed
     if seed is None:
         return [request] * num_replies

@@ -1,5 +1,7 @@
-"""One request to a metered model. This module reserves budget from the caller's account ("seat"),
-lowers the limit on the reply's tokens if the budget requires it, and charges the actual cost.
+"""One request to a metered model.
+
+This module reserves budget from the caller's account ("seat"), lowers the limit on the reply's
+tokens if the budget requires it, and charges the actual cost.
 
     tokens of the prompt + limit of the reply ── reserve ──> sent ──> reply ── settle ──> charged
       │ does not fit: the limit of the reply is lowered to the rest
@@ -48,7 +50,9 @@ class _ReplyLostAfterPayment(Exception):
 
 class MeteredRequest:
     """One request of a caller to the model, with the reply limited to the caller's budget.
-    Implements ``RequestReservation``."""
+
+    Implements ``RequestReservation``.
+    """
 
     def __init__(
         self, seat: MeteredModelAccess, asked: Request, client: Client, reply_tokens: int
@@ -70,7 +74,10 @@ class MeteredRequest:
 
     async def count_prompt(self) -> None:
         """Count the exact tokens of the prompt, if the model's chat template is available in this
-        process. Otherwise an upper bound is used."""
+        process.
+
+        Otherwise an upper bound is used.
+        """
         rendering: PromptRenderer | None = getattr(self._client, "rendering", None)
         if rendering is None:
             return
@@ -81,8 +88,10 @@ class MeteredRequest:
         self._num_prompt, self._is_exact = len(ids), True
 
     async def send(self, pool: RateLimitedClientPool, on_piece: OnPiece | None) -> Reply:
-        """Send the request, shortened to the budget, and return the reply. Raises RequestRejected
-        if the budget is used up, or if the model fails."""
+        """Send the request, shortened to the budget, and return the reply.
+
+        Raises RequestRejected if the budget is used up, or if the model fails.
+        """
         try:
             while True:
                 self.sent, self._reservation = self._fitted()
@@ -106,7 +115,10 @@ class MeteredRequest:
 
     def _fitted(self) -> tuple[Request, Reservation]:
         """Return the request with the highest limit on reply tokens that the budget allows, and the
-        amount to reserve for it. Raises RequestRejected if the budget allows no reply."""
+        amount to reserve for it.
+
+        Raises RequestRejected if the budget allows no reply.
+        """
         most = float(self._longest_reply())
         # Rounding of dollars to tokens may need a second look.
         for _ in range(3):
@@ -120,8 +132,10 @@ class MeteredRequest:
         raise self._refused(reservation.amount)
 
     def _longest_reply(self) -> int:
-        """Return the maximum number of tokens of the reply, regardless of the budget. A caller's
-        limit as large as the model's context window counts as no limit."""
+        """Return the maximum number of tokens of the reply, regardless of the budget.
+
+        A caller's limit as large as the model's context window counts as no limit.
+        """
         asked, window = self._asked.sampling.max_tokens, self._seat.window
         limit = asked if asked < window else min(self._reply_tokens, window)
         room = window - self._num_prompt
@@ -129,7 +143,10 @@ class MeteredRequest:
 
     def _tokens_over(self, amount: BudgetAmount) -> float:
         """Return the number of tokens by which the reply must be shortened to stay within the
-        budget. The result is infinite if no reply is short enough."""
+        budget.
+
+        The result is infinite if no reply is short enough.
+        """
         ledger, price = self._seat.ledger, self._client.price
         exceeded = ledger.would_pass(amount)
         if exceeded is None:
@@ -194,9 +211,11 @@ class MeteredRequest:
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:
-    """Return the request that is sent to the model, with the reply limited to ``max_tokens``. It
-    asks for log-probabilities only if the caller wants the likeliest tokens, because many models
-    refuse to report them."""
+    """Return the request that is sent to the model, with the reply limited to ``max_tokens``.
+
+    It asks for log-probabilities only if the caller wants the likeliest tokens, because many models
+    refuse to report them.
+    """
     sampling = msgspec.structs.replace(
         request.sampling,
         max_tokens=max_tokens,

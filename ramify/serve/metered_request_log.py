@@ -1,5 +1,6 @@
-"""The log file of the metering proxy. It has one line of JSON for each request, and stores each
-message only once.
+"""The log file of the metering proxy.
+
+It has one line of JSON for each request, and stores each message only once.
 
     {"type":"message","id":"9f3a…","message":{"role":"user","content":"…"}}
     {"type":"request","seat":"oolong/test/3","number":1,"status":200,"messages":["9f3a…"],…}
@@ -61,7 +62,10 @@ class MeterLogWriter:
     """Writes the log file of a metering proxy: one line for each request and each new message."""
 
     def __init__(self, path: Path) -> None:
-        """Open the log file for appending. Raises StoreError if that fails."""
+        """Open the log file for appending.
+
+        Raises StoreError if that fails.
+        """
         self.path = path
         make_folder(path.parent)
         try:
@@ -85,8 +89,11 @@ class MeterLogWriter:
         seconds: float,
         error: str,
     ) -> None:
-        """Write one request to the log. ``asked`` is the request as the caller sent it. ``sent`` is
-        the request that the model got, or None if nothing was sent."""
+        """Write one request to the log.
+
+        ``asked`` is the request as the caller sent it. ``sent`` is the request that the model got,
+        or None if nothing was sent.
+        """
         lines = bytearray()
         ids = tuple(self._id_of(message, lines) for message in asked.messages)
         entry = MeterLogEntry(
@@ -111,8 +118,10 @@ class MeterLogWriter:
             self._fd = -1
 
     def _id_of(self, message: Message, lines: bytearray) -> str:
-        """Return the id of a message. For a new message, also add the line that stores it to
-        ``lines``."""
+        """Return the id of a message.
+
+        For a new message, also add the line that stores it to ``lines``.
+        """
         digest = hashlib.blake2b(_encode(message), digest_size=16).digest()
         if digest not in self._known:
             self._known.add(digest)

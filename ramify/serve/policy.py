@@ -65,7 +65,10 @@ _MAX_PATHS = 4096
 
 
 class PolicyServer:
-    """An HTTP server for one policy, a local model. ``async with`` starts and stops it."""
+    """An HTTP server for one policy, a local model.
+
+    ``async with`` starts and stops it.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,10 @@ class PolicyServer:
         recorder: TrafficRecorder | None = None,
         max_replies: int = _MAX_REPLIES,
     ) -> None:
-        """Create a server for one policy. ``async with`` starts it. Raises ConfigError if clients
-        could replace the weights without a key.
+        """Create a server for one policy.
+
+        ``async with`` starts it. Raises ConfigError if clients could replace the weights without a
+        key.
 
         ``name``: the model's name. ``key``: the bearer key that clients must send; by default the
         server generates one for this start, if its ``address`` needs one. ``recorder``: stores
@@ -187,9 +192,11 @@ class PolicyServer:
 
     @asynccontextmanager
     async def _admitted(self, _: web.Request) -> AsyncIterator[ModelForCaller]:
-        """Admit one request and count it as in progress until the block ends. Raises
-        RequestRejected if the server is overloaded, or if its engine is asleep or has no valid
-        weights."""
+        """Admit one request and count it as in progress until the block ends.
+
+        Raises RequestRejected if the server is overloaded, or if its engine is asleep or has no
+        valid weights.
+        """
         with self._progress.more(1):
             if self._weights is not None:
                 with errors_as_rejections():  # the engine sleeps too long
@@ -217,8 +224,10 @@ class _RepliesInProgress:
 
     @contextmanager
     def more(self, num_replies: int) -> Iterator[None]:
-        """Count more replies as in progress until the block ends. Raises RequestRejected if the
-        limit is exceeded."""
+        """Count more replies as in progress until the block ends.
+
+        Raises RequestRejected if the limit is exceeded.
+        """
         if self._num + num_replies > self._most:
             raise RequestRejected(
                 f"{self._num} replies are in progress, and at most {self._most} are allowed: try "
@@ -234,12 +243,18 @@ class _RepliesInProgress:
 
 
 class PolicyAnswerer:
-    """A policy that answers requests. It remembers the exact token ids of its earlier replies, so
-    that later turns of a conversation continue from them."""
+    """A policy that answers requests.
+
+    It remembers the exact token ids of its earlier replies, so that later turns of a conversation
+    continue from them.
+    """
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """Wrap the client of a policy. ``progress`` counts the replies in progress. The caller has
-        already counted one reply for each request, so only further ones are counted here."""
+        """Wrap the client of a policy.
+
+        ``progress`` counts the replies in progress. The caller has already counted one reply for
+        each request, so only further ones are counted here.
+        """
         self.name = name
         self._progress = progress
         self.window = client.window
@@ -252,8 +267,10 @@ class PolicyAnswerer:
         return self._paths.with_known_prefix_ids(request)
 
     async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Generate independent replies to a request. If it has a seed, reply number i is sampled
-        with ``seed + i``."""
+        """Generate independent replies to a request.
+
+        If it has a seed, reply number i is sampled with ``seed + i``.
+        """
         request, schema = self.with_known_prefix_ids(request), await _schema_of(request)
         if num_replies == 1:
             return (await self._reply(request, schema),)
@@ -292,8 +309,11 @@ class PolicyAnswerer:
         return reply
 
     async def _take(self, request: Request, reply: Reply, schema: JsonSchema | None) -> None:
-        """Remember the token ids of a reply. Raises RequestRejected if the reply does not match the
-        request's schema, since the engine does not enforce it."""
+        """Remember the token ids of a reply.
+
+        Raises RequestRejected if the reply does not match the request's schema, since the engine
+        does not enforce it.
+        """
         self._paths.remember(request, reply)
         if schema is None or reply.finish != "stop":
             return
@@ -316,15 +336,20 @@ def _failure(schema: JsonSchema, value: Any) -> str | None:
 
 
 async def _schema_of(request: Request) -> JsonSchema | None:
-    """Compile the JSON schema of a request, or return None if it has none. Raises ConfigError if
-    the schema is invalid or too large."""
+    """Compile the JSON schema of a request, or return None if it has none.
+
+    Raises ConfigError if the schema is invalid or too large.
+    """
     if request.schema is None:
         return None
     return await asyncio.to_thread(partial(JsonSchema, request.schema, trusted=False))
 
 
 def _apart(request: Request, num_replies: int) -> list[Request]:
-    """Return a separate request for each reply. The requests differ only in their seeds."""
+    """Return a separate request for each reply.
+
+    The requests differ only in their seeds.
+    """
     sampling = request.sampling
     if sampling.seed is None:
         return [request] * num_replies
@@ -336,7 +361,10 @@ def _apart(request: Request, num_replies: int) -> list[Request]:
 async def _merged(
     streams: Sequence[AsyncGenerator[Message | Reply, None]],
 ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-    """Yield the parts of all streams as they arrive. Each part has the index of its stream."""
+    """Yield the parts of all streams as they arrive.
+
+    Each part has the index of its stream.
+    """
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as parts:
             async for part in parts:
@@ -368,8 +396,10 @@ async def _merged(
 
 
 class _KnownPaths:
-    """The remembered token ids of the last few thousand conversations. Each entry holds the prompt
-    and sampled tokens of a conversation up to one reply."""
+    """The remembered token ids of the last few thousand conversations.
+
+    Each entry holds the prompt and sampled tokens of a conversation up to one reply.
+    """
 
     def __init__(self) -> None:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()

@@ -1,5 +1,7 @@
-"""Answer the questions that a server receives. Each request is admitted, part of its key's budget
-is reserved, the run is started, and its actual usage is charged.
+"""Answer the questions that a server receives.
+
+Each request is admitted, part of its key's budget is reserved, the run is started, and its actual
+usage is charged.
 
     capacity? ──> body ──> hold budget ──> run ──> answer, or cancel if the client leaves
                                                      └──> settle budget, count metrics
@@ -63,14 +65,18 @@ class ServedAnswer(msgspec.Struct, frozen=True):
 
 
 def max_length_instruction(max_tokens: int | None) -> str:
-    """Return a note to the model about the maximum length of its answer. It is empty if the request
-    has no ``max_tokens``."""
+    """Return a note to the model about the maximum length of its answer.
+
+    It is empty if the request has no ``max_tokens``.
+    """
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
 
 
 def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
-    """Convert a run's result to the answer that the server sends. Raises RequestRejected if the run
-    was suspended, or ended without an answer."""
+    """Convert a run's result to the answer that the server sends.
+
+    Raises RequestRejected if the run was suspended, or ended without an answer.
+    """
     if result.stop is Stop.SUSPENDED:
         raise suspended_run_error(f"suspended: {result.error}", result.run_id)
     if result.stop is Stop.CANCELLED and result.answer is None:
@@ -162,7 +168,9 @@ class ServedQuestion:
         self.paid_cost = 0.0
 
     async def answer(self) -> ServedAnswer:
-        """Wait for the answer of the run. Cancelling this call cancels the run.
+        """Wait for the answer of the run.
+
+        Cancelling this call cancels the run.
 
         Raises RequestRejected if the run failed.
         """
@@ -218,12 +226,16 @@ class ServedQuestions:
 
     @property
     def num_active(self) -> int:
-        """The number of requests in progress. It includes requests whose body is still arriving."""
+        """The number of requests in progress.
+
+        It includes requests whose body is still arriving.
+        """
         return self._num_admitted
 
     async def prepare_models(self) -> int:
-        """Prepare the models and the sandbox. Returns the smallest context window of the models, in
-        tokens.
+        """Prepare the models and the sandbox.
+
+        Returns the smallest context window of the models, in tokens.
 
         Raises ConfigError if a key has a budget in dollars but a model has no known price.
         """
@@ -243,8 +255,9 @@ class ServedQuestions:
 
     @contextmanager
     def admitted(self, caller: ApiCaller) -> Iterator[None]:
-        """Count a caller's request as active until the block ends. The block begins before the body
-        is read, and ends when the response has been sent.
+        """Count a caller's request as active until the block ends.
+
+        The block begins before the body is read, and ends when the response has been sent.
 
         Raises RequestRejected if the server is stopping, or if the server or the key has too many
         requests in progress.
@@ -276,7 +289,9 @@ class ServedQuestions:
     async def ask(
         self, caller: ApiCaller, request: AnswerRequest, prompt: QuestionAndContext
     ) -> AsyncIterator[ServedQuestion]:
-        """Start the run of an admitted request. Leaving the block early cancels the run.
+        """Start the run of an admitted request.
+
+        Leaving the block early cancels the run.
 
         Raises RequestRejected if the server is stopping, or the key's budget is spent.
         """

@@ -1,5 +1,6 @@
-"""Redact personal data and keys from recorded conversations. Both the text and the tokens that
-spell it are redacted.
+"""Redact personal data and keys from recorded conversations.
+
+Both the text and the tokens that spell it are redacted.
 
     text   "write to ann@x.org please"   ──> "write to «redacted e-mail» please"
     ids    [ 5, 17, 80, 81, 82, 31 ]     ──> [ 5, 17, x, x, x, 31 ], and which ones they are
@@ -48,9 +49,12 @@ class RedactionRules:
     """A set of rules that redacts personal data and keys before conversations are stored."""
 
     def __init__(self, patterns: Sequence[str] = (), *, defaults: bool = True) -> None:
-        """Create redaction rules. ``patterns`` are regular expressions to redact in addition to the
-        default rules, which ``defaults=False`` turns off. Raises ConfigError for a pattern that
-        does not compile, or that matches an empty string."""
+        """Create redaction rules.
+
+        ``patterns`` are regular expressions to redact in addition to the default rules, which
+        ``defaults=False`` turns off. Raises ConfigError for a pattern that does not compile, or
+        that matches an empty string.
+        """
         self._patterns = [_compiled(pattern) for pattern in patterns]
         self._secrets = SecretRedactor() if defaults else None
 
@@ -66,12 +70,18 @@ class RedactionRules:
         return merged
 
     def text(self, text: str) -> str:
-        """Redact ``text``. Each redacted span is replaced with a placeholder."""
+        """Redact ``text``.
+
+        Each redacted span is replaced with a placeholder.
+        """
         return self._marked(text, set())
 
     def message(self, message: Message, removed: set[str]) -> Message:
-        """Redact the texts of a message. Each redacted span is replaced with a placeholder, and its
-        text is added to the set ``removed``."""
+        """Redact the texts of a message.
+
+        Each redacted span is replaced with a placeholder, and its text is added to the set
+        ``removed``.
+        """
         calls = tuple(
             ToolCall(call.id, call.name, self._marked(call.arguments, removed))
             for call in message.tool_calls
@@ -95,8 +105,10 @@ class RedactionRules:
         return value
 
     def cell(self, cell: Cell) -> Cell:
-        """Redact the record of a cell: its code, output, value and errors. The reference to its
-        full output is removed, because that output is not stored."""
+        """Redact the record of a cell: its code, output, value and errors.
+
+        The reference to its full output is removed, because that output is not stored.
+        """
         return msgspec.structs.replace(
             cell,
             code=self.text(cell.code),
@@ -109,9 +121,11 @@ class RedactionRules:
     def token_mask(
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
-        """Return a list with True for each token that is part of a redacted span. ``removed`` holds
-        the texts that were redacted in the messages. Wherever they occur here, they are redacted,
-        too."""
+        """Return a list with True for each token that is part of a redacted span.
+
+        ``removed`` holds the texts that were redacted in the messages. Wherever they occur here,
+        they are redacted, too.
+        """
         text = decode(ids)
         spans = [(span.start, span.end) for span in self.spans(text)]
         for value in removed:
@@ -162,8 +176,10 @@ busy.
 
 
 class _PrefixLengths:
-    """Finds how many leading token ids decode to a given number of characters. Only the prefixes
-    that are needed are decoded."""
+    """Finds how many leading token ids decode to a given number of characters.
+
+    Only the prefixes that are needed are decoded.
+    """
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids = ids
@@ -171,7 +187,10 @@ class _PrefixLengths:
 
     def last_up_to(self, chars: int) -> int:
         """Return the largest number of leading token ids whose text has at most ``chars``
-        characters. An incomplete character at the end counts as one."""
+        characters.
+
+        An incomplete character at the end counts as one.
+        """
         return bisect_right(range(1, len(self._ids) + 1), chars, key=self._all)
 
     def first_from(self, chars: int) -> int:
@@ -200,7 +219,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _has_check_digit(number: str) -> bool:
-    """Return True if the digits of a number pass the Luhn test. Those of all card numbers do."""
+    """Return True if the digits of a number pass the Luhn test.
+
+    Those of all card numbers do.
+    """
     digits = [int(char) for char in number if char.isdigit()]
     doubled = [digit * 2 - 9 * (digit > 4) for digit in digits[-2::-2]]
     return (sum(digits[-1::-2]) + sum(doubled)) % 10 == 0 and any(digits)

@@ -1,5 +1,6 @@
-"""The OpenAI responses API of ``ramify serve``. This module reads requests and writes responses and
-streams.
+"""The OpenAI responses API of ``ramify serve``.
+
+This module reads requests and writes responses and streams.
 
     body ──read──> AnswerRequest          ServedAnswer ──> response body, or events of a stream
 
@@ -95,8 +96,10 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def read(body: bytes) -> AnswerRequest:
-    """Read the body of a responses API request. Raises RequestRejected, with the name of the
-    invalid field."""
+    """Read the body of a responses API request.
+
+    Raises RequestRejected, with the name of the invalid field.
+    """
     parsed = decode(_decoder, body)
     refuse_unsupported(parsed, _HARMLESS)
     items = (
@@ -150,8 +153,9 @@ def response_body(
 
 
 class ResponsesStreamEncoder:
-    """The events of one streamed response in the format of the responses API. Their sequence
-    numbers have no gaps.
+    """The events of one streamed response in the format of the responses API.
+
+    Their sequence numbers have no gaps.
 
     Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
     """
@@ -260,8 +264,10 @@ class ResponsesStreamEncoder:
 
 
 class _Head:
-    """Builds the JSON bodies that describe one response at each stage of its progress. All have the
-    same id, model and settings."""
+    """Builds the JSON bodies that describe one response at each stage of its progress.
+
+    All have the same id, model and settings.
+    """
 
     def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
         self._id = id
@@ -326,8 +332,10 @@ def _function_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _message_of(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
-    """Convert an input item of the request to a message. Returns None for reasoning of earlier
-    turns, which is ignored."""
+    """Convert an input item of the request to a message.
+
+    Returns None for reasoning of earlier turns, which is ignored.
+    """
     match item.type:
         case "message":
             if item.role is None:

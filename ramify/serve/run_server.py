@@ -99,8 +99,9 @@ class RunServer:
         ping_s: float = 15.0,
         open_recorder: Callable[[Sequence[Client]], TrafficRecorder] | None = None,
     ) -> None:
-        """Create a server whose answers come from the recursive language model ``rlm``. ``async
-        with`` starts it.
+        """Create a server whose answers come from the recursive language model ``rlm``.
+
+        ``async with`` starts it.
 
         ``name``: the model's name. ``keys``: the API keys that clients may use; without them, the
         server generates a key for this start (``key``) if its ``address`` needs one. ``max_runs``:
@@ -190,8 +191,10 @@ class RunServer:
         await self.close()
 
     async def close(self) -> None:
-        """Stop at once. All runs are cancelled, and their requests get an error. Calling this twice
-        is harmless."""
+        """Stop at once.
+
+        All runs are cancelled, and their requests get an error. Calling this twice is harmless.
+        """
         if self._is_open:
             self._is_open = False
             await self._questions.close()
@@ -264,7 +267,10 @@ class RunServer:
         return handle
 
     async def _record(self, id: str, question: ServedQuestion) -> None:
-        """Record the run of a question. The last part of its answer is sent only afterwards."""
+        """Record the run of a question.
+
+        The last part of its answer is sent only afterwards.
+        """
         request, running = question.request, question.watch.running
         if self._recorder is not None and running is not None and not request.is_private:
             temperature = request.merged_sampling(self._sampling).temperature

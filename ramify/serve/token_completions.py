@@ -108,8 +108,10 @@ _generate_decoder = msgspec.json.Decoder(_Generate)
 
 
 async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
-    """Answer a completion request in vLLM's format. Raises Refused or RequestRejected if the
-    request is invalid."""
+    """Answer a completion request in vLLM's format.
+
+    Raises Refused or RequestRejected if the request is invalid.
+    """
     parsed = decode_request(_prompt_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_HERE)
     tokenizer = client.policy.tokenizer
@@ -163,8 +165,10 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
 
 
 async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
-    """Answer a completion request in SGLang's format. Raises Refused or RequestRejected if the
-    request is invalid."""
+    """Answer a completion request in SGLang's format.
+
+    Raises Refused or RequestRejected if the request is invalid.
+    """
     parsed = decode_request(_generate_decoder, body, "completion")
     refuse_unsupported(parsed, _NOT_IN_GENERATE)
     params, ids = parsed.sampling_params, parsed.input_ids

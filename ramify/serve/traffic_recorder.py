@@ -1,5 +1,6 @@
-"""Record the conversations of a served policy as runs in a store. Each has its exact token ids and
-the users' feedback.
+"""Record the conversations of a served policy as runs in a store.
+
+Each has its exact token ids and the users' feedback.
 
     request ─ reply ──> redact ──> its conversation ──> STORE/runs/RUN_ID.jsonl   one per tree
     POST /v1/feedback ─> reply's id ──> its turn ──────>        … a score of that turn
@@ -152,8 +153,11 @@ class _RecordedTurn(NamedTuple):
 
 
 class TrafficRecorder:
-    """A recorder that stores conversations in one store. Call its methods from one event loop, and
-    ``close`` at the end. The files are written in a separate thread."""
+    """A recorder that stores conversations in one store.
+
+    Call its methods from one event loop, and ``close`` at the end. The files are written in a
+    separate thread.
+    """
 
     def __init__(
         self,
@@ -162,8 +166,11 @@ class TrafficRecorder:
         redaction: RedactionRules | None = None,
         retention: TrafficRetention | None = None,
     ) -> None:
-        """Open or create the store in a folder. Raises ConfigError if the folder contains other
-        runs or another policy's conversations, or cannot be written."""
+        """Open or create the store in a folder.
+
+        Raises ConfigError if the folder contains other runs or another policy's conversations, or
+        cannot be written.
+        """
         self._redaction = redaction or RedactionRules()
         self._retention = retention or TrafficRetention()
         self._policy = policy
@@ -189,14 +196,18 @@ class TrafficRecorder:
         """Number of replies that could not be stored."""
 
     async def record(self, id: str, choice: int, request: Request, reply: Reply) -> None:
-        """Record a policy's reply together with its request. ``id`` is the id of the response, and
-        ``choice`` is the number of the reply within it. A failure is logged, and nothing is raised.
+        """Record a policy's reply together with its request.
+
+        ``id`` is the id of the response, and ``choice`` is the number of the reply within it. A
+        failure is logged, and nothing is raised.
         """
         await self._kept(partial(self._record, id, choice, request, reply))
 
     async def _kept(self, work: Callable[[], None]) -> None:
-        """Store a reply by calling ``work`` in the recorder's thread. If that fails, the reply
-        counts as lost, and nothing is raised."""
+        """Store a reply by calling ``work`` in the recorder's thread.
+
+        If that fails, the reply counts as lost, and nothing is raised.
+        """
         try:
             await self._run(work)
         except (RamifyError, OSError, sqlite3.Error) as error:
@@ -205,19 +216,26 @@ class TrafficRecorder:
                 _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
 
     async def record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Record a run of ``ramify serve``. ``id`` is the id of the response with the run's answer.
-        A failure is logged, and nothing is raised."""
+        """Record a run of ``ramify serve``.
+
+        ``id`` is the id of the response with the run's answer. A failure is logged, and nothing is
+        raised.
+        """
         await self._kept(partial(self._record_run, id, run, temperature))
 
     async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
-        """Store a user's score of a recorded reply. The response's id and the number of the choice
-        identify the reply. Raises ReplyNotFoundError, and StoreError if the score cannot be
-        written."""
+        """Store a user's score of a recorded reply.
+
+        The response's id and the number of the choice identify the reply. Raises
+        ReplyNotFoundError, and StoreError if the score cannot be written.
+        """
         await self._run(partial(self._feedback, id, choice, score, note))
 
     async def close(self) -> None:
-        """Write everything to disk and stop the recorder's thread. Calling this twice is
-        harmless."""
+        """Write everything to disk and stop the recorder's thread.
+
+        Calling this twice is harmless.
+        """
         if self._pruning is not None:
             await asyncio.to_thread(self._pruning.join)
         with contextlib.suppress(RuntimeError):  # already closed
@@ -303,7 +321,9 @@ class TrafficRecorder:
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
         """Append one reply to the journal of its conversation, or start a new conversation with it.
-        For a further reply to the same request, ``first`` is the turn of the first reply."""
+
+        For a further reply to the same request, ``first`` is the turn of the first reply.
+        """
         removed: set[str] = set()
         messages = tuple(self._redaction.message(each, removed) for each in request.messages)
         said = self._redaction.message(reply.message, removed)
@@ -362,8 +382,10 @@ class TrafficRecorder:
         return place
 
     def _continued(self, request: Request, reply: Reply) -> _RecordedTurn | None:
-        """Return the stored turn that a request continues, or None. The request's prompt begins
-        with the token ids of that turn."""
+        """Return the stored turn that a request continues, or None.
+
+        The request's prompt begins with the token ids of that turn.
+        """
         known = request.known
         if known is None or (reply.prompt_ids or ())[: len(known.ids)] != known.ids:
             return None
@@ -375,8 +397,11 @@ class TrafficRecorder:
     def _without_redacted(
         self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
     ) -> tuple[Reply, list[float]]:
-        """Redact the tokens of a reply. Returns the reply as it is stored, and a list with one
-        entry for each sampled token: 1 if it was redacted, otherwise 0."""
+        """Redact the tokens of a reply.
+
+        Returns the reply as it is stored, and a list with one entry for each sampled token: 1 if it
+        was redacted, otherwise 0.
+        """
         prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
         given = prompt[reused_ids:]
         flags = self._redaction.token_mask([*given, *sampled], self._policy.decode, removed)
@@ -431,8 +456,10 @@ class TrafficRecorder:
         self._written += journal.file.size - before
 
     def _journal(self, run: str) -> Journal | None:
-        """Return the journal of a run, opening it if necessary. Returns None if the run does not
-        exist."""
+        """Return the journal of a run, opening it if necessary.
+
+        Returns None if the run does not exist.
+        """
         journal = self._journals.get(run)
         if journal is not None:
             self._journals.move_to_end(run)
@@ -477,16 +504,20 @@ class TrafficRecorder:
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
-        """Start a thread that deletes old conversations if necessary. Replies do not have to wait
-        for it."""
+        """Start a thread that deletes old conversations if necessary.
+
+        Replies do not have to wait for it.
+        """
         self._checked_at, self._written = time.monotonic(), 0
         self._close_journals()  # an open one would stay
         self._pruning = threading.Thread(target=self._prune, name="traffic pruning", daemon=True)
         self._pruning.start()
 
     def _prune(self) -> None:
-        """Delete conversations that are too old. If the store is still too large, delete the oldest
-        ones."""
+        """Delete conversations that are too old.
+
+        If the store is still too large, delete the oldest ones.
+        """
         limits, removed = self._retention, []
         try:
             is_large = self.store.size() > limits.max_bytes
@@ -521,8 +552,10 @@ def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTur
 
 
 def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
-    """Return the turn under which a new reply is stored. It is the next turn of the call that the
-    reply continues, or the first turn of a new call."""
+    """Return the turn under which a new reply is stored.
+
+    It is the next turn of the call that the reply continues, or the first turn of a new call.
+    """
     if earlier is not None and conversation.num_turns[earlier.call] == earlier.turn + 1:
         return _RecordedTurn(conversation, earlier.call, earlier.turn + 1)
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
@@ -546,12 +579,18 @@ def _blanked(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, .
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """Return the user's first message, shortened. Listings show it as the question."""
+    """Return the user's first message, shortened.
+
+    Listings show it as the question.
+    """
     return cut(next((each.content for each in messages if each.role == "user"), ""))
 
 
 def _opened(folder: str | Path) -> Store:
-    """Open the store in ``folder``. Raises StoreError if it cannot be written."""
+    """Open the store in ``folder``.
+
+    Raises StoreError if it cannot be written.
+    """
     try:
         return Store(folder)
     except ConfigError as error:  # it speaks of the usual store's folder
@@ -559,9 +598,11 @@ def _opened(folder: str | Path) -> Store:
 
 
 def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
-    """Reserve a store for the conversations of this policy. Raises ConfigError if it already
-    contains conversations of another policy or other runs, because the recorder deletes the oldest
-    runs of its store."""
+    """Reserve a store for the conversations of this policy.
+
+    Raises ConfigError if it already contains conversations of another policy or other runs, because
+    the recorder deletes the oldest runs of its store.
+    """
     identity = read_identity(store.root)
     if identity is None:
         if store.ids():

@@ -22,8 +22,10 @@ _ID = re.compile(r"[\w-]+")
 
 
 class UnfinishedRuns:
-    """Markers for the runs in progress in one store. They show a restarted server which runs are
-    unfinished."""
+    """Markers for the runs in progress in one store.
+
+    They show a restarted server which runs are unfinished.
+    """
 
     def __init__(self, store: RunStore | None) -> None:
         self._store = store
@@ -41,7 +43,10 @@ class UnfinishedRuns:
 
     def left(self) -> list[str]:
         """Return the ids of the runs that a stopped server left unfinished and that can be
-        continued, oldest first. Marks of finished runs are removed."""
+        continued, oldest first.
+
+        Marks of finished runs are removed.
+        """
         if self._folder is None or self._store is None:
             return []
         runs = []
@@ -57,8 +62,10 @@ class UnfinishedRuns:
         return runs
 
     def recorded_run(self, run: str, caller: str) -> Trajectory:
-        """Return the recorded run that a caller wants to continue. Raises RequestRejected if the
-        run was started by another caller."""
+        """Return the recorded run that a caller wants to continue.
+
+        Raises RequestRejected if the run was started by another caller.
+        """
         if self._store is not None and _ID.fullmatch(run):
             with contextlib.suppress(RamifyError):
                 recorded = self._store.load(run)

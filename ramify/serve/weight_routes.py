@@ -63,8 +63,10 @@ _NAMED = 3
 
 
 class EngineSleepState:
-    """The sleep state of one server. It records which parts of the engine are asleep, and which
-    requests wait for them to wake up."""
+    """The sleep state of one server.
+
+    It records which parts of the engine are asleep, and which requests wait for them to wake up.
+    """
 
     def __init__(
         self,
@@ -108,8 +110,9 @@ class EngineSleepState:
             self._ready.set()
 
     async def wait(self) -> None:
-        """Wait until the engine can serve requests. Raises ServerFailed if that takes longer than
-        ``wait_s`` seconds.
+        """Wait until the engine can serve requests.
+
+        Raises ServerFailed if that takes longer than ``wait_s`` seconds.
         """
         try:
             async with asyncio.timeout(self._wait_s):
@@ -199,8 +202,11 @@ _NOT_WHOLE = "half of the weights are new"
 
 
 class WeightUpdateRoutes:
-    """The handlers of the weight routes, with their state. They record whether sampling is paused,
-    whether an update is in progress, and whether the weights are complete."""
+    """The handlers of the weight routes, with their state.
+
+    They record whether sampling is paused, whether an update is in progress, and whether the
+    weights are complete.
+    """
 
     def __init__(
         self,
@@ -211,10 +217,13 @@ class WeightUpdateRoutes:
         root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the weight routes of a served policy. ``in_flight`` returns the number of requests
-        in progress. ``weight_syncs`` are the user's own weight sync classes, which a trainer may
-        use in addition to the built-in ones. Weight files are read only below ``root``, if it is
-        given. ``wait_s`` limits how long a request waits for a sleeping engine."""
+        """Create the weight routes of a served policy.
+
+        ``in_flight`` returns the number of requests in progress. ``weight_syncs`` are the user's
+        own weight sync classes, which a trainer may use in addition to the built-in ones. Weight
+        files are read only below ``root``, if it is given. ``wait_s`` limits how long a request
+        waits for a sleeping engine.
+        """
         self._client = client
         self._in_flight = in_flight
         self._weight_syncs = {*WEIGHT_SYNCS.ours, *weight_syncs}
@@ -259,8 +268,9 @@ class WeightUpdateRoutes:
             app.router.add_get(path, _answered(tell))
 
     def close(self) -> None:
-        """Leave the trainer's process group and release its shared memory. Calling this twice is
-        harmless.
+        """Leave the trainer's process group and release its shared memory.
+
+        Calling this twice is harmless.
 
         If the process stayed in the group, a later broadcast of the trainer would wait for it.
         """
@@ -392,8 +402,10 @@ class WeightUpdateRoutes:
         self._resume_sampling()
 
     def _number(self, version: object) -> int:
-        """Return the version number of an update. It is ``version`` if that is a number, otherwise
-        the number after the current one."""
+        """Return the version number of an update.
+
+        It is ``version`` if that is a number, otherwise the number after the current one.
+        """
         text = str(version)
         return int(text) if text.isdigit() else self._client.version + 1
 
@@ -444,8 +456,10 @@ class WeightUpdateRoutes:
 
 
 def facts(client: LocalClient, name: str) -> dict[str, Any]:
-    """Return facts about the served policy. A trainer compares them with its own policy before it
-    sends weights."""
+    """Return facts about the served policy.
+
+    A trainer compares them with its own policy before it sends weights.
+    """
     policy = client.policy
     return {
         "version": __version__,

@@ -1,6 +1,8 @@
-"""Read archives. Each readable file in an archive becomes a text named ``archive.zip/member``. The
-formats are zip, tar (plain, gzip, bzip2, xz or zstd) and single compressed files. ``seven_zip.py``
-reads 7z archives.
+"""Read archives.
+
+Each readable file in an archive becomes a text named ``archive.zip/member``. The formats are zip,
+tar (plain, gzip, bzip2, xz or zstd) and single compressed files. ``seven_zip.py`` reads 7z
+archives.
 
 Nothing is written to disk, so the names of members are harmless; they are nevertheless normalized.
 Limits: the bytes of the whole load (``SourceCollector.spend``), a compression ratio that ordinary
@@ -48,8 +50,10 @@ _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
 def member_name(archive: str, member: str) -> str:
-    """Return the name of an archive's member in the context, without parts such as ``..``. For
-    example, ``/../etc/x`` in ``a.zip`` becomes ``a.zip/etc/x``."""
+    """Return the name of an archive's member in the context, without parts such as ``..``.
+
+    For example, ``/../etc/x`` in ``a.zip`` becomes ``a.zip/etc/x``.
+    """
     return f"{archive}/{posixpath.normpath('/' + member.replace(chr(92), '/')).lstrip('/')}"
 
 
@@ -60,8 +64,10 @@ def is_hidden(member: str) -> bool:
 
 
 def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
-    """Load one unpacked member of an archive. The caller has already counted its bytes towards the
-    limit."""
+    """Load one unpacked member of an archive.
+
+    The caller has already counted its bytes towards the limit.
+    """
     try:
         read_file(SourceFile(name, data, inside=True, depth=depth), loading)
     except OversizedSource:
@@ -80,8 +86,11 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
 
 def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[str]:
     """Check the declared sizes of the parts of a document that is a zip archive, and return the
-    names of the parts. Parts that are unpacked as text count towards the limit. A part is never
-    unpacked beyond its declared size."""
+    names of the parts.
+
+    Parts that are unpacked as text count towards the limit. A part is never unpacked beyond its
+    declared size.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
             parts = archive.infolist()
@@ -200,7 +209,10 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
 
 
 class _ZstdStream(contextlib.closing[Any]):
-    """A stream that unpacks a zstd file. Damaged data raises OSError, as in other streams."""
+    """A stream that unpacks a zstd file.
+
+    Damaged data raises OSError, as in other streams.
+    """
 
     def __init__(self, zstd: Any, raw: BinaryIO) -> None:
         limit = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}

@@ -30,15 +30,19 @@ _BLOCK_BYTES = 1 << 20
 
 
 class OpenBucketFile:
-    """A bucket file that is open for reading. ``head`` describes the file."""
+    """A bucket file that is open for reading.
+
+    ``head`` describes the file.
+    """
 
     def __init__(self, stream: Any, head: RemoteFileInfo) -> None:
         self._stream = stream
         self.head = head
 
     def read(self) -> bytes:
-        """Return the next bytes of the file, or b"" at its end. Raises UnreadableSource if they
-        cannot be read.
+        """Return the next bytes of the file, or b"" at its end.
+
+        Raises UnreadableSource if they cannot be read.
         """
         with _sentences(self.head.final_url):
             return bytes(self._stream.read(_BLOCK_BYTES))
@@ -49,8 +53,10 @@ class OpenBucketFile:
 
 
 def list_bucket(url: str) -> list[ListedFile]:
-    """Return the files that a URL names. The URL may contain a wildcard pattern. Raises
-    UnreadableSource if the bucket cannot be listed."""
+    """Return the files that a URL names.
+
+    The URL may contain a wildcard pattern. Raises UnreadableSource if the bucket cannot be listed.
+    """
     if re.match(r"[^/]*://[^/]*[*?\[]", url):
         raise UnreadableSource("has a pattern in its bucket name", "name one bucket")
     with _sentences(url):
@@ -84,8 +90,11 @@ def list_bucket(url: str) -> list[ListedFile]:
 
 
 def open_file(url: str, version: str) -> OpenBucketFile:
-    """Open one file for reading. ``version`` identifies a copy that is already on this machine, or
-    is empty. Raises UnreadableSource if the file cannot be opened."""
+    """Open one file for reading.
+
+    ``version`` identifies a copy that is already on this machine, or is empty. Raises
+    UnreadableSource if the file cannot be opened.
+    """
     with _sentences(url):
         files, path = _opened(url)
         stream = files.open_input_stream(path, compression=None)
@@ -111,8 +120,10 @@ def _version(info: Any) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """Translate a path pattern to a regular expression. ``*`` does not match a slash, but ``**``
-    does."""
+    """Translate a path pattern to a regular expression.
+
+    ``*`` does not match a slash, but ``**`` does.
+    """
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern)
     known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(
@@ -164,8 +175,10 @@ def _gcs(rest: str) -> tuple[Any, str]:
 
 
 def _has_google_login() -> bool:
-    """Return True if Google's client would find credentials. Without credentials, it would wait for
-    a server that exists only on Google's machines."""
+    """Return True if Google's client would find credentials.
+
+    Without credentials, it would wait for a server that exists only on Google's machines.
+    """
     login = Path.home() / ".config/gcloud/application_default_credentials.json"
     if os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or login.exists():
         return True
@@ -258,16 +271,20 @@ _SIGNS = {
 
 
 def _name_check(url: str) -> str:
-    """Return advice for a file that does not exist. The Hugging Face hub also reports private files
-    as missing, so its advice mentions the token."""
+    """Return advice for a file that does not exist.
+
+    The Hugging Face hub also reports private files as missing, so its advice mentions the token.
+    """
     is_hub = url.lower().startswith("hf:")
     return "check its name, and HF_TOKEN if it is private" if is_hub else "check its name"
 
 
 @contextlib.contextmanager
 def _sentences(url: str) -> Iterator[None]:
-    """Return a context manager that converts errors of the bucket clients to UnreadableSource. The
-    new messages are readable sentences without secrets."""
+    """Return a context manager that converts errors of the bucket clients to UnreadableSource.
+
+    The new messages are readable sentences without secrets.
+    """
     try:
         yield
     except UnreadableSource:

@@ -1,5 +1,6 @@
-"""Let a session query the DataFrames in its context with SQL. Sessions get ``tables``, which lists
-them, and the function ``sql``.
+"""Let a session query the DataFrames in its context with SQL.
+
+Sessions get ``tables``, which lists them, and the function ``sql``.
 
     completion(frame, …)            sql("SELECT … FROM context")
     completion({"sales": frame}, …) sql("SELECT … FROM sales")
@@ -28,12 +29,18 @@ _NAME = "context"
 
 
 class ContextSqlTables:
-    """The tables in one context, made available to SQL. ``tools`` are the functions that a session
-    gets. Call ``set_context`` first, which sets the context that ``sql`` reads."""
+    """The tables in one context, made available to SQL.
+
+    ``tools`` are the functions that a session gets. Call ``set_context`` first, which sets the
+    context that ``sql`` reads.
+    """
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
-        """Create the SQL tables of a context. ``tables`` maps SQL names to tables. ``keys`` maps
-        the same names to the keys of the context, or to None if the context itself is the table."""
+        """Create the SQL tables of a context.
+
+        ``tables`` maps SQL names to tables. ``keys`` maps the same names to the keys of the
+        context, or to None if the context itself is the table.
+        """
         self._keys = dict(keys)
         self._listing = [
             {
@@ -52,8 +59,11 @@ class ContextSqlTables:
 
     @classmethod
     def of(cls, context: Any, tools: Mapping[str, Any]) -> ContextSqlTables | None:
-        """Return the tables of ``context``. Returns None if there are none, if DuckDB is not
-        installed, or if ``tools`` already contains a function ``sql``."""
+        """Return the tables of ``context``.
+
+        Returns None if there are none, if DuckDB is not installed, or if ``tools`` already contains
+        a function ``sql``.
+        """
         if isinstance(context, Table):
             found: dict[str | None, Table] = {None: context}
         elif type(context) is dict:
@@ -104,8 +114,10 @@ class ContextSqlTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContext) -> int:
-        """Return the descriptor of a file with the encoded context. If the context has none, create
-        a memory file."""
+        """Return the descriptor of a file with the encoded context.
+
+        If the context has none, create a memory file.
+        """
         if context.fd is not None:
             return context.fd
         if self._file < 0:

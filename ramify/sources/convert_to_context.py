@@ -45,9 +45,11 @@ converted to Arrow's large types."""
 
 
 def as_context(value: Any) -> Any:
-    """Convert a value to a form that a session can hold. A suitable value is returned unchanged, a
-    path is loaded with ``load``, and any other value is converted. Raises ConfigError for an
-    unsupported value, and SourceError for an unreadable path."""
+    """Convert a value to a form that a session can hold.
+
+    A suitable value is returned unchanged, a path is loaded with ``load``, and any other value is
+    converted. Raises ConfigError for an unsupported value, and SourceError for an unreadable path.
+    """
     if _is_path(value) or _are_paths(value):
         from ramify.sources.load_sources import load
 
@@ -115,7 +117,10 @@ def _read(file: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """Convert a value and everything inside it to plain Python values and the context types of this
-    package. Returns ``value`` itself if nothing needs conversion."""
+    package.
+
+    Returns ``value`` itself if nothing needs conversion.
+    """
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -139,8 +144,10 @@ def _plain(value: Any) -> Any:
 
 
 def _of_fields(value: Any) -> Any:
-    """Convert an object with named fields, such as a dataclass, to a dict. Also convert less common
-    plain values, such as enum members."""
+    """Convert an object with named fields, such as a dataclass, to a dict.
+
+    Also convert less common plain values, such as enum members.
+    """
     import dataclasses
 
     fields: Mapping[str, Any] | None = None
@@ -183,8 +190,10 @@ def _of_fields(value: Any) -> Any:
 
 
 def _of_library(value: Any) -> Any:
-    """Convert a value from pandas, polars, pyarrow, datasets or numpy. Any other value is returned
-    unchanged."""
+    """Convert a value from pandas, polars, pyarrow, datasets or numpy.
+
+    Any other value is returned unchanged.
+    """
     for name, convert in (
         ("pandas", _of_pandas),
         ("polars", _of_polars),
@@ -245,8 +254,10 @@ def _pandas_column(series: Any, name: str) -> Column:
 
 
 def _number_column(values: Any) -> Column:
-    """Return a column that shares the memory of a numpy array. The array is copied only if its
-    values are not contiguous."""
+    """Return a column that shares the memory of a numpy array.
+
+    The array is copied only if its values are not contiguous.
+    """
     kept = _contiguous(values)
     name = str(kept.dtype)
     return Column("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
@@ -348,8 +359,10 @@ def _pyarrow(value: Any) -> Any:
 
 
 def table_from_arrow(table: Any) -> Table:
-    """Convert a pyarrow table to a ``Table`` that shares its memory. The chunks of a column are
-    joined first if there are several."""
+    """Convert a pyarrow table to a ``Table`` that shares its memory.
+
+    The chunks of a column are joined first if there are several.
+    """
     names = _unique(table.column_names)
     columns = {
         name: column_from_arrow(table.column(number), name) for number, name in enumerate(names)
@@ -358,8 +371,10 @@ def table_from_arrow(table: Any) -> Table:
 
 
 def column_from_arrow(array: Any, name: str) -> Column:
-    """Convert a pyarrow array to a column that shares its memory. Raises ConfigError, with the name
-    of the column, if the array's type is not supported."""
+    """Convert a pyarrow array to a column that shares its memory.
+
+    Raises ConfigError, with the name of the column, if the array's type is not supported.
+    """
     import pyarrow
 
     types, type_ = pyarrow.types, array.type
@@ -429,7 +444,10 @@ def column_from_arrow(array: Any, name: str) -> Column:
 
 
 def _joined(array: Any) -> Any:
-    """Return one array with the contents of all chunks. A single chunk is not copied."""
+    """Return one array with the contents of all chunks.
+
+    A single chunk is not copied.
+    """
     import pyarrow
 
     if array.num_chunks == 1:

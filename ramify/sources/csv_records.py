@@ -28,7 +28,10 @@ def csv_delimiter(name: str, first_line: str) -> str:
 
 
 def csv_records(file: TextIO, name: str) -> Iterator[list[str]]:
-    """Yield the records of a CSV file, the header first. An empty line yields an empty list."""
+    """Yield the records of a CSV file, the header first.
+
+    An empty line yields an empty list.
+    """
     import csv  # not every load reads tables
 
     head = file.readline()

@@ -1,5 +1,7 @@
-"""Databases on PostgreSQL and MySQL servers as sources. A URL names the database. The context gets
-its schema with sample rows, and sessions get ``sql(query, db=…)`` in the server's dialect.
+"""Databases on PostgreSQL and MySQL servers as sources.
+
+A URL names the database. The context gets its schema with sample rows, and sessions get
+``sql(query, db=…)`` in the server's dialect.
 
     postgresql://user@host/shop    password: in the URL, PGPASSWORD, or ~/.pgpass
     mysql://user@host/shop         password: in the URL, or MYSQL_PWD
@@ -56,8 +58,10 @@ _processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
 
 def read_server(url: str, loading: SourceCollector) -> None:
     """Add a description of the database at ``url`` to the context, and give sessions a function
-    that queries it. Raises UnreadableSource if the server cannot be read, and SourceError for an
-    invalid URL."""
+    that queries it.
+
+    Raises UnreadableSource if the server cannot be read, and SourceError for an invalid URL.
+    """
     address = parse_address(url)
     try:
         text, num_tables = _described(address)
@@ -87,8 +91,10 @@ def read_server(url: str, loading: SourceCollector) -> None:
 def query_server(
     address: DatabaseAddress, query: str, params: Any = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
-    """Run a query in a read-only transaction and return its rows. Raises ValueError,
-    PermissionError or TimeoutError. The messages do not contain the password."""
+    """Run a query in a read-only transaction and return its rows.
+
+    Raises ValueError, PermissionError or TimeoutError. The messages do not contain the password.
+    """
     given = dict(params) if isinstance(params, Mapping) else list(params)
     rows = _processes.ask(DatabaseQueryRequest(address, query, given, limit_s), limit_s, CONNECT_S)
     return [tuple(row) for row in rows]
@@ -136,8 +142,10 @@ def _short(value: Any) -> str:
 
 
 def serve() -> None:
-    """Answer queries from standard input until it is closed. This is the main function of the child
-    process."""
+    """Answer queries from standard input until it is closed.
+
+    This is the main function of the child process.
+    """
     answer_requests(_answer)
 
 
@@ -223,9 +231,11 @@ def _mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
 
 
 def _mysql_tls(options: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the URL's TLS options to arguments for the MySQL driver. Each option has the same
-    meaning as in MySQL's own tools. Without options, TLS is used if the server offers it, but its
-    certificate is not verified."""
+    """Convert the URL's TLS options to arguments for the MySQL driver.
+
+    Each option has the same meaning as in MySQL's own tools. Without options, TLS is used if the
+    server offers it, but its certificate is not verified.
+    """
     authority = options.get("ssl-ca")
     mode = options.get("ssl-mode", "").upper() or ("VERIFY_CA" if authority else "PREFERRED")
     if mode == "DISABLED":
@@ -249,8 +259,10 @@ _REFUSED = (1044, 1045, 1142, 1227, 1290, 1792)
 
 
 def _limit_time(cursor: Any, limit_s: float) -> None:
-    """Set a time limit for the queries of a connection. MariaDB and MySQL use different variables
-    for it, in seconds and in milliseconds."""
+    """Set a time limit for the queries of a connection.
+
+    MariaDB and MySQL use different variables for it, in seconds and in milliseconds.
+    """
     import pymysql
 
     try:
@@ -260,9 +272,11 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 
 def _reading(asked: DatabaseQueryRequest) -> str:
-    """Return the text of a query after checking that it only reads. Raises PermissionError
-    otherwise. A read-only transaction alone is not enough, since it permits COPY and INTO OUTFILE,
-    which write files on the server."""
+    """Return the text of a query after checking that it only reads.
+
+    Raises PermissionError otherwise. A read-only transaction alone is not enough, since it permits
+    COPY and INTO OUTFILE, which write files on the server.
+    """
     words = asked.query.casefold()
     if not words.lstrip(" \t\r\n(").startswith(_READING) or _WRITES.search(words):
         raise PermissionError("sql: only a SELECT is allowed here")

@@ -53,8 +53,10 @@ def is_database_url(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """Return the name of a source in a form that is safe to record. In the URL of a database
-    server, the password and all unsupported options are removed."""
+    """Return the name of a source in a form that is safe to record.
+
+    In the URL of a database server, the password and all unsupported options are removed.
+    """
     if not is_database_url(name):
         return name
     scheme, _, rest = name.partition("://")
@@ -66,8 +68,11 @@ def without_password(name: str) -> str:
 
 
 def parse_address(url: str) -> DatabaseAddress:
-    """Parse the URL of a database. A missing password is read from the environment. Raises
-    SourceError, whose message has no password, if the URL does not name a database."""
+    """Parse the URL of a database.
+
+    A missing password is read from the environment. Raises SourceError, whose message has no
+    password, if the URL does not name a database.
+    """
     shown = without_password(url)
     try:
         parts = urlsplit(url)
@@ -101,8 +106,10 @@ def _plain_option(name: str) -> str:
 
 
 def _options(kind: str, query: str, shown: str) -> dict[str, str]:
-    """Return the TLS options in the URL of a database. Raises SourceError for an unsupported
-    option."""
+    """Return the TLS options in the URL of a database.
+
+    Raises SourceError for an unsupported option.
+    """
     options = {_plain_option(name): value for name, value in parse_qsl(query)}
     names = _OPTIONS_OF[kind]
     for name in options:

@@ -35,8 +35,10 @@ class DocumentPart(msgspec.Struct, frozen=True):
 
 
 def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str, list[SourcePlace]]:
-    """Join the parts of a document. Returns the text, and the place in it at which each part
-    begins."""
+    """Join the parts of a document.
+
+    Returns the text, and the place in it at which each part begins.
+    """
     lines: list[str] = []
     places: list[SourcePlace] = []
     for part in parts:

@@ -65,8 +65,10 @@ Converter = Callable[[bytes], ConvertedDocument]
 
 
 class ConversionRequest(msgspec.Struct, frozen=True):
-    """A request to convert a document. A request that comes without a document makes the process
-    import the converter in advance."""
+    """A request to convert a document.
+
+    A request that comes without a document makes the process import the converter in advance.
+    """
 
     kind: str
     max_bytes: int = 0
@@ -90,8 +92,11 @@ _processes = RequestProcessPool(
 def convert_document(
     kind: str, what: str, file: SourceFile, loading: SourceCollector
 ) -> ConvertedDocument:
-    """Convert a document to text in a separate process, and return the result. ``what`` describes
-    the document in errors, such as ``a PDF``. Raises UnreadableSource if the conversion fails."""
+    """Convert a document to text in a separate process, and return the result.
+
+    ``what`` describes the document in errors, such as ``a PDF``. Raises UnreadableSource if the
+    conversion fails.
+    """
     try:
         with _processes.lend_process() as process:
             ask(process, [encode(ConversionRequest(kind))], _START_S)
@@ -118,8 +123,10 @@ def convert_document(
 
 
 def serve() -> None:
-    """Answer conversion requests from standard input until it is closed. This is the main function
-    of the child process."""
+    """Answer conversion requests from standard input until it is closed.
+
+    This is the main function of the child process.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

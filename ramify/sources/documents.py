@@ -1,5 +1,6 @@
-"""Read documents in the formats PDF, docx, pptx, odt, EPUB, HTML and e-mail. Each document becomes
-one text, with the places of its pages, slides or headings.
+"""Read documents in the formats PDF, docx, pptx, odt, EPUB, HTML and e-mail.
+
+Each document becomes one text, with the places of its pages, slides or headings.
 
     file ──convert_document──> text, places, attachments ──> SourceCollector
            (document_process.py)                └── each is read as a file of its kind
@@ -96,8 +97,10 @@ def read_pdf(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def read_html(file: SourceFile, loading: SourceCollector) -> None:
-    """Read an HTML page and add its text as Markdown. If the page cannot be converted, its HTML
-    source is added."""
+    """Read an HTML page and add its text as Markdown.
+
+    If the page cannot be converted, its HTML source is added.
+    """
     text, _ = decode(file.data)
     try:
         _read("html", file, loading)

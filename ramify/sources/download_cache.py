@@ -1,5 +1,6 @@
-"""A cache of remote files on this machine. It decides which copies are kept, where, and for how
-long.
+"""A cache of remote files on this machine.
+
+It decides which copies are kept, where, and for how long.
 
     ROOT/<hash of the URL>/entry.json    version (ETag), type and name of the newest copy
     ROOT/<hash of the URL>/<hash>.data   its bytes; an older copy may still be in use
@@ -50,8 +51,9 @@ class _Entry(msgspec.Struct):
 
 
 class DownloadCache:
-    """The cached copies of remote files below one folder. Raises SourceError if the folder cannot
-    be written.
+    """The cached copies of remote files below one folder.
+
+    Raises SourceError if the folder cannot be written.
     """
 
     def __init__(self, root: Path | None = None, max_bytes: int = MAX_CACHE_BYTES) -> None:
@@ -59,8 +61,10 @@ class DownloadCache:
         self._max_bytes = max_bytes
 
     def find(self, url: str) -> CachedCopy | None:
-        """Return the newest copy of the file at ``url``. Returns None if there is none whose
-        version the server can confirm."""
+        """Return the newest copy of the file at ``url``.
+
+        Returns None if there is none whose version the server can confirm.
+        """
         folder = self._folder(url)
         try:
             entry = msgspec.json.decode((folder / "entry.json").read_bytes(), type=_Entry)
@@ -78,8 +82,10 @@ class DownloadCache:
 
     @contextlib.contextmanager
     def writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """Return a context manager that creates a file for downloaded bytes. Calling ``keep`` makes
-        it the copy of ``url``. If an error is raised, the file is removed."""
+        """Return a context manager that creates a file for downloaded bytes.
+
+        Calling ``keep`` makes it the copy of ``url``. If an error is raised, the file is removed.
+        """
         folder = self._folder(url)
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)

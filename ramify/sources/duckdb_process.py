@@ -62,8 +62,10 @@ NUM_SAMPLES = 3
 
 
 class TableQueryRequest(msgspec.Struct, frozen=True):
-    """A query over tables, as sent to the process that runs it. Without a query, the process
-    describes the tables instead."""
+    """A query over tables, as sent to the process that runs it.
+
+    Without a query, the process describes the tables instead.
+    """
 
     tables: list[TableLocation]
     query: str = ""
@@ -82,8 +84,11 @@ def query_tables(
     params: Sequence[Any] | Mapping[str, Any] = (),
     limit_s: float = QUERY_S,
 ) -> list[tuple[Any, ...]]:
-    """Run one SELECT over tables and return its rows. Raises ValueError, PermissionError or
-    TimeoutError with a message that says what is wrong with the query."""
+    """Run one SELECT over tables and return its rows.
+
+    Raises ValueError, PermissionError or TimeoutError with a message that says what is wrong with
+    the query.
+    """
     given = dict(params) if isinstance(params, Mapping) else list(params)
     asked = TableQueryRequest(list(tables), query, given, limit_s)
     return [tuple(row) for row in _processes.ask(asked, limit_s)]
@@ -93,8 +98,10 @@ def describe_tables(
     tables: Sequence[TableLocation], limit_s: float, max_text_bytes: int = 0
 ) -> list[TableInfo]:
     """Return a description of the tables in one file: their columns, number of rows and first rows.
+
     If a file can hold several tables and ``member`` is not given, all are described. Raises
-    ValueError or TimeoutError if the file cannot be read."""
+    ValueError or TimeoutError if the file cannot be read.
+    """
     asked = TableQueryRequest(list(tables), limit_s=limit_s, max_text_bytes=max_text_bytes)
     return msgspec.convert(_processes.ask(asked, limit_s), list[TableInfo])
 
@@ -103,8 +110,10 @@ def describe_tables(
 
 
 def serve() -> None:
-    """Answer queries from standard input until it is closed. This is the main function of the child
-    process."""
+    """Answer queries from standard input until it is closed.
+
+    This is the main function of the child process.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_BYTES, _ADDRESS_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -121,7 +130,10 @@ def serve() -> None:
 
 
 def _answer_by_name(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
-    """Answer a query. Errors contain file names instead of host paths, because models read them."""
+    """Answer a query.
+
+    Errors contain file names instead of host paths, because models read them.
+    """
     try:
         return _answer(asked, kept)
     except (ValueError, PermissionError, TimeoutError) as error:
@@ -236,8 +248,11 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
     def _members(self, given: TableLocation, attached: str) -> list[TableLocation]:
-        """Return one entry for each table in a file. An entry that already names its table, or
-        whose file is a single table, is returned unchanged."""
+        """Return one entry for each table in a file.
+
+        An entry that already names its table, or whose file is a single table, is returned
+        unchanged.
+        """
         if given.member or given.kind not in ("duckdb", "sqlite", "xlsx"):
             return [given]
         if given.kind == "duckdb":
@@ -506,8 +521,10 @@ _DUCKDB_TYPES = {"integer": "BIGINT", "real": "DOUBLE", "text": "VARCHAR", "blob
 
 
 def _sqlite_info(each: TableLocation) -> TableInfo:
-    """Describe a SQLite table without copying it. The number of rows is -1 if counting takes too
-    long."""
+    """Describe a SQLite table without copying it.
+
+    The number of rows is -1 if counting takes too long.
+    """
     table = _quoted(each.member)
     with contextlib.closing(_sqlite(each.path)) as database:
         until = time.monotonic() + _COUNT_S
@@ -535,8 +552,10 @@ _KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None):
 
 def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
     """Return the column kinds, the column names and the rows of a SQLite table, the rows in
-    batches. The kinds are inferred from the values, because SQLite stores any kind of value in any
-    column."""
+    batches.
+
+    The kinds are inferred from the values, because SQLite stores any kind of value in any column.
+    """
     database = _sqlite(each.path)
     table = _quoted(each.member)
     names = [column[0] for column in database.execute(f"SELECT * FROM {table} LIMIT 0").description]
@@ -574,7 +593,10 @@ def _workbook(path: str, *, with_formulas: bool = False) -> Any:
 
 
 def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a workbook's sheet. Empty rows are skipped."""
+    """Yield the rows of a workbook's sheet.
+
+    Empty rows are skipped.
+    """
     book = _workbook(each.path, with_formulas=with_formulas)
     try:
         sheet = book[each.member]
@@ -591,8 +613,10 @@ def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tupl
 
 
 def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return the column kinds, the column names and the rows of a sheet, the rows in batches. The
-    first row gives the names if all its cells are text."""
+    """Return the column kinds, the column names and the rows of a sheet, the rows in batches.
+
+    The first row gives the names if all its cells are text.
+    """
     found: list[set[str]] = []
     head: tuple[Any, ...] = ()
     for number, row in enumerate(_sheet(each)):
@@ -630,7 +654,10 @@ _COUNTED_CELLS = 1_000_000
 
 def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
     """Return the rows of a sheet as tab-separated lines, and a note if some formulas have no stored
-    value. Raises ValueError if the text exceeds ``max_bytes``."""
+    value.
+
+    Raises ValueError if the text exceeds ``max_bytes``.
+    """
     lines, num_bytes, num_cells, missing = [], 0, 0, 0
     for row, formulas in zip(_sheet(each), _sheet(each, with_formulas=True), strict=False):
         line = "\t".join("" if value is None else _cell(value) for value in row).rstrip("\t")
@@ -702,8 +729,10 @@ def _fitting(value: Any, kind: str) -> Any:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Make column names distinct by adding numbers to repeated ones. DuckDB requires that they
-    differ even without regard to case."""
+    """Make column names distinct by adding numbers to repeated ones.
+
+    DuckDB requires that they differ even without regard to case.
+    """
     seen: set[str] = set()
     unique = []
     for name in names:

@@ -1,5 +1,6 @@
-"""Fetch remote files in a separate process. This module contains the code of that process and the
-host's handle of it.
+"""Fetch remote files in a separate process.
+
+This module contains the code of that process and the host's handle of it.
 
     FetchProcess                                the process
     list_files("s3://bucket/logs/")         ──> [ListedFile, …]
@@ -58,7 +59,10 @@ class FetchRequest(msgspec.Struct, frozen=True):
 
 
 class FetchAnswer(msgspec.Struct, frozen=True):
-    """The answer to a ``FetchRequest``. If the request failed, ``reason`` is not empty."""
+    """The answer to a ``FetchRequest``.
+
+    If the request failed, ``reason`` is not empty.
+    """
 
     files: list[ListedFile] = []
     head: RemoteFileInfo | None = None
@@ -68,8 +72,10 @@ class FetchAnswer(msgspec.Struct, frozen=True):
 
 
 class FetchProcess:
-    """The host's handle of the process that fetches remote files. The first request starts the
-    process, which is killed at the end. Every method raises UnreadableSource if its request fails.
+    """The host's handle of the process that fetches remote files.
+
+    The first request starts the process, which is killed at the end. Every method raises
+    UnreadableSource if its request fails.
     """
 
     def __init__(self, allow_private: bool = False, answer_s: float = ANSWER_S) -> None:
@@ -89,8 +95,10 @@ class FetchProcess:
         return self._ask("list", url, limit_s=max(LIST_S, self._answer_s)).files
 
     def open_file(self, url: str, version: str = "") -> RemoteFileInfo:
-        """Open a remote file and return its description. ``version`` identifies a copy that is
-        already on this machine, or is empty."""
+        """Open a remote file and return its description.
+
+        ``version`` identifies a copy that is already on this machine, or is empty.
+        """
         head = self._ask("open", url, version).head
         assert head is not None
         return head
@@ -143,8 +151,10 @@ class FetchProcess:
 
 
 def serve() -> None:
-    """Answer fetch requests from standard input until it is closed. This is the main function of
-    the child process."""
+    """Answer fetch requests from standard input until it is closed.
+
+    This is the main function of the child process.
+    """
     with asyncio.Runner() as runner:
         opened = _OpenFiles(runner)
         answer_requests(
@@ -171,8 +181,10 @@ def _answered(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
 
 
 class _OpenFiles:
-    """The remote files that the fetch process has open, by URL. A client library is imported when
-    it is first used."""
+    """The remote files that the fetch process has open, by URL.
+
+    A client library is imported when it is first used.
+    """
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
@@ -209,8 +221,10 @@ class _OpenFiles:
 
 
 async def _block(download: OpenDownload) -> bytes:
-    """Return about a megabyte of a download, or less if the bytes arrive slowly. The result is
-    empty only at the end of the file."""
+    """Return about a megabyte of a download, or less if the bytes arrive slowly.
+
+    The result is empty only at the end of the file.
+    """
     data = bytearray(await download.read())
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_READ_S):

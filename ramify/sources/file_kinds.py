@@ -1,4 +1,5 @@
 """Detect the kind of a file by its first bytes and its name, and select the reader for that kind.
+
 The module also decodes bytes to text, and describes tables and records in one line.
 
 A reader is a function with the parameters ``(file, loading)`` that returns nothing. Its module is
@@ -144,8 +145,10 @@ BINARY_SUFFIXES = frozenset(
 
 
 def read_file(file: SourceFile, loading: SourceCollector) -> None:
-    """Read a file with the reader for its kind, and add the result to the load. Raises
-    UnreadableSource if the kind is not supported."""
+    """Read a file with the reader for its kind, and add the result to the load.
+
+    Raises UnreadableSource if the kind is not supported.
+    """
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
         raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
@@ -161,8 +164,10 @@ def read_as(kind: str, file: SourceFile, loading: SourceCollector) -> None:
 
 
 def kind_of(name: str, head: bytes) -> str:
-    """Return the kind of a file, given its name and its first bytes. For example, ``a.csv.gz`` has
-    the kind ``"packed"`` if its first bytes are those of a gzip file."""
+    """Return the kind of a file, given its name and its first bytes.
+
+    For example, ``a.csv.gz`` has the kind ``"packed"`` if its first bytes are those of a gzip file.
+    """
     if head[8:12] == b"DUCK":
         return "duckdb"
     stem, _, suffix = name.lower().rpartition("/")[2].rpartition(".")
@@ -203,8 +208,10 @@ def kind_of(name: str, head: bytes) -> str:
 def read_regular(
     path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW
 ) -> bytes:
-    """Return the bytes of a regular file on disk. A database is queried and not loaded, so only its
-    first bytes are returned."""
+    """Return the bytes of a regular file on disk.
+
+    A database is queried and not loaded, so only its first bytes are returned.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     try:
         status = os.fstat(fd)
@@ -263,8 +270,11 @@ def is_binary(head: bytes) -> bool:
 
 
 def decode(data: bytes) -> tuple[str, str]:
-    """Decode the bytes of a file. Returns the text, with a note if its encoding is not UTF-8.
-    Raises UnreadableSource for binary data."""
+    """Decode the bytes of a file.
+
+    Returns the text, with a note if its encoding is not UTF-8. Raises UnreadableSource for binary
+    data.
+    """
     for mark, encoding in _MARKS:
         if data.startswith(mark):
             try:
@@ -283,7 +293,10 @@ def decode(data: bytes) -> tuple[str, str]:
 
 def describe(name: str, text: str) -> tuple[str, str]:
     """Return the kind and a one-line description of a text, such as ``"csv"`` and ``"CSV: 3 columns
-    a, b, c; 1,200 rows"``. Plain text has the kind ``"text"`` and no description."""
+    a, b, c; 1,200 rows"``.
+
+    Plain text has the kind ``"text"`` and no description.
+    """
     suffix = name.lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "tab"):
         return "csv", _csv(name, text)

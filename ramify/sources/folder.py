@@ -35,8 +35,10 @@ _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 
 def read_folder(folder: Path, prefix: str, loading: SourceCollector) -> None:
-    """Load all files below a folder. Their names in the context begin with ``prefix``, which is
-    empty or ends with a slash."""
+    """Load all files below a folder.
+
+    Their names in the context begin with ``prefix``, which is empty or ends with a slash.
+    """
     _Walk(folder, prefix, loading).run()
 
 
@@ -66,8 +68,10 @@ class _Walk:
                 self._file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
-        """Load the files directly inside one folder, and return its subfolders. ``below`` is the
-        folder's path from the top of the traversal: empty, or like ``"a/b/"``."""
+        """Load the files directly inside one folder, and return its subfolders.
+
+        ``below`` is the folder's path from the top of the traversal: empty, or like ``"a/b/"``.
+        """
         try:
             entries = sorted(os.scandir(self._root / below), key=lambda entry: entry.name)
         except OSError as error:
@@ -165,7 +169,9 @@ Layers = tuple[IgnoreFile, ...]
 
 def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
     """Return the ignore files that the surrounding repository applies to a folder, outermost first.
-    Also return the path from the top of the repository to the folder, such as ``"src/"``."""
+
+    Also return the path from the top of the repository to the folder, such as ``"src/"``.
+    """
     top = next(
         (parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder
     )
@@ -196,8 +202,10 @@ def extend(layers: Layers, path: Path, base: str, loading: SourceCollector) -> L
 
 
 def is_ignored(path: str, layers: Layers) -> bool:
-    """Return True if the ignore files exclude a path. The path is relative to the top folder, and
-    ends with a slash if it is a folder."""
+    """Return True if the ignore files exclude a path.
+
+    The path is relative to the top folder, and ends with a slash if it is a folder.
+    """
     for layer in reversed(layers):
         included = layer.spec.check_file(path[len(layer.base) :]).include
         if included is not None:

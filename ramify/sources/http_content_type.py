@@ -1,5 +1,6 @@
-"""Use the file type and charset that a web server reports. The readers of files look only at names
-and first bytes, so this module adapts both.
+"""Use the file type and charset that a web server reports.
+
+The readers of files look only at names and first bytes, so this module adapts both.
 
     file_name("https://host/view?id=3", head, b"<!doctype …")     view.html
     to_utf8(path, "text/html; charset=shift_jis")                 rewrites the file
@@ -53,8 +54,9 @@ for UTF-8."""
 
 
 def file_name(url: str, head: RemoteFileInfo, begin: bytes) -> str:
-    """Return a name for a downloaded file, with a suffix that fits its type. ``begin`` has the
-    first bytes of its contents.
+    """Return a name for a downloaded file, with a suffix that fits its type.
+
+    ``begin`` has the first bytes of its contents.
     """
     paths = [head.file_name, *(unquote(urlsplit(each).path) for each in (url, head.final_url))]
     names = [_plain(each) for each in paths]
@@ -91,8 +93,9 @@ def _parsed(content_type: str) -> Message:
 
 
 def to_utf8(path: Path, content_type: str) -> None:
-    """Convert a downloaded text file from the charset that the server reports to UTF-8. A file that
-    is not valid in that charset stays unchanged.
+    """Convert a downloaded text file from the charset that the server reports to UTF-8.
+
+    A file that is not valid in that charset stays unchanged.
 
     The result begins with a byte order mark. Readers trust it more than a charset that an HTML page
     declares in its own markup.

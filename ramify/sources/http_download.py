@@ -76,8 +76,9 @@ _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def filter_public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
-    """Return the public addresses of a host, out of all its ``addresses``. Raises PrivateAddress if
-    there are none.
+    """Return the public addresses of a host, out of all its ``addresses``.
+
+    Raises PrivateAddress if there are none.
     """
     chosen = [each for each in addresses if is_public(each)]
     if not chosen:
@@ -94,8 +95,9 @@ def new_pool(allow_private: bool) -> HttpConnectionPool:
 
 
 class OpenDownload:
-    """A running download whose headers have arrived and whose contents can now be read. ``head``
-    describes the file: its size, type and version.
+    """A running download whose headers have arrived and whose contents can now be read.
+
+    ``head`` describes the file: its size, type and version.
     """
 
     def __init__(self, exchange: HttpExchange, head: RemoteFileInfo) -> None:
@@ -103,8 +105,9 @@ class OpenDownload:
         self.head = head
 
     async def read(self) -> bytes:
-        """Return the next bytes of the file, or b"" at its end. Raises UnreadableSource if the
-        connection fails.
+        """Return the next bytes of the file, or b"" at its end.
+
+        Raises UnreadableSource if the connection fails.
         """
         try:
             return await self._exchange.receive()
@@ -120,6 +123,7 @@ async def open_download(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
 ) -> OpenDownload:
     """Request a URL, follow its redirects, and return the download once its headers have arrived.
+
     Retries if the server is busy. Raises UnreadableSource if the file cannot be downloaded.
 
     ``version`` is the version of an earlier copy on this machine, or empty. The server then sends
@@ -196,8 +200,10 @@ async def _entered(
 
 
 def _is_inside(host: str) -> bool:
-    """Return True if a host name is recognizably private, without a DNS lookup. With a proxy, this
-    is the only possible check, because the proxy does the lookup."""
+    """Return True if a host name is recognizably private, without a DNS lookup.
+
+    With a proxy, this is the only possible check, because the proxy does the lookup.
+    """
     if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
         return True
     try:
@@ -216,8 +222,9 @@ def _why(error: ModelError, url: str) -> str:
 
 
 def _redirected(url: str, location: str) -> str:
-    """Resolve the Location header of a redirect and return the new URL. Raises UnreadableSource if
-    the redirect is refused, for example from https to http.
+    """Resolve the Location header of a redirect and return the new URL.
+
+    Raises UnreadableSource if the redirect is refused, for example from https to http.
     """
     try:
         to = urljoin(url, location.encode("latin-1").decode("utf-8", "replace"))
@@ -287,8 +294,10 @@ def _refusal(status: int, headers: Mapping[str, str]) -> UnreadableSource:
 
 
 class _ServerBusy(UnreadableSource):
-    """Raised if a server is temporarily unable to answer. ``wait_s`` is the number of seconds after
-    which it asks for a new request, or None."""
+    """Raised if a server is temporarily unable to answer.
+
+    ``wait_s`` is the number of seconds after which it asks for a new request, or None.
+    """
 
     def __init__(self, reason: str, remedy: str, wait_s: float | None) -> None:
         super().__init__(reason, remedy)

@@ -65,8 +65,9 @@ def load(
     mapped_bytes: int = MAPPED_BYTES,
     allow_private: bool = False,
 ) -> LoadedContext:
-    """Load all sources that ``paths`` name and return them as a context. Raises SourceError with
-    advice.
+    """Load all sources that ``paths`` name and return them as a context.
+
+    Raises SourceError with advice.
 
     At most ``max_bytes`` are read (default: 1 GiB in memory, and any number in file-backed texts).
     If the texts together are larger than ``mapped_bytes``, they are not loaded into memory but
@@ -116,8 +117,11 @@ def load(
 
 
 def _path_names(paths: Any) -> list[str]:
-    """Return the given paths as texts. Raises SourceError for a value that is neither a path nor a
-    collection of paths, such as a DataFrame or an open file."""
+    """Return the given paths as texts.
+
+    Raises SourceError for a value that is neither a path nor a collection of paths, such as a
+    DataFrame or an open file.
+    """
     several = isinstance(paths, Sequence | Set | ValuesView | Iterator) and not (
         isinstance(paths, str | bytes | io.IOBase)
     )
@@ -150,8 +154,9 @@ def recorded_name(name: str) -> str:
 
 
 def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Recreate the tools that a recorded run got from its sources, such as ``sql``. Raises
-    SourceError if a source no longer exists.
+    """Recreate the tools that a recorded run got from its sources, such as ``sql``.
+
+    Raises SourceError if a source no longer exists.
 
     ``sources`` is what ``LoadedContext.recorded_sources`` returned for that run.
     """
@@ -174,7 +179,10 @@ def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any
 def _read_remote(
     urls: list[str], is_alone: bool, allow_private: bool, loading: SourceCollector
 ) -> bool:
-    """Download the files at some URLs and read them. Returns True if the URLs are a single file."""
+    """Download the files at some URLs and read them.
+
+    Returns True if the URLs are a single file.
+    """
     from ramify.sources.remote_files import fetch_files
 
     files = fetch_files(urls, loading, is_alone=is_alone, allow_private=allow_private)
@@ -185,8 +193,10 @@ def _read_remote(
 
 
 def _expand(name: str) -> list[str]:
-    """Return the paths that a name on the command line refers to. A glob pattern that the shell did
-    not expand can match several. Raises SourceError if nothing matches.
+    """Return the paths that a name on the command line refers to.
+
+    A glob pattern that the shell did not expand can match several. Raises SourceError if nothing
+    matches.
     """
     if name == _STDIN:
         return [name]
@@ -234,8 +244,10 @@ def _check_exists(path: str) -> None:
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """Return a label for each path. A short, plain path is its own label. Otherwise the label is
-    the path relative to the common folder of all paths.
+    """Return a label for each path.
+
+    A short, plain path is its own label. Otherwise the label is the path relative to the common
+    folder of all paths.
     """
     if len(paths) == 1:
         return [
@@ -262,8 +274,9 @@ def _read_path(
     loading: SourceCollector,
     shown: str = "",
 ) -> None:
-    """Read one path and add its contents to the load. Error messages use the name ``shown`` instead
-    of the path, if it is given.
+    """Read one path and add its contents to the load.
+
+    Error messages use the name ``shown`` instead of the path, if it is given.
     """
     shown = shown or ("standard input" if path == _STDIN else path)
     try:
@@ -319,8 +332,9 @@ def _read_one(path: str, label: str, loading: SourceCollector) -> None:
 
 
 def _read_pipe(path: str, loading: SourceCollector) -> bytes:
-    """Read a named pipe to its end. The shell creates such a pipe for <(zcat log.gz), for
-    example.
+    """Read a named pipe to its end.
+
+    The shell creates such a pipe for <(zcat log.gz), for example.
     """
     # A blocking open would wait for a writer indefinitely.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -332,8 +346,9 @@ def _read_pipe(path: str, loading: SourceCollector) -> bytes:
 
 
 def _first_block(fd: int) -> bytes:
-    """Return the first bytes of a non-blocking pipe. The result is empty if the writing program has
-    finished, or has not written anything yet.
+    """Return the first bytes of a non-blocking pipe.
+
+    The result is empty if the writing program has finished, or has not written anything yet.
 
     Raises UnreadableSource if no program writes to it within ``WRITER_S``.
     """
@@ -388,8 +403,11 @@ def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedC
 
 
 def _single_database(loading: SourceCollector) -> str | None:
-    """Return the name of the database if all tables come from a single one, otherwise None. Queries
-    can then use the dialect of that database, because they cannot join it with other tables."""
+    """Return the name of the database if all tables come from a single one, otherwise None.
+
+    Queries can then use the dialect of that database, because they cannot join it with other
+    tables.
+    """
     databases = [*loading.databases, *loading.servers]
     is_single = len(databases) == 1 and all(each.file in databases for each in loading.tables)
     return databases[0] if is_single else None

@@ -55,8 +55,10 @@ def missing_library_advice() -> str:
 
 
 class UnreadableSource(Exception):
-    """Raised if a source cannot be read. ``reason`` completes a sentence that begins with the
-    source's name. ``remedy`` says what to do."""
+    """Raised if a source cannot be read.
+
+    ``reason`` completes a sentence that begins with the source's name. ``remedy`` says what to do.
+    """
 
     def __init__(self, reason: str, remedy: str = "") -> None:
         super().__init__(f"{reason}: {remedy}" if remedy else reason)
@@ -66,7 +68,9 @@ class UnreadableSource(Exception):
 
 class OversizedSource(UnreadableSource):
     """Raised if a source is larger than a limit, or if a small file unpacks to an enormous size.
-    Nothing from the source is loaded."""
+
+    Nothing from the source is loaded.
+    """
 
 
 class SourcePlace(msgspec.Struct, frozen=True):
@@ -132,8 +136,10 @@ class RecordedSources(msgspec.Struct, frozen=True):
 
 
 class LoadedContext(msgspec.Struct, frozen=True):
-    """A context that was loaded from sources. It also describes each item, the files that could not
-    be read, and those that were skipped."""
+    """A context that was loaded from sources.
+
+    It also describes each item, the files that could not be read, and those that were skipped.
+    """
 
     context: str | MappedText | dict[str, Any]
     """The text of a single file, the value that represents a single picture, or a dict of several
@@ -173,7 +179,10 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
     def recorded_sources(self) -> dict[str, Any]:
         """Return a record from which the tools of this run can be loaded again: their names and the
-        origin of the sources. Empty if ``load`` did not read the sources."""
+        origin of the sources.
+
+        Empty if ``load`` did not read the sources.
+        """
         if not self.origin:
             return {}
         # Optional tools are recorded with the context.
@@ -181,8 +190,10 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return {**self.origin, "tools": names}
 
     def manifest(self) -> str:
-        """Return a description of the context for the model's prompt, in a few lines. The prompt
-        describes its type, size and beginning elsewhere."""
+        """Return a description of the context for the model's prompt, in a few lines.
+
+        The prompt describes its type, size and beginning elsewhere.
+        """
         if not isinstance(self.context, dict):
             item = self.items[0]
             head = f"It is the text of {item.name!r}."
@@ -208,8 +219,10 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
     @property
     def places(self) -> dict[str, tuple[SourcePlace, ...]]:
-        """The pages, slides, sheets or headings of each document. The key is the name by which
-        citations refer to the document."""
+        """The pages, slides, sheets or headings of each document.
+
+        The key is the name by which citations refer to the document.
+        """
         if isinstance(self.context, str):
             return {"context": self.items[0].places}
         return {item.name: item.places for item in self.items if item.places}
@@ -286,7 +299,9 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
 
 class SourceCollector:
-    """A collector for the results of the file readers. It enforces limits on size and time.
+    """A collector for the results of the file readers.
+
+    It enforces limits on size and time.
 
     ``max_bytes`` bounds all text and unpacked data together, and ``max_file_s`` bounds the parsing
     of one file.
@@ -352,8 +367,10 @@ class SourceCollector:
 
     @contextlib.contextmanager
     def undo_if_oversized(self) -> Iterator[None]:
-        """Return a context manager for reading one file. If the file turns out to be too large,
-        everything that it added is removed."""
+        """Return a context manager for reading one file.
+
+        If the file turns out to be too large, everything that it added is removed.
+        """
         self._began = self._spent
         num_items, num_tables = len(self.items), len(self.tables)
         try:
@@ -376,9 +393,11 @@ class SourceCollector:
         return self._spent
 
     def count_mapped(self, num_bytes: int, name: str) -> None:
-        """Count a text that is file-backed instead of loaded into memory. If such texts are
-        limited, raises OversizedSource for a single file above the limit, and SourceError if all
-        files together exceed it."""
+        """Count a text that is file-backed instead of loaded into memory.
+
+        If such texts are limited, raises OversizedSource for a single file above the limit, and
+        SourceError if all files together exceed it.
+        """
         if self._counts_mapped and num_bytes > self.max_bytes:
             raise self._oversized(num_bytes)
         self.num_mapped += 1
@@ -393,8 +412,11 @@ class SourceCollector:
 
     def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
         """Count bytes of the current file towards the limit: first its own size, then the size of
-        its unpacked parts. Raises SourceError if all files together exceed the limit, and
-        OversizedSource if this file alone, packed or unpacked, exceeds it."""
+        its unpacked parts.
+
+        Raises SourceError if all files together exceed the limit, and OversizedSource if this file
+        alone, packed or unpacked, exceeds it.
+        """
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
         if self._work is not None:
@@ -438,8 +460,11 @@ class SourceCollector:
     def add_picture(
         self, name: str, picture: Picture, source: bytes | Path, detail: str, num_bytes: int
     ) -> None:
-        """Add one picture to the context. ``source`` is the picture's bytes or its file.
-        ``num_bytes`` is the size of the file that the user named."""
+        """Add one picture to the context.
+
+        ``source`` is the picture's bytes or its file. ``num_bytes`` is the size of the file that
+        the user named.
+        """
         unique = self._unique(name)
         self.picture_values[unique] = picture.as_reference()
         self.pictures.setdefault(picture.digest, source)
@@ -453,7 +478,9 @@ class SourceCollector:
 
     def report_problem(self, name: str, reason: str) -> None:
         """Report a file that cannot be read, so that the load continues with the other files.
-        Raises SourceError if the load is strict."""
+
+        Raises SourceError if the load is strict.
+        """
         if self.strict:
             raise SourceError(
                 one_line(f"{name} {reason}; to load the other files, remove --strict")
@@ -482,8 +509,10 @@ def count_with_names(names: Sequence[str], noun: str) -> str:
 
 
 def _with_command(reason: str) -> str:
-    """Return the reason for a note to the user. Models read it without the command, which may
-    contain the path of this installation."""
+    """Return the reason for a note to the user.
+
+    Models read it without the command, which may contain the path of this installation.
+    """
     return f"{reason} ({install_command('inputs')})" if reason == NO_DUCKDB else reason
 
 

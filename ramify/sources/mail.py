@@ -1,5 +1,7 @@
-"""Converts e-mail to text. The standard library reads eml and mbox files, and python-oxmsg reads
-Outlook's msg files. This runs in the process of ``document_process.py``.
+"""Converts e-mail to text.
+
+The standard library reads eml and mbox files, and python-oxmsg reads Outlook's msg files. This runs
+in the process of ``document_process.py``.
 
 A message becomes its headers and its plain text, or its HTML as Markdown if it has no plain text.
 An attachment is read as a file of its kind; ``documents.py`` decides which attachments are read.
@@ -122,8 +124,9 @@ def _file_name(part: EmailMessage) -> str:
 
 
 def _header(message: Any, name: str) -> str:
-    """Return the value of an e-mail header, with each run of white space replaced by one space. A
-    damaged header that cannot be parsed is returned unchanged.
+    """Return the value of an e-mail header, with each run of white space replaced by one space.
+
+    A damaged header that cannot be parsed is returned unchanged.
     """
     try:
         value = message.get(name, "")

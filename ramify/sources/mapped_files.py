@@ -34,9 +34,10 @@ _HEAD_CHARS = 100_000
 
 
 def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW) -> bool:
-    """Add the text of a large file to the load without reading it into memory. Returns False if the
-    file must be read in the ordinary way. Raises UnreadableSource for a type of file that has no
-    reader.
+    """Add the text of a large file to the load without reading it into memory.
+
+    Returns False if the file must be read in the ordinary way. Raises UnreadableSource for a type
+    of file that has no reader.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -79,8 +80,10 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
 
 
 def _described(name: str, text: MappedText) -> tuple[str, str]:
-    """Return the type and the description of a large, file-backed text. The number of rows is an
-    estimate from the number of lines, because the text is not parsed."""
+    """Return the type and the description of a large, file-backed text.
+
+    The number of rows is an estimate from the number of lines, because the text is not parsed.
+    """
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())
     if kind == "csv":

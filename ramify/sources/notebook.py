@@ -28,8 +28,9 @@ class IpynbCell(msgspec.Struct):
 
 
 class IpynbFile(msgspec.Struct):
-    """The fields of a Jupyter notebook file that the conversion uses. All other fields are
-    ignored.
+    """The fields of a Jupyter notebook file that the conversion uses.
+
+    All other fields are ignored.
     """
 
     cells: list[IpynbCell]

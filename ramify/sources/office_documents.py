@@ -77,8 +77,10 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def _margins_of_docx(data: bytes) -> str:
-    """Return the headers and footers of a docx file, which mammoth does not convert. A header or
-    footer that several sections repeat is returned once."""
+    """Return the headers and footers of a docx file, which mammoth does not convert.
+
+    A header or footer that several sections repeat is returned once.
+    """
     from defusedxml import ElementTree
 
     lines: dict[str, None] = {}
@@ -167,8 +169,10 @@ def html_to_markdown(html: str) -> str:
 
 
 def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
-    """Convert an HTML page to Markdown, and return the text and the title. Without ``encoding``, a
-    page that is valid UTF-8 is read as UTF-8, and for any other page the encoding is detected.
+    """Convert an HTML page to Markdown, and return the text and the title.
+
+    Without ``encoding``, a page that is valid UTF-8 is read as UTF-8, and for any other page the
+    encoding is detected.
     """
     from bs4 import BeautifulSoup
 

@@ -1,4 +1,6 @@
-"""Converts PDFs to text, page by page, with ``pypdf``. The columns of tables stay side by side.
+"""Converts PDFs to text, page by page, with ``pypdf``.
+
+The columns of tables stay side by side.
 
 This runs in the process of ``document_process.py``. Pages as pictures, and scans without text, are
 handled by ``pdf_page_pictures.py``.

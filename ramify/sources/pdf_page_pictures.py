@@ -1,5 +1,6 @@
-"""Shows pages of PDFs to a model as pictures. The host renders a page when a session asks for it,
-using pypdfium2 and Pillow (extra ``inputs``).
+"""Shows pages of PDFs to a model as pictures.
+
+The host renders a page when a session asks for it, using pypdfium2 and Pillow (extra ``inputs``).
 
     page_picture(3)                  the third page of the only PDF, as a session asks for it
     page_picture(3, "report.pdf")    of one of several
@@ -46,8 +47,10 @@ class PdfPagePictures:
     """The PDFs of a context, whose pages a session can view as pictures."""
 
     def __init__(self, files: Mapping[str, RenderablePdf], limit_s: float) -> None:
-        """Create the pictures for the PDFs of a context. ``files`` maps the name of each PDF to its
-        file. ``limit_s`` is the time limit in seconds for rendering one page.
+        """Create the pictures for the PDFs of a context.
+
+        ``files`` maps the name of each PDF to its file. ``limit_s`` is the time limit in seconds
+        for rendering one page.
         """
         self._files = files
         self._limit_s = limit_s
@@ -97,8 +100,9 @@ def can_render() -> bool:
 
 
 def keep(file: SourceFile, loading: SourceCollector) -> None:
-    """Register a PDF, so that sessions can view its pages as pictures. Does nothing if the
-    rendering libraries are not installed.
+    """Register a PDF, so that sessions can view its pages as pictures.
+
+    Does nothing if the rendering libraries are not installed.
     """
     if can_render() and file.name not in loading.pdfs:
         digest = hashlib.sha256(file.data).hexdigest()
@@ -106,8 +110,9 @@ def keep(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def read_scan(file: SourceFile, num_pages: int, loading: SourceCollector) -> None:
-    """Load a scanned PDF, which has pictures of pages but no text. Raises UnreadableSource if its
-    pages cannot be rendered on this machine.
+    """Load a scanned PDF, which has pictures of pages but no text.
+
+    Raises UnreadableSource if its pages cannot be rendered on this machine.
     """
     if not (can_render() and loading.has_tools):
         raise UnreadableSource(

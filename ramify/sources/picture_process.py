@@ -1,5 +1,6 @@
-"""Decodes pictures and renders PDF pages in a separate process. The host can kill that process if a
-malicious file makes it hang or use too much memory.
+"""Decodes pictures and renders PDF pages in a separate process.
+
+The host can kill that process if a malicious file makes it hang or use too much memory.
 
 An untrusted picture may claim a size of gigabytes, or make a decoder hang. The process has limits
 on its memory and its CPU time, gets no environment variables with keys, and is killed at a time
@@ -31,8 +32,10 @@ _START_S = 20.0
 
 
 class PictureFailed(Exception):
-    """Raised if a picture cannot be scaled down or a page cannot be rendered. The message is a
-    clause for use in another error message, such as ``it takes more than 5 s``."""
+    """Raised if a picture cannot be scaled down or a page cannot be rendered.
+
+    The message is a clause for use in another error message, such as ``it takes more than 5 s``.
+    """
 
 
 class ImageDownscaleRequest(msgspec.Struct, frozen=True, tag=True):
@@ -62,16 +65,18 @@ _processes = RequestProcessPool(
 
 
 def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
-    """Scale a picture down to at most ``max_side`` pixels per side and ``max_bytes`` bytes. Returns
-    PNG data, or JPEG data if that is smaller. Raises PictureFailed if the picture cannot be
+    """Scale a picture down to at most ``max_side`` pixels per side and ``max_bytes`` bytes.
+
+    Returns PNG data, or JPEG data if that is smaller. Raises PictureFailed if the picture cannot be
     decoded.
     """
     return _asked(ImageDownscaleRequest(max_side, max_bytes), data, limit_s)
 
 
 def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
-    """Render one page of a PDF as a picture that is ``width`` pixels wide. Raises PictureFailed on
-    failure.
+    """Render one page of a PDF as a picture that is ``width`` pixels wide.
+
+    Raises PictureFailed on failure.
     """
     return _asked(PdfPageRenderRequest(page, width, max_bytes), pdf, limit_s)
 
@@ -133,8 +138,9 @@ def _scale(data: bytes, request: ImageDownscaleRequest) -> bytes:
 
 
 def _saved(image: object, max_bytes: int) -> bytes:
-    """Encode ``image`` as PNG if the result fits the byte limit, otherwise as JPEG. If neither
-    fits, halve the width and height until the JPEG data fits.
+    """Encode ``image`` as PNG if the result fits the byte limit, otherwise as JPEG.
+
+    If neither fits, halve the width and height until the JPEG data fits.
     """
     from PIL import Image
 

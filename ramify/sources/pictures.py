@@ -1,4 +1,6 @@
-"""Reads PNG, JPEG and WebP files. The context represents each picture by a dict.
+"""Reads PNG, JPEG and WebP files.
+
+The context represents each picture by a dict.
 
     chart.png  ->  {"picture": sha256, "name": "chart.png", "kind": "png", "width": 640, …}
 
@@ -44,9 +46,11 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
-    """Scale down the picture in a file, and return the picture with its bytes. Raises
-    UnreadableSource on failure. Its message includes ``why``, the reason why the original picture
-    cannot be sent as it is."""
+    """Scale down the picture in a file, and return the picture with its bytes.
+
+    Raises UnreadableSource on failure. Its message includes ``why``, the reason why the original
+    picture cannot be sent as it is.
+    """
     size, num_bytes = size_of(file.data), len(file.data)
     if size.width * size.height > MAX_PIXELS or num_bytes > MAX_SOURCE_BYTES:
         raise UnreadableSource(

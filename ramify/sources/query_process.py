@@ -41,8 +41,9 @@ class ProcessValueOrError(msgspec.Struct, frozen=True):
 
 
 class QueryProcesses:
-    """A pool of child processes that run queries. Each runs the function ``serve``, named as
-    ``module:name``.
+    """A pool of child processes that run queries.
+
+    Each runs the function ``serve``, named as ``module:name``.
 
     With ``is_bare``, the processes inherit no environment variables except search paths, so no API
     keys leak into them.
@@ -54,9 +55,10 @@ class QueryProcesses:
         )
 
     def ask(self, request: msgspec.Struct, limit_s: float, grace_s: float = GRACE_S) -> Any:
-        """Send a request to a process of the pool and return the value in its answer. Raises
-        TimeoutError if the answer does not begin within ``limit_s + grace_s`` seconds. Also raises
-        a ValueError, PermissionError or TimeoutError that the process reports.
+        """Send a request to a process of the pool and return the value in its answer.
+
+        Raises TimeoutError if the answer does not begin within ``limit_s + grace_s`` seconds. Also
+        raises a ValueError, PermissionError or TimeoutError that the process reports.
         """
         try:
             asked = encode(request)
@@ -93,8 +95,9 @@ def encode_outcome(call: Callable[[], Any]) -> list[bytes]:
 
 
 class BoundedRowCollector:
-    """Collects the rows of a query result up to a limit. Raises ValueError beyond ``MAX_ROWS`` rows
-    or ``MAX_RESULT_BYTES`` bytes.
+    """Collects the rows of a query result up to a limit.
+
+    Raises ValueError beyond ``MAX_ROWS`` rows or ``MAX_RESULT_BYTES`` bytes.
     """
 
     def __init__(self) -> None:
@@ -126,8 +129,9 @@ def _size(value: Any) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Convert a database value to a plain Python value for a session. Dates become ISO text, and
-    decimals become numbers.
+    """Convert a database value to a plain Python value for a session.
+
+    Dates become ISO text, and decimals become numbers.
     """
     if value is None or isinstance(value, str | bool | float | bytes):
         return value

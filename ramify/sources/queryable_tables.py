@@ -1,5 +1,6 @@
-"""Types that describe the tables that a session can query with SQL. The loader and the query
-process share them.
+"""Types that describe the tables that a session can query with SQL.
+
+The loader and the query process share them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Loads web pages, files on the web and files in cloud buckets as sources. Files are listed with
-their sizes, checked against the limits and downloaded, and then read like local files.
+"""Loads web pages, files on the web and files in cloud buckets as sources.
+
+Files are listed with their sizes, checked against the limits and downloaded, and then read like
+local files.
 
     URLs ── list ──> files and sizes ── check the limit ── fetch ──> FetchedFile ── load_sources.py
                      (a bucket's listing,   nothing was             in DownloadCache, unless the
@@ -144,7 +146,10 @@ class _Fetching:
         return wanted
 
     def fetched(self, wanted: _Wanted, work: ProgressReporter) -> FetchedFile | None:
-        """Download one file. On failure, report a problem and return None."""
+        """Download one file.
+
+        On failure, report a problem and return None.
+        """
         url = wanted.file.url
         try:
             copy = self._copy(wanted, work)
@@ -226,8 +231,11 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
-    """Return the total size in bytes of the planned downloads. Files of unknown size are not
-    counted. Raises SourceError before the first download if the total exceeds the limit."""
+    """Return the total size in bytes of the planned downloads.
+
+    Files of unknown size are not counted. Raises SourceError before the first download if the total
+    exceeds the limit.
+    """
     total = sum(max(0, each.file.num_bytes) for each in wanted)
     if total > loading.room:
         raise SourceError(

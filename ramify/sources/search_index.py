@@ -1,5 +1,7 @@
-"""Keeps the full-text search indexes of this process. Each index covers the texts of one context,
-and runs in a separate process with a private temporary folder.
+"""Keeps the full-text search indexes of this process.
+
+Each index covers the texts of one context, and runs in a separate process with a private temporary
+folder.
 
     get_or_build_index(digest, …) ──> SearchIndexProcess ──> ask(query, k)
                                       the same one for equal contexts; it ends when none needs it
@@ -46,15 +48,17 @@ _KEPT = 2
 
 
 class SearchIndexProcess:
-    """A process that holds a search index. The process ends and its folder is deleted together with
-    this object.
+    """A process that holds a search index.
+
+    The process ends and its folder is deleted together with this object.
     """
 
     def __init__(
         self, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
     ) -> None:
-        """Start a process and build the index of a context in it. Takes about a minute per
-        gigabyte. Raises ValueError if the index cannot be built.
+        """Start a process and build the index of a context in it.
+
+        Takes about a minute per gigabyte. Raises ValueError if the index cannot be built.
         """
         _remove_stale()
         most = _BYTES_PER_CHAR * num_chars + _SPARE_BYTES
@@ -120,6 +124,7 @@ def get_or_build_index(
     digest: str, num_chars: int, requests: Callable[[], Iterator[SearchProcessRequest]]
 ) -> SearchIndexProcess:
     """Return the search index for the context with this hash, and build it first if necessary.
+
     Raises ValueError if it cannot be built.
 
     Only one index is built at a time, because building uses two cores.

@@ -1,5 +1,6 @@
-"""Builds and queries the search index of one context in a separate process. Passages are ranked by
-BM25, using the library ``tantivy``.
+"""Builds and queries the search index of one context in a separate process.
+
+Passages are ranked by BM25, using the library ``tantivy``.
 
     SearchProcessRequest("open")                ──> the process knows its folder
     SearchProcessRequest("add", blocks=blocks)  ──> the units of the blocks are indexed
@@ -197,8 +198,9 @@ class _Index:
         return best[:k]
 
     def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
-        """Return the first ``num`` passages with exactly this score, in the order of the text. Used
-        if more passages share a score than one query fetches.
+        """Return the first ``num`` passages with exactly this score, in the order of the text.
+
+        Used if more passages share a score than one query fetches.
         """
         found: list[tuple[float, int]] = []
         for part in range(self._num_units // _PART + 1):

@@ -59,16 +59,19 @@ _RUN = lazy_pattern(f"[{_UNSPACED}]+")
 
 
 class TextSegmentationMode(msgspec.Struct, frozen=True):
-    """How a text is divided into search units: by line or by passage. This is inferred from the
-    beginning of the text."""
+    """How a text is divided into search units: by line or by passage.
+
+    This is inferred from the beginning of the text.
+    """
 
     shape: Shape
     has_pages: bool
 
 
 def sendable(text: str) -> str:
-    """Replace the lone surrogates in ``text``, which cannot be encoded as UTF-8. The length of the
-    text does not change.
+    """Replace the lone surrogates in ``text``, which cannot be encoded as UTF-8.
+
+    The length of the text does not change.
     """
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
@@ -82,7 +85,9 @@ def detect_segmentation(text: Text) -> TextSegmentationMode:
 
 
 def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each unit that begins in a block of text. Blank units are skipped.
+    """Yield the start and end of each unit that begins in a block of text.
+
+    Blank units are skipped.
 
     Units at the end of the block are skipped too, if text after the block may affect where they
     end.
@@ -149,6 +154,7 @@ def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentat
 
 def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
     """Return the last match of a heading or page pattern at or before the position ``start``.
+
     Matches that begin more than ``most`` characters earlier are ignored.
     """
     low = max(0, start - most)

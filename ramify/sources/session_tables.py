@@ -65,8 +65,9 @@ def has_duckdb() -> bool:
 def describe_file(
     name: str, kind: str, path: Path | None, data: bytes, loading: SourceCollector
 ) -> list[TableInfo]:
-    """Describe the tables of a file and add them to the load. Raises UnreadableSource if the file
-    cannot be read as tables, or if it changes while it is read.
+    """Describe the tables of a file and add them to the load.
+
+    Raises UnreadableSource if the file cannot be read as tables, or if it changes while it is read.
     """
     if len(loading.tables) >= MAX_TABLES:
         raise UnreadableSource(f"is not among the first {MAX_TABLES} tables", "name fewer files")
@@ -112,9 +113,11 @@ def describe_file(
 
 
 def _wrong_record(name: str, kind: str, path: Path) -> str:
-    """Return a description of the first malformed record of a CSV or JSONL file. Errors of DuckDB
-    do not serve, because it counts lines differently. Returns an empty string for other kinds of
-    files, and if no malformed record was found."""
+    """Return a description of the first malformed record of a CSV or JSONL file.
+
+    Errors of DuckDB do not serve, because it counts lines differently. Returns an empty string for
+    other kinds of files, and if no malformed record was found.
+    """
     return _irregular(name, path) if kind == "csv" else _not_json(path) if kind == "jsonl" else ""
 
 
@@ -152,8 +155,9 @@ def _not_json(path: Path) -> str:
 def add_text_table(
     name: str, kind: str, path: Path | None, text: str, detail: str, loading: SourceCollector
 ) -> str:
-    """Make a text of the context available as a table to SQL queries, like ``add_table``. The file
-    at ``path`` is used if it contains exactly this text.
+    """Make a text of the context available as a table to SQL queries, like ``add_table``.
+
+    The file at ``path`` is used if it contains exactly this text.
     """
     if not text:
         return detail
@@ -212,8 +216,9 @@ def described(info: TableInfo) -> str:
 
 
 def table_name(file: str, member: str, taken: set[str]) -> str:
-    """Return an unused table name that SQL accepts without quotes. The table of the file
-    ``2024/sales.csv`` is called ``sales``, for example.
+    """Return an unused table name that SQL accepts without quotes.
+
+    The table of the file ``2024/sales.csv`` is called ``sales``, for example.
     """
     stem = file.rpartition("/")[2].split(".")[0]
     inner = member.rpartition(".")[2].strip('"') if member.startswith('"') else member
@@ -229,7 +234,9 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
 
 def version_of(path: Path | str) -> tuple[int, ...]:
     """Return numbers that change whenever a file changes: its size, modification time and inode
-    number. Empty if the file does not exist.
+    number.
+
+    Empty if the file does not exist.
     """
     try:
         found = os.stat(path)
@@ -239,8 +246,9 @@ def version_of(path: Path | str) -> tuple[int, ...]:
 
 
 class TemporaryTableFolder:
-    """A temporary folder for tables that were not separate files, such as those in archives. It is
-    deleted together with this object.
+    """A temporary folder for tables that were not separate files, such as those in archives.
+
+    It is deleted together with this object.
     """
 
     def __init__(self) -> None:
@@ -249,8 +257,9 @@ class TemporaryTableFolder:
 
 
 class SessionTables:
-    """The tables that a session can query. The session gets the method ``sql`` as a function, and
-    ``listing`` as the variable ``tables``.
+    """The tables that a session can query.
+
+    The session gets the method ``sql`` as a function, and ``listing`` as the variable ``tables``.
     """
 
     def __init__(
@@ -311,8 +320,9 @@ class SessionTables:
         return rows
 
     def _check(self) -> None:
-        """Raise ValueError if a file has changed since it was loaded. SQLite files may change,
-        because each query uses a new copy.
+        """Raise ValueError if a file has changed since it was loaded.
+
+        SQLite files may change, because each query uses a new copy.
         """
         for each in self._entries:
             kind, path = each.info.source.kind, each.info.source.path

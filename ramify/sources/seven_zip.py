@@ -1,5 +1,7 @@
 """Reads 7z archives, which py7zr (extra ``inputs``) unpacks in the process of
-``document_process.py``. Nothing is written to disk. Other archives are read by ``archives.py``.
+``document_process.py``.
+
+Nothing is written to disk. Other archives are read by ``archives.py``.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
 
 
 def convert(data: bytes) -> ConvertedDocument:
-    """Unpack a 7z archive in memory, and convert the files in it. Runs in the process of
-    ``document_process.py``.
+    """Unpack a 7z archive in memory, and convert the files in it.
+
+    Runs in the process of ``document_process.py``.
     """
     import py7zr
     from py7zr.io import BytesIOFactory

@@ -1,4 +1,6 @@
-"""Reads SQLite databases. The context contains the schema with sample rows.
+"""Reads SQLite databases.
+
+The context contains the schema with sample rows.
 
 What a query may do and how much it may return is decided in ``sqlite_query.py``. The queries of a
 session run in ``sqlite_process.py``, and the function ``sql`` itself is in ``session_tables.py``.

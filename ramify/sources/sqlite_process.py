@@ -38,8 +38,9 @@ def query_in_time(
     limit_s: float = QUERY_S,
     grace_s: float = GRACE_S,
 ) -> list[tuple[Any, ...]]:
-    """Run a query on a SQLite file in another process, and return its rows. Raises TimeoutError if
-    the answer does not begin within ``limit_s + grace_s`` seconds.
+    """Run a query on a SQLite file in another process, and return its rows.
+
+    Raises TimeoutError if the answer does not begin within ``limit_s + grace_s`` seconds.
     """
     given = dict(params) if isinstance(params, Mapping) else list(params)
     rows = _processes.ask(SqlQuery(str(path), query, given, limit_s), limit_s, grace_s)

@@ -46,8 +46,9 @@ Params = Sequence[Any] | Mapping[str, Any]
 def run_query(
     path: Path, query: str, params: Params = (), limit_s: float = QUERY_S
 ) -> list[tuple[Any, ...]]:
-    """Run a query on a SQLite file and return its rows. A ValueError, PermissionError or
-    TimeoutError explains what is wrong with the query.
+    """Run a query on a SQLite file and return its rows.
+
+    A ValueError, PermissionError or TimeoutError explains what is wrong with the query.
     """
     with _connect(path) as database:
         deadline = time.monotonic() + limit_s

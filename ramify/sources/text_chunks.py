@@ -1,5 +1,6 @@
-"""The function ``chunks``, which divides texts into parts for a model. This source code runs
-*inside* the session; the host imports it only for its description.
+"""The function ``chunks``, which divides texts into parts for a model.
+
+This source code runs *inside* the session; the host imports it only for its description.
 
 Only the standard library is used. A token counts as three bytes of UTF-8, as it does for the sizes
 given in the prompt, so a part has at most ``3 * tokens`` bytes. A part ends, in this order of
@@ -63,7 +64,10 @@ def chunks(tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
 
 
 def _texts(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, text) of each text of ``value``. The name of a single text is empty."""
+    """Return (name, text) of each text of ``value``.
+
+    The name of a single text is empty.
+    """
     if value is None:
         raise TypeError("this session has no context: give text=")
     if isinstance(value, Mapping):
@@ -83,7 +87,10 @@ def _check(texts: list[tuple[str, Any]]) -> None:
 
 
 def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
-    """Return (text, first line, last line) of each piece. A piece has at most ``most`` bytes."""
+    """Return (text, first line, last line) of each piece.
+
+    A piece has at most ``most`` bytes.
+    """
     found: list[tuple[str, int, int]] = []
     start, line, length = 0, 1, len(text)
     while start < length:

@@ -1,5 +1,6 @@
-"""The functions ``search`` and ``chunks`` that code in a session can call. This module decides
-which contexts have them, and when a search index is built.
+"""The functions ``search`` and ``chunks`` that code in a session can call.
+
+This module decides which contexts have them, and when a search index is built.
 
     search_tools(context) ──> {"search": TextSearchTool, "chunks": TextChunkingTool}
     TextSearchTool.prepare()  a session is being opened: soon the index is built in the background
@@ -67,8 +68,9 @@ T = TypeVar("T")
 
 
 def search_tools(context: Any) -> dict[str, Any]:
-    """Return the functions for searching ``context``: a text, or a dict or list of texts. The
-    result is empty if the context is too small or has another type.
+    """Return the functions for searching ``context``: a text, or a dict or list of texts.
+
+    The result is empty if the context is too small or has another type.
     """
     chars = sum(map(len, _texts(context).values()))
     if chars < MIN_SEARCHED_CHARS:
@@ -80,9 +82,11 @@ def search_tools(context: Any) -> dict[str, Any]:
 
 
 def search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
-    """Return the search functions with these names, for replaying a recorded run. If a library is
-    missing, an error is raised only when a search must be run because its result was not
-    recorded."""
+    """Return the search functions with these names, for replaying a recorded run.
+
+    If a library is missing, an error is raised only when a search must be run because its result
+    was not recorded.
+    """
     every: dict[str, Any] = {"search": TextSearchTool(context), "chunks": TextChunkingTool()}
     return {name: tool for name, tool in every.items() if name in names}
 
@@ -92,7 +96,10 @@ def has_tantivy() -> bool:
 
 
 def _texts(context: Any) -> dict[Any, Text]:
-    """Return the texts of ``context`` by key or index. A single text has the name ""."""
+    """Return the texts of ``context`` by key or index.
+
+    A single text has the name "".
+    """
     if isinstance(context, str | MappedText):
         return {"": context}
     named: Iterable[tuple[Any, Any]] = ()
@@ -140,9 +147,10 @@ class TextSearchTool:
         self._future()
 
     def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
-        """Search for ``query`` and return the ``k`` best hits. Raises TypeError, ValueError or
-        TimeoutError with a message for the model. The description that the model reads is
-        ``SEARCH``.
+        """Search for ``query`` and return the ``k`` best hits.
+
+        Raises TypeError, ValueError or TimeoutError with a message for the model. The description
+        that the model reads is ``SEARCH``.
         """
         if not isinstance(query, str):
             raise TypeError(f"the query is a {type(query).__name__}: give words as one text")
@@ -217,8 +225,9 @@ class TextSearchTool:
         ]
 
     def block_hash_input(self, number: int, at: int) -> bytes:
-        """Return the bytes that represent one block of text in the hash of the context. Contexts
-        with equal hashes share a search index.
+        """Return the bytes that represent one block of text in the hash of the context.
+
+        Contexts with equal hashes share a search index.
         """
         text, name = self._texts[self._names[number]], self._names[number]
         head = b"" if at else f"{len(text)},{self._layout(name).shape};".encode()
@@ -239,8 +248,10 @@ class TextSearchTool:
 
 class _UsedSearch:
     """Reads the texts of a ``TextSearchTool`` while its index is built, through a weak reference.
+
     Building an index takes a minute per gigabyte, and must not keep the context of a finished run
-    in memory."""
+    in memory.
+    """
 
     def __init__(self, search: TextSearchTool) -> None:
         self._search = weakref.ref(search)
@@ -249,8 +260,9 @@ class _UsedSearch:
         self._num_chars = search.num_chars
 
     def get_or_build_index(self) -> SearchIndexProcess:
-        """Return the search index of the context, and build it first if necessary. Raises
-        ValueError if it cannot be built or the context is no longer used.
+        """Return the search index of the context, and build it first if necessary.
+
+        Raises ValueError if it cannot be built or the context is no longer used.
         """
         self._is_asked.wait(DELAY_S)
         # Few runs come so far, so this is imported only now.
@@ -264,8 +276,9 @@ class _UsedSearch:
         return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
 
     def _requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests that add all texts to the index. Each request except the last has at least
-        ``BLOCK_CHARS`` characters.
+        """Yield requests that add all texts to the index.
+
+        Each request except the last has at least ``BLOCK_CHARS`` characters.
         """
         from ramify.sources.search_index_process import SearchProcessRequest
 
@@ -311,8 +324,9 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
 
 
 class TextChunkingTool:
-    """The function ``chunks`` of a session, which splits a text into parts. Unlike other tools, it
-    runs inside the session.
+    """The function ``chunks`` of a session, which splits a text into parts.
+
+    Unlike other tools, it runs inside the session.
     """
 
     __name__ = "chunks"

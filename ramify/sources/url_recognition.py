@@ -36,8 +36,9 @@ def _scheme(name: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL in a form that is safe for error messages and names. The login is removed, and
-    so are the parameters and the fragment of a web address.
+    """Return a URL in a form that is safe for error messages and names.
+
+    The login is removed, and so are the parameters and the fragment of a web address.
     """
     scheme, _, rest = url.partition("://")
     if is_web(url):
@@ -50,8 +51,9 @@ def shown_url(url: str) -> str:
 
 
 def recorded_url(url: str) -> str:
-    """Return a URL in the form that a run records for loading it again. The login is removed, and
-    each key is replaced by a placeholder.
+    """Return a URL in the form that a run records for loading it again.
+
+    The login is removed, and each key is replaced by a placeholder.
     """
     if not is_web(url):
         return shown_url(url)
@@ -60,8 +62,9 @@ def recorded_url(url: str) -> str:
 
 
 def check_url(url: str) -> str:
-    """Check that a URL can be downloaded, and return it without its fragment. Raises SourceError if
-    it cannot.
+    """Check that a URL can be downloaded, and return it without its fragment.
+
+    Raises SourceError if it cannot.
 
     From then on, secrets in the URL are redacted in logs and journals.
     """

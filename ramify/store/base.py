@@ -1,5 +1,6 @@
-"""The interface between the engine and a store of runs. The engine uses it to record, read and
-continue runs.
+"""The interface between the engine and a store of runs.
+
+The engine uses it to record, read and continue runs.
 
     engine ── create, reopen ──> RunJournal ── append(event) …  close
            ── blobs ───────────> RunBlobs      contexts and long outputs, by content hash
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
 
 
 class RunJournal(Protocol):
-    """The journal of one run: its log of events, open for writing. Only one writer can have it open
-    at a time. Safe for several threads.
+    """The journal of one run: its log of events, open for writing.
+
+    Only one writer can have it open at a time. Safe for several threads.
     """
 
     id: str
@@ -54,15 +56,19 @@ class RunJournal(Protocol):
         """True if the journal has no events yet."""
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event``, with secrets redacted, before the engine acts on it. Raises StoreError
-        if the event cannot be written.
+        """Write ``event``, with secrets redacted, before the engine acts on it.
+
+        Raises StoreError if the event cannot be written.
 
         Once the disk is full, all later events are refused too, because a journal with a gap cannot
         be resumed.
         """
 
     def close(self) -> None:
-        """Close the journal, so that another writer can open it. Idempotent."""
+        """Close the journal, so that another writer can open it.
+
+        Idempotent.
+        """
 
     def live_text(self) -> LiveReplyFileWriter | None:
         """The writer of the file that shows replies while they arrive, or None if this journal has
@@ -71,17 +77,20 @@ class RunJournal(Protocol):
 
 class RunBlobs(Protocol):
     """Stores contexts and long outputs as byte strings (blobs), each under the hash of its content.
+
     Safe for several threads.
     """
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
-        """Store ``data`` and return its SHA-256 hash as a hexadecimal string. A caller that already
-        knows the hash passes it as ``digest`` to save time.
+        """Store ``data`` and return its SHA-256 hash as a hexadecimal string.
+
+        A caller that already knows the hash passes it as ``digest`` to save time.
         """
 
     def get(self, digest: str) -> bytes:
-        """Return the bytes with this SHA-256 hash. Raises StoreError if the store does not have
-        them.
+        """Return the bytes with this SHA-256 hash.
+
+        Raises StoreError if the store does not have them.
         """
 
 
@@ -96,14 +105,16 @@ class RunStore(Protocol):
     blobs: RunBlobs
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
-        """Create the journal of a new run. ``secrets`` maps names to values that are redacted in
-        the journal, in addition to the secrets in environment variables. Raises StoreError if the
-        run already exists.
+        """Create the journal of a new run.
+
+        ``secrets`` maps names to values that are redacted in the journal, in addition to the
+        secrets in environment variables. Raises StoreError if the run already exists.
         """
 
     def reopen(self, run: str, secrets: Mapping[str, str] | None = None) -> RunJournal:
-        """Reopen the journal of an earlier run so that the run can continue. Raises RunInUse while
-        another process is writing the journal.
+        """Reopen the journal of an earlier run so that the run can continue.
+
+        Raises RunInUse while another process is writing the journal.
         """
 
     def check_free(self, run: str) -> None:
@@ -113,7 +124,9 @@ class RunStore(Protocol):
         """Return the ids of all runs, newest first."""
 
     def lines(self, id: str, offset: int = 0) -> Iterable[bytes]:
-        """Return the events of run ``id`` as encoded lines, oldest first. Raises UnknownRun.
+        """Return the events of run ``id`` as encoded lines, oldest first.
+
+        Raises UnknownRun.
 
         The lines start at byte ``offset``, which must be the start of a line or the end. Each line
         is what ``encode_line`` returned, with its newline. Another process may still be writing the
@@ -121,18 +134,22 @@ class RunStore(Protocol):
         """
 
     def size(self, id: str) -> int:
-        """Return the size of run ``id`` in bytes, newlines included. Raises UnknownRun. The web
-        viewer calls this often, so it should be fast.
+        """Return the size of run ``id`` in bytes, newlines included.
+
+        Raises UnknownRun. The web viewer calls this often, so it should be fast.
         """
 
     def remove(self, run: str) -> int:
-        """Delete a run, and the blobs that no other run needs. Returns the number of bytes freed.
-        Raises RunInUse while a process is writing the run.
+        """Delete a run, and the blobs that no other run needs.
+
+        Returns the number of bytes freed. Raises RunInUse while a process is writing the run.
         """
 
     def new_id(self, question: str) -> str:
         """Return a new unique run id, which is readable and sorts by time:
-        ``20260301-142501-5gk0x7m-which-host-failed``. The time is in UTC, to the microsecond.
+        ``20260301-142501-5gk0x7m-which-host-failed``.
+
+        The time is in UTC, to the microsecond.
         """
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
@@ -143,7 +160,9 @@ class RunStore(Protocol):
 
     def append(self, run: str, events: Iterable[AnyEvent]) -> None:
         """Append events to a run that has ended, such as a ``ScoreAdded`` event for a score that is
-        known only later. Raises RunInUse while a process is writing the run.
+        known only later.
+
+        Raises RunInUse while a process is writing the run.
         """
         journal = self.reopen(run)
         try:
@@ -153,8 +172,9 @@ class RunStore(Protocol):
             journal.close()
 
     def find(self, run: str) -> str:
-        """Resolve ``run`` to a full run id. It may be a complete id, the beginning of one, or
-        ``"last"``. Raises UnknownRun.
+        """Resolve ``run`` to a full run id.
+
+        It may be a complete id, the beginning of one, or ``"last"``. Raises UnknownRun.
         """
         return resolve_run_id(run, self.ids(), self)
 
@@ -163,8 +183,9 @@ class RunStore(Protocol):
         return FilelessStoredRun(self, self.find(run))
 
     def events(self, run: str) -> Iterator[AnyEvent]:
-        """Yield the events of ``run``, oldest first. Another process may still be writing
-        the run.
+        """Yield the events of ``run``, oldest first.
+
+        Another process may still be writing the run.
         """
         return read_events(self.stored(run))
 
@@ -176,8 +197,9 @@ class RunStore(Protocol):
         return fold.trajectory
 
     def runs(self, limit: int | None = None) -> list[RunSummary]:
-        """Return summaries of the newest ``limit`` runs (default: all), newest first. Summaries are
-        cached until their run grows.
+        """Return summaries of the newest ``limit`` runs (default: all), newest first.
+
+        Summaries are cached until their run grows.
         """
         from ramify.store.summary import summarise
 
@@ -197,27 +219,34 @@ class RunStore(Protocol):
 
     def listing_state(self) -> object | None:
         """Return a value that changes whenever the result of ``runs`` may change, so that a caller
-        can detect changes cheaply. None if the store cannot tell without reading the runs.
+        can detect changes cheaply.
+
+        None if the store cannot tell without reading the runs.
         """
         return None
 
     def review(self, run: str) -> HumanRunReview:
         """Return the review of ``run``: the labels, verdicts, note and corrected scores that people
-        gave after its end. Empty if there is none.
+        gave after its end.
+
+        Empty if there is none.
         """
         return HumanRunReview()
 
     def write_review(self, run: str, review: HumanRunReview) -> HumanRunReview:
-        """Replace the review of ``run``, and return it with the time of the change. Raises
-        StoreError if it cannot be written.
+        """Replace the review of ``run``, and return it with the time of the change.
+
+        Raises StoreError if it cannot be written.
 
         The base class keeps no reviews, so this method always raises unless a store overrides it.
         """
         raise StoreError(f"{self} does not store reviews, so run {run} cannot be reviewed")
 
     def finish(self, journal: RunJournal) -> None:
-        """Close ``journal``, and delete its run if no event was written. Such a run failed before
-        it started, so it need not be listed and cannot be resumed."""
+        """Close ``journal``, and delete its run if no event was written.
+
+        Such a run failed before it started, so it need not be listed and cannot be resumed.
+        """
         journal.close()
         if journal.is_empty:
             self.remove(journal.id)
@@ -225,6 +254,7 @@ class RunStore(Protocol):
 
 class FilelessStoredRun(NamedTuple):
     """A stored run without a file, which is read through the ``lines`` method of its store.
+
     Implements ``StoredRun``.
     """
 
@@ -294,8 +324,10 @@ def check_run_id(run_id: str) -> None:
 
 
 def resolve_run_id(name: str, ids: Sequence[str], place: object) -> str:
-    """Resolve ``name`` to a run id. It may be a complete id, the unique beginning of an id, or
-    ``"last"``. Raises UnknownRun if no run or several runs match.
+    """Resolve ``name`` to a run id.
+
+    It may be a complete id, the unique beginning of an id, or ``"last"``. Raises UnknownRun if no
+    run or several runs match.
 
     ``ids`` are the ids of all runs, newest first. ``place`` says where the runs are stored, for
     error messages.

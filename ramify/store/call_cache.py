@@ -1,4 +1,6 @@
-"""A cache of model replies that all runs of a store share. A run uses it only if it is asked to.
+"""A cache of model replies that all runs of a store share.
+
+A run uses it only if it is asked to.
 
 Replies are looked up by the hash of the request. The cache also records the positions of replies in
 journals, so it finds the replies of runs that did not use the cache as well.
@@ -47,7 +49,10 @@ _FORMER_TABLES = ("recorded", "read_runs")
 
 
 class CallCache:
-    """A cache of model replies on disk. Safe for several threads and processes at once."""
+    """A cache of model replies on disk.
+
+    Safe for several threads and processes at once.
+    """
 
     def __init__(self, store: Store) -> None:
         self.path = make_folder(store.root / "cache") / "replies.sqlite"
@@ -84,7 +89,9 @@ class CallCache:
 
     def registered_journal_bytes(self, run: str) -> int:
         """Return the size in bytes that the journal of ``run`` had when ``add_run`` last registered
-        its replies. Returns 0 if it never did. A larger journal has new replies.
+        its replies.
+
+        Returns 0 if it never did. A larger journal has new replies.
         """
         row = self._row("SELECT bytes FROM read_journals WHERE run = ?", run)
         return 0 if row is None else int(row[0])
@@ -93,7 +100,9 @@ class CallCache:
         self, run: str, num_bytes: int, places: Iterable[tuple[str, JournalReplyOffset]]
     ) -> None:
         """Register the positions of all replies in the journal of ``run``, which is ``num_bytes``
-        bytes long. ``places`` has pairs of a request's hash and the position of its reply.
+        bytes long.
+
+        ``places`` has pairs of a request's hash and the position of its reply.
         """
         rows = [(prompt_hash, *place) for prompt_hash, place in places]
         try:
@@ -108,8 +117,9 @@ class CallCache:
             raise self._failed(error) from error
 
     def put(self, prompt_hash: str, reply: Reply) -> None:
-        """Cache ``reply`` under the hash of its request. Skips a reply whose text is not valid
-        Unicode, since it could not be read back exactly.
+        """Cache ``reply`` under the hash of its request.
+
+        Skips a reply whose text is not valid Unicode, since it could not be read back exactly.
         """
         try:
             data = msgspec.msgpack.encode(reply)

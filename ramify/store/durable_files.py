@@ -1,5 +1,7 @@
-"""Files that survive crashes. This module writes data completely or raises an error, flushes files
-to disk in a background thread, and stores large values by their hash.
+"""Files that survive crashes.
+
+This module writes data completely or raises an error, flushes files to disk in a background thread,
+and stores large values by their hash.
 
 A failed write raises an error that names the file. The background thread keeps event loops from
 waiting for the disk. The module also creates private folders, and measures and reserves the space
@@ -54,8 +56,9 @@ Fsync = Callable[[int], object]
 
 
 def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
-    """Create a folder and its missing parents, accessible only to their owner. With ``fsync``, the
-    new directory entries are flushed to disk.
+    """Create a folder and its missing parents, accessible only to their owner.
+
+    With ``fsync``, the new directory entries are flushed to disk.
     """
     if path.is_dir():
         return path
@@ -75,7 +78,9 @@ def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
 
 def write_all(fd: int, data: Bytes, path: Path) -> None:
     """Write all of ``data`` to the open file ``fd``, in a single ``write()`` if the system accepts
-    it. Raises StoreError, which names ``path``.
+    it.
+
+    Raises StoreError, which names ``path``.
     """
     try:
         written = os.write(fd, data) if data else 0
@@ -108,8 +113,9 @@ _RESERVE = "ramify.reserve"
 
 
 def keep_reserve(root: Path) -> None:
-    """Reserve disk space for the store at ``root``, if enough is free. When the disk becomes full,
-    the reserve is freed for replies that still arrive.
+    """Reserve disk space for the store at ``root``, if enough is free.
+
+    When the disk becomes full, the reserve is freed for replies that still arrive.
     """
     path = root / _RESERVE
     if reserve_file_size(root) >= RESERVE_BYTES:
@@ -127,6 +133,7 @@ def keep_reserve(root: Path) -> None:
 
 def reserve_file_size(root: Path) -> int:
     """Return the size in bytes of the reserve file of the store at ``root``, or 0 if there is none.
+
     The file keeps disk space free for the store.
     """
     try:
@@ -136,7 +143,10 @@ def reserve_file_size(root: Path) -> int:
 
 
 def release_reserve(root: Path) -> bool:
-    """Free the reserved disk space of the store at ``root``. Returns False if there is none."""
+    """Free the reserved disk space of the store at ``root``.
+
+    Returns False if there is none.
+    """
     try:
         (root / _RESERVE).unlink()
     except OSError:
@@ -161,14 +171,18 @@ class StoreSizeMonitor:
     """Measures the size of one store and warns if it exceeds its limit."""
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
-        """Create a monitor for the store in the folder ``root``. ``now`` returns the Unix time."""
+        """Create a monitor for the store in the folder ``root``.
+
+        ``now`` returns the Unix time.
+        """
         self._root = root
         self._now = now
         self._warned = False
 
     def measure(self) -> int:
-        """Return the total size of the store's folder in bytes. The result is cached for
-        ``warn_if_full``.
+        """Return the total size of the store's folder in bytes.
+
+        The result is cached for ``warn_if_full``.
         """
         total = sum(_walk(self._root)) - reserve_file_size(self._root)
         data = msgspec.json.encode(_Size(total, self._now()))
@@ -185,8 +199,10 @@ class StoreSizeMonitor:
         return total
 
     def warn_if_full(self) -> None:
-        """Warn, once per store object, if the store exceeds its size limit. Measures at most once
-        an hour."""
+        """Warn, once per store object, if the store exceeds its size limit.
+
+        Measures at most once an hour.
+        """
         if self._warned:
             return
         size = self._remembered()
@@ -209,6 +225,7 @@ class StoreSizeMonitor:
 
 def max_store_bytes() -> int:
     """Return the size limit of a store in bytes, from the environment variable or by default.
+
     Raises ConfigError if the environment variable is invalid.
     """
     text = os.environ.get("RAMIFY_STORE_MAX_BYTES")
@@ -261,8 +278,9 @@ that its entries survive a crash.
 
 
 class FlushErrorHandler(Protocol):
-    """The interface of an object that owns files flushed in the background. It is notified if a
-    flush fails.
+    """The interface of an object that owns files flushed in the background.
+
+    It is notified if a flush fails.
     """
 
     def flush_failed(self, error: OSError) -> None:
@@ -271,8 +289,9 @@ class FlushErrorHandler(Protocol):
 
 
 class FsyncFlusher:
-    """Calls ``fsync`` on files in a background thread. Several requests for one file are combined
-    into one.
+    """Calls ``fsync`` on files in a background thread.
+
+    Several requests for one file are combined into one.
     """
 
     def __init__(self, fsync: Fsync = os.fsync) -> None:
@@ -327,8 +346,9 @@ class FsyncFlusher:
                 time.sleep(_REST_S)
 
     def _next(self) -> bool:
-        """Take the file that has waited longest. Returns False if nothing was requested for
-        ``IDLE_S`` seconds, after which the thread ends.
+        """Take the file that has waited longest.
+
+        Returns False if nothing was requested for ``IDLE_S`` seconds, after which the thread ends.
         """
         with self._turn:
             self._is_waiting = True
@@ -361,8 +381,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class BlobStore:
-    """Stores large values (blobs) once each, in files named by their SHA-256 hash. Safe for several
-    threads and processes at once.
+    """Stores large values (blobs) once each, in files named by their SHA-256 hash.
+
+    Safe for several threads and processes at once.
     """
 
     def __init__(self, root: Path, flusher: FsyncFlusher) -> None:
@@ -375,8 +396,9 @@ class BlobStore:
         return self.root / digest[:2] / digest
 
     def put(self, data: Bytes, digest: str | None = None) -> str:
-        """Store ``data`` and return its SHA-256 hash. A caller that already knows the hash passes
-        it as ``digest`` to save time.
+        """Store ``data`` and return its SHA-256 hash.
+
+        A caller that already knows the hash passes it as ``digest`` to save time.
         """
         import hashlib
 
@@ -386,7 +408,10 @@ class BlobStore:
         return digest
 
     def put_pieces(self, pieces: Iterable[Bytes], num_bytes: int, digest: str) -> None:
-        """Store a value that arrives in pieces. Returns its length and its SHA-256 hash."""
+        """Store a value that arrives in pieces.
+
+        Returns its length and its SHA-256 hash.
+        """
         path = self.path(digest)
         make_folder(path.parent, self._flusher.fsync)
         with self._hold(fcntl.LOCK_SH):
@@ -418,7 +443,9 @@ class BlobStore:
     @contextmanager
     def map(self, digest: str) -> Iterator[memoryview]:
         """Return a context manager that maps a blob's file into memory and yields its bytes as a
-        read-only view. Nothing is copied, and the hash is not verified.
+        read-only view.
+
+        Nothing is copied, and the hash is not verified.
         """
         path = self.path(digest)
         try:
@@ -439,16 +466,18 @@ class BlobStore:
             os.close(fd)
 
     def flush_failed(self, error: OSError) -> None:
-        """Ignore a failed flush. A blob that did not reach the disk is reported as damaged when it
-        is read.
+        """Ignore a failed flush.
+
+        A blob that did not reach the disk is reported as damaged when it is read.
         """
 
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()
 
     def list_files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Yield the path and attributes of every blob's file. Temporary files that a killed writer
-        left behind are included; their names begin with a dot.
+        """Yield the path and attributes of every blob's file.
+
+        Temporary files that a killed writer left behind are included; their names begin with a dot.
         """
         if not self.root.is_dir():
             return
@@ -477,8 +506,10 @@ class BlobStore:
 
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
-        """Hold a lock between processes. It prevents one process from deleting a blob while another
-        skips writing it because it exists.
+        """Hold a lock between processes.
+
+        It prevents one process from deleting a blob while another skips writing it because it
+        exists.
         """
         lock = self.root / ".lock"
         try:

@@ -1,5 +1,6 @@
-"""Reads and writes the journal of a run, a file with one event per line. Only one process can write
-a journal at a time. It can be read even if it is incomplete or damaged.
+"""Reads and writes the journal of a run, a file with one event per line.
+
+Only one process can write a journal at a time. It can be read even if it is incomplete or damaged.
 
 The writer holds a lock (``flock``) on the journal itself, so the system releases it if the writer
 dies. The file ``RUN_ID.writer`` beside the journal only names the writer. Replies are also flushed
@@ -70,13 +71,15 @@ def this_process() -> WriterProcessId:
 
 
 class LineWriter:
-    """Appends lines with checksums to a locked file in the folder of a store. Safe for several
-    threads.
+    """Appends lines with checksums to a locked file in the folder of a store.
+
+    Safe for several threads.
     """
 
     def __init__(self, path: Path, fd: int, flusher: FsyncFlusher, chain: ChecksumChain) -> None:
-        """Create a writer for the file that ``open_locked`` has opened as ``fd``. ``chain`` holds
-        the checksum of the file's last line. ``path`` is in the folder of a store.
+        """Create a writer for the file that ``open_locked`` has opened as ``fd``.
+
+        ``chain`` holds the checksum of the file's last line. ``path`` is in the folder of a store.
         """
         self.path = path
         self.size = os.fstat(fd).st_size
@@ -97,9 +100,10 @@ class LineWriter:
         self._closed = False
 
     def append(self, line: bytes, *, flushes: bool = False, allow_gap: bool = False) -> int:
-        """Append one line of JSON with its newline, and return its byte offset in the file. The
-        line survives the death of this process. With ``flushes=True``, it is also flushed to disk
-        in the background, so that it survives a crash of the machine.
+        """Append one line of JSON with its newline, and return its byte offset in the file.
+
+        The line survives the death of this process. With ``flushes=True``, it is also flushed to
+        disk in the background, so that it survives a crash of the machine.
 
         If the disk is full, the line is written to space that the store has reserved, and
         ``trouble`` is set. Raises StoreError if the line cannot be written. Unless ``allow_gap``
@@ -121,7 +125,10 @@ class LineWriter:
             return offset
 
     def _write(self, line: bytes) -> None:
-        """Write a line. If the disk is full, free the store's reserved space and try again."""
+        """Write a line.
+
+        If the disk is full, free the store's reserved space and try again.
+        """
         try:
             write_all(self._fd, line, self.path)
         except StoreError as error:
@@ -137,7 +144,10 @@ class LineWriter:
         return os.pread(self._fd, num_bytes, offset)
 
     def close(self) -> None:
-        """Flush everything to disk, and release the lock. Idempotent."""
+        """Flush everything to disk, and release the lock.
+
+        Idempotent.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -167,8 +177,9 @@ class LineWriter:
 
 
 class Journal:
-    """The journal of one run in a file, open for writing. ``Store.create`` and ``Store.reopen``
-    create it. Safe for several threads.
+    """The journal of one run in a file, open for writing.
+
+    ``Store.create`` and ``Store.reopen`` create it. Safe for several threads.
     """
 
     def __init__(
@@ -180,8 +191,9 @@ class Journal:
         secrets: SecretRedactor,
         chain: ChecksumChain,
     ) -> None:
-        """Create a journal from the open, locked file ``fd`` at ``path``. ``chain`` holds the
-        checksum of its last line.
+        """Create a journal from the open, locked file ``fd`` at ``path``.
+
+        ``chain`` holds the checksum of its last line.
         """
         self.id = path.stem
         self.path = path
@@ -198,13 +210,15 @@ class Journal:
     @property
     def trouble(self) -> StoreError | None:
         """Reason why the run should end soon: the disk is full, and the reserved space is used up.
+
         Otherwise None.
         """
         return self.file.trouble
 
     def append(self, event: AnyEvent) -> None:
-        """Append ``event`` to the journal. It survives the death of this process, and a reply soon
-        also survives a machine crash.
+        """Append ``event`` to the journal.
+
+        It survives the death of this process, and a reply soon also survives a machine crash.
 
         If the disk is full, the event is written to space that the store has reserved, and
         ``trouble`` is set. Raises StoreError if the event cannot be written. Every later call then
@@ -216,7 +230,10 @@ class Journal:
         self.file.append(line, flushes=type(event) is ReplyReceived, allow_gap=allow_gap)
 
     def close(self) -> None:
-        """Flush everything to disk, and release the lock. Idempotent."""
+        """Flush everything to disk, and release the lock.
+
+        Idempotent.
+        """
         self._flusher.settle(self._blobs)
         self.file.close()
 
@@ -245,7 +262,9 @@ def writer_file(journal: Path) -> Path:
 
 def open_locked(path: Path, flags: int) -> int:
     """Open the journal at ``path`` for appending, lock it against other writers, and return its
-    file descriptor. Raises RunInUse if another process is writing the journal.
+    file descriptor.
+
+    Raises RunInUse if another process is writing the journal.
     """
     fd = os.open(path, os.O_RDWR | os.O_APPEND | flags, FILE_MODE)
     try:
@@ -316,8 +335,9 @@ def _named(path: Path) -> WriterProcessId | None:
 
 
 def cut_torn_line(fd: int) -> None:
-    """Truncate a journal after its last complete line. A killed writer may have left half a
-    line.
+    """Truncate a journal after its last complete line.
+
+    A killed writer may have left half a line.
     """
     size = end = os.fstat(fd).st_size
     while end > 0:
@@ -332,8 +352,9 @@ def cut_torn_line(fd: int) -> None:
 
 
 def chain_at_end(fd: int, path: Path) -> ChecksumChain:
-    """Return the running checksum at the end of a journal, so that new lines can continue it. The
-    last line must be complete. Raises StoreError if a line lacks its checksum.
+    """Return the running checksum at the end of a journal, so that new lines can continue it.
+
+    The last line must be complete. Raises StoreError if a line lacks its checksum.
     """
     size = os.fstat(fd).st_size
     chain, tail = ChecksumChain(), os.pread(fd, 64, max(0, size - 64))[:-1]
@@ -358,7 +379,10 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_line(event: msgspec.Struct, secrets: SecretRedactor) -> bytes:
-    """Encode ``event`` as a line of JSON with a newline. Secrets are redacted."""
+    """Encode ``event`` as a line of JSON with a newline.
+
+    Secrets are redacted.
+    """
     if (
         type(event) is ReplyReceived
         and event.reply.logprobs
@@ -421,8 +445,9 @@ _RETRIES = 3
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEvent]:
-    """Return the decoder of events. It is created on first use, because that takes two
-    milliseconds.
+    """Return the decoder of events.
+
+    It is created on first use, because that takes two milliseconds.
     """
     return msgspec.json.Decoder(AnyEvent)
 
@@ -435,8 +460,10 @@ class _Version(msgspec.Struct):
 
 
 def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yield the complete lines of a journal from byte ``offset`` on, without their newlines. Raises
-    StoreError if the file cannot be read."""
+    """Yield the complete lines of a journal from byte ``offset`` on, without their newlines.
+
+    Raises StoreError if the file cannot be read.
+    """
     try:
         with open(path, "rb", buffering=_BLOCK_BYTES) as file:
             file.seek(offset)
@@ -450,8 +477,10 @@ def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
     """Yield the complete lines of a journal from byte ``offset`` on, in blocks of many lines with
-    their newlines. Decoding a block is faster than decoding single lines. Raises StoreError if the
-    file cannot be read.
+    their newlines.
+
+    Decoding a block is faster than decoding single lines. Raises StoreError if the file cannot be
+    read.
     """
     try:
         with open(path, "rb") as file:
@@ -467,7 +496,10 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def read_events(run: StoredRun) -> Iterator[AnyEvent]:
-    """Yield the events of ``run`` in order. Raises StoreError at the first damaged line."""
+    """Yield the events of ``run`` in order.
+
+    Raises StoreError at the first damaged line.
+    """
     chain, fold, number = ChecksumChain(), TrajectoryFold(), 0
     for block in run.blocks():
         lines = block[:-1].split(b"\n")
@@ -488,8 +520,9 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
 
 
 def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
-    """Decode a block of lines at once, which is several times faster than line by line. If any
-    line is damaged, return None for every line of the block.
+    """Decode a block of lines at once, which is several times faster than line by line.
+
+    If any line is damaged, return None for every line of the block.
     """
     with contextlib.suppress(*CANNOT_DECODE):
         events: list[AnyEvent] = _decoder().decode_lines(block)
@@ -499,7 +532,9 @@ def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
 
 
 class FileStoredRun(NamedTuple):
-    """A run that is read from its journal file. Implements ``StoredRun``.
+    """A run that is read from its journal file.
+
+    Implements ``StoredRun``.
 
     For reading and writing reviews, the path may also be that of a file of trajectories.
     """
@@ -578,8 +613,9 @@ messages and advice.
 def decode_line(
     line: bytes, run: StoredRun, number: int, chain: ChecksumChain | None = None
 ) -> AnyEvent:
-    """Decode one line of ``run`` and return its event. Raises StoreError, which names the run and
-    the line.
+    """Decode one line of ``run`` and return its event.
+
+    Raises StoreError, which names the run and the line.
 
     If ``chain`` is given, the checksum of the line is verified, and the chain advances past the
     line.
@@ -599,8 +635,9 @@ def decode_line(
 
 
 def check_version(line: bytes, run: StoredRun) -> None:
-    """Raise StoreError if a newer version of Ramify wrote the run. ``line`` is the first line of
-    its journal.
+    """Raise StoreError if a newer version of Ramify wrote the run.
+
+    ``line`` is the first line of its journal.
     """
     try:
         version = msgspec.json.decode(line, type=_Version).schema_version
@@ -615,8 +652,9 @@ def check_version(line: bytes, run: StoredRun) -> None:
 
 
 async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
-    """Yield all events of a journal, and then each new event as it arrives. Ends once everything is
-    read and the writing process has exited.
+    """Yield all events of a journal, and then each new event as it arrives.
+
+    Ends once everything is read and the writing process has exited.
 
     The writer of a conversation stays alive between two questions, so following continues. An
     unreadable line is retried a few times, in case it was just being written. Raises StoreError if
@@ -644,9 +682,10 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """Return the inode number of ``path``. Raises StoreError if the journal was replaced, so that
-    the number differs from ``inode``, or truncated, so that it is shorter than ``offset``. An
-    ``inode`` of 0 accepts any number.
+    """Return the inode number of ``path``.
+
+    Raises StoreError if the journal was replaced, so that the number differs from ``inode``, or
+    truncated, so that it is shorter than ``offset``. An ``inode`` of 0 accepts any number.
     """
     try:
         stat = path.stat()

@@ -1,5 +1,6 @@
-"""Checksums of the lines of a journal. Each checksum continues the one before, so it covers its own
-line and all earlier lines.
+"""Checksums of the lines of a journal.
+
+Each checksum continues the one before, so it covers its own line and all earlier lines.
 
     {"type":"CallEnded","id":"0","stop":"final","crc":"9a3f0b12"}
                                               └─ CRC-32 of the bytes before it, continued from
@@ -40,16 +41,18 @@ class ChecksumChain:
         """True once a line had a checksum. Every later line must then have one, too."""
 
     def sealed(self, line: bytes) -> tuple[bytes, int]:
-        """Return a line with its checksum added, and the checksum. The line is a JSON object and a
-        newline.
+        """Return a line with its checksum added, and the checksum.
+
+        The line is a JSON object and a newline.
         """
         covered = line[:-2]
         crc = crc32(covered, self.crc)
         return covered + _tail(crc) + b"\n", crc
 
     def problem(self, line: bytes) -> str:
-        """Return the reason why the next line, given without its newline, is damaged. Returns an
-        empty string if it is intact.
+        """Return the reason why the next line, given without its newline, is damaged.
+
+        Returns an empty string if it is intact.
         """
         if line.endswith(_tail(crc32(line[:-_NUM_BYTES], self.crc))):
             return ""
@@ -58,7 +61,10 @@ class ChecksumChain:
         return CHANGED
 
     def check_and_advance(self, line: bytes) -> str:
-        """Advance past ``line`` if it is intact. Otherwise return the reason why it is damaged."""
+        """Advance past ``line`` if it is intact.
+
+        Otherwise return the reason why it is damaged.
+        """
         crc = crc32(line[:-_NUM_BYTES], self.crc)
         if line.endswith(_tail(crc)):
             self.crc, self.is_checked = crc, True

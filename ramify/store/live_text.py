@@ -57,8 +57,9 @@ class _Snapshot(msgspec.Struct):
 
 
 class LiveReplyFile:
-    """The file beside a journal that holds the replies that are still arriving. It is opened only
-    when needed.
+    """The file beside a journal that holds the replies that are still arriving.
+
+    It is opened only when needed.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -66,11 +67,17 @@ class LiveReplyFile:
         self._fd: int | None = None
 
     def open_existing(self) -> None:
-        """Open the file without taking its lock. Raises FileNotFoundError if it does not exist."""
+        """Open the file without taking its lock.
+
+        Raises FileNotFoundError if it does not exist.
+        """
         self._fd = os.open(self.path, _FLAGS)
 
     def close(self) -> None:
-        """Close the file, and delete it if no other process uses it. Idempotent."""
+        """Close the file, and delete it if no other process uses it.
+
+        Idempotent.
+        """
         if self._fd is None:
             return
         fd, self._fd = self._fd, None
@@ -92,8 +99,9 @@ class LiveReplyFile:
 
 
 class LiveReplyFileWriter(LiveReplyFile):
-    """Writes the arriving replies of a run to a file while a web page follows the run. Its methods
-    raise OSError if a system call fails.
+    """Writes the arriving replies of a run to a file while a web page follows the run.
+
+    Its methods raise OSError if a system call fails.
     """
 
     def __init__(self, journal: Path, secrets: SecretRedactor) -> None:
@@ -102,8 +110,9 @@ class LiveReplyFileWriter(LiveReplyFile):
         self._written = b""
 
     def is_followed(self) -> bool:
-        """Return True if a web page is following the run now. Also deletes a file that a killed
-        page server left behind.
+        """Return True if a web page is following the run now.
+
+        Also deletes a file that a killed page server left behind.
         """
         if self._fd is None:
             try:
@@ -117,8 +126,9 @@ class LiveReplyFileWriter(LiveReplyFile):
         return self._fd is not None
 
     def write(self, replies: Sequence[ArrivingReply]) -> None:
-        """Replace the contents of the file with these replies, unless they are unchanged. Call
-        this only after ``is_followed`` has returned True.
+        """Replace the contents of the file with these replies, unless they are unchanged.
+
+        Call this only after ``is_followed`` has returned True.
         """
         assert self._fd is not None
         most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
@@ -142,15 +152,17 @@ class LiveReplyFileWriter(LiveReplyFile):
         return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
 
     def _public(self, text: str) -> str:
-        """Redact the secrets in ``text``. Its last characters are removed if they could be the
-        beginning of a secret.
+        """Redact the secrets in ``text``.
+
+        Its last characters are removed if they could be the beginning of a secret.
         """
         return self._secrets.trim_partial_secret(self._secrets.redact(encodable(text)))
 
 
 class LiveReplyFileReader(LiveReplyFile):
-    """Reads the replies that are still arriving, for a web page that follows a run. The run writes
-    them only while such a reader is open.
+    """Reads the replies that are still arriving, for a web page that follows a run.
+
+    The run writes them only while such a reader is open.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -183,7 +195,10 @@ class LiveReplyFileReader(LiveReplyFile):
             return None
 
     def _open(self) -> bool:
-        """Open the file and lock it. Returns False if another process is deleting it."""
+        """Open the file and lock it.
+
+        Returns False if another process is deleting it.
+        """
         fd = os.open(self.path, _FLAGS | os.O_CREAT, FILE_MODE)
         try:
             if _is_alone(fd):
@@ -214,8 +229,9 @@ def delete_if_unfollowed(path: Path) -> None:
 
 
 def _is_alone(fd: int) -> bool:
-    """Return True if no other open file holds a lock on this file. In that case, ``fd`` now holds
-    an exclusive lock.
+    """Return True if no other open file holds a lock on this file.
+
+    In that case, ``fd`` now holds an exclusive lock.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

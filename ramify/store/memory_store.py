@@ -1,5 +1,6 @@
-"""Keeps runs in the memory of this process. Nothing is written to disk, and all runs are lost when
-the process ends.
+"""Keeps runs in the memory of this process.
+
+Nothing is written to disk, and all runs are lost when the process ends.
 
 Such a run can be resumed, replayed and forked, which is not possible without a store. Its events
 are kept as the lines that a file would contain, with secrets redacted, so reading them back gives
@@ -29,7 +30,9 @@ from ramify.types.event import AnyEvent
 
 
 class MemoryStore(RunStore):
-    """A store that keeps runs in the memory of this process. Safe for several threads.
+    """A store that keeps runs in the memory of this process.
+
+    Safe for several threads.
 
     >>> rlm = ramify.RLM("openai:gpt-5-mini", store=ramify.MemoryStore())
     """
@@ -87,8 +90,9 @@ class MemoryStore(RunStore):
         return review
 
     def remove(self, run: str) -> int:
-        """Delete a run and return the number of bytes freed. Blobs that no other run refers to are
-        deleted too.
+        """Delete a run and return the number of bytes freed.
+
+        Blobs that no other run refers to are deleted too.
 
         Blobs are deleted only while no run is being written, because a run stores a blob just
         before it refers to it.
@@ -131,7 +135,10 @@ class MemoryStore(RunStore):
 
 
 class MemoryJournal:
-    """A journal of a ``MemoryStore``, open for writing. Safe for several threads."""
+    """A journal of a ``MemoryStore``, open for writing.
+
+    Safe for several threads.
+    """
 
     trouble: StoreError | None = None
 
@@ -142,8 +149,9 @@ class MemoryJournal:
         secrets: SecretRedactor,
         on_close: Callable[[str], object],
     ) -> None:
-        """Create the journal of run ``id``. ``lines`` has its events so far, and receives the new
-        ones.
+        """Create the journal of run ``id``.
+
+        ``lines`` has its events so far, and receives the new ones.
         """
         self.id = id
         self._lines = lines
@@ -179,8 +187,9 @@ class MemoryJournal:
 
 
 class MemoryBlobs:
-    """Contexts and long outputs in memory, found by the hash of their content. Safe for several
-    threads.
+    """Contexts and long outputs in memory, found by the hash of their content.
+
+    Safe for several threads.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
-"""Deletes runs, evaluations and stored token ids, and the blobs that no journal refers to. Blobs
-are contexts and long outputs, stored by their hash.
+"""Deletes runs, evaluations and stored token ids, and the blobs that no journal refers to.
+
+Blobs are contexts and long outputs, stored by their hash.
 
 A blob is needed if a journal refers to it: every quoted string of 64 hexadecimal digits counts as
 a reference. Just before a run refers to a blob, it stores the blob, or updates its modification
@@ -59,8 +60,9 @@ class StorePruner:
         self._size = size
 
     def remove(self, path: Path) -> int:
-        """Delete the journal at ``path``, and the blobs that only this journal refers to. Returns
-        the number of bytes freed. Raises StoreError while a process is writing the journal.
+        """Delete the journal at ``path``, and the blobs that only this journal refers to.
+
+        Returns the number of bytes freed. Raises StoreError while a process is writing the journal.
         """
         stat, candidates = _delete(path)
         return stat.st_size + self._delete_tokens() + self._collect(candidates)
@@ -73,7 +75,9 @@ class StorePruner:
         max_bytes: int | None,
     ) -> PruneResult:
         """Delete runs and evaluations that exceed a limit on age, number or size, and return their
-        ids. The limits apply to runs and to evaluations separately.
+        ids.
+
+        The limits apply to runs and to evaluations separately.
         """
         # Their names begin with their time.
         records = sorted((self._root / EVALUATIONS).glob("*.jsonl"), reverse=True)
@@ -101,8 +105,9 @@ class StorePruner:
         return removed
 
     def _delete_matrices(self) -> None:
-        """Delete each matrix whose evaluations have all been deleted. A matrix is a table that
-        compares evaluations.
+        """Delete each matrix whose evaluations have all been deleted.
+
+        A matrix is a table that compares evaluations.
         """
         folder = self._root / EVALUATIONS
         for path in folder.glob(f"*{MATRIX}"):
@@ -110,8 +115,9 @@ class StorePruner:
                 remove_file(path)
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
-        """Delete several journals, and the blobs that only they refer to. Returns the ids of the
-        deleted runs.
+        """Delete several journals, and the blobs that only they refer to.
+
+        Returns the ids of the deleted runs.
 
         The remaining journals are scanned only once. A journal is kept if a process has started to
         write it again.
@@ -132,7 +138,9 @@ class StorePruner:
 
     def _delete_tokens(self) -> int:
         """Delete the stored token ids of conversations, because they may come from a deleted run.
-        Returns the number of bytes freed. Training computes them again when needed."""
+
+        Returns the number of bytes freed. Training computes them again when needed.
+        """
         return sum(map(remove_file, (self._root / TOKENIZED).glob("*")))
 
     def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
@@ -191,8 +199,9 @@ class StorePruner:
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal and the files that belong to it. Raises StoreError if the journal is being
-    written or cannot be deleted.
+    """Delete a journal and the files that belong to it.
+
+    Raises StoreError if the journal is being written or cannot be deleted.
 
     Returns the attributes of the deleted file, and a dict from the digest of each blob that the
     journal referred to, to the time of the journal's last write. A blob that is newer may belong
@@ -222,8 +231,9 @@ def _older(paths: list[Path], than_s: float) -> list[Path]:
 
 
 def _delete_record(path: Path) -> bool:
-    """Delete the file of an evaluation, unless a process is writing it. Returns True if it was
-    deleted.
+    """Delete the file of an evaluation, unless a process is writing it.
+
+    Returns True if it was deleted.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

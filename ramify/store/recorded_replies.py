@@ -1,5 +1,6 @@
-"""Index of the model replies in a run's journal. A run that is resumed or replayed uses them
-instead of paying for them again.
+"""Index of the model replies in a run's journal.
+
+A run that is resumed or replayed uses them instead of paying for them again.
 
 Each reply is found by its call and turn. It is used only if the hash of the request is the same.
 
@@ -59,8 +60,9 @@ class TurnsDroppedOnResume(NamedTuple):
 
 
 class RunEventIndex:
-    """Finds the events of a recorded run by call, turn and code cell. The index refers to the
-    events and does not copy them.
+    """Finds the events of a recorded run by call, turn and code cell.
+
+    The index refers to the events and does not copy them.
     """
 
     started: RunStarted
@@ -159,8 +161,9 @@ class RunEventIndex:
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
         """Return the recorded reply to a request, with the token ids that the request added to the
-        prompt, or None if no reply was recorded. Raises the recorded error if the request failed
-        for good.
+        prompt, or None if no reply was recorded.
+
+        Raises the recorded error if the request failed for good.
         """
         self.check_prompt_matches(call, turn, prompt_hash)
         if (call, turn) not in self._requests:
@@ -194,14 +197,16 @@ class RunEventIndex:
         return self._requests.get((call, turn))
 
     def model_of(self, call: str) -> str | None:
-        """Return the name of the model that a call started with, or None. The hashes of all
-        requests of the call include that name.
+        """Return the name of the model that a call started with, or None.
+
+        The hashes of all requests of the call include that name.
         """
         return self._models.get(call)
 
     def check_prompt_matches(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Check that a request equals the one recorded for this turn. Raises ReplayDiverged if it
-        differs, or if the run has already diverged.
+        """Check that a request equals the one recorded for this turn.
+
+        Raises ReplayDiverged if it differs, or if the run has already diverged.
 
         Raises Refused if the model refused this prompt and another prompt replaced it.
         """
@@ -222,12 +227,17 @@ class RunEventIndex:
         return self._replies[call, turn].reused_ids
 
     def attempts_at(self, call: str, turn: int) -> list[AttemptFailed]:
-        """Return the failed attempts at this turn's request. Some of them may have been billed."""
+        """Return the failed attempts at this turn's request.
+
+        Some of them may have been billed.
+        """
         return self._attempts.get((call, turn), [])
 
     def is_in_flight(self, call: str, turn: int) -> bool:
         """Return True if the request of this turn had been sent but not answered when the run was
-        cut off. The provider may have charged for it.
+        cut off.
+
+        The provider may have charged for it.
         """
         place = (call, turn)
         is_open = (
@@ -276,8 +286,9 @@ class RunEventIndex:
         return self._parents.get(id) == where
 
     def was_cell_skipped_at_end(self, call: str, turn: int, cell: int) -> bool:
-        """Return True if the recorded run was already ending when it reached this code cell. The
-        call then sent at most one more request.
+        """Return True if the recorded run was already ending when it reached this code cell.
+
+        The call then sent at most one more request.
         """
         if (call, turn, cell) in self._cells:
             return False
@@ -377,14 +388,17 @@ class RunEventIndex:
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
     def forgotten(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
-        """Return the dropped turns of a call, from the given one on, oldest first. They were paid
-        for but no longer count. Each is returned only once.
+        """Return the dropped turns of a call, from the given one on, oldest first.
+
+        They were paid for but no longer count. Each is returned only once.
         """
         return self._forgotten.pop((call, turn), [])
 
     def _forget(self, firsts: Mapping[str, int], *, is_recorded: bool) -> None:
-        """Forget how some calls ended. ``firsts`` maps the id of each call to the first turn to
-        drop. The result of the code cell before that turn is dropped too.
+        """Forget how some calls ended.
+
+        ``firsts`` maps the id of each call to the first turn to drop. The result of the code cell
+        before that turn is dropped too.
         """
         gone: dict[str, list[AnyEvent]] = {id: [] for id in firsts}
         for id, turn in sorted(
@@ -403,8 +417,9 @@ class RunEventIndex:
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused again if the model refused this prompt in the recorded run. Another prompt
-        then replaced it.
+        """Raise Refused again if the model refused this prompt in the recorded run.
+
+        Another prompt then replaced it.
         """
         if (call, turn, prompt_hash) not in self._replaced:
             return
@@ -431,7 +446,9 @@ class RunEventIndex:
 
     def _reopen(self) -> None:
         """Forget how the run and its unfinished calls ended, if it failed or was stopped without an
-        answer. Failures of sub-calls are kept, since code in the session has already seen them.
+        answer.
+
+        Failures of sub-calls are kept, since code in the session has already seen them.
         """
         self.ended = None
         self._failed_end = False
@@ -452,8 +469,9 @@ class RunEventIndex:
             )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
-        """Return True if a run that ended in this way can be resumed. This includes a failed run,
-        whose failure a replay would only repeat.
+        """Return True if a run that ended in this way can be resumed.
+
+        This includes a failed run, whose failure a replay would only repeat.
         """
         if end.stop is Stop.ERROR:
             return not self.strict
@@ -523,9 +541,10 @@ def _turn_of(key: Key) -> int:
 
 
 def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
-    """Return True if an event must be dropped together with some turns of its call. ``firsts`` maps
-    each call to its first dropped turn. The code cell before that turn and the end of the call are
-    dropped too.
+    """Return True if an event must be dropped together with some turns of its call.
+
+    ``firsts`` maps each call to its first dropped turn. The code cell before that turn and the end
+    of the call are dropped too.
     """
     first = firsts.get(str(key[1]))
     if first is None:

@@ -1,5 +1,6 @@
-"""Checks the journal of a run for damage. A repair cuts it before the first damaged line, so that
-the run can be resumed from there.
+"""Checks the journal of a run for damage.
+
+A repair cuts it before the first damaged line, so that the run can be resumed from there.
 
     RUN.jsonl ── check ──> JournalCheckResult: damaged lines, an incomplete last line, lost contexts
               ── repair ─> RUN.jsonl, up to the damage;  RUN.damaged, a copy of the original
@@ -102,7 +103,10 @@ class JournalRepairResult(msgspec.Struct, frozen=True):
 
 
 def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckResult:
-    """Check a journal. If ``blobs`` is given, also check the stored contexts that it refers to."""
+    """Check a journal.
+
+    If ``blobs`` is given, also check the stored contexts that it refers to.
+    """
     check = JournalCheckResult(path.stem, is_written=writer(path) is not None)
     chain, fold = ChecksumChain(), TrajectoryFold()
     offset, crcs, digests = 0, [0], dict[str, None]()
@@ -147,8 +151,10 @@ def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) 
 
 
 def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
-    """Find the line after which a misplaced line belongs, and return a phrase about it for an
-    error message. The phrase is empty if the line fits nowhere.
+    """Find the line after which a misplaced line belongs, and return a phrase about it for an error
+    message.
+
+    The phrase is empty if the line fits nowhere.
     """
     if len(line) * len(crcs) > _MAX_COMPARED_BYTES:
         return ""
@@ -173,8 +179,9 @@ def _lost(digests: dict[str, None], blobs: BlobStore) -> list[str]:
 
 
 def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
-    """Cut a journal before its first damaged line. A copy of the original file is kept
-    beside it.
+    """Cut a journal before its first damaged line.
+
+    A copy of the original file is kept beside it.
     """
     try:
         fd = open_locked(path, 0)
@@ -220,8 +227,10 @@ def _free_name(path: Path) -> Path:
 
 
 def _count_replies(path: Path, damage: LineDamage) -> int:
-    """Count the paid model replies that a repair would lose. Replies after the damage are counted,
-    even if they cannot be decoded. Replies before it, and replies from a cache, are not.
+    """Count the paid model replies that a repair would lose.
+
+    Replies after the damage are counted, even if they cannot be decoded. Replies before it, and
+    replies from a cache, are not.
     """
     kept, lost, num_unknown = set[tuple[str, int]](), set[tuple[str, int]](), 0
     for number, line in enumerate(lines(path), start=1):

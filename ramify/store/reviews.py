@@ -1,5 +1,7 @@
-"""Human reviews of runs, written after a run's end. A review has verdicts, labels, a note and
-corrected scores, and is stored in a file beside the journal.
+"""Human reviews of runs, written after a run's end.
+
+A review has verdicts, labels, a note and corrected scores, and is stored in a file beside the
+journal.
 
     runs/RUN_ID.jsonl          the journal, which never contains a review
     runs/RUN_ID.review.json    {"RUN_ID": {"labels": ["wrong unit"], "rewards": {"correct": 0.0}}}
@@ -57,8 +59,10 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     """Unix time of the last change; 0 before the review is saved."""
 
     def __post_init__(self) -> None:
-        """Check the review. Raises ConfigError if a text is too long, or if a score has no name or
-        is not a finite number.
+        """Check the review.
+
+        Raises ConfigError if a text is too long, or if a score has no name or is not a finite
+        number.
         """
         for label in self.labels:
             if not label.strip() or len(label) > MAX_LABEL:
@@ -90,22 +94,26 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def combined_verdict(self) -> str:
-        """Combined verdict of all people, ignoring those who are not sure. ``disputed`` if the
-        others differ, ``not sure`` if all are unsure, and empty if there are no verdicts.
+        """Combined verdict of all people, ignoring those who are not sure.
+
+        ``disputed`` if the others differ, ``not sure`` if all are unsure, and empty if there are no
+        verdicts.
         """
         sure = set(self.verdicts.values()) - {"not sure"}
         return DISPUTED if len(sure) > 1 else next(iter(sure or self.verdicts.values()), "")
 
     @property
     def labels_and_verdict(self) -> tuple[str, ...]:
-        """Labels under which the run is shown and filtered in lists. The combined verdict of all
-        people comes last, if there is one.
+        """Labels under which the run is shown and filtered in lists.
+
+        The combined verdict of all people comes last, if there is one.
         """
         return (*self.labels, self.combined_verdict) if self.combined_verdict else self.labels
 
     def with_verdict(self, person: str, verdict: Verdict | None, reward: str) -> HumanRunReview:
-        """Return a copy of this review in which ``person`` has given ``verdict``. If ``verdict`` is
-        None, that person's verdict is removed.
+        """Return a copy of this review in which ``person`` has given ``verdict``.
+
+        If ``verdict`` is None, that person's verdict is removed.
 
         The corrected score named ``reward`` becomes 1 or 0 if all people who are sure agree. It is
         removed while they differ, or if no person is sure.
@@ -139,6 +147,7 @@ class InterRaterAgreement(msgspec.Struct, frozen=True):
 
 def inter_rater_agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
     """Return the agreement of each pair of people who are both sure about at least one common run.
+
     ``verdicts`` has one mapping per run, from person to verdict.
     """
     pairs: dict[tuple[str, str], Counter[tuple[Verdict, Verdict]]] = defaultdict(Counter)
@@ -171,6 +180,7 @@ def review_file(path: Path) -> Path:
 
 def read_reviews(path: Path) -> dict[str, HumanRunReview]:
     """Return the reviews of the runs in ``path``, a journal or a file of trajectories, by run id.
+
     Raises StoreError if they cannot be read.
     """
     file = review_file(path)
@@ -185,8 +195,9 @@ def read_reviews(path: Path) -> dict[str, HumanRunReview]:
 
 
 def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
-    """Return the reviews for ``path`` by run id, for listings. Does not raise if the file of
-    reviews is damaged.
+    """Return the reviews for ``path`` by run id, for listings.
+
+    Does not raise if the file of reviews is damaged.
 
     Instead, every run gets a review with the label ``unreadable review`` and the error as its note.
     """
@@ -198,8 +209,9 @@ def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
 
 
 def write_review(path: Path, run_id: str, review: HumanRunReview) -> HumanRunReview:
-    """Replace the review of a run, and return it with the time of the change. An empty review
-    deletes the stored one. Raises StoreError if the file cannot be written.
+    """Replace the review of a run, and return it with the time of the change.
+
+    An empty review deletes the stored one. Raises StoreError if the file cannot be written.
     """
     file = review_file(path)
     review = msgspec.structs.replace(review, changed_at=time.time())

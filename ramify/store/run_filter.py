@@ -78,8 +78,9 @@ class RunFilter(NamedTuple):
         return said
 
     def groups(self, runs: Iterable[RunSummary]) -> list[tuple[str, list[RunSummary]]]:
-        """Group the runs by the filter's field. Returns pairs of a value and its runs, with the
-        most frequent value first.
+        """Group the runs by the filter's field.
+
+        Returns pairs of a value and its runs, with the most frequent value first.
         """
         found: dict[str, list[RunSummary]] = {}
         for run in runs:
@@ -88,8 +89,9 @@ class RunFilter(NamedTuple):
 
 
 def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
-    """Parse the text of a run filter. Dates are in local time and relative to ``now``, a Unix time
-    that defaults to the current time.
+    """Parse the text of a run filter.
+
+    Dates are in local time and relative to ``now``, a Unix time that defaults to the current time.
 
     Raises ConfigError for a part that cannot be parsed. The error says what to write instead.
     """
@@ -216,8 +218,9 @@ def _check_spaces(text: str) -> None:
 
 
 def _opened(part: str) -> str:
-    """Complete a condition that has no value yet, by adding a valid value for its field. The
-    result is an example for an error message.
+    """Complete a condition that has no value yet, by adding a valid value for its field.
+
+    The result is an example for an error message.
     """
     name = part.strip("-:=<>").lower()
     values = {"sort": FIELDS[0], "group": GROUPS[0], **dict.fromkeys(_NUMBERS, "0")}
@@ -285,8 +288,9 @@ _DATE = re.compile(r"(\d{4})(?:-(\d\d)(?:-(\d\d)(?:t(\d\d):(\d\d))?)?)?")
 
 
 def _span(value: str, now: float) -> tuple[float, float] | None:
-    """Parse a period, and return its start and its exclusive end as Unix times. Returns None if
-    ``value`` is invalid.
+    """Parse a period, and return its start and its exclusive end as Unix times.
+
+    Returns None if ``value`` is invalid.
 
     The period is a minute, day, month or year in local time. It can also be an age such as ``2h``,
     a period that began two hours ago and has no end.
@@ -318,6 +322,7 @@ def _span(value: str, now: float) -> tuple[float, float] | None:
 
 def _is_in(at: float, sign: str, first: float, after: float) -> bool:
     """Compare a time with the period from ``first`` to ``after``, using an operator such as ``>``.
+
     A period without an end, which comes from an age such as ``2h``, is compared as the moment
     ``first``.
     """

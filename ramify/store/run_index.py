@@ -34,16 +34,18 @@ _decoder = msgspec.json.Decoder(RunSummary)
 
 
 class RunIndex:
-    """A cache of the summaries of journals. A summary is used as long as its journal is
-    unchanged.
+    """A cache of the summaries of journals.
+
+    A summary is used as long as its journal is unchanged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def summaries(self, folder: Path, ids: Sequence[str]) -> list[RunSummary]:
-        """Return the summaries of the journals in ``folder``, in the order of ``ids``. Journals
-        that no longer exist are left out.
+        """Return the summaries of the journals in ``folder``, in the order of ``ids``.
+
+        Journals that no longer exist are left out.
         """
         cached = self._read(ids)
         summaries: list[RunSummary] = []

@@ -1,5 +1,6 @@
-"""Stores runs in a folder on disk. This module lays out the files of a run, and creates, finds,
-reads and deletes runs.
+"""Stores runs in a folder on disk.
+
+This module lays out the files of a run, and creates, finds, reads and deletes runs.
 
     ROOT/runs/RUN_ID.jsonl      a run's events, one per line, append-only  (journal.py)
     ROOT/runs/RUN_ID.review.json  labels, a note and corrected scores      (reviews.py)
@@ -72,7 +73,9 @@ program may have written to one without its lock.
 
 
 class Store(RunStore):
-    """A store that keeps its runs in one folder. Safe for several threads and processes at once.
+    """A store that keeps its runs in one folder.
+
+    Safe for several threads and processes at once.
 
     Methods that take a ``run`` also accept the path of a ``.jsonl`` file.
     """
@@ -96,8 +99,10 @@ class Store(RunStore):
         """
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> Journal:
-        """Create the journal of a new run. ``secrets`` maps names to values that are redacted in
-        the journal, in addition to the secrets in environment variables.
+        """Create the journal of a new run.
+
+        ``secrets`` maps names to values that are redacted in the journal, in addition to the
+        secrets in environment variables.
         """
         check_run_id(run_id)
         self._size.warn_if_full()
@@ -118,8 +123,9 @@ class Store(RunStore):
         return journal
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
-        """Reopen the journal of an earlier run so that the run can continue. An incomplete last
-        line is cut off.
+        """Reopen the journal of an earlier run so that the run can continue.
+
+        An incomplete last line is cut off.
         """
         path = self.path(run)
         try:
@@ -137,14 +143,18 @@ class Store(RunStore):
 
     def check(self, run: str | Path) -> JournalCheckResult:
         """Verify the checksums of a run's journal and its stored contexts, and return the result.
-        It is safe to call this while a process is writing the run."""
+
+        It is safe to call this while a process is writing the run.
+        """
         from ramify.store.repair import check_journal
 
         return check_journal(self.path(run), self.blobs)
 
     def repair(self, run: str | Path) -> JournalRepairResult:
         """Cut a damaged journal before its first damaged line, so that the run can be resumed from
-        there. The damaged file is kept beside it.
+        there.
+
+        The damaged file is kept beside it.
 
         Raises StoreError if nothing can be kept, and RunInUse while a process is writing the run.
         """
@@ -153,14 +163,18 @@ class Store(RunStore):
         return repair_journal(self.path(run), self._flusher.fsync)
 
     def check_free(self, run: str | Path) -> None:
-        """Raise RunInUse if a process is writing ``run`` now. The error names the process."""
+        """Raise RunInUse if a process is writing ``run`` now.
+
+        The error names the process.
+        """
         holder = writer(self.path(run))
         if holder is not None:
             raise run_in_use_error(self.path(run), str(holder))
 
     def path(self, run: str | Path) -> Path:
-        """Return the path of the journal of a run. ``run`` is a run's id, the unique beginning of
-        an id, ``"last"``, or a ``.jsonl`` file.
+        """Return the path of the journal of a run.
+
+        ``run`` is a run's id, the unique beginning of an id, ``"last"``, or a ``.jsonl`` file.
         """
         name = str(run)
         if name.endswith(".jsonl"):
@@ -231,8 +245,9 @@ class Store(RunStore):
         return self.stored(run).write_review(self.find(run), review)
 
     def remove(self, run: str | Path) -> int:
-        """Delete a run, and the stored contexts and outputs that no other run needs. Returns the
-        number of bytes freed. Raises StoreError while a process is writing the run.
+        """Delete a run, and the stored contexts and outputs that no other run needs.
+
+        Returns the number of bytes freed. Raises StoreError while a process is writing the run.
         """
         path = self.path(run)
         if path.parent.resolve() != self._runs.resolve():
@@ -248,7 +263,9 @@ class Store(RunStore):
         max_bytes: int | None = None,
     ) -> PruneResult:
         """Delete the oldest runs and evaluations, and the stored contexts and outputs that no
-        remaining run needs. Returns the ids of the deleted runs and evaluations.
+        remaining run needs.
+
+        Returns the ids of the deleted runs and evaluations.
 
         The ``keep_last`` newest runs, and as many evaluations, always stay. Of the others, those
         whose last event is older than ``older_than_s`` are deleted (all of them if neither this nor
@@ -271,8 +288,10 @@ class Store(RunStore):
         return StorePruner(self.root, self._runs, self.blobs, self._size)
 
     def size(self, id: str | None = None) -> int:
-        """Return the size in bytes of the journal of run ``id``. Without an id, return the size of
-        the whole store on disk: journals, stored contexts and outputs, index and cache.
+        """Return the size in bytes of the journal of run ``id``.
+
+        Without an id, return the size of the whole store on disk: journals, stored contexts and
+        outputs, index and cache.
         """
         return self._size.measure() if id is None else self.stored(id).state()[1]
 
@@ -281,8 +300,9 @@ class Store(RunStore):
 
 
 def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
-    """Return the run ids of the journals in a folder's entries, newest first. The time is part of
-    the id. For an id without a time, the file's modification time is used.
+    """Return the run ids of the journals in a folder's entries, newest first.
+
+    The time is part of the id. For an id without a time, the file's modification time is used.
     """
     keyed = []
     for entry in entries:

@@ -26,7 +26,9 @@ def is_run_id(name: str) -> bool:
 
 
 class StoredRun(Protocol):
-    """One stored run, opened for reading. Each line is one event.
+    """One stored run, opened for reading.
+
+    Each line is one event.
 
     Byte offsets include the newlines. ``str()`` of the object names the run in messages.
     """
@@ -39,8 +41,9 @@ class StoredRun(Protocol):
         """Path of the run's journal file, or None if the store has no files."""
 
     def state(self) -> tuple[int, int]:
-        """Return a number that identifies this run's storage, and the run's size in bytes. The
-        number changes if the run is replaced by another. Raises StoreError if the run does not
+        """Return a number that identifies this run's storage, and the run's size in bytes.
+
+        The number changes if the run is replaced by another. Raises StoreError if the run does not
         exist.
         """
 
@@ -48,8 +51,9 @@ class StoredRun(Protocol):
         """Return True if a process is writing the run now."""
 
     def lines(self, offset: int = 0) -> Iterator[bytes]:
-        """Yield the complete lines from byte ``offset`` on, without their newlines. Raises
-        StoreError if they cannot be read.
+        """Yield the complete lines from byte ``offset`` on, without their newlines.
+
+        Raises StoreError if they cannot be read.
         """
 
     def blocks(self, offset: int = 0) -> Iterator[bytes]:
@@ -60,23 +64,26 @@ class StoredRun(Protocol):
         """Yield the lines that begin at the given byte offsets, without their newlines."""
 
     def blob(self, digest: str) -> bytes:
-        """Return the stored context or output with this hash. Raises StoreError if it does not
-        exist.
+        """Return the stored context or output with this hash.
+
+        Raises StoreError if it does not exist.
         """
 
     def has_neighbor(self, id: str) -> bool:
         """Return True if the same store has a run ``id``."""
 
     def store_reviews(self) -> Mapping[str, HumanRunReview]:
-        """Return the reviews of all runs in the same store, by run id. Raises StoreError if they
-        cannot be read.
+        """Return the reviews of all runs in the same store, by run id.
+
+        Raises StoreError if they cannot be read.
 
         A journal outside a store has at most its own review.
         """
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
-        """Replace the review of run ``id``, and return it with the time of the change. Raises
-        StoreError if it cannot be written.
+        """Replace the review of run ``id``, and return it with the time of the change.
+
+        Raises StoreError if it cannot be written.
         """
 
     def remedy(self, number: int) -> str:

@@ -25,8 +25,9 @@ VARIABLE = "RAMIFY_RUN_STORE"
 
 
 def open_store() -> RunStore:
-    """Open the store that the environment variable ``RAMIFY_RUN_STORE`` names. The default is a
-    folder store in ``RAMIFY_HOME``. Raises ConfigError if the name is unknown.
+    """Open the store that the environment variable ``RAMIFY_RUN_STORE`` names.
+
+    The default is a folder store in ``RAMIFY_HOME``. Raises ConfigError if the name is unknown.
     """
     given = os.environ.get(VARIABLE, "")
     if not given:
@@ -50,8 +51,9 @@ def open_store() -> RunStore:
 
 
 def require_folder_store(what: str) -> Store:
-    """Open the store for a command that works only with a folder store. ``what`` names the command
-    in the error. Raises ConfigError for any other store.
+    """Open the store for a command that works only with a folder store.
+
+    ``what`` names the command in the error. Raises ConfigError for any other store.
     """
     store = open_store()
     if not isinstance(store, Store):

@@ -1,4 +1,7 @@
-"""Summarises the events of a run for listings. All kinds of stores share this code."""
+"""Summarises the events of a run for listings.
+
+All kinds of stores share this code.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,10 @@ MAX_ANSWER = 200
 
 
 def summarise(run: StoredRun) -> RunSummary:
-    """Return the summary of ``run`` for a listing. The numbers equal those that ``TrajectoryFold``
-    computes from full events, but are computed several times faster.
+    """Return the summary of ``run`` for a listing.
+
+    The numbers equal those that ``TrajectoryFold`` computes from full events, but are computed
+    several times faster.
     """
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:

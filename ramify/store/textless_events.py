@@ -1,5 +1,6 @@
-"""Decodes journals and trajectories without their texts, which is several times faster. Listings
-and the page of a run use this.
+"""Decodes journals and trajectories without their texts, which is several times faster.
+
+Listings and the page of a run use this.
 
     journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (store.py)
                                         └─> RunTree: the page of a run       (viewer/run_tree.py)
@@ -131,8 +132,9 @@ AnyEventOutline = (
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
-    """Return the decoder of shortened events. It is created on first use, because that takes a
-    millisecond.
+    """Return the decoder of shortened events.
+
+    It is created on first use, because that takes a millisecond.
     """
     return msgspec.json.Decoder(AnyEventOutline)
 
@@ -141,8 +143,10 @@ _FIRST = b'{"type":"RunStarted"'
 
 
 def decode_textless_event(line: bytes, run: StoredRun) -> AnyEventOutline:
-    """Decode one line of a run into a shortened event. Raises StoreError if a newer version of
-    Ramify wrote the line, and an error of ``CANNOT_DECODE`` if it is damaged.
+    """Decode one line of a run into a shortened event.
+
+    Raises StoreError if a newer version of Ramify wrote the line, and an error of ``CANNOT_DECODE``
+    if it is damaged.
     """
     if line.startswith(_FIRST):
         check_version(line, run)
@@ -158,8 +162,9 @@ class DamagedLine(msgspec.Struct, frozen=True):
 def decode_textless_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyEventOutline | DamagedLine, int]]:
-    """Decode a block of complete lines of ``run`` into shortened events. ``chain`` is the running
-    checksum of all lines before the block.
+    """Decode a block of complete lines of ``run`` into shortened events.
+
+    ``chain`` is the running checksum of all lines before the block.
 
     Yields each event with the length of its line in bytes. The running checksum advances past a
     line when the next one is requested. If a newer version of Ramify wrote a line, StoreError is
@@ -197,7 +202,10 @@ def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline 
 
 @check_struct_subset(Turn)
 class FieldlessTurn(msgspec.Struct):
-    """A turn of a call without any fields. Listings only count the turns."""
+    """A turn of a call without any fields.
+
+    Listings only count the turns.
+    """
 
 
 @check_struct_subset(Call)

@@ -1,5 +1,6 @@
-"""The file ``traffic.json`` in a store of recorded traffic. It identifies the policy, that is, the
-served model that produced the traffic.
+"""The file ``traffic.json`` in a store of recorded traffic.
+
+It identifies the policy, that is, the served model that produced the traffic.
 
 The contents of the file are defined in ``types/recorded_traffic.py``. Traffic is recorded by
 ``serve/traffic_recorder.py``.
@@ -18,8 +19,9 @@ _FILE = "traffic.json"
 
 
 def read_identity(store: Path) -> TokenizerAndArchitecture | None:
-    """Return the identity of the policy that produced a store's recorded traffic. Returns None if
-    the store holds no recorded traffic. Raises ConfigError if the file is damaged.
+    """Return the identity of the policy that produced a store's recorded traffic.
+
+    Returns None if the store holds no recorded traffic. Raises ConfigError if the file is damaged.
     """
     path = store / _FILE
     try:

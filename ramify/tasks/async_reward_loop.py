@@ -1,4 +1,6 @@
-"""The event loop that runs async reward functions. The first async reward starts its daemon thread.
+"""The event loop that runs async reward functions.
+
+The first async reward starts its daemon thread.
 
     reward thread ── run_coroutine(reward(answer, item)) ──> loop thread ──> result or error
 
@@ -29,8 +31,9 @@ _process = 0
 
 
 def run_coroutine(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine on the event loop for rewards, and wait for its result. Do not call this on
-    that loop: it would wait for itself.
+    """Run a coroutine on the event loop for rewards, and wait for its result.
+
+    Do not call this on that loop: it would wait for itself.
     """
     loop = _running_loop()
     future = asyncio.run_coroutine_threadsafe(work, loop)

@@ -1,5 +1,6 @@
-"""The interface of tasks. A task has questions with right answers, divided into disjoint splits,
-and scores each answer.
+"""The interface of tasks.
+
+A task has questions with right answers, divided into disjoint splits, and scores each answer.
 
     task.splits["train"][17] ──> Item ──prepare──> TaskStart ──engine runs it──> Trajectory
                                                                                      │
@@ -117,8 +118,9 @@ class Item(msgspec.Struct, frozen=True):
                 msgspec.structs.force_setattr(self, field, value.tolist())
 
     def _take_messages(self) -> None:
-        """Convert the chat messages of the item. Without a question, the last message becomes the
-        question.
+        """Convert the chat messages of the item.
+
+        Without a question, the last message becomes the question.
 
         Raises ValueError if a message is invalid, or if the question is missing and the last
         message is not the user's.
@@ -136,8 +138,9 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class TaskStart(msgspec.Struct, kw_only=True):
-    """The initial state of one rollout: what the model's session contains at the start. It is
-    created once per rollout, so it may hold mutable state.
+    """The initial state of one rollout: what the model's session contains at the start.
+
+    It is created once per rollout, so it may hold mutable state.
 
     The engine accepts it as a context.
     """
@@ -179,8 +182,9 @@ class TaskStart(msgspec.Struct, kw_only=True):
             self.context = None
 
     def manifest(self) -> str:
-        """Return ``about``, the description of the context for the prompt. The engine calls this
-        method.
+        """Return ``about``, the description of the context for the prompt.
+
+        The engine calls this method.
         """
         return self.about
 
@@ -204,8 +208,9 @@ class Score(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Task(Protocol):
-    """The interface of a task: its items, and a score for each answer. The function ``validate``
-    checks that right answers score 1 and wrong ones do not.
+    """The interface of a task: its items, and a score for each answer.
+
+    The function ``validate`` checks that right answers score 1 and wrong ones do not.
 
     Example:
         class Sums:
@@ -226,9 +231,10 @@ class Task(Protocol):
         ...
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        """Score ``trajectory`` as an answer to ``item``. The result must be deterministic. The
-        method may be slow, since it runs in a thread. It should raise an error only for a fault of
-        the task, not for a wrong answer.
+        """Score ``trajectory`` as an answer to ``item``.
+
+        The result must be deterministic. The method may be slow, since it runs in a thread. It
+        should raise an error only for a fault of the task, not for a wrong answer.
         """
         ...
 
@@ -240,7 +246,10 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-    """A sequence whose elements are created when they are accessed. A slice is a list."""
+    """A sequence whose elements are created when they are accessed.
+
+    A slice is a list.
+    """
 
     @abstractmethod
     def at(self, index: int) -> T:
@@ -259,8 +268,9 @@ class LazySequence(Sequence[T]):
 
 
 class DemonstrationPromptFormat(msgspec.Struct, frozen=True):
-    """The texts that the engine adds around a demonstrator's replies. A demonstration that runs
-    without the engine must reproduce them.
+    """The texts that the engine adds around a demonstrator's replies.
+
+    A demonstration that runs without the engine must reproduce them.
     """
 
     first_message: Callable[[str, object], str]
@@ -357,8 +367,9 @@ class GeneratedSplit(Sequence[Item]):
 def generated(
     task: str, make: Callable[[random.Random], Item], *, seed: int = 0, size: int = ENDLESS
 ) -> dict[str, Sequence[Item]]:
-    """Return the train, validation and test splits of a task. The function ``make`` generates each
-    item when it is accessed.
+    """Return the train, validation and test splits of a task.
+
+    The function ``make`` generates each item when it is accessed.
 
     >>> def make(rng): return tasks.Item(f"{rng.randint(1, 9)} + 1?")
     >>> list(tasks.generated("sums", make, size=100))
@@ -368,7 +379,9 @@ def generated(
 
 
 def items_of(task: Task, split: str) -> Sequence[Item]:
-    """Return the items of the named split. Raises ConfigError if the task has no such split.
+    """Return the items of the named split.
+
+    Raises ConfigError if the task has no such split.
 
     >>> len(tasks.items_of(tasks.task_of("needle"), "test")[:3])
     3
@@ -420,9 +433,10 @@ def task_of(name: str, /, **options: Any) -> Task:
 
 
 def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-    """Call a task's factory function with ``options``, and return the result. If ``make`` is not
-    callable, return it unchanged. Raises ConfigError for an unknown option, or if the factory
-    fails.
+    """Call a task's factory function with ``options``, and return the result.
+
+    If ``make`` is not callable, return it unchanged. Raises ConfigError for an unknown option, or
+    if the factory fails.
     """
     if not callable(make):
         return make
@@ -473,8 +487,9 @@ def score_trajectory(task: Task, item: Item, trajectory: Trajectory) -> Trajecto
 
 
 def set_trajectory_score(where: str, trajectory: Trajectory, score: Score) -> None:
-    """Store the rewards and metrics of ``score`` in ``trajectory``. Raises RamifyError if the score
-    is invalid, with a message that begins with ``where``.
+    """Store the rewards and metrics of ``score`` in ``trajectory``.
+
+    Raises RamifyError if the score is invalid, with a message that begins with ``where``.
     """
     _check_calls(where, trajectory, score)
     rewards = _finite(where, score.rewards)
@@ -499,8 +514,9 @@ def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
 
 
 def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """Convert the values of a mapping to Python numbers. Raises RamifyError for a value that is not
-    a finite number.
+    """Convert the values of a mapping to Python numbers.
+
+    Raises RamifyError for a value that is not a finite number.
     """
     numbers: dict[str, float] = {}
     for name, value in given.items():
@@ -531,8 +547,9 @@ none.
 
 
 class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
-    """Wraps a reward function that needs the whole trajectory. The function is called as ``fn(item,
-    trajectory)``.
+    """Wraps a reward function that needs the whole trajectory.
+
+    The function is called as ``fn(item, trajectory)``.
 
     Example:
         tasks.TrajectoryRewardFunction(lambda item, run: {"brief": float(len(run.calls) < 10)})
@@ -542,7 +559,9 @@ class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
 
 
 class SimpleTask(msgspec.Struct, frozen=True):
-    """A task made of splits and a reward function. Implements the interface ``Task``.
+    """A task made of splits and a reward function.
+
+    Implements the interface ``Task``.
 
     Example:
         tasks.SimpleTask("logs", tasks.generated("logs", make), tasks.numeric)
@@ -627,8 +646,9 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
 
 def as_score(worth: Worth | Coroutine[Any, Any, Worth]) -> Score:
-    """Convert the result of a reward function to a ``Score``. An async result is awaited first. A
-    single number becomes the reward named ``correct``.
+    """Convert the result of a reward function to a ``Score``.
+
+    An async result is awaited first. A single number becomes the reward named ``correct``.
     """
     if isinstance(worth, Coroutine):
         worth = run_coroutine(worth)

@@ -27,8 +27,9 @@ EndedRollout = tuple[Item, Trajectory]
 
 @runtime_checkable
 class BatchScoredTask(Protocol):
-    """The interface of a task that can score all rollouts of a training step with one call. It adds
-    two methods to ``Task``.
+    """The interface of a task that can score all rollouts of a training step with one call.
+
+    It adds two methods to ``Task``.
 
     Example:
         def is_scored_by_step(self, item): return True
@@ -54,8 +55,9 @@ def is_scored_by_step(task: Task, item: Item) -> bool:
 
 
 def batch_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
-    """Score all rollouts of a step with one call of the task. Returns for each rollout its score,
-    or the error that prevented one.
+    """Score all rollouts of a step with one call of the task.
+
+    Returns for each rollout its score, or the error that prevented one.
     """
     assert isinstance(task, BatchScoredTask)
     where = f"task '{task.name}': its score of {len(rollouts)} rollouts"

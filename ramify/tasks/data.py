@@ -127,8 +127,9 @@ class DatasetColumns(msgspec.Struct, frozen=True):
 
 
 def _first_of(names: Sequence[str], row: Row) -> str:
-    """Return the first of ``names`` that is a column of the row. If none is, return the
-    first name.
+    """Return the first of ``names`` that is a column of the row.
+
+    If none is, return the first name.
     """
     return next((name for name in names if name in row), names[0])
 
@@ -198,7 +199,9 @@ def dataset(
 def scorer_of(
     reward: str | AnswerReward | TrajectoryRewardFunction,
 ) -> AnswerReward | TrajectoryRewardFunction:
-    """Return the scoring function called ``reward``. Raises ConfigError for an unknown name.
+    """Return the scoring function called ``reward``.
+
+    Raises ConfigError for an unknown name.
 
     A function is returned unchanged, except that one with a parameter ``completions`` becomes a
     ``BatchedReward``.
@@ -211,7 +214,10 @@ def scorer_of(
 
 
 class DatasetItems(LazySequence[Item]):
-    """A sequence of task items. Each is converted from its dataset row when it is accessed."""
+    """A sequence of task items.
+
+    Each is converted from its dataset row when it is accessed.
+    """
 
     def __init__(
         self,
@@ -220,8 +226,9 @@ class DatasetItems(LazySequence[Item]):
         make: Callable[[Row], Item],
         indices: Sequence[int] | Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Create the items of the dataset ``name``. The function ``make`` converts a row to an
-        item.
+        """Create the items of the dataset ``name``.
+
+        The function ``make`` converts a row to an item.
 
         ``indices`` selects rows. If it is a function, it returns the selection and is called on the
         first access. None selects all rows.
@@ -238,8 +245,9 @@ class DatasetItems(LazySequence[Item]):
         return self._selected() if callable(self._selected) else self._selected
 
     def select(self, name: str, places: Sequence[int]) -> DatasetItems:
-        """Return the items at the given positions as a dataset called ``name``. Their ids still
-        contain the original row numbers.
+        """Return the items at the given positions as a dataset called ``name``.
+
+        Their ids still contain the original row numbers.
         """
         return DatasetItems(
             name, self._rows, self._make, [self._indices[place] for place in places]
@@ -255,8 +263,9 @@ class DatasetItems(LazySequence[Item]):
 
 
 def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
-    """Convert row ``number`` of a dataset to an item. Raises ConfigError, which names the row, on
-    failure.
+    """Convert row ``number`` of a dataset to an item.
+
+    Raises ConfigError, which names the row, on failure.
     """
     row = rows[number]
     where = row_location(rows, number, name)
@@ -318,8 +327,9 @@ def _part(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Seq
 
 
 def _sources(source: Source) -> dict[str, Sequence[Row]]:
-    """Return the rows of each split of a dataset, by split name. A single source without splits has
-    the name "".
+    """Return the rows of each split of a dataset, by split name.
+
+    A single source without splits has the name "".
     """
     if isinstance(source, str) and source.startswith("hf:"):
         source = _hugging_face(source)
@@ -336,8 +346,9 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
 
 
 def rows_of(source: Source, where: str = "") -> Sequence[Row]:
-    """Return the rows of one file or list, which are read lazily. Raises ConfigError or
-    SourceError, whose message names the source as ``where``.
+    """Return the rows of one file or list, which are read lazily.
+
+    Raises ConfigError or SourceError, whose message names the source as ``where``.
     """
     rows: Any
     if isinstance(source, str) and source.startswith("hf:"):
@@ -370,7 +381,9 @@ def rows_of(source: Source, where: str = "") -> Sequence[Row]:
 
 def row_location(rows: Sequence[Row], number: int, name: str) -> str:
     """Return the location of a row for error messages: ``rows.jsonl, line 3`` for a JSONL file,
-    whose lines count from 1, else ``NAME, row 2``, counted from 0. ``name`` is that of the source.
+    whose lines count from 1, else ``NAME, row 2``, counted from 0.
+
+    ``name`` is that of the source.
     """
     return rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
 
@@ -402,7 +415,9 @@ def _name_of(source: Source) -> str:
 
 
 class JsonlRows(LazySequence[Row]):
-    """The objects of a JSONL file as a sequence. Blank lines are ignored.
+    """The objects of a JSONL file as a sequence.
+
+    Blank lines are ignored.
 
     The start of each line is found once, and a line is decoded when it is accessed.
     """
@@ -451,7 +466,10 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
 
 
 class ParquetRows(LazySequence[Row]):
-    """The rows of a Parquet file as a sequence. Only one row group is in memory at a time."""
+    """The rows of a Parquet file as a sequence.
+
+    Only one row group is in memory at a time.
+    """
 
     def __init__(self, path: Path) -> None:
         parquet = _package("pyarrow.parquet", "datasets")

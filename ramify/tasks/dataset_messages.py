@@ -70,8 +70,9 @@ def _tool_call(index: int, wire: _OpenAIChatToolCall) -> ToolCall:
 
 
 def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
-    """Convert chat messages, given as mappings, to messages of a model call. ``Message`` objects
-    stay unchanged. Raises ValueError if a message is invalid.
+    """Convert chat messages, given as mappings, to messages of a model call.
+
+    ``Message`` objects stay unchanged. Raises ValueError if a message is invalid.
     """
     return tuple(
         each if isinstance(each, Message) else msgspec.convert(each, OpenAIChatMessage).message()

@@ -1,5 +1,6 @@
-"""Combines several tasks into one training mixture. Each item belongs to one task, and the tasks
-take turns in proportion to their weights.
+"""Combines several tasks into one training mixture.
+
+Each item belongs to one task, and the tasks take turns in proportion to their weights.
 
     mixture(parts={
         "sums": {"task": "ledger", "weight": 2},
@@ -79,7 +80,10 @@ class _GroupLine(msgspec.Struct, frozen=True):
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
-    """A task that combines several tasks. Implements ``tasks.Task``."""
+    """A task that combines several tasks.
+
+    Implements ``tasks.Task``.
+    """
 
     name: str
     splits: Mapping[str, Sequence[Item]]
@@ -111,8 +115,9 @@ class MixtureTask(msgspec.Struct, frozen=True):
     def score_step(
         self, rollouts: Sequence[tuple[Item, Trajectory]]
     ) -> Sequence[Score | RamifyError]:
-        """Score all rollouts of a training step, with one call per task. If a task fails, only its
-        own rollouts get the error.
+        """Score all rollouts of a training step, with one call per task.
+
+        If a task fails, only its own rollouts get the error.
         """
         parts = [(*_own(item), trajectory) for item, trajectory in rollouts]
         scores: dict[str, Iterator[Score | RamifyError]] = {
@@ -140,8 +145,10 @@ class MixedItems(LazySequence[Item]):
         *,
         repeats: bool = False,
     ) -> None:
-        """Combine the items of several parts. With ``repeats``, a part that runs out of items
-        starts over while another part still has new ones.
+        """Combine the items of several parts.
+
+        With ``repeats``, a part that runs out of items starts over while another part still has new
+        ones.
         """
         self._parts = parts
         self._repeats = repeats
@@ -157,8 +164,9 @@ class MixedItems(LazySequence[Item]):
         self._counts = seen
 
     def __len__(self) -> int:
-        """Return how many items there are before any part would have to start over. If parts may
-        repeat, count the items until every item has been used once.
+        """Return how many items there are before any part would have to start over.
+
+        If parts may repeat, count the items until every item has been used once.
         """
         period = len(self._order)
         sizes = (len(self._parts[name]) * period // num for name, num in self._counts.items())
@@ -220,8 +228,10 @@ def mixture(*, parts: Any = None) -> MixtureTask:
 
 
 class _Weights(dict[str, float]):
-    """The weights of a mixture's rewards, by their names ``PART.REWARD``. Each weight is the factor
-    of the part times the reward's weight in the part's own task, which is 1 by default.
+    """The weights of a mixture's rewards, by their names ``PART.REWARD``.
+
+    Each weight is the factor of the part times the reward's weight in the part's own task, which is
+    1 by default.
     """
 
     def __init__(self, factors: Mapping[str, float], tasks: Mapping[str, Task]) -> None:
@@ -275,8 +285,9 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
 
 
 def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
-    """Return the item id and the outcome of each group in a run's ``groups.jsonl``. An incomplete
-    line, left by a killed run, is skipped.
+    """Return the item id and the outcome of each group in a run's ``groups.jsonl``.
+
+    An incomplete line, left by a killed run, is skipped.
     """
     records: list[tuple[str, GroupFate]] = []
     for line in path.read_bytes().splitlines():
@@ -287,8 +298,9 @@ def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
 
 
 def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
-    """Return the indices of the items with these ids, without duplicates. An id may have the name
-    of a part as prefix. Ids that are not found are left out.
+    """Return the indices of the items with these ids, without duplicates.
+
+    An id may have the name of a part as prefix. Ids that are not found are left out.
     """
     found = {id: place for id in ids if (place := _place(items, id)) is not None}
     if len(found) < len(ids) and len(items) < ENDLESS:
@@ -299,9 +311,10 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
 
 def _place(items: Sequence[Item], id: str) -> int | None:
-    """Return the item index at the end of an id such as ``ledger/train/57``. Returns None if the
-    item at that index has a different id, since ids can also end with a row number of a dataset
-    that was divided into splits.
+    """Return the item index at the end of an id such as ``ledger/train/57``.
+
+    Returns None if the item at that index has a different id, since ids can also end with a row
+    number of a dataset that was divided into splits.
     """
     last = id.rpartition("/")[2]
     place = int(last) if last.isdecimal() else len(items)
@@ -316,8 +329,9 @@ def _names(id: str) -> tuple[str, str]:
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield the names of the parts in the order in which they provide items, for one period. The
-    next part is always the one that is furthest behind its share of items.
+    """Yield the names of the parts in the order in which they provide items, for one period.
+
+    The next part is always the one that is furthest behind its share of items.
     """
     total = math.fsum(weights.values())
     num = min(_PERIOD, round(total / min(weights.values())) * 10)

@@ -1,5 +1,6 @@
-"""The form of a task's questions and contexts. Small policies are trained on a single task, and can
-only answer questions of its form.
+"""The form of a task's questions and contexts.
+
+Small policies are trained on a single task, and can only answer questions of its form.
 
     form = task_question_pattern("ledger")
     form.fits("count rows of 'red'", "bavo,red,17")     # True

@@ -22,9 +22,10 @@ _T = TypeVar("_T")
 def score_with_timeout(
     task: Task, item: Item, trajectory: Trajectory, timeout_s: float
 ) -> Trajectory:
-    """Score a trajectory within ``timeout_s`` seconds, and return it with its rewards. Raises
-    RamifyError, which names the task and the item. After a time-out, it also names the line that
-    was running.
+    """Score a trajectory within ``timeout_s`` seconds, and return it with its rewards.
+
+    Raises RamifyError, which names the task and the item. After a time-out, it also names the line
+    that was running.
     """
     what = f"task '{task.name}', item {item.id}: its score"
     return call_in_time(lambda: score_trajectory(task, item, trajectory), what, timeout_s)
@@ -32,6 +33,7 @@ def score_with_timeout(
 
 def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
     """Call ``score`` in a separate thread with a time limit in seconds, and return its result.
+
     Errors of ``score`` are raised.
 
     After ``timeout_s`` seconds, RamifyError is raised. Its message begins with ``what`` and names

@@ -1,4 +1,6 @@
-"""A thread that runs a user's function. It can report which line is running, and it can be stopped.
+"""A thread that runs a user's function.
+
+It can report which line is running, and it can be stopped.
 
     thread = StoppableThread(work, "name", on_end)
     thread.place()        ", at score.py:12 (score)"
@@ -28,8 +30,9 @@ _running = threading.local()
 
 
 class ThreadStopped(BaseException):
-    """Raised inside a function that takes too long. It does not derive from Exception, so that
-    ``except Exception`` in the function cannot catch it.
+    """Raised inside a function that takes too long.
+
+    It does not derive from Exception, so that ``except Exception`` in the function cannot catch it.
     """
 
 
@@ -39,8 +42,9 @@ class StoppableThread:
     def __init__(
         self, work: Callable[[], Any], name: str, on_end: Callable[[], object] = lambda: None
     ) -> None:
-        """Start a thread that calls ``work``. After the function has ended, ``on_end`` is called in
-        the same thread.
+        """Start a thread that calls ``work``.
+
+        After the function has ended, ``on_end`` is called in the same thread.
         """
         os._exit = _exit_unless_running
         self._work = work
@@ -61,14 +65,19 @@ class StoppableThread:
         self._thread.join(timeout_s)
 
     def result(self) -> Any:
-        """Return the function's result, or raise its exception. The function must have ended."""
+        """Return the function's result, or raise its exception.
+
+        The function must have ended.
+        """
         if self._errors:
             raise self._errors[0]
         return self._results[0]
 
     def place(self) -> str:
         """Return the line of user code that is running, for an error message: ``, at score.py:12
-        (score)``. Returns an empty string if the line is unknown.
+        (score)``.
+
+        Returns an empty string if the line is unknown.
         """
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []

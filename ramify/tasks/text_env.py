@@ -1,5 +1,7 @@
-"""Turns text environments into tasks. An environment has the interface of Gymnasium (``reset``,
-``step``) or of SkyRL-gym (``init``, ``step``, ``close``).
+"""Turns text environments into tasks.
+
+An environment has the interface of Gymnasium (``reset``, ``step``) or of SkyRL-gym (``init``,
+``step``, ``close``).
 
     env_task("lake", splits, "FrozenLake-v1", parse=parse_direction, render=draw)
 
@@ -17,7 +19,6 @@ the item resets its environment with that seed, so the attempts of a group start
 Without ``parse``, an environment with an ``action_space`` takes values of that space in JSON:
 ``step("1")`` for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one number. Other
 environments get the model's text. Without ``render``, the model sees ``str(observation)``.
-
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def env_task(
     weights: Mapping[str, float] | None = None,
     acts: Literal["session", "replies"] = "session",
 ) -> SimpleTask:
-    """Return a task in which the model acts in an environment. Each attempt is one episode.
+    """Return a task in which the model acts in an environment.
+
+    Each attempt is one episode.
 
     ``acts`` is how the model acts: by code in a session, or by replies, each of which is one
     action. An episode of replies also ends at ``limits.max_turns``, and is scored.
@@ -126,6 +129,7 @@ def env_task(
 
 def _check_call(name: str, option: str, function: Any, call: str) -> None:
     """Raise ConfigError if an option is neither None nor a function with the required parameters.
+
     ``call`` lists them, such as ``(env, observation)``.
     """
     if function is None:
@@ -145,6 +149,7 @@ def _check_call(name: str, option: str, function: Any, call: str) -> None:
 
 async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
     """Play one episode, in which each reply of the model is an action, and return the last reply.
+
     ``model`` is the run's ``RunModelClient``.
     """
     parts = [item.question, episode.opening, _REPLIES, episode.actions]
@@ -180,7 +185,9 @@ def _registered(name: str, id: str) -> Callable[[Item], Any]:
 
 def seed_of(item: Item) -> int:
     """Return the environment seed of a task item: ``seed`` in its metadata, or a hash of its id
-    from 0 to below 2**31. Raises ConfigError if the seed in the metadata is invalid.
+    from 0 to below 2**31.
+
+    Raises ConfigError if the seed in the metadata is invalid.
     """
     seed = item.metadata.get("seed")
     if seed is None:
@@ -193,8 +200,9 @@ def seed_of(item: Item) -> int:
 
 
 class EnvEpisode:
-    """One episode in an environment, from the first observation to the end. A lock ensures that
-    only one action runs at a time.
+    """One episode in an environment, from the first observation to the end.
+
+    A lock ensures that only one action runs at a time.
     """
 
     def __init__(
@@ -248,8 +256,9 @@ class EnvEpisode:
         return _action(self._env, text) if self._parse is None else self._parse(text)
 
     def step(self, action: str) -> str:
-        """Perform one action, given as text, and return the resulting observation. Raises
-        ValueError if the text is not a valid action.
+        """Perform one action, given as text, and return the resulting observation.
+
+        Raises ValueError if the text is not a valid action.
         """
         with self._lock:
             if self._done:
@@ -266,8 +275,9 @@ class EnvEpisode:
             return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
-        """Close the environment, and return the record of the episode with its rewards. If the
-        episode is not over, ``answer`` is performed as the last action.
+        """Close the environment, and return the record of the episode with its rewards.
+
+        If the episode is not over, ``answer`` is performed as the last action.
         """
         try:
             text = as_text(answer)
@@ -293,8 +303,10 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """Perform the final action of an episode. If the environment rejects it, its reward is 0.
-        Errors of earlier actions are shown to the model instead.
+        """Perform the final action of an episode.
+
+        If the environment rejects it, its reward is 0. Errors of earlier actions are shown to the
+        model instead.
         """
         try:
             self.step(action)
@@ -311,7 +323,10 @@ def _space(env: Any) -> Any:
 
 
 def _action(env: Any, text: str) -> Any:
-    """Convert ``text`` to an action. Raises ValueError if it is not in the action space."""
+    """Convert ``text`` to an action.
+
+    Raises ValueError if it is not in the action space.
+    """
     space = _space(env)
     if space is None:
         return text
@@ -329,8 +344,9 @@ def _action(env: Any, text: str) -> Any:
 
 
 def _batch(space: Any, value: Any) -> Any:
-    """Wrap ``value`` as a batch of one, as ``space.from_jsonable`` expects. In a tuple or dict
-    space, each component is wrapped separately.
+    """Wrap ``value`` as a batch of one, as ``space.from_jsonable`` expects.
+
+    In a tuple or dict space, each component is wrapped separately.
     """
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
@@ -341,8 +357,9 @@ def _batch(space: Any, value: Any) -> Any:
 
 
 def _is_whole(space: Any, action: Any, value: Any) -> bool:
-    """Return True unless a number was truncated to fit an integer space. For example, 1.7 is not
-    action 1.
+    """Return True unless a number was truncated to fit an integer space.
+
+    For example, 1.7 is not action 1.
     """
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
@@ -355,7 +372,9 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
 
 def _stepped(result: Any) -> tuple[Any, float, bool]:
     """Convert the result of an environment's ``step`` to an observation, a reward, and whether the
-    episode is over. Raises RamifyError for an unknown form.
+    episode is over.
+
+    Raises RamifyError for an unknown form.
     """
     if isinstance(result, Mapping):
         messages = result["observations"] or []

@@ -1,5 +1,6 @@
-"""Checks a task before a run. The right answer must score 1, a wrong one must not, and no item may
-be in two splits.
+"""Checks a task before a run.
+
+The right answer must score 1, a wrong one must not, and no item may be in two splits.
 
 Items without a gold answer (open questions, environments that need several actions) are not scored,
 because their score is unknown. They may have equal questions, as episodes of an environment often
@@ -44,7 +45,9 @@ def validate(
     score_s: float = SCORE_S,
 ) -> str:
     """Check the first ``num`` items of each split of a task: right answers must score 1 and wrong
-    ones must not. Scoring one answer may take ``score_s`` seconds.
+    ones must not.
+
+    Scoring one answer may take ``score_s`` seconds.
 
     Raises ConfigError that names the item if it has no question, if its right answer does not score
     1, if a wrong answer (or none) scores 1, or if the item is in two splits.
@@ -79,7 +82,9 @@ def validate(
 
 def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
     """Raise ConfigError unless the task can score several rollouts with one call, as in a training
-    step. The values are not checked, since rewards may depend on each other.
+    step.
+
+    The values are not checked, since rewards may depend on each other.
     """
     if rollouts:
         errors = score_step_in_time(task, rollouts, score_s)
@@ -100,8 +105,10 @@ def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
 
 
 def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S) -> bool:
-    """Check one item of a task. Raises ConfigError if it has no question or is scored wrongly.
-    Returns False if its score was not checked, because it has no gold answer or ``gold`` is False.
+    """Check one item of a task.
+
+    Raises ConfigError if it has no question or is scored wrongly. Returns False if its score was
+    not checked, because it has no gold answer or ``gold`` is False.
     """
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
@@ -155,16 +162,18 @@ def _worth(task: Task, item: Item, answer: Any, score_s: float) -> float:
 
 
 def _right_worth(task: Task, item: Item) -> float:
-    """Return the weighted reward for a right answer. It is 1, except in a mixture, where each part
-    has a reward factor.
+    """Return the weighted reward for a right answer.
+
+    It is 1, except in a mixture, where each part has a reward factor.
     """
     worth = getattr(task, "right_worth", None)
     return 1.0 if worth is None else float(worth(item))
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
-    """Raise ConfigError if ``item`` is also in another split. No learning curve would show such a
-    leak.
+    """Raise ConfigError if ``item`` is also in another split.
+
+    No learning curve would show such a leak.
 
     Two items are the same if question, messages, context, gold answer and metadata are equal. Items
     without a gold answer must also have the same id.

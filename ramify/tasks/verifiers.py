@@ -1,5 +1,6 @@
-"""Uses tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``) as Ramify tasks. A taskset is
-a collection of tasks.
+"""Uses tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``) as Ramify tasks.
+
+A taskset is a collection of tasks.
 
     task = from_verifiers("gsm8k-v1")                             an installed taskset by its id
     task = from_verifiers(MyTaskset(MyConfig()), right=lambda data: data.answer)
@@ -42,8 +43,9 @@ _LONG = "The task and its data are in `context`. Read it and do what it asks."
 
 
 def verifiers_v1() -> Any:
-    """Import and return the module ``verifiers.v1``. Raises ConfigError if the ``verifiers``
-    library is not installed or is too old.
+    """Import and return the module ``verifiers.v1``.
+
+    Raises ConfigError if the ``verifiers`` library is not installed or is too old.
 
     Example:
         tasks.verifiers_v1().Taskset
@@ -105,8 +107,10 @@ def from_verifiers(
 
 
 def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
-    """Load a taskset of the ``verifiers`` library by its id. ``config`` has the fields of its
-    configuration. A taskset object is returned unchanged. Raises ConfigError on failure.
+    """Load a taskset of the ``verifiers`` library by its id.
+
+    ``config`` has the fields of its configuration. A taskset object is returned unchanged. Raises
+    ConfigError on failure.
 
     Example:
         tasks.taskset_of("gsm8k-v1", {"system_prompt": None})
@@ -131,8 +135,9 @@ def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
 
 
 def _installed(id: str) -> Any:
-    """Load an installed taskset by its id. Raises ConfigError if its tasks need several replies of
-    the model.
+    """Load an installed taskset by its id.
+
+    Raises ConfigError if its tasks need several replies of the model.
     """
     taskset = taskset_of(id)
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -146,8 +151,9 @@ def _installed(id: str) -> Any:
 
 
 class VerifiersRows:
-    """The tasks of a ``verifiers`` taskset. They are loaded lazily, up to the last one that was
-    accessed.
+    """The tasks of a ``verifiers`` taskset.
+
+    They are loaded lazily, up to the last one that was accessed.
     """
 
     def __init__(self, taskset: Any) -> None:
@@ -213,6 +219,7 @@ class VerifiersTasksetItems(LazySequence[Item]):
 
 async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
     """Score the answer of a trajectory with the rewards and metrics of its ``verifiers`` task.
+
     Raises RamifyError if a reward is missing, or if it needs a ``verifiers`` runtime, which does
     not exist here.
     """

@@ -1,5 +1,6 @@
-"""A local test server that imitates the batch APIs of OpenAI and Anthropic. It was written from the
-types in their Python packages.
+"""A local test server that imitates the batch APIs of OpenAI and Anthropic.
+
+It was written from the types in their Python packages.
 
     async with BatchServer(lambda messages: "hello") as server:
         openai.OpenAI(base_url=server.url)              files, batches, and chat completions
@@ -69,8 +70,9 @@ class BatchApiJob(msgspec.Struct):
 
 
 class BatchServer:
-    """A local server for tests that imitates the batch APIs of OpenAI and Anthropic. ``async with``
-    starts and stops it.
+    """A local server for tests that imitates the batch APIs of OpenAI and Anthropic.
+
+    ``async with`` starts and stops it.
 
     Example:
         async with testing.BatchServer(["yes", "no"]) as server:
@@ -138,23 +140,28 @@ class BatchServer:
     # --- what a test decides ----------------------------------------------------------------------
 
     async def finish(self, end: End = "completed", num: int | None = None) -> None:
-        """End all open batches as completed, expired or cancelled. In an expired or cancelled
-        batch, only the first ``num`` requests are answered; None answers none.
+        """End all open batches as completed, expired or cancelled.
+
+        In an expired or cancelled batch, only the first ``num`` requests are answered; None answers
+        none.
         """
         for batch in self.batches.values():
             if batch.status in ("in_progress", "cancelling"):
                 await self._finish(batch, end, num)
 
     def refuse(self, problem: str) -> None:
-        """Fail every open batch as a whole, as OpenAI does with an invalid file. ``problem`` is the
-        error message."""
+        """Fail every open batch as a whole, as OpenAI does with an invalid file.
+
+        ``problem`` is the error message.
+        """
         for batch in self.batches.values():
             if batch.status == "in_progress":
                 batch.status, batch.problem = "failed", problem
 
     def soon(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine, such as ``finish()``, in a separate task. ``on_request`` can use this
-        to do work after the current request has been answered.
+        """Run a coroutine, such as ``finish()``, in a separate task.
+
+        ``on_request`` can use this to do work after the current request has been answered.
         """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -478,8 +485,9 @@ def _message(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def _form(exchange: PendingMockRequest) -> tuple[dict[str, bytes], str]:
-    """Parse a multipart form with a file. Returns the content of each field by name, and the file
-    name or an empty string.
+    """Parse a multipart form with a file.
+
+    Returns the content of each field by name, and the file name or an empty string.
     """
     found = _BOUNDARY.search(exchange.headers.get("content-type", ""))
     if found is None:

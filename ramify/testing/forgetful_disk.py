@@ -21,8 +21,9 @@ from pathlib import Path
 
 
 class ForgetfulDisk:
-    """Simulates a disk that loses everything that was not synced. It covers the files in one
-    folder.
+    """Simulates a disk that loses everything that was not synced.
+
+    It covers the files in one folder.
 
     Example:
         store = ramify.Store(folder / "store", fsync=testing.ForgetfulDisk(folder).fsync)
@@ -46,8 +47,9 @@ class ForgetfulDisk:
                     os.close(fd)
 
     def fsync(self, fd: int) -> None:
-        """Sync an open file or folder to the simulated disk. Pass this method to the code under
-        test in place of ``os.fsync``.
+        """Sync an open file or folder to the simulated disk.
+
+        Pass this method to the code under test in place of ``os.fsync``.
         """
         status = os.fstat(fd)
         with self._changed:
@@ -60,8 +62,9 @@ class ForgetfulDisk:
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-        """Wait until ``is_synced`` returns True; it is called after each ``fsync``. Returns False
-        after ``timeout_s`` seconds.
+        """Wait until ``is_synced`` returns True; it is called after each ``fsync``.
+
+        Returns False after ``timeout_s`` seconds.
         """
         with self._changed:
             return self._changed.wait_for(is_synced, timeout_s)

@@ -1,5 +1,6 @@
-"""A local imitation of the Hugging Face hub for tests. It keeps repositories in memory, and serves
-them over the hub's HTTP API.
+"""A local imitation of the Hugging Face hub for tests.
+
+It keeps repositories in memory, and serves them over the hub's HTTP API.
 
     with HubServer(token="hf_x") as hub:
         os.environ["HF_ENDPOINT"] = hub.url          before huggingface_hub is imported
@@ -34,8 +35,10 @@ class HubServer:
     """
 
     def __init__(self, token: str = "") -> None:
-        """Create a server with no repositories. Clients need ``token`` to write, unless it is
-        empty."""
+        """Create a server with no repositories.
+
+        Clients need ``token`` to write, unless it is empty.
+        """
         self.token = token
         self.repositories: dict[str, dict[str, bytes]] = {}
         """``owner/name`` -> file name -> content."""
@@ -81,8 +84,9 @@ class HubServer:
         return {"commitOid": _COMMIT, "commitUrl": where, "hookOutput": "", "success": True}
 
     def store(self, oid: str, content: bytes) -> bool:
-        """Store a large file as an LFS object. Returns False if the content does not match the
-        checksum that is its id.
+        """Store a large file as an LFS object.
+
+        Returns False if the content does not match the checksum that is its id.
         """
         if hashlib.sha256(content).hexdigest() != oid:
             return False

@@ -1,4 +1,5 @@
 """A simulated model for offline use, which answers correctly with a configured probability.
+
 Evaluation suites and systems can be compared without a network, and the best possible score is
 known.
 
@@ -214,8 +215,9 @@ class OfflineModel(
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
         """Return the reply to a conversation, in the form that ``ScriptedClient`` and
-        ``ScriptedServer`` expect from a script. With ``sleep="real"``, the reply takes its
-        simulated time.
+        ``ScriptedServer`` expect from a script.
+
+        With ``sleep="real"``, the reply takes its simulated time.
         """
         text = self.reply(messages)
         if self.sleep == "none":
@@ -235,8 +237,10 @@ class OfflineModel(
         return self._reading(messages)
 
     def _step(self, form: RootPromptFormat, turn: ParsedRootPrompt) -> str:
-        """Return the next reply of a root call. The first step looks at the context, the second
-        runs the suite's strategy, and the last gives the answer.
+        """Return the next reply of a root call.
+
+        The first step looks at the context, the second runs the suite's strategy, and the last
+        gives the answer.
         """
         if turn.is_last or turn.step >= 2:
             return form.answer(turn)
@@ -274,8 +278,9 @@ class OfflineModel(
         return _UNKNOWN
 
     def _plan_leaf(self, turn: ParsedPlanLeafRequest, messages: Sequence[Message]) -> str:
-        """Reply to one model call of a ready plan, which is a fixed program of model calls. The
-        reply is wrong with the same probability as any other for a prompt of this length.
+        """Reply to one model call of a ready plan, which is a fixed program of model calls.
+
+        The reply is wrong with the same probability as any other for a prompt of this length.
         """
         suite = self._suite(turn.question)
         if suite is None:
@@ -310,8 +315,9 @@ class OfflineModel(
 
 @functools.cache
 def _suites(names: tuple[str, ...]) -> tuple[OfflineModelSuiteStrategy, ...]:
-    """Return the strategies of the named suites, or of all suites. The result is cached, because
-    searching the installed packages takes longer than a reply.
+    """Return the strategies of the named suites, or of all suites.
+
+    The result is cached, because searching the installed packages takes longer than a reply.
     """
     return tuple(OFFLINE_SUITES.of(name) for name in names or OFFLINE_SUITES)
 
@@ -322,9 +328,10 @@ async def _later(text: str, seconds: float) -> str:
 
 
 def _parts(prompt: str) -> tuple[str, str]:
-    """Split a plain prompt into its text and its question. The question follows the last
-    ``Question:`` at the beginning of a line. Without such a line, the whole prompt is returned as
-    both.
+    """Split a plain prompt into its text and its question.
+
+    The question follows the last ``Question:`` at the beginning of a line. Without such a line, the
+    whole prompt is returned as both.
     """
     text, mark, question = prompt.rpartition("\nQuestion: ")
     if mark:
@@ -353,8 +360,9 @@ def _perfect(suite: OfflineModelSuiteStrategy) -> Ask:
 
 
 def model_of(name: str) -> OfflineModel:
-    """Return the simulated model for NAME in ``offline:NAME``. Raises ConfigError for an unknown
-    name.
+    """Return the simulated model for NAME in ``offline:NAME``.
+
+    Raises ConfigError for an unknown name.
 
     NAME is ``default``, ``perfect``, an accuracy from 0 to 1, or a JSON file with the fields of
     ``OfflineModel``.

@@ -1,5 +1,6 @@
-"""Parsers for the prompts of ready plans, and writers of the replies. A ready plan is a fixed
-program of model calls, and its calls that read text are called leaves.
+"""Parsers for the prompts of ready plans, and writers of the replies.
+
+A ready plan is a fixed program of model calls, and its calls that read text are called leaves.
 
     plan        leaf        what it reads              reply
     aggregate   value       numbered records           JSON: one value for each record
@@ -41,8 +42,9 @@ records.
 
 
 class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
-    """A parsed prompt of a plan's leaf. A leaf is one of the model calls that a ready plan
-    makes.
+    """A parsed prompt of a plan's leaf.
+
+    A leaf is one of the model calls that a ready plan makes.
     """
 
     kind: str
@@ -64,8 +66,9 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def count_frequencies(self) -> dict[str, int]:
-        """How many values occur once, twice and so on, keyed by that count. Empty if the leaf is
-        not asked about counts.
+        """How many values occur once, twice and so on, keyed by that count.
+
+        Empty if the leaf is not asked about counts.
         """
         return self._table(1)
 
@@ -84,8 +87,9 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
 
 def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
-    """Parse the prompt of a plan's leaf, that is, of one of its model calls. Returns None for any
-    other prompt.
+    """Parse the prompt of a plan's leaf, that is, of one of its model calls.
+
+    Returns None for any other prompt.
     """
     if not prompt.startswith("Question: "):
         return None
@@ -124,9 +128,10 @@ def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """Return the features by which the requests of the ready-made plans are recognised. For each
-    kind of request, they are its name, whether its answer has a JSON schema, and a pattern for the
-    beginning of its prompt.
+    """Return the features by which the requests of the ready-made plans are recognised.
+
+    For each kind of request, they are its name, whether its answer has a JSON schema, and a pattern
+    for the beginning of its prompt.
     """
     wanted = {
         ("aggregate", "value"): "value",
@@ -146,8 +151,9 @@ def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
 
 def _beginning(prompt: str) -> re.Pattern[str]:
     """Return a pattern that matches the beginning of every prompt made from the template
-    ``prompt``. Such prompts differ only in numbers and in the user's question, which the pattern
-    captures.
+    ``prompt``.
+
+    Such prompts differ only in numbers and in the user's question, which the pattern captures.
     """
     pieces = (re.sub(r"\d+", r"\\d+", re.escape(each)) for each in prompt.split(QUESTION))
     return re.compile("(.*?)".join(pieces) + "\n\n", re.DOTALL)

@@ -1,5 +1,7 @@
 """Parsers for the prompts of several recursive language model systems, and writers of matching
-replies. Each prompt asks a root model for its next step.
+replies.
+
+Each prompt asks a root model for its next step.
 
     system      first question               code         answer
     ramify      "Question: …" (user)         ```repl      FINAL(result)
@@ -81,8 +83,9 @@ class RootPromptFormat(Protocol):
     """Source of the function ``ask``, which sends prompts to the system's sub-model."""
 
     def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
-        """Parse a request for the next step of a root call. Returns None if another system wrote
-        the request.
+        """Parse a request for the next step of a root call.
+
+        Returns None if another system wrote the request.
         """
         ...
 
@@ -97,8 +100,9 @@ class RootPromptFormat(Protocol):
         ...
 
     def answer(self, turn: ParsedRootPrompt) -> str:
-        """Return a model reply that gives the session's variable ``result`` as the answer. If no
-        more code will run, the reply contains the text of the result instead.
+        """Return a model reply that gives the session's variable ``result`` as the answer.
+
+        If no more code will run, the reply contains the text of the result instead.
         """
         ...
 
@@ -261,8 +265,10 @@ def _dspy_fields(**fields: str) -> str:
 
 
 def _result_in(messages: Sequence[Message]) -> str | None:
-    """Return the last result that a cell printed after ``RESULT:``, or None. A system may also show
-    the code, but there the marker is in quotes and not at the beginning of a line.
+    """Return the last result that a cell printed after ``RESULT:``, or None.
+
+    A system may also show the code, but there the marker is in quotes and not at the beginning of a
+    line.
     """
     for message in reversed(messages):
         found = _RESULT.findall(message.content) if message.role != "assistant" else []

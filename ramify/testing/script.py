@@ -1,5 +1,6 @@
-"""Scripts for simulated models in tests. A script is a list, a set of rules or a function, and
-provides a reply or failure for each request.
+"""Scripts for simulated models in tests.
+
+A script is a list, a set of rules or a function, and provides a reply or failure for each request.
 
 ``ScriptedClient`` (no network) and ``ScriptedServer`` (real HTTP) share this module, so that both
 fail in the same way, and count tokens as ``clients/function_client.py`` does.
@@ -41,8 +42,9 @@ Kind = Literal[
 
 
 class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A failure that a script provides instead of a good reply. The functions of this module, such
-    as ``rate_limited``, create the various kinds.
+    """A failure that a script provides instead of a good reply.
+
+    The functions of this module, such as ``rate_limited``, create the various kinds.
 
     >>> testing.rate_limited(1.5).fail
     'rate_limited'
@@ -57,8 +59,9 @@ class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_un
 
 
 def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
-    """Return a failure with HTTP status 429 (too many requests). With ``retry_after_s``, it tells
-    the client how many seconds to wait.
+    """Return a failure with HTTP status 429 (too many requests).
+
+    With ``retry_after_s``, it tells the client how many seconds to wait.
 
     Example:
         testing.ScriptedClient([testing.rate_limited(0.5), "FINAL(2)"])    # wait half a second
@@ -77,8 +80,9 @@ def server_error(status: int = 500, text: str = "the engine fell over") -> Scrip
 
 
 def refused(status: int = 400, text: str = "the request was refused") -> ScriptedFailure:
-    """Return a failure with an HTTP status from 400 to 499. The request is rejected, and a retry
-    would not help.
+    """Return a failure with an HTTP status from 400 to 499.
+
+    The request is rejected, and a retry would not help.
 
     Example:
         testing.ScriptedClient([testing.refused(401, "wrong key")])
@@ -87,8 +91,9 @@ def refused(status: int = 400, text: str = "the request was refused") -> Scripte
 
 
 def unreachable() -> ScriptedFailure:
-    """Return a failure to reach the server. The scripted HTTP server imitates it by closing the
-    connection without a reply.
+    """Return a failure to reach the server.
+
+    The scripted HTTP server imitates it by closing the connection without a reply.
 
     Example:
         testing.ScriptedClient([testing.unreachable(), "FINAL(2)"])
@@ -97,8 +102,9 @@ def unreachable() -> ScriptedFailure:
 
 
 def dropped(text: str = "lost") -> ScriptedFailure:
-    """Return a failure in which the connection closes before the reply begins. The model has still
-    produced the reply, which is billed.
+    """Return a failure in which the connection closes before the reply begins.
+
+    The model has still produced the reply, which is billed.
 
     Example:
         testing.ScriptedClient([testing.dropped(), "the reply"])
@@ -107,8 +113,9 @@ def dropped(text: str = "lost") -> ScriptedFailure:
 
 
 def cut(text: str = "cut in the middle") -> ScriptedFailure:
-    """Return a failure in which the connection closes in the middle of the reply. The model has
-    still produced the whole reply, which is billed.
+    """Return a failure in which the connection closes in the middle of the reply.
+
+    The model has still produced the whole reply, which is billed.
 
     Example:
         testing.ScriptedClient([testing.cut(), "the whole reply"])    # a retry gets the second
@@ -127,7 +134,9 @@ def stalled(text: str = "too late") -> ScriptedFailure:
 
 
 def malformed(text: str = "not json") -> ScriptedFailure:
-    """Return a failure with HTTP status 200 and a body that is not JSON. The model is billed.
+    """Return a failure with HTTP status 200 and a body that is not JSON.
+
+    The model is billed.
 
     Example:
         testing.ScriptedServer([testing.malformed("<not json>")])
@@ -146,8 +155,9 @@ def html(status: int = 200) -> ScriptedFailure:
 
 
 def no_choices(text: str = "nothing") -> ScriptedFailure:
-    """Return a failure with HTTP status 200 and valid JSON that contains no choices. The model is
-    billed.
+    """Return a failure with HTTP status 200 and valid JSON that contains no choices.
+
+    The model is billed.
 
     Example:
         testing.ScriptedServer([testing.no_choices()])
@@ -193,8 +203,9 @@ Lines = Sequence[Step | ScriptRule] | ReplyFunction
 
 
 class Script:
-    """A script that provides the reply to each request in a test. If it is a list, requests take
-    its entries in order of arrival.
+    """A script that provides the reply to each request in a test.
+
+    If it is a list, requests take its entries in order of arrival.
 
     Example:
         testing.ScriptedServer(testing.Script.load("replies.json"))
@@ -211,16 +222,19 @@ class Script:
 
     @classmethod
     def load(cls, path: str | Path) -> Script:
-        """Load a script from a JSON file. Raises ConfigError if the file cannot be read or is not a
-        valid script."""
+        """Load a script from a JSON file.
+
+        Raises ConfigError if the file cannot be read or is not a valid script.
+        """
         return cls(_lines(path), name=str(path))
 
 
 def step_outcome(
     step: Step, messages: tuple[Message, ...], max_tokens: int
 ) -> tuple[Reply | ScriptedFailure, Usage]:
-    """Turn one step of a script into a reply with token counts, or into a failure. Also returns the
-    billed token usage, which is zero if the model did no work.
+    """Turn one step of a script into a reply with token counts, or into a failure.
+
+    Also returns the billed token usage, which is zero if the model did no work.
     """
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID

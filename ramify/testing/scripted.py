@@ -64,7 +64,9 @@ NUM_IDS = 261
 
 class ScriptedByteTokenizer:
     """A byte-level tokenizer that adds token ids to scripted replies, as an inference engine does
-    for training. ``version`` is the policy version that the replies report.
+    for training.
+
+    ``version`` is the policy version that the replies report.
 
     Example:
         client = testing.ScriptedClient(["FINAL(2)"], ids=testing.ScriptedByteTokenizer())
@@ -136,8 +138,9 @@ __all__ = [
 
 
 class ScriptedClient:
-    """A model client for tests that answers from a script instead of calling a model. See
-    ``script.py`` for the forms of a script.
+    """A model client for tests that answers from a script instead of calling a model.
+
+    See ``script.py`` for the forms of a script.
 
     >>> client = testing.ScriptedClient(["42"])
     >>> with ramify.RLM(client) as rlm:
@@ -155,8 +158,9 @@ class ScriptedClient:
         ids: ScriptedByteTokenizer | None = None,
         vision: bool | None = None,
     ) -> None:
-        """Create a client that answers from ``script``. ``ids`` adds token ids to each reply for
-        which the script gives none.
+        """Create a client that answers from ``script``.
+
+        ``ids`` adds token ids to each reply for which the script gives none.
 
         ``vision=False`` makes the client behave like a model that cannot read pictures. A script
         finds the pictures of a request in ``messages[-1].pictures``, and their bytes with
@@ -182,7 +186,10 @@ class ScriptedClient:
     def load(
         cls, path: str | Path, *, window: int = ASSUMED_WINDOW, price: Price | None = None
     ) -> ScriptedClient:
-        """Create a client from a script file. The client's name is ``scripted:PATH``."""
+        """Create a client from a script file.
+
+        The client's name is ``scripted:PATH``.
+        """
         return cls(Script.load(path), name=f"scripted:{path}", window=window, price=price)
 
     async def complete(self, request: Request) -> Reply:
@@ -270,6 +277,9 @@ def _error(name: str, step: ScriptedFailure) -> ModelError:
 def connect(
     name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
 ) -> ScriptedClient:
-    """Return a client that answers from a script file. Its name is ``scripted:PATH``."""
+    """Return a client that answers from a script file.
+
+    Its name is ``scripted:PATH``.
+    """
     path = name.partition(":")[2]
     return ScriptedClient.load(path, window=window or ASSUMED_WINDOW, price=price or FREE)

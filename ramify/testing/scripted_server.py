@@ -1,5 +1,6 @@
-"""An OpenAI-compatible HTTP server for tests and benchmarks. It answers from a script and listens
-only on the loopback interface.
+"""An OpenAI-compatible HTTP server for tests and benchmarks.
+
+It answers from a script and listens only on the loopback interface.
 
     async with ScriptedServer(["hello", rate_limited(0.2), "again"], latency_s=0.05) as server:
         RateLimitedClientPool(base_urls={"openai": server.url}) …
@@ -85,8 +86,9 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ScriptedServer:
-    """An OpenAI-compatible HTTP server for tests that answers from a script. ``async with`` starts
-    and stops it.
+    """An OpenAI-compatible HTTP server for tests that answers from a script.
+
+    ``async with`` starts and stops it.
 
     Example:
         async with testing.ScriptedServer(["hello", testing.rate_limited(0.2)]) as server:
@@ -356,8 +358,9 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def chunks_of(sent: dict[str, Any], pieces: int, with_usage: bool) -> list[dict[str, Any]]:
-    """Split the body of a chat completion into chunks for streaming. The text is split into
-    ``pieces`` parts. ``with_usage`` adds a last chunk with the token usage.
+    """Split the body of a chat completion into chunks for streaming.
+
+    The text is split into ``pieces`` parts. ``with_usage`` adds a last chunk with the token usage.
     """
     head = {name: value for name, value in sent.items() if name not in ("choices", "usage")}
     head["object"] = "chat.completion.chunk"
@@ -385,8 +388,9 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _pictures(parts: Sequence[dict[str, Any]]) -> Iterator[Picture]:
-    """Yield the pictures of a message. Raises ValueError unless each is a ``data:`` URL that states
-    the picture's actual format.
+    """Yield the pictures of a message.
+
+    Raises ValueError unless each is a ``data:`` URL that states the picture's actual format.
     """
     for part in parts:
         if part.get("type") == "image_url":
@@ -443,8 +447,10 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Serve a script, or the model for offline use, until interrupted. The first line printed is
-    the base URL."""
+    """Serve a script, or the model for offline use, until interrupted.
+
+    The first line printed is the base URL.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ramify.testing serve", description=main.__doc__
     )

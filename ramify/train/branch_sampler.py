@@ -1,5 +1,7 @@
-"""Fork rollouts into several continuations during RL training. The option ``rl.rollout.branch``
-sets where they fork, into how many continuations, and within which budget.
+"""Fork rollouts into several continuations during RL training.
+
+The option ``rl.rollout.branch`` sets where they fork, into how many continuations, and within which
+budget.
 
     BranchOptions(where=(1, 3), num=2, budget=4)        four lines of one rollout:
 
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 
 class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options for forking rollouts: where they fork, into how many continuations, and how many
-    branches one rollout may have. A branch is a path from the start of the rollout to one of its
-    ends.
+    branches one rollout may have.
+
+    A branch is a path from the start of the rollout to one of its ends.
 
     >>> train.BranchOptions(where=(1,), num=4, budget=4).budget
     4
@@ -88,9 +91,10 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def widened_limits(self, limits: Limits) -> Limits:
-        """Return limits for a rollout with as many branches as the fork budget allows. The limits
-        on calls, tokens and cost are multiplied, so that each branch may use as much as a rollout
-        without forks.
+        """Return limits for a rollout with as many branches as the fork budget allows.
+
+        The limits on calls, tokens and cost are multiplied, so that each branch may use as much as
+        a rollout without forks.
         """
         cost = limits.max_cost
         return msgspec.structs.replace(
@@ -102,8 +106,10 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class BranchSampler:
-    """Decides when one rollout forks, and into how many continuations. All branches are kept for
-    training, and the first one gives the rollout's answer."""
+    """Decides when one rollout forks, and into how many continuations.
+
+    All branches are kept for training, and the first one gives the rollout's answer.
+    """
 
     is_optional = True
     """If the session cannot be forked at some moment, the rollout continues without a fork."""
@@ -136,8 +142,10 @@ class BranchSampler:
         return 0
 
     def _forks_before(self, call: LiveCall) -> bool:
-        """Return True if the options let a call fork before its next turn. The decision depends
-        only on earlier turns."""
+        """Return True if the options let a call fork before its next turn.
+
+        The decision depends only on earlier turns.
+        """
         where, turn = self._options.where, call.num_turns_before + call.turn
         if turn < 1:
             return False
@@ -151,9 +159,11 @@ class BranchSampler:
 
 
 def rollout_fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
-    """Return the arguments that make a rollout fork as ``options`` say. Returns no arguments if
-    ``options`` is None. ``limits`` are those of a rollout without forks, and are raised to allow
-    for the continuations."""
+    """Return the arguments that make a rollout fork as ``options`` say.
+
+    Returns no arguments if ``options`` is None. ``limits`` are those of a rollout without forks,
+    and are raised to allow for the continuations.
+    """
     if options is None:
         return {}
     return {"search": BranchSampler(options), "limits": options.widened_limits(limits)}

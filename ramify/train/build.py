@@ -1,5 +1,6 @@
-"""Build a trainer from the loaded parts of a training run. Resources are opened in the right order
-and closed in reverse.
+"""Build a trainer from the loaded parts of a training run.
+
+Resources are opened in the right order and closed in reverse.
 
     RunParts ─ machines ─ services ─ engines ─ rollout workers ─ trained models ─ stages ─> Trainer
 
@@ -77,9 +78,12 @@ async def opened_trainer(
     on_stall: Callable[[str], None] | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Trainer]:
-    """Open a trainer that writes to the folder ``out``. Its engines, sandbox and other resources
-    are open inside the ``async with`` block and closed after it. ``on_start`` is called once it is
-    certain that the run can continue from ``checkpoint``."""
+    """Open a trainer that writes to the folder ``out``.
+
+    Its engines, sandbox and other resources are open inside the ``async with`` block and closed
+    after it. ``on_start`` is called once it is certain that the run can continue from
+    ``checkpoint``.
+    """
     import torch
 
     if checkpoint is not None:
@@ -133,8 +137,10 @@ async def opened_trainer(
 
 @contextlib.contextmanager
 def _interpreter_for_training() -> Iterator[None]:
-    """Tune the Python interpreter for rollouts inside the ``with`` block. Threads switch more
-    often, and objects that exist now are excluded from garbage collection."""
+    """Tune the Python interpreter for rollouts inside the ``with`` block.
+
+    Threads switch more often, and objects that exist now are excluded from garbage collection.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
@@ -196,8 +202,10 @@ def _evaluator(parts: RunParts, rollouts: RolloutResources) -> PolicyEvaluationP
 
 
 class LearnerResources(NamedTuple):
-    """The resources that all learners of a run share, and the names of one learner's policy. A
-    learner trains one policy."""
+    """The resources that all learners of a run share, and the names of one learner's policy.
+
+    A learner trains one policy.
+    """
 
     record: TrainingRunRecorder
     thread: WatchedTrainingThread
@@ -218,8 +226,10 @@ def _learner(
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
     """Build the learner that trains one policy, with checks that its engines and the trainer
-    compute the same log-probabilities. ``source`` returns the initial weights of a policy that
-    starts as a copy of another one."""
+    compute the same log-probabilities.
+
+    ``source`` returns the initial weights of a policy that starts as a copy of another one.
+    """
     from ramify.inference.local.local_client import LocalClient
 
     limits = parts.precision.canary_limits(parts.run)
@@ -247,8 +257,11 @@ def _other_learners(
     wiring: LearnerResources,
     models: contextlib.AsyncExitStack,
 ) -> Iterator[Learner]:
-    """Build the learners of the additional policies in ``Run.policies``. A policy for which no
-    checkpoint is given starts with the weights of the main policy, taken from ``main``."""
+    """Build the learners of the additional policies in ``Run.policies``.
+
+    A policy for which no checkpoint is given starts with the weights of the main policy, taken from
+    ``main``.
+    """
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
         trained = trained_model(own, out / f"dumps-{name}")
@@ -266,8 +279,11 @@ def _control_ids(policy: Policy) -> set[int]:
 
 
 def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
-    """Create the model to train. It is either the policy object of this process, or a copy that is
-    sharded over several processes."""
+    """Create the model to train.
+
+    It is either the policy object of this process, or a copy that is sharded over several
+    processes.
+    """
     run = parts.run
     if parts.kind.is_here:
         local: TrainedModel = parts.kind(parts.policy, parts.compute, out)
@@ -311,7 +327,10 @@ def _backend(parts: RunParts, trained: TrainedModel, stage: TrainingStage) -> Ba
 def _rl_stages(
     parts: RunParts, rollouts: RolloutResources, out: Path, teachers: RunTeachers | None
 ) -> Iterator[RlStage]:
-    """Yield the reinforcement-learning stage of the run. Yields nothing if the run has none."""
+    """Yield the reinforcement-learning stage of the run.
+
+    Yields nothing if the run has none.
+    """
     run, rl = parts.run, parts.run.rl
     if rl is None:
         return
@@ -356,9 +375,11 @@ def teachers_of(
     trained: TrainedModel,
     weights: PolicyWeightTransfer,
 ) -> RunTeachers | None:
-    """Return the teacher models that score rollouts for some training signals. Returns None if no
-    signal needs one. Raises ConfigError if a signal needs the current policy while rollouts may be
-    stale."""
+    """Return the teacher models that score rollouts for some training signals.
+
+    Returns None if no signal needs one. Raises ConfigError if a signal needs the current policy
+    while rollouts may be stale.
+    """
     from ramify.inference.local import connect
     from ramify.inference.local.local_client import LocalClient
     from ramify.train.backends.single import SingleBackend

@@ -1,5 +1,6 @@
-"""Manage the folder of a training run with its checkpoints and its lock. Checkpoints are written
-atomically, and only the newest and the best ones are kept.
+"""Manage the folder of a training run with its checkpoints and its lock.
+
+Checkpoints are written atomically, and only the newest and the best ones are kept.
 
     OUT/checkpoints/step-000040/      policy/ (Hugging Face layout), backend and random states,
                                       state.json, and checksums.json, verified before loading
@@ -99,8 +100,10 @@ class TrainingProgress(msgspec.Struct, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
     def algorithm_state(self, policy: str) -> dict[str, float]:
-        """Return the state of the algorithm that trains one policy. ``policy`` is its name in
-        ``Run.policies``, or empty for the main policy, ``Run.policy``."""
+        """Return the state of the algorithm that trains one policy.
+
+        ``policy`` is its name in ``Run.policies``, or empty for the main policy, ``Run.policy``.
+        """
         return self.memories.get(policy, {}) if policy else self.memory
 
 
@@ -116,9 +119,11 @@ class CheckpointStore:
         self._background: BackgroundThread | None = None
 
     def save(self, state: TrainingProgress, parts: Mapping[str, Write]) -> Path:
-        """Write a checkpoint and return its path. ``parts`` maps each file or folder name in the
-        checkpoint to a function that writes it. If such a function continues in the background, the
-        checkpoint is complete once ``settle`` returns.
+        """Write a checkpoint and return its path.
+
+        ``parts`` maps each file or folder name in the checkpoint to a function that writes it. If
+        such a function continues in the background, the checkpoint is complete once ``settle``
+        returns.
 
         Raises StoreError if this write or the previous background write failed; earlier checkpoints
         stay.
@@ -159,7 +164,10 @@ class CheckpointStore:
         return final
 
     def settle(self) -> None:
-        """Wait until no checkpoint is being written. Raises StoreError if the last write failed."""
+        """Wait until no checkpoint is being written.
+
+        Raises StoreError if the last write failed.
+        """
         background, self._background = self._background, None
         if background is not None:
             background.wait()
@@ -185,7 +193,10 @@ class CheckpointStore:
         self._drop_old()
 
     def all(self) -> list[Path]:
-        """Return the complete checkpoints, oldest first. Waits first if one is being written."""
+        """Return the complete checkpoints, oldest first.
+
+        Waits first if one is being written.
+        """
         self.settle()
         return self._whole()
 
@@ -196,8 +207,11 @@ class CheckpointStore:
 
     def abandon_after(self, step: int) -> list[Path]:
         """Move the checkpoints after ``step`` into the folder ``abandoned``, because the run goes
-        back to ``step``. They no longer count as its latest or best. Returns their new paths.
-        Folders of the same name in ``abandoned`` are replaced."""
+        back to ``step``.
+
+        They no longer count as its latest or best. Returns their new paths. Folders of the same
+        name in ``abandoned`` are replaced.
+        """
         later = [path for path in self.all() if _step_of(path) > step]
         aside = self.folder / ABANDONED
         # Newest first: a kill in between must not leave a gap in the branch.
@@ -212,8 +226,10 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Return the checkpoint with the highest validation score, or None if none has a score.
+
         Among equal scores the earliest wins. The policy from before the first step of a stage is
-        chosen only if all others are worse."""
+        chosen only if all others are worse.
+        """
         self.settle()
         return next(iter(self._ranked()), None)
 
@@ -255,8 +271,10 @@ def _step_of(path: Path) -> int:
 
 
 class BackgroundThread:
-    """A function that runs in a separate thread. The process does not exit before the function has
-    returned."""
+    """A function that runs in a separate thread.
+
+    The process does not exit before the function has returned.
+    """
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -265,8 +283,10 @@ class BackgroundThread:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the function has returned. Raises the function's exception, if it raised
-        one."""
+        """Wait until the function has returned.
+
+        Raises the function's exception, if it raised one.
+        """
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -279,9 +299,11 @@ class BackgroundThread:
 
 
 def read_state(checkpoint: Path) -> TrainingProgress:
-    """Read the state stored in a checkpoint. Fields that an older version wrote get their present
-    names. Raises StoreError if the folder is not a checkpoint, is damaged, or was written by a
-    later version."""
+    """Read the state stored in a checkpoint.
+
+    Fields that an older version wrote get their present names. Raises StoreError if the folder is
+    not a checkpoint, is damaged, or was written by a later version.
+    """
     state = _decoded(checkpoint)
     verify(checkpoint, _STATE)
     state.config = with_new_names(state.config)
@@ -289,8 +311,9 @@ def read_state(checkpoint: Path) -> TrainingProgress:
 
 
 def verify(checkpoint: Path, under: str = "") -> None:
-    """Check the files of a checkpoint against their stored checksums. ``under`` restricts the
-    check to paths that begin with it.
+    """Check the files of a checkpoint against their stored checksums.
+
+    ``under`` restricts the check to paths that begin with it.
 
     Raises StoreError, which names the first damaged file and the checkpoint to use instead. An old
     checkpoint without checksums is accepted.
@@ -304,8 +327,10 @@ def verify(checkpoint: Path, under: str = "") -> None:
 
 
 def _instead_of(checkpoint: Path) -> str:
-    """Return advice for an error about a damaged checkpoint. It names an older checkpoint to resume
-    from, if there is one."""
+    """Return advice for an error about a damaged checkpoint.
+
+    It names an older checkpoint to resume from, if there is one.
+    """
     others = [path for path in checkpoint.parent.glob("step-*") if (path / _STATE).is_file()]
     older = [path for path in others if path.name < checkpoint.name]
     again = "start again in another folder"
@@ -331,8 +356,11 @@ def _decoded(checkpoint: Path) -> TrainingProgress:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at ``path``. If ``path`` is the folder of a run, return its latest
-    checkpoint. Raises ConfigError if there is none."""
+    """Return the checkpoint at ``path``.
+
+    If ``path`` is the folder of a run, return its latest checkpoint. Raises ConfigError if there is
+    none.
+    """
     if (path / _STATE).is_file():
         return path
     checkpoints = CheckpointStore(path)
@@ -378,9 +406,11 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the lock of the run's folder ``out``. A missing folder is created, and removed again if
-    nothing was written to it. Raises RunInUse, which names the holder, if another process has the
-    lock."""
+    """Hold the lock of the run's folder ``out``.
+
+    A missing folder is created, and removed again if nothing was written to it. Raises RunInUse,
+    which names the holder, if another process has the lock.
+    """
     missing: list[Path] = []
     path = out / FILE
     try:
@@ -421,8 +451,10 @@ def holder(out: Path) -> WriterProcessId | None:
 
 
 def _acquired(path: Path) -> int:
-    """Lock the file ``path`` and write the id of this process to it. Returns the file descriptor
-    that holds the lock."""
+    """Lock the file ``path`` and write the id of this process to it.
+
+    Returns the file descriptor that holds the lock.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _wait(fd, path)
@@ -465,8 +497,10 @@ def _holder_in(path: Path) -> WriterProcessId:
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove the given empty folders from first to last. Stops at the first one that is not
-    empty."""
+    """Remove the given empty folders from first to last.
+
+    Stops at the first one that is not empty.
+    """
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()

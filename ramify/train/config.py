@@ -1,4 +1,5 @@
 """Define the configuration of a training run as plain data, with defaults for nearly every option.
+
 This module builds and loads nothing.
 
     Run
@@ -66,8 +67,10 @@ STALL_S = 1800.0
 
 
 class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How often a training run evaluates its policy and saves checkpoints. Steps are counted within
-    a stage."""
+    """How often a training run evaluates its policy and saves checkpoints.
+
+    Steps are counted within a stage.
+    """
 
     evaluate_every: int | None = 5
     """Steps between evaluations on the validation stream, in a stage with rollouts; None: only at
@@ -199,8 +202,10 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class InductionWarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of a warm-up stage for a model created from scratch. The model learns to predict the
-    second copy of random strings that are repeated, a skill known as induction.
+    """Options of a warm-up stage for a model created from scratch.
+
+    The model learns to predict the second copy of random strings that are repeated, a skill known
+    as induction.
 
     >>> train.InductionWarmUpSpec(steps=100).batch_tokens
     2048
@@ -341,8 +346,9 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class CoTrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An additional policy that is trained on the same rollouts as the main one, ``Run.policy``. It
-    learns from the calls that it answered, with the algorithm and the loss of ``Run.rl``.
+    """An additional policy that is trained on the same rollouts as the main one, ``Run.policy``.
+
+    It learns from the calls that it answered, with the algorithm and the loss of ``Run.rl``.
 
     >>> train.CoTrainedPolicySpec(optim=train.OptimizerSpec(lr=2e-6)).optim.lr
     2e-06
@@ -450,8 +456,10 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def can_be_evaluated(self) -> bool:
-        """True if the policy can be evaluated on the run's task. A run that only imitates
-        conversations and names no task cannot be evaluated."""
+        """True if the policy can be evaluated on the run's task.
+
+        A run that only imitates conversations and names no task cannot be evaluated.
+        """
         only_talks = self.rl is None and self.sft is not None and self.sft.shows_conversations
         return not only_talks or self.task != TaskSpec()
 
@@ -477,9 +485,10 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 def with_objective(run: Run, name: str) -> Run:
     """Return a copy of ``run`` whose RL stage uses a named objective as its paper defines it, such
-    as ``grpo``, ``dapo`` or ``gspo`` (docs/objectives.md). An algorithm that combines several
-    signals (``Hybrid``) keeps its other terms. Raises ConfigError if the name is unknown or the run
-    has no RL stage.
+    as ``grpo``, ``dapo`` or ``gspo`` (docs/objectives.md).
+
+    An algorithm that combines several signals (``Hybrid``) keeps its other terms. Raises
+    ConfigError if the name is unknown or the run has no RL stage.
 
     Example:
         return train.with_objective(run, "gspo")     # in a recipe; rl.objective=gspo as an override
@@ -496,8 +505,10 @@ def with_objective(run: Run, name: str) -> Run:
 
 
 def with_sandbox(run: Run, provider: str) -> Run:
-    """Return a copy of ``run`` that uses another sandbox provider. Limits that all providers have
-    in common keep their values."""
+    """Return a copy of ``run`` that uses another sandbox provider.
+
+    Limits that all providers have in common keep their values.
+    """
     common = {name: getattr(run.sandbox, name) for name in SandboxSpec.__struct_fields__}
     check_provider(spec := SandboxSpec(**{**common, "provider": provider}))
     return msgspec.structs.replace(run, sandbox=provider_spec(spec))
@@ -513,8 +524,9 @@ CHOICES: Choices = {
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """Return ``run`` as plain data without secrets. Checkpoints store this form, and experiment
-    trackers receive it.
+    """Return ``run`` as plain data without secrets.
+
+    Checkpoints store this form, and experiment trackers receive it.
 
     Raises ConfigError if a part of ``run`` cannot be serialized.
     """

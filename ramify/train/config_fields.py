@@ -1,5 +1,7 @@
 """Describes the fields of a configuration of nested structs: their dotted names, types, defaults
-and meanings. It also finds the field that a wrong name probably stands for.
+and meanings.
+
+It also finds the field that a wrong name probably stands for.
 
     fields(Run)                     rl.optim.lr   number or null   null   "Peak learning rate. …"
     suggestion(Run, run, "rl.learning_rate")   ->   did you mean 'rl.optim.lr'?
@@ -93,7 +95,9 @@ def fields(
     kind: type[msgspec.Struct], value: Any = None, prefix: str = ""
 ) -> Iterator[ConfigField]:
     """Yield all fields of a configuration class and of the sections inside it, each section before
-    its fields. ``value`` is a configuration whose values are yielded; None: defaults.
+    its fields.
+
+    ``value`` is a configuration whose values are yielded; None: defaults.
 
     Example:
         fields(Run)
@@ -132,7 +136,9 @@ def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _section(hint: Any, value: Any) -> type[msgspec.Struct] | None:
     """Return the struct class of ``value`` if it is a section, that is, has fields inside it.
-    Otherwise return the only struct class that its type allows, or None."""
+
+    Otherwise return the only struct class that its type allows, or None.
+    """
     if isinstance(value, msgspec.Struct):
         return type(value)
     structs = [each for each in _members(hint) if _is_struct(each)]
@@ -184,8 +190,10 @@ def in_words(hint: Any, section: type | None = None) -> str:
 
 @functools.cache
 def docstrings(kind: type) -> dict[str, str]:
-    """Return the docstring of each field of a class and of its bases, by name and on one line. A
-    class whose source cannot be read has none."""
+    """Return the docstring of each field of a class and of its bases, by name and on one line.
+
+    A class whose source cannot be read has none.
+    """
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if each is msgspec.Struct or not _is_struct(each):
@@ -208,7 +216,10 @@ def docstrings(kind: type) -> dict[str, str]:
 
 def public_path(kind: type) -> str:
     """Return the path under which a class is imported, such as ``train.RlSpec`` for ``from ramify
-    import train``. A class that is not public has its own name alone."""
+    import train``.
+
+    A class that is not public has its own name alone.
+    """
     for namespace in NAMESPACES:
         if kind.__name__ in importlib.import_module(namespace).__all__:
             return f"{namespace.partition('.')[2] or namespace}.{kind.__name__}"
@@ -226,9 +237,11 @@ def suggestion(
     kind: type[msgspec.Struct], value: Any, name: str, *, with_class: bool = False
 ) -> str:
     """Return the end of an error message about an unknown field, such as ``did you mean
-    'rl.optim.lr'?``. ``kind`` is the class of the whole configuration, in which the field is
-    searched, and ``value`` the configuration itself, if there is one. With ``with_class``, the
-    class of a field in another section is named, for people who write a recipe.
+    'rl.optim.lr'?``.
+
+    ``kind`` is the class of the whole configuration, in which the field is searched, and ``value``
+    the configuration itself, if there is one. With ``with_class``, the class of a field in another
+    section is named, for people who write a recipe.
 
     Fields of the section that was named come first if they are similar. Then come fields of any
     section with the same name, or with the name that this project has for it. Sections that are
@@ -279,9 +292,11 @@ def _known_part(name: str, every: set[str]) -> tuple[str, str]:
 def _elsewhere(
     every: Sequence[ConfigField], wanted: set[str], name: str, section: str
 ) -> list[ConfigField]:
-    """Return the fields that have one of the ``wanted`` names, here or in other trainers. If some
-    are in ``section``, the others are left out. If some are in sections that the run sets, those in
-    unset sections are left out. Short names come first, then those that resemble ``name``."""
+    """Return the fields that have one of the ``wanted`` names, here or in other trainers.
+
+    If some are in ``section``, the others are left out. If some are in sections that the run sets,
+    those in unset sections are left out. Short names come first, then those that resemble ``name``.
+    """
     meant = {
         *wanted,
         *(ours for ours, others in OTHER_NAMES.items() if not wanted.isdisjoint(others)),

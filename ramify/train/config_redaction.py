@@ -51,9 +51,11 @@ _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IG
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration in which a mark replaces each secret. The configuration is
-    given as plain values. The secrets are also remembered, so that they are redacted everywhere
-    else from now on."""
+    """Return a copy of a configuration in which a mark replaces each secret.
+
+    The configuration is given as plain values. The secrets are also remembered, so that they are
+    redacted everywhere else from now on.
+    """
     secrets = SecretRedactor()
     return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
 
@@ -102,9 +104,11 @@ def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterato
 
 
 def check_none_or_positive(owner: str, null: str, **values: float | None) -> None:
-    """Raise ConfigError if one of the given fields is neither None nor positive. ``owner`` is the
-    name of the configuration section and ``null`` the meaning of None, both for the error
-    message."""
+    """Raise ConfigError if one of the given fields is neither None nor positive.
+
+    ``owner`` is the name of the configuration section and ``null`` the meaning of None, both for
+    the error message.
+    """
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{owner}.{name}={value:g} must be above 0; give null for {null}")
@@ -114,8 +118,11 @@ def check_bounds(
     owner: str, *, least: float | None = None, above: float | None = None, **values: float
 ) -> None:
     """Raise ConfigError for the first of the given fields that is below ``least``, or not above
-    ``above``; None: no such bound. The message names this field alone. ``owner`` is the name of the
-    configuration section, for the message."""
+    ``above``; None: no such bound.
+
+    The message names this field alone. ``owner`` is the name of the configuration section, for the
+    message.
+    """
     for name, value in values.items():
         if least is not None and not value >= least:
             raise ConfigError(f"{owner}.{name}={value:g} must be at least {least:g}")
@@ -124,8 +131,10 @@ def check_bounds(
 
 
 def check_types(config: msgspec.Struct, name: str = "") -> None:
-    """Raise ConfigError if a field of a configuration has a value of the wrong type. Nested structs
-    are checked too. The error names the field."""
+    """Raise ConfigError if a field of a configuration has a value of the wrong type.
+
+    Nested structs are checked too. The error names the field.
+    """
     try:
         kinds = typing.get_type_hints(type(config))
     except NameError:  # a plug-in's annotation that exists only for type checkers
@@ -150,9 +159,11 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
 
 
 def _example(kind: Any, value: Any) -> str:
-    """Return advice on how to write a struct as the value of a field. Returns an empty string if
-    ``kind`` is not a single struct class, or if ``value`` is a mapping, whose fields the error
-    already names."""
+    """Return advice on how to write a struct as the value of a field.
+
+    Returns an empty string if ``kind`` is not a single struct class, or if ``value`` is a mapping,
+    whose fields the error already names.
+    """
     structs = [
         each
         for each in (kind, *typing.get_args(kind))
@@ -165,7 +176,10 @@ def _example(kind: Any, value: Any) -> str:
 
 def _mappings(value: Any, converted: Any, name: str) -> Iterator[tuple[str, type]]:
     """Yield each place at which ``value`` has a mapping instead of a struct, with the class of the
-    struct. ``converted`` is ``value`` after conversion to the type of its field."""
+    struct.
+
+    ``converted`` is ``value`` after conversion to the type of its field.
+    """
     if isinstance(value, Mapping):
         if isinstance(converted, msgspec.Struct):
             yield name, type(converted)
@@ -178,8 +192,10 @@ def _mappings(value: Any, converted: Any, name: str) -> Iterator[tuple[str, type
 
 
 def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:
-    """Yield every struct in a value, with its dotted name. The value may be a struct, or nested
-    lists and mappings of structs."""
+    """Yield every struct in a value, with its dotted name.
+
+    The value may be a struct, or nested lists and mappings of structs.
+    """
     if isinstance(value, msgspec.Struct):
         yield name, value
     elif isinstance(value, Mapping):

@@ -89,8 +89,10 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The budget shared by all frozen models (models that are not trained). Retries count, and so
-    do failed requests that may be billed."""
+    """The budget shared by all frozen models (models that are not trained).
+
+    Retries count, and so do failed requests that may be billed.
+    """
 
     step_cost: float | None = None
     """Maximum dollars for a step and the evaluation before it; None: only ``run_cost`` applies."""
@@ -126,7 +128,10 @@ def check_depths(
 ) -> None:
     """Raise ConfigError if the models by depth are invalid: if one is unknown, if a policy would
     never be trained, or if frozen models are combined with rollout workers, since workers cannot
-    share a budget. ``policies`` holds the names of the policies other than ``policy``."""
+    share a budget.
+
+    ``policies`` holds the names of the policies other than ``policy``.
+    """
     if not depths and not policies:
         return
     # The second model also answers ``llm_query``, whatever the depth.
@@ -158,8 +163,10 @@ def check_depths(
 
 
 def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
-    """Raise ConfigError if the scaffold of a depth does not fit the run's scaffold. Both must use
-    the same protocol and the same stop texts."""
+    """Raise ConfigError if the scaffold of a depth does not fit the run's scaffold.
+
+    Both must use the same protocol and the same stop texts.
+    """
     for depth, spec in enumerate(depths):
         if spec.scaffold is None:
             continue
@@ -199,8 +206,11 @@ def _connected(pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModel
 
 
 class DepthModels:
-    """The models that answer calls at each depth of a run's rollouts. This class holds one client
-    per depth and enforces the budgets of frozen models, i.e. models that are not trained."""
+    """The models that answer calls at each depth of a run's rollouts.
+
+    This class holds one client per depth and enforces the budgets of frozen models, i.e. models
+    that are not trained.
+    """
 
     def __init__(
         self,
@@ -235,8 +245,10 @@ class DepthModels:
         return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
 
     async def ask_frozen_model(self, client: Client, request: Request) -> Reply:
-        """Send one request to a frozen model, within the budgets of the step and of the run. Raises
-        Refused if a budget is exhausted, and ModelError if the request fails."""
+        """Send one request to a frozen model, within the budgets of the step and of the run.
+
+        Raises Refused if a budget is exhausted, and ModelError if the request fails.
+        """
         budget = JudgeRequestReservation(client, request, self._step, self._run)
         self._counts[f"frozen/{client.name}/calls"] += 1
         try:
@@ -253,8 +265,10 @@ class DepthModels:
 
     def step_metrics(self) -> dict[str, float]:
         """Return the cost, calls and failures of the frozen models since the previous call of this
-        method, and start the budget of a new step. Returns an empty dict until a frozen model has
-        been asked for the first time."""
+        method, and start the budget of a new step.
+
+        Returns an empty dict until a frozen model has been asked for the first time.
+        """
         step, run = self._step, self._run
         if not run.spent.calls and not any(run.refusals):
             return {}
@@ -274,7 +288,10 @@ class DepthModels:
 
 class DepthTemperatureClient:
     """A client that samples from the trained policy with the temperature of one depth of the call
-    tree. Implements ``Client``."""
+    tree.
+
+    Implements ``Client``.
+    """
 
     def __init__(self, client: Client, spec: DepthSpec) -> None:
         self.name = client.name
@@ -292,8 +309,11 @@ class DepthTemperatureClient:
 
 
 class FrozenClient:
-    """A client of a frozen model, i.e. a model that is not trained. It removes token ids from the
-    replies, so that nothing is learned from them. Implements ``Client``."""
+    """A client of a frozen model, i.e. a model that is not trained.
+
+    It removes token ids from the replies, so that nothing is learned from them. Implements
+    ``Client``.
+    """
 
     def __init__(self, client: Client, spec: DepthSpec, models: DepthModels) -> None:
         self.name = client.name
@@ -324,9 +344,12 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
 
 
 def temperature_by_call(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
-    """Return the sampling temperature of calls, for use in the loss. If no depth sets its own
-    temperature, return the number ``usual``. Otherwise return a function from a call to its
-    temperature. ``names`` maps each policy to the model name under which it answers calls."""
+    """Return the sampling temperature of calls, for use in the loss.
+
+    If no depth sets its own temperature, return the number ``usual``. Otherwise return a function
+    from a call to its temperature. ``names`` maps each policy to the model name under which it
+    answers calls.
+    """
 
     def of(call: Call) -> float:
         by_depth = depths[min(call.depth, len(depths) - 1)]
@@ -340,7 +363,10 @@ def temperature_by_call(depths: Sequence[DepthSpec], names: Mapping[str, str], u
 
 class AnsweredCallsAlgorithm(msgspec.Struct, frozen=True):
     """Wraps the algorithm of one of several trained policies, so that the policy learns only from
-    the calls that it answered. Implements ``Algorithm``."""
+    the calls that it answered.
+
+    Implements ``Algorithm``.
+    """
 
     outcome: Any
     """The wrapped algorithm."""
@@ -362,8 +388,10 @@ class AnsweredCallsAlgorithm(msgspec.Struct, frozen=True):
 
 
 def mask_other_calls(groups: Sequence[Group], model: str) -> list[Group]:
-    """Return a copy of ``groups`` in which only calls answered by ``model`` have token ids. The ids
-    of all other calls are removed, so that nothing is learned from them."""
+    """Return a copy of ``groups`` in which only calls answered by ``model`` have token ids.
+
+    The ids of all other calls are removed, so that nothing is learned from them.
+    """
     return [
         msgspec.structs.replace(
             group,

@@ -67,8 +67,9 @@ def train(
     listener: Callable[[StepMetrics], None] | None = None,
     on_stall: Callable[[str], None] | None = None,
 ) -> TrainingProgress:
-    """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint. Returns the
-    final state.
+    """Train ``run`` in the folder ``out``, from the beginning or from a checkpoint.
+
+    Returns the final state.
 
     ``resume`` is the folder of a run or one of its checkpoints; some fields of ``run`` may differ
     from the resumed run (``lineage.py``). Raises RunInUse while another process trains in ``out``,
@@ -118,7 +119,10 @@ def _train(
     on_stall: Callable[[str], None] | None,
     log: FileLogHandler,
 ) -> TrainingProgress:
-    """Check the run and train it in this process. The caller holds the lock of the run's folder."""
+    """Check the run and train it in this process.
+
+    The caller holds the lock of the run's folder.
+    """
     resolved = resolve(run, resume)
     run, checkpoint, trackers = resolved.run, resolved.checkpoint, resolved.trackers
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
@@ -174,10 +178,12 @@ def _train(
 def _in_new_loop(
     work: Coroutine[Any, Any, TrainingProgress], stop: Callable[[], bool]
 ) -> TrainingProgress:
-    """Run ``work`` in a new event loop. If this thread already runs a loop, as in a notebook, use a
-    new thread. In the latter case an interrupt calls ``stop`` in the new loop. A second interrupt
-    cancels ``work``, and so does the first one if ``stop`` returns False because there is nothing
-    to stop."""
+    """Run ``work`` in a new event loop.
+
+    If this thread already runs a loop, as in a notebook, use a new thread. In the latter case an
+    interrupt calls ``stop`` in the new loop. A second interrupt cancels ``work``, and so does the
+    first one if ``stop`` returns False because there is nothing to stop.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -212,8 +218,10 @@ def _in_new_loop(
 
 @contextlib.contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
-    """Stop ``trainer`` with a checkpoint on the first signal that ends a run. A second signal has
-    its original effect. Signals are handled only in the main thread."""
+    """Stop ``trainer`` with a checkpoint on the first signal that ends a run.
+
+    A second signal has its original effect. Signals are handled only in the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -242,8 +250,10 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def _stopped(out: Path, how: str) -> str:
-    """Return a sentence for the user of a stopped run. It says up to which step the run is saved,
-    and how to continue it."""
+    """Return a sentence for the user of a stopped run.
+
+    It says up to which step the run is saved, and how to continue it.
+    """
     latest = CheckpointStore(out).latest()
     if latest is None:
         return f"{how} before its first checkpoint, so there is nothing to resume"

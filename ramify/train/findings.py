@@ -1,5 +1,6 @@
-"""Detect faults of a training run, such as divergence or collapse, from its metrics. Each kind of
-fault has one small function.
+"""Detect faults of a training run, such as divergence or collapse, from its metrics.
+
+Each kind of fault has one small function.
 
     values of a step, history of its stage  ──>  Finding("divergence", "one update moved …: …")
 
@@ -29,8 +30,10 @@ Values = Mapping[str, float]
 
 
 class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Thresholds at which a training step is reported as a sign of collapse. A threshold of None
-    disables its report."""
+    """Thresholds at which a training step is reported as a sign of collapse.
+
+    A threshold of None disables its report.
+    """
 
     zero_variance: float | None = 0.9
     """Reported if at least this share of groups has the same reward in all rollouts. Almost nothing
@@ -139,8 +142,11 @@ _FINDING_RULES: dict[str, _FindingRule] = {}
 def findings(
     values: Values, history: StageStepHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
-    """Check a step for every kind of fault whose metrics are available. Yields the name of each
-    kind together with the finding, or with None if ``values`` do not show the fault."""
+    """Check a step for every kind of fault whose metrics are available.
+
+    Yields the name of each kind together with the finding, or with None if ``values`` do not show
+    the fault.
+    """
     for name, rule in _FINDING_RULES.items():
         limit = getattr(alarms, rule.limit) if rule.limit else 0.0
         if limit is None or any(need not in values for need in rule.needs):
@@ -151,8 +157,10 @@ def findings(
 
 
 def finding_metric_names(name: str) -> tuple[str, ...]:
-    """Return the names of the metrics on which an alarm is based. ``name`` is a kind of finding, or
-    a limit that the user sets (``max_kl`` or ``min_entropy``)."""
+    """Return the names of the metrics on which an alarm is based.
+
+    ``name`` is a kind of finding, or a limit that the user sets (``max_kl`` or ``min_entropy``).
+    """
     rule = _FINDING_RULES.get(name)
     return rule.needs if rule is not None else _OTHER_METRICS.get(name, ())
 
@@ -191,8 +199,10 @@ def _failing_score(values: Values, history: StageStepHistory, limit: float) -> s
 
 
 def is_mostly_unscored(failed: float, scored: float, limit: float | None) -> bool:
-    """Return True if scoring failed for at least the share ``limit`` of all answers. ``failed`` and
-    ``scored`` are numbers of rollouts."""
+    """Return True if scoring failed for at least the share ``limit`` of all answers.
+
+    ``failed`` and ``scored`` are numbers of rollouts.
+    """
     return limit is not None and failed > 0 and failed >= limit * (failed + scored)
 
 
@@ -453,8 +463,10 @@ class ValidationScore(NamedTuple):
 
     @classmethod
     def of(cls, values: Values, trained: float | None, error: float) -> ValidationScore | None:
-        """Read the score from the metrics of an evaluation. Returns None if the metrics contain no
-        score."""
+        """Read the score from the metrics of an evaluation.
+
+        Returns None if the metrics contain no score.
+        """
         reward = values.get("validation/reward")
         if reward is None:
             return None
@@ -471,7 +483,10 @@ def of_evaluation(
     now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
 ) -> Iterator[Finding]:
     """Yield the findings of an evaluation: a fall of the validation reward, or a training reward
-    that contradicts it. ``best`` is the earlier evaluation with the highest reward."""
+    that contradicts it.
+
+    ``best`` is the earlier evaluation with the highest reward.
+    """
     trained, before = now.trained, None if best is None else best.trained
     noise = _CLEAR * now.error
     # An interval without width is that of a single item, which proves nothing.

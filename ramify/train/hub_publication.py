@@ -1,5 +1,6 @@
-"""Publish a trained policy as a Hugging Face folder with a model card. It can also be uploaded to a
-repository on the hub and to the run's experiment trackers.
+"""Publish a trained policy as a Hugging Face folder with a model card.
+
+It can also be uploaded to a repository on the hub and to the run's experiment trackers.
 
     RUN/policy ─────────┐
     RUN/policy.json     ├─> DEST/ config.json, *.safetensors, tokenizer, README.md, ramify.json
@@ -123,7 +124,10 @@ def _check_run(source: Path) -> None:
 
 def _trained(source: Path) -> tuple[FinalPolicyInfo, TrainingProgress, Run]:
     """Read the trained policy of the run in ``source``, with the state of its checkpoint and its
-    configuration. Raises ConfigError if the run has not trained a policy."""
+    configuration.
+
+    Raises ConfigError if the run has not trained a policy.
+    """
     try:
         kept = msgspec.json.decode((source / "policy.json").read_bytes(), type=FinalPolicyInfo)
         checkpoint = source / FOLDER / kept.checkpoint
@@ -147,7 +151,9 @@ def _write(
     base: str,
 ) -> None:
     """Write the published policy to ``folder``: its weights, its configuration and its model card.
-    Raises ConfigError if the folder contains anything other than an earlier publication."""
+
+    Raises ConfigError if the folder contains anything other than an earlier publication.
+    """
     card = folder / _CARD
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file: give a folder, or hf://OWNER/NAME")
@@ -176,7 +182,9 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s\"'`:/]+/)+(?=[^\s\"'`:/])")
 
 def _without_folders(text: str) -> str:
     """Remove the folders from absolute paths in ``text``, which are of no use on other machines.
-    For example, ``/data/mine/rows.jsonl`` becomes ``rows.jsonl``."""
+
+    For example, ``/data/mine/rows.jsonl`` becomes ``rows.jsonl``.
+    """
     return _FOLDERS.sub("", text)
 
 
@@ -184,8 +192,10 @@ def _without_folders(text: str) -> str:
 
 
 def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
-    """Write the LoRA adapters of a run that trained in a single process. The matrices are read from
-    the backend's part of the checkpoint."""
+    """Write the LoRA adapters of a run that trained in a single process.
+
+    The matrices are read from the backend's part of the checkpoint.
+    """
     import torch
 
     from ramify.train.backends import sharded_lora
@@ -322,8 +332,11 @@ _LOOKED_AT = 20
 
 
 def _answer_ways(run: Run, *, direct: bool) -> AnswerWays:
-    """Return how the policy answered. ``direct`` is true if it was trained with plain calls; then
-    the validation items tell whether some of them need a session."""
+    """Return how the policy answered.
+
+    ``direct`` is true if it was trained with plain calls; then the validation items tell whether
+    some of them need a session.
+    """
     if not direct:
         return AnswerWays(plain=False, session=True)
     try:
@@ -364,8 +377,11 @@ def _about(ways: AnswerWays) -> str:
 
 
 def _prompt(run: Run, *, direct: bool) -> str:
-    """Return the prompt section of the model card. It shows the messages that precede the first
-    reply to a validation item. ``direct``: whether a plain call answers a short input."""
+    """Return the prompt section of the model card.
+
+    It shows the messages that precede the first reply to a validation item. ``direct``: whether a
+    plain call answers a short input.
+    """
     name = run.scaffold if isinstance(run.scaffold, str) else type(run.scaffold).__name__
     begin = f"Trained with the scaffold `{name}`; other prompts were not seen."
     try:
@@ -409,8 +425,10 @@ def _licence(licence: str, base: str) -> str:
 
 
 def _push(folder: Path, repository: str, private: bool, kept: FinalPolicyInfo) -> str:
-    """Upload ``folder`` to the hub and return the address of the repository. Raises ConfigError
-    with the hub's own reason if the hub refuses."""
+    """Upload ``folder`` to the hub and return the address of the repository.
+
+    Raises ConfigError with the hub's own reason if the hub refuses.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,5 +1,6 @@
-"""Create the policy that a run begins with. This module chooses its device, and loads or
-initializes its weights and its tokenizer.
+"""Create the policy that a run begins with.
+
+This module chooses its device, and loads or initializes its weights and its tokenizer.
 
     policy.path   a checkpoint; only its shapes are read if just ranks and engines hold weights
     policy.shape  random weights, and a tokenizer trained on the demonstrations
@@ -52,8 +53,10 @@ def device_of(run: Run) -> str:
 
 
 def stored_precision(run: Run) -> str:
-    """Return the precision of the weights that the run loads, such as ``bfloat16``. It is float32
-    if the policy is trained from scratch."""
+    """Return the precision of the weights that the run loads, such as ``bfloat16``.
+
+    It is float32 if the policy is trained from scratch.
+    """
     if not run.policy.path:
         return "float32"
     from ramify.models.load import default_dtype, read_config
@@ -68,9 +71,11 @@ def policy_of(
     checkpoint: Path | None = None,
     tools: Sequence[Tool] = (),
 ) -> Policy:
-    """Return the initial policy of ``run`` in the precision ``dtype``. If the run continues from a
-    ``checkpoint`` and has trained its own tokenizer, the tokenizer is read from there. ``tools``
-    are the native tools of the scaffold."""
+    """Return the initial policy of ``run`` in the precision ``dtype``.
+
+    If the run continues from a ``checkpoint`` and has trained its own tokenizer, the tokenizer is
+    read from there. ``tools`` are the native tools of the scaffold.
+    """
     import torch
     from transformers import AutoConfig
 
@@ -117,9 +122,12 @@ def policy_of(
 
 def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> TrainedPolicySettings:
     """Return the settings that are stored with the trained policy, so that it is later used as it
-    was trained. These are its scaffold, its task, the limits that differ from the defaults, and
-    ``direct``: whether plain calls answer short inputs. A user's own scaffold is left out, because
-    its file may no longer exist."""
+    was trained.
+
+    These are its scaffold, its task, the limits that differ from the defaults, and ``direct``:
+    whether plain calls answer short inputs. A user's own scaffold is left out, because its file may
+    no longer exist.
+    """
     usual = Limits()
     own = {
         name: getattr(run.limits, name)
@@ -147,9 +155,11 @@ def _shape(
     checkpoint: Path | None,
     tools: Sequence[Tool],
 ) -> dict[str, Any]:
-    """Return the model configuration for a policy trained from scratch. Its sizes fit the
-    demonstrations. A resumed run reads them from the checkpoint, because its demonstrations may
-    have changed."""
+    """Return the model configuration for a policy trained from scratch.
+
+    Its sizes fit the demonstrations. A resumed run reads them from the checkpoint, because its
+    demonstrations may have changed.
+    """
     from ramify.models.load import read_config
     from ramify.models.renderer import renderer_of
 
@@ -177,9 +187,12 @@ def _shape(
 
 
 def serving_policy(run: Run, policy: Policy, is_here: bool) -> Policy:
-    """Return the policy that the engine serves. It is the trained policy itself, or a copy that is
-    updated each time weights are published. A copy is needed if the trained policy has another
-    precision or adapters, or if training and rollouts overlap."""
+    """Return the policy that the engine serves.
+
+    It is the trained policy itself, or a copy that is updated each time weights are published. A
+    copy is needed if the trained policy has another precision or adapters, or if training and
+    rollouts overlap.
+    """
     from ramify.train.backends.lora import attach
 
     lora = run.policy.lora
@@ -203,8 +216,11 @@ def serving_policy(run: Run, policy: Policy, is_here: bool) -> Policy:
 
 
 def set_deterministic(policy: Policy) -> None:
-    """Prepare the policy for reproducible computation. A GPU uses only deterministic kernels.
-    Raises ConfigError if the model cannot compute in fixed shapes."""
+    """Prepare the policy for reproducible computation.
+
+    A GPU uses only deterministic kernels. Raises ConfigError if the model cannot compute in fixed
+    shapes.
+    """
     import torch
 
     from ramify.models.training_forward import fixed_shape_trunk
@@ -230,7 +246,9 @@ def lora_adapter_spec(run: Run) -> Any:
 
 def sharded_checkpoint_folder(run: Run) -> Path | None:
     """Return the checkpoint folder from which each rank reads only its own shard of the policy.
-    Returns None if this process has to read the whole policy."""
+
+    Returns None if this process has to read the whole policy.
+    """
     from ramify.models.load import read_config
     from ramify.models.model_config_files import local_model_folder
     from ramify.models.stored_weights import can_read_separately
@@ -242,9 +260,11 @@ def sharded_checkpoint_folder(run: Run) -> Path | None:
 
 
 def needs_no_weights(run: Run) -> bool:
-    """Return True if this process does not need the policy's weights. That is the case if ranks
-    read theirs from the checkpoint, engines are other processes, and no signal scores with the
-    policy here."""
+    """Return True if this process does not need the policy's weights.
+
+    That is the case if ranks read theirs from the checkpoint, engines are other processes, and no
+    signal scores with the policy here.
+    """
     return (
         not BACKENDS.of(run.compute.backend).is_here
         and run.inference is not None

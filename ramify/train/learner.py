@@ -1,5 +1,6 @@
-"""Train one policy of a run. The policy learns from the data of each step, and its new weights are
-sent to the inference engines.
+"""Train one policy of a run.
+
+The policy learns from the data of each step, and its new weights are sent to the inference engines.
 
     prepare    compute the streams that the rows need: old, reference, values
     learn      pack ─ forward_backward ─ optim_step, for each minibatch
@@ -85,15 +86,20 @@ class PolicyPaths(NamedTuple):
 
 def policy_paths_of(name: str) -> PolicyPaths:
     """Return the paths at which a policy is stored in a run's folder and in its checkpoints.
-    ``name`` is the policy's name in ``Run.policies``, or empty for ``Run.policy``."""
+
+    ``name`` is the policy's name in ``Run.policies``, or empty for ``Run.policy``.
+    """
     if not name:
         return PolicyPaths("policy", "backend", REFERENCE)
     return PolicyPaths(f"policies/{name}", f"backends/{name}", f"{REFERENCE}-{name}")
 
 
 class Learner:
-    """Trains one policy. It holds the training backend, the reference policy for a KL penalty, and
-    the publisher that sends new weights to the engines."""
+    """Trains one policy.
+
+    It holds the training backend, the reference policy for a KL penalty, and the publisher that
+    sends new weights to the engines.
+    """
 
     def __init__(
         self,
@@ -105,8 +111,9 @@ class Learner:
         model: str = "",
         control_ids: Collection[int] = (),
     ) -> None:
-        """Create the learner of the policy that ``publisher`` publishes. ``backend_of`` creates the
-        training backend of a stage.
+        """Create the learner of the policy that ``publisher`` publishes.
+
+        ``backend_of`` creates the training backend of a stage.
 
         ``reference_of`` loads a saved policy as the reference of a KL penalty. ``source`` returns
         the initial weights of a policy that starts as a copy of another one. The policy learns from
@@ -133,9 +140,11 @@ class Learner:
         return mask_other_calls(groups, self._model) if self._model else groups
 
     def prefixed_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return ``values`` with metric names that tell the run's policies apart. The names of an
-        additional policy get the prefix ``policy.NAME/``, and those of the main policy stay
-        unchanged."""
+        """Return ``values`` with metric names that tell the run's policies apart.
+
+        The names of an additional policy get the prefix ``policy.NAME/``, and those of the main
+        policy stay unchanged.
+        """
         prefix = f"policy.{self.name}/" if self.name else ""
         return {prefix + name: each for name, each in values.items()}
 
@@ -149,8 +158,11 @@ class Learner:
     def restore(
         self, stage: TrainingStage, checkpoint: Path, *, is_open: bool, lr_scale: float = 1.0
     ) -> None:
-        """Restore the weights from ``checkpoint``. If the stage continues (``is_open``), its
-        optimizer is restored too, with ``lr_scale`` times the configured learning rate."""
+        """Restore the weights from ``checkpoint``.
+
+        If the stage continues (``is_open``), its optimizer is restored too, with ``lr_scale`` times
+        the configured learning rate.
+        """
         self._lr_scale = lr_scale
         scaled = stage
         if lr_scale != 1:
@@ -162,7 +174,10 @@ class Learner:
             self.publisher.backend = backend
 
     def save_policy(self, folder: Path) -> None:
-        """Save the current policy to ``folder``. Its checksums are verified when it is loaded."""
+        """Save the current policy to ``folder``.
+
+        Its checksums are verified when it is loaded.
+        """
         folder_file_checksums.drop(folder)
         self.publisher.policy.save(folder)
         folder_file_checksums.write(folder)
@@ -177,9 +192,11 @@ class Learner:
         }
 
     def load_reference(self, out: Path, *, is_new: bool) -> None:
-        """Load the reference policy, i.e. the policy with which rollouts began. It is stored next
-        to the checkpoints. ``is_new`` is True if rollouts begin now, so that the policy must be
-        saved first. Raises TrainError if it is missing."""
+        """Load the reference policy, i.e. the policy with which rollouts began.
+
+        It is stored next to the checkpoints. ``is_new`` is True if rollouts begin now, so that the
+        policy must be saved first. Raises TrainError if it is missing.
+        """
         folder = out / self.paths.reference
         if is_new:
             self.save_policy(folder)
@@ -197,7 +214,10 @@ class Learner:
 
     def prepare(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
         """Compute the per-token values that the loss needs, such as old and reference
-        log-probabilities, before the first minibatch of a step. Returns metrics."""
+        log-probabilities, before the first minibatch of a step.
+
+        Returns metrics.
+        """
         backend = self.publisher.backend
         assert backend is not None
         with WallAndCpuTimer("forward_backward"):
@@ -220,9 +240,11 @@ class Learner:
         return stage.add_streams(rows)
 
     def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
-        """Score a sample of the step's calls with the policy before the policy learns. The effect
-        of the update can then be measured on the same calls. Returns None if nothing was
-        sampled."""
+        """Score a sample of the step's calls with the policy before the policy learns.
+
+        The effect of the update can then be measured on the same calls. Returns None if nothing was
+        sampled.
+        """
         assert self.publisher.backend is not None
         with WallAndCpuTimer("forward_backward"):
             rows = stage.probed(self.mask_other_calls(work.groups), step)
@@ -230,7 +252,10 @@ class Learner:
 
     def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
         """Return metrics of all tokens that this policy sampled for a step, measured before it
-        learns from them. Call it after ``prepare``, which completes the advantages."""
+        learns from them.
+
+        Call it after ``prepare``, which completes the advantages.
+        """
         with WallAndCpuTimer("credit"):
             own = self.mask_other_calls(work.groups)
             rows = [row for part in work.parts for row in part.rows]
@@ -239,8 +264,11 @@ class Learner:
 
     def store_logprob_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
         """Store the gaps between the log-probabilities of trainer and sampler in the rollouts of a
-        step. Only tokens that the trainer has scored, for the loss or for ``probe``, have a gap.
-        Call it after ``prepare``."""
+        step.
+
+        Only tokens that the trainer has scored, for the loss or for ``probe``, have a gap. Call it
+        after ``prepare``.
+        """
         with WallAndCpuTimer("credit"):
             rows = [row for part in work.parts for row in part.rows]
             note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
@@ -248,9 +276,11 @@ class Learner:
     def measured_after(
         self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
     ) -> dict[str, float]:
-        """Return metrics of a step's update, measured after the policy has learned. If there was
-        nothing to learn from, they only show the learning rate and that the policy did not
-        change."""
+        """Return metrics of a step's update, measured after the policy has learned.
+
+        If there was nothing to learn from, they only show the learning rate and that the policy did
+        not change.
+        """
         backend = self.publisher.backend
         assert backend is not None
         if not work.parts:
@@ -262,8 +292,11 @@ class Learner:
             return {} if probe is None else probe.moved(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
-        """Attach the staleness of each token to ``rows``. Staleness is the number of versions by
-        which the sampling policy lags behind the trained one."""
+        """Attach the staleness of each token to ``rows``.
+
+        Staleness is the number of versions by which the sampling policy lags behind the trained
+        one.
+        """
         for row in rows:
             if row.versions is not None:
                 row.streams["staleness"] = np.where(
@@ -297,8 +330,11 @@ def _attach(
     ask: Callable[[Sequence[Batch]], Sequence[Floats]],
 ) -> None:
     """Compute a per-token array, such as old log-probabilities, and attach it to ``rows`` under
-    ``name``. The rows are packed into batches for ``backend``, and ``ask`` returns one array of
-    values for each batch."""
+    ``name``.
+
+    The rows are packed into batches for ``backend``, and ``ask`` returns one array of values for
+    each batch.
+    """
     with WallAndCpuTimer("packing"):
         batches = pack(rows, backend.packing)
     copy_to_sequences(rows, batches, name, ask(batches))
@@ -331,9 +367,11 @@ class Publisher:
         check: EngineConsistencyChecks | None = None,
         name: str = "",
     ) -> None:
-        """Create the publisher of ``policy``. ``name`` is the policy's name in ``Run.policies``, or
-        empty for the main policy, ``Run.policy``. The run's record counts only publications of the
-        main policy."""
+        """Create the publisher of ``policy``.
+
+        ``name`` is the policy's name in ``Run.policies``, or empty for the main policy,
+        ``Run.policy``. The run's record counts only publications of the main policy.
+        """
         self.name = name
         self.policy = policy
         self.thread = thread
@@ -355,7 +393,9 @@ class Publisher:
 
     async def sleep(self) -> dict[str, float]:
         """Put engines that share the trainer's devices to sleep until weights are published again.
-        Returns the duration as a metric, or an empty dict if no engine sleeps."""
+
+        Returns the duration as a metric, or an empty dict if no engine sleeps.
+        """
         with WallTimer("weight_sync"):
             return await self._sleep()
 
@@ -371,8 +411,10 @@ class Publisher:
         return {"sleep_s": time.monotonic() - started}
 
     async def publish(self) -> None:
-        """Send the newest weights to the engines, and check that the engines use them. Does nothing
-        if they already have them."""
+        """Send the newest weights to the engines, and check that the engines use them.
+
+        Does nothing if they already have them.
+        """
         with WallTimer("weight_sync"):
             await self._publish()
 
@@ -401,8 +443,11 @@ class Publisher:
 
     async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
         """Send the current weights to an engine that has come back between two steps, and check it
-        like the others. ``give`` sends the weights and returns False if no engine came back. An
-        error here ends the run."""
+        like the others.
+
+        ``give`` sends the weights and returns False if no engine came back. An error here ends the
+        run.
+        """
         try:
             async with self.changing:
                 if await give():
@@ -411,8 +456,10 @@ class Publisher:
             self.thread.watch.fail(error)
 
     async def load_policy(self, folder: Path) -> None:
-        """Load a saved policy from ``folder``. The next call of ``publish`` sends it to the
-        engines."""
+        """Load a saved policy from ``folder``.
+
+        The next call of ``publish`` sends it to the engines.
+        """
         await self.thread.run(self._record.state.step + 1, self.policy.load, folder)
         self.learned()
 
@@ -450,9 +497,11 @@ class PolicyWeightTransfer:
         client: LocalClient | HttpEngines,
         model: TrainedModel,
     ) -> None:
-        """Connect the trained weights with the engines that use them. ``trained`` is the policy
-        that the trainer changes, and ``serving`` is the policy that the engine serves. ``model``
-        holds the trained weights, in this process or sharded over ranks."""
+        """Connect the trained weights with the engines that use them.
+
+        ``trained`` is the policy that the trainer changes, and ``serving`` is the policy that the
+        engine serves. ``model`` holds the trained weights, in this process or sharded over ranks.
+        """
         from ramify.inference.local.local_client import LocalClient
 
         self._trained = trained
@@ -477,8 +526,10 @@ class PolicyWeightTransfer:
 
     @property
     def version(self) -> int:
-        """The version number of the last published weights. The engine reports it with each
-        token."""
+        """The version number of the last published weights.
+
+        The engine reports it with each token.
+        """
         return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -506,7 +557,10 @@ class PolicyWeightTransfer:
 
     async def sleep(self) -> bool:
         """Let engines that share the trainer's devices release their memory until ``publish`` is
-        called. Returns True if there are such engines."""
+        called.
+
+        Returns True if there are such engines.
+        """
         return self._engines is not None and await self._engines.sleep()
 
     def release_trainer_memory(self) -> None:
@@ -514,8 +568,10 @@ class PolicyWeightTransfer:
         self._model.release_memory()
 
     async def rejoin(self) -> bool:
-        """Send the last published weights to engines that came back. Returns True if there were any
-        such engines."""
+        """Send the last published weights to engines that came back.
+
+        Returns True if there were any such engines.
+        """
         if self._engines is None:
             return False
         return await self._engines.rejoin(self._sources(), self._trained.version)
@@ -532,8 +588,11 @@ class PolicyWeightTransfer:
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """Return an iterator over the parameters, each with its name, a tensor and a function that
-        computes its full value. The function merges a LoRA adapter or reads the saved tensor. It is
-        None if the tensor already has the full value."""
+        computes its full value.
+
+        The function merges a LoRA adapter or reads the saved tensor. It is None if the tensor
+        already has the full value.
+        """
         from ramify.train.backends.lora import base_tensors_and_adapters
 
         if self._saved is not None:
@@ -567,9 +626,11 @@ class PolicyWeightTransfer:
         export_model(folder, serving.config, serving.model, shapes, self.weights(), serving.dtype)
 
     def save(self, folder: Path) -> None:
-        """Save the policy in the precision in which engines serve it. The checkpoint keeps the
-        trainer's precision. The saved default temperature is 0: rollouts explore, but users who set
-        no temperature want the likeliest answer."""
+        """Save the policy in the precision in which engines serve it.
+
+        The checkpoint keeps the trainer's precision. The saved default temperature is 0: rollouts
+        explore, but users who set no temperature want the likeliest answer.
+        """
         from ramify.models.load import SamplingDefaults, save_policy
         from ramify.models.weights import load_weights
 

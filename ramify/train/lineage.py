@@ -86,8 +86,10 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return any(change.field.startswith(_SCORES) for change in self.changes)
 
     def reopens_stage(self, stage: str) -> bool:
-        """Return True if the changes reopen a ``stage`` that a guard has ended. An example is a
-        higher number of steps."""
+        """Return True if the changes reopen a ``stage`` that a guard has ended.
+
+        An example is a higher number of steps.
+        """
         names = ("guard.", "frozen.", f"{stage}.steps", f"{stage}.epochs")
         return any(change.field.startswith(names) for change in self.changes)
 
@@ -96,8 +98,10 @@ LINEAGE = JsonlRecordFile(FILE, LineageEntry)
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange]:
-    """Return the fields in which two configurations differ. Both are given as plain data. Redacted
-    values are not compared."""
+    """Return the fields in which two configurations differ.
+
+    Both are given as plain data. Redacted values are not compared.
+    """
     return [
         change
         for change in differences(was, now)
@@ -107,7 +111,10 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
 
 def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
     """Raise ConfigError if the configuration ``now`` changes a field of the checkpoint that must
-    stay the same. The error names the first such field and the reason."""
+    stay the same.
+
+    The error names the first such field and the reason.
+    """
     for change in changes(state.config, now):
         why = _refusal(state, change)
         if why:
@@ -119,8 +126,10 @@ def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
 
 
 def with_same_demonstrations(run: Run, state: TrainingProgress) -> Run:
-    """Return a copy of ``run`` that keeps the demonstrations of its checkpoint. If the task has
-    changed, demonstrations still come from the task recorded in the checkpoint."""
+    """Return a copy of ``run`` that keeps the demonstrations of its checkpoint.
+
+    If the task has changed, demonstrations still come from the task recorded in the checkpoint.
+    """
     recorded = state.config.get("sft")
     if run.sft is None or recorded is None or run.sft.task is not None:
         return run
@@ -132,8 +141,10 @@ def with_same_demonstrations(run: Run, state: TrainingProgress) -> Run:
 
 
 def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
-    """Yield the innermost fields in which two configurations differ, with both values. A missing
-    value counts as None. ``name`` is the dotted path of the compared values."""
+    """Yield the innermost fields in which two configurations differ, with both values.
+
+    A missing value counts as None. ``name`` is the dotted path of the compared values.
+    """
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         # Fields of a class that another has replaced say nothing more.
         is_replaced = "name" in was and "name" in now and was["name"] != now["name"]
@@ -159,8 +170,11 @@ def _refusal(state: TrainingProgress, change: ConfigChange) -> str:
 
 def _policy_refusal(state: TrainingProgress, field: str) -> str:
     """Return the reason why a field of an additional policy cannot change, or an empty string if it
-    can. Additional policies are trained only in the stage ``rl``, so their fields are fixed only if
-    the checkpoint belongs to that stage."""
+    can.
+
+    Additional policies are trained only in the stage ``rl``, so their fields are fixed only if the
+    checkpoint belongs to that stage.
+    """
     _, name, *rest = field.split(".")
     stages = [each for each in STAGES if state.config.get(each) is not None]
     if stages[state.stage : state.stage + 1] != ["rl"]:

@@ -1,5 +1,6 @@
-"""Load the parts of a run, such as its demonstrations and its policy. Cheap checks come first, so
-that mistakes are found before time is spent.
+"""Load the parts of a run, such as its demonstrations and its policy.
+
+Cheap checks come first, so that mistakes are found before time is spent.
 
     ResolvedTrainingRun ── device ─ placement ─ precision ─ demonstrations ─ policy ──> RunParts
 
@@ -133,7 +134,10 @@ class RunParts:
 
     def check_checkpoint_tensors(self, checkpoint: Path) -> None:
         """Raise ConfigError if the policy in a checkpoint has different tensors from this run's
-        policy. The error names the first tensor that differs."""
+        policy.
+
+        The error names the first tensor that differs.
+        """
         from ramify.models.weights import check_weights, read_weights
 
         folder = checkpoint / "policy"
@@ -141,11 +145,14 @@ class RunParts:
 
 
 def assemble(resolved: ResolvedTrainingRun) -> RunParts:
-    """Load and check all parts of a run. Raises ConfigError for mistakes in the recipe that can
-    only be found with a tensor library or with the model's files.
+    """Load and check all parts of a run.
+
+    Raises ConfigError for mistakes in the recipe that can only be found with a tensor library or
+    with the model's files.
 
     A run that continues from a checkpoint reads its trained tokenizer from the checkpoint, and its
-    fine-tuning data from the folder of the earlier run."""
+    fine-tuning data from the folder of the earlier run.
+    """
     task, scaffold, checkpoint = resolved.task, resolved.scaffold, resolved.checkpoint
     run, placement_slots = plan_placement(resolved.run)
     check_device(run)
@@ -220,8 +227,10 @@ def _answers_directly(
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
-    """Return the fine-tuning data that the checkpoint's run has stored. Returns None if there is
-    none for these settings."""
+    """Return the fine-tuning data that the checkpoint's run has stored.
+
+    Returns None if there is none for these settings.
+    """
     if run.sft is None or checkpoint is None:
         return None
     return read_rows(checkpoint.resolve().parents[1] / ROWS_FILE, _rows_key(run))
@@ -235,8 +244,10 @@ def _rows_key(run: Run) -> str:
 
 
 def _other_parts(parts: RunParts, name: str) -> RunParts:
-    """Return the run's parts for an additional policy. ``name`` is its name in ``Run.policies``,
-    and ``parts`` belongs to the main policy."""
+    """Return the run's parts for an additional policy.
+
+    ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy.
+    """
     run = with_policy_defaults(run_for_policy(parts.run, name))
     check_inference(run)
     check_schedules(run)
@@ -280,7 +291,10 @@ def run_for_policy(run: Run, name: str) -> Run:
 
 def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
     """Raise ConfigError if the loss does not suit the model, or if the backend cannot train the
-    model over its device mesh. Checkpoints are checked before their weights are read."""
+    model over its device mesh.
+
+    Checkpoints are checked before their weights are read.
+    """
     from ramify.models.load import read_config
     from ramify.train.backends.mesh import EXPERTS
 
@@ -314,8 +328,10 @@ def _optims(run: Run) -> list[OptimizerSpec]:
 
 
 def _fixed_stages(run: Run, policy: Policy, rows: Sequence[TokenSequence]) -> list[TrainingStage]:
-    """Return the stages that need no rollouts: the warm-up and supervised fine-tuning. They are
-    built early, because learning-rate schedules need their number of steps."""
+    """Return the stages that need no rollouts: the warm-up and supervised fine-tuning.
+
+    They are built early, because learning-rate schedules need their number of steps.
+    """
     stages: list[TrainingStage] = []
     if run.warmup is not None:
         special = set(policy.tokenizer.all_special_ids)

@@ -1,5 +1,6 @@
-"""Record the metrics of each training step and the outcome of each rollout group. There is one file
-for each in the run's folder.
+"""Record the metrics of each training step and the outcome of each rollout group.
+
+There is one file for each in the run's folder.
 
     metrics.jsonl   {"step": 12, "stage": "rl", "at_s": 41.2,
                      "values": {"reward": 0.46, "sampled_tokens": 8123, …},
@@ -73,7 +74,10 @@ from ramify.types.trajectory import Call, Group, GroupFate, Trajectory
 
 
 class StepNumberedRecord(Protocol):
-    """A record that belongs to an optimizer step. It is one line of a JSONL file of the run."""
+    """A record that belongs to an optimizer step.
+
+    It is one line of a JSONL file of the run.
+    """
 
     @property
     def step(self) -> int:
@@ -86,15 +90,20 @@ R = TypeVar("R", bound=StepNumberedRecord)
 
 
 class JsonlRecordFile(Generic[R]):
-    """A JSONL file of records in a run's folder, such as ``groups.jsonl``. All records of a file
-    have the same type."""
+    """A JSONL file of records in a run's folder, such as ``groups.jsonl``.
+
+    All records of a file have the same type.
+    """
 
     def __init__(self, name: str, kind: type[R]) -> None:
         self.name = name
         self._kind = kind
 
     def append(self, folder: Path, records: Sequence[R]) -> None:
-        """Append ``records`` to the file with a single write. Writes nothing if there are none."""
+        """Append ``records`` to the file with a single write.
+
+        Writes nothing if there are none.
+        """
         lines = self._encoded(records)
         if not lines:
             return
@@ -106,15 +115,20 @@ class JsonlRecordFile(Generic[R]):
             file.write(lines)
 
     def read(self, folder: Path) -> Iterator[R]:
-        """Yield the records of the file in a run's folder, in order. Damaged lines are skipped, and
-        a missing file yields nothing."""
+        """Yield the records of the file in a run's folder, in order.
+
+        Damaged lines are skipped, and a missing file yields nothing.
+        """
         path = folder / self.name
         for line in path.read_bytes().splitlines() if path.is_file() else ():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 yield msgspec.json.decode(line, type=self._kind)
 
     def cut(self, folder: Path, step: int) -> None:
-        """Remove the records of all steps after ``step``. The file is replaced atomically."""
+        """Remove the records of all steps after ``step``.
+
+        The file is replaced atomically.
+        """
         path = folder / self.name
         if path.exists():
             fresh = path.with_suffix(".tmp")
@@ -144,7 +158,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The metrics of one training step or evaluation. They are one line of ``metrics.jsonl``."""
+    """The metrics of one training step or evaluation.
+
+    They are one line of ``metrics.jsonl``.
+    """
 
     step: int
     """Optimizer steps of the whole run, including this one: the first is 1."""
@@ -163,8 +180,10 @@ METRICS = JsonlRecordFile(FILE, StepMetrics)
 
 
 class MetricsFile:
-    """The metrics file of a run in progress. New metrics are written to it and passed to a
-    listener."""
+    """The metrics file of a run in progress.
+
+    New metrics are written to it and passed to a listener.
+    """
 
     def __init__(self, folder: Path, listener: Callable[[StepMetrics], None] | None = None) -> None:
         self._folder = folder
@@ -188,8 +207,9 @@ class MetricsFile:
 
 
 def read_metrics(folder: Path) -> Iterator[StepMetrics]:
-    """Yield the metrics stored in a run's folder, in order. Damaged lines are skipped, and a
-    missing file yields nothing.
+    """Yield the metrics stored in a run's folder, in order.
+
+    Damaged lines are skipped, and a missing file yields nothing.
 
     Example:
         [row.values["reward"] for row in train.read_metrics(Path("runs/tiny")) if row.stage == "rl"]
@@ -198,8 +218,10 @@ def read_metrics(folder: Path) -> Iterator[StepMetrics]:
 
 
 def last_step_metrics(folder: Path) -> dict[str, float]:
-    """Return the metrics of the last training step in a run's folder. Returns an empty dict if
-    there is none."""
+    """Return the metrics of the last training step in a run's folder.
+
+    Returns an empty dict if there is none.
+    """
     rows = [row.values for row in read_metrics(folder) if "learn_s" in row.values]
     return rows[-1] if rows else {}
 
@@ -213,7 +235,10 @@ def _rounded(value: float) -> float:
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one rollout group. It is one line of ``groups.jsonl``."""
+    """The outcome of one rollout group.
+
+    It is one line of ``groups.jsonl``.
+    """
 
     step: int = 0
     """Optimizer steps of the run, including the one that decided the outcome, as in
@@ -237,9 +262,12 @@ GROUPS = JsonlRecordFile("groups.jsonl", GroupRecord)
 def group_record(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
 ) -> GroupRecord:
-    """Return the record of a group's outcome. ``learnt`` holds the ids of the step's rollouts that
-    have an advantage, or is None if the step did not need the group. ``given_up`` holds the ids of
-    rollouts that were abandoned while the group continued."""
+    """Return the record of a group's outcome.
+
+    ``learnt`` holds the ids of the step's rollouts that have an advantage, or is None if the step
+    did not need the group. ``given_up`` holds the ids of rollouts that were abandoned while the
+    group continued.
+    """
     scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
     outcome = GroupFate.SPARE if learnt is None else GroupFate.NO_SIGNAL
     if not scored:
@@ -288,8 +316,10 @@ class DepthMetrics(msgspec.Struct, frozen=True):
 
 
 def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[DepthMetrics]:
-    """Return the metrics of the calls at each depth, separately for each kind of call. ``weights``
-    are the task's reward weights. The reward of a root call is that of its rollout."""
+    """Return the metrics of the calls at each depth, separately for each kind of call.
+
+    ``weights`` are the task's reward weights. The reward of a root call is that of its rollout.
+    """
     members: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
     for tree in trajectories:
         for call in tree.calls:
@@ -321,9 +351,11 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
 
 
 def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
-    """Return pass@k for k = 2, 4, 8 and so on, and for the size of the largest group. Each value is
-    the mean over the groups with at least k attempts. Failed rollouts do not count as attempts,
-    since they say nothing about the policy."""
+    """Return pass@k for k = 2, 4, 8 and so on, and for the size of the largest group.
+
+    Each value is the mean over the groups with at least k attempts. Failed rollouts do not count as
+    attempts, since they say nothing about the policy.
+    """
     right = [
         [total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards]
         for group in groups
@@ -343,7 +375,10 @@ def of_rollouts(
     groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
 ) -> dict[str, float]:
     """Return metrics of scored rollouts: pass@k, the mean of each reward if there are several, and
-    metrics by depth and kind of call. Rollouts that agents ran add the numbers of failed agents."""
+    metrics by depth and kind of call.
+
+    Rollouts that agents ran add the numbers of failed agents.
+    """
     metrics = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -368,8 +403,10 @@ def of_rollouts(
 
 
 def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """Return the number of rollouts that ended with each kind of agent failure. Returns an empty
-    dict if no agent ran a rollout."""
+    """Return the number of rollouts that ended with each kind of agent failure.
+
+    Returns an empty dict if no agent ran a rollout.
+    """
     ends = Counter(
         AgentOutcome(record["outcome"])
         for tree in trajectories
@@ -405,9 +442,11 @@ def mixture_metrics(groups: Sequence[Group], weights: Mapping[str, float]) -> di
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Return the mean and maximum staleness of the sampled tokens. A token's staleness is the
-    number of versions between the weights that sampled it and ``version``, which learns from it.
-    Returns an empty dict if the versions are unknown."""
+    """Return the mean and maximum staleness of the sampled tokens.
+
+    A token's staleness is the number of versions between the weights that sampled it and
+    ``version``, which learns from it. Returns an empty dict if the versions are unknown.
+    """
     spans = [
         (span.end - span.start, version - span.version)
         for group in groups
@@ -427,11 +466,16 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 class CpuMeter:
     """Measures the CPU time that rollouts use, between ``restart`` and ``measure_and_restart``.
-    Call both methods in the event loop's thread."""
+
+    Call both methods in the event loop's thread.
+    """
 
     def __init__(self, paces: Callable[[], list[EngineStepTotals]]) -> None:
-        """Create a meter. ``paces`` is a function that returns the cost of the engine's steps since
-        that function was last called."""
+        """Create a meter.
+
+        ``paces`` is a function that returns the cost of the engine's steps since that function was
+        last called.
+        """
         self._paces = paces
         self._loop_s = 0.0
         self._sessions_s = 0.0
@@ -466,8 +510,10 @@ def engine_timing_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float
 
 
 def of_times(times: PartTimes) -> dict[str, float]:
-    """Return metrics of the time that each part of a step took. ``overhead`` is the share of all
-    parts except sampling and the forward and backward passes."""
+    """Return metrics of the time that each part of a step took.
+
+    ``overhead`` is the share of all parts except sampling and the forward and backward passes.
+    """
     metrics: dict[str, float] = {}
     for kind, parts in (("time", times.wall_s), ("time_cpu", times.cpu_s)):
         metrics |= {f"{kind}/{part}_s": seconds for part, seconds in parts.items()}
@@ -483,8 +529,11 @@ def num_cores() -> int:
 
 
 def descendant_cpu_s() -> float:
-    """Return the CPU seconds used by all descendant processes. Children that have ended and were
-    waited for are included. Returns 0 if the system does not report CPU times."""
+    """Return the CPU seconds used by all descendant processes.
+
+    Children that have ended and were waited for are included. Returns 0 if the system does not
+    report CPU times.
+    """
     ticks, children = {}, defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile

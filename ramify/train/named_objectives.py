@@ -1,6 +1,7 @@
-"""Define training objectives by name. For example, ``rl.objective=gspo`` sets the advantage
-estimator, the policy loss with its reduction and clipping, the unit that counts as a sequence, and
-the corrections together.
+"""Define training objectives by name.
+
+For example, ``rl.objective=gspo`` sets the advantage estimator, the policy loss with its reduction
+and clipping, the unit that counts as a sequence, and the corrections together.
 
     rl.objective=gspo ──> rl.algorithm  grpo, reduction=call      ┐ as the paper has them, or with
                           rl.loss       gspo, 3e-4 / 4e-4, no KL  ┘ --preset NAME as that trainer
@@ -40,8 +41,10 @@ PLAIN_LOSS: Options = {"corrections": (), "old": "auto", "kl_beta": 0.0, "entrop
 
 
 class PaperObjective(msgspec.Struct, frozen=True, kw_only=True):
-    """A training objective as its paper defines it. It consists of the advantage estimator, the
-    policy loss and their options."""
+    """A training objective as its paper defines it.
+
+    It consists of the advantage estimator, the policy loss and their options.
+    """
 
     title: str
     """Its full name and its paper."""
@@ -241,7 +244,9 @@ ALIASES: Mapping[str, str] = {
 
 def canonical_objective_name(name: str) -> str:
     """Return the canonical name of an objective, given its name or an alias in upper or lower case.
-    Raises ConfigError for an unknown name, and suggests the nearest one."""
+
+    Raises ConfigError for an unknown name, and suggests the nearest one.
+    """
     lower = name.lower()
     found = ALIASES.get(lower, ALGORITHMS.canonical(lower))
     if found not in OBJECTIVES and ALGORITHMS.canonical(lower) in ALGORITHMS:
@@ -255,9 +260,12 @@ def canonical_objective_name(name: str) -> str:
 
 
 def algorithm_of(objective: PaperObjective, recipe: Any) -> Any:
-    """Return the advantage estimator of ``objective``. Options that no paper prescribes (``KEPT``)
-    are copied from ``recipe``, the estimator that the recipe had before. Groups with equal rewards
-    count in the denominators unless the paper drops them."""
+    """Return the advantage estimator of ``objective``.
+
+    Options that no paper prescribes (``KEPT``) are copied from ``recipe``, the estimator that the
+    recipe had before. Groups with equal rewards count in the denominators unless the paper drops
+    them.
+    """
     built = ALGORITHMS.build({"drop_zero_variance": False, **objective.algorithm})
     fields = {*built.__struct_fields__} & {*getattr(recipe, "__struct_fields__", ())}
     kept = {name: getattr(recipe, name) for name in KEPT if name in fields}
@@ -265,17 +273,22 @@ def algorithm_of(objective: PaperObjective, recipe: Any) -> Any:
 
 
 def loss_of(objective: PaperObjective, recipe: LossSpec) -> LossSpec:
-    """Return the loss of ``objective``. The options for the critic, for distillation and for expert
-    routing are copied from the recipe's loss."""
+    """Return the loss of ``objective``.
+
+    The options for the critic, for distillation and for expert routing are copied from the recipe's
+    loss.
+    """
     policy = POLICY_LOSSES.build(objective.policy)
     options = {**PLAIN_LOSS, "sequence": "call", **objective.loss}
     return msgspec.structs.replace(recipe, policy=policy, **options)
 
 
 def replace_estimator(algorithm: Any, inner: Any) -> Any:
-    """Return a recipe's algorithm with its advantage estimator replaced by ``inner``. If the
-    algorithm wraps estimators, the rest is unchanged: a hybrid keeps its other terms, and
-    ``by_task`` keeps the estimators of the tasks that it lists."""
+    """Return a recipe's algorithm with its advantage estimator replaced by ``inner``.
+
+    If the algorithm wraps estimators, the rest is unchanged: a hybrid keeps its other terms, and
+    ``by_task`` keeps the estimators of the tasks that it lists.
+    """
     for field in ("outcome", "other"):
         if field in getattr(algorithm, "__struct_fields__", ()):
             return msgspec.structs.replace(algorithm, **{field: inner})
@@ -283,8 +296,11 @@ def replace_estimator(algorithm: Any, inner: Any) -> Any:
 
 
 def advantage_estimator_of(algorithm: Any) -> Any:
-    """Return the advantage estimator of a recipe's algorithm. A hybrid or ``by_task`` contains the
-    estimator in a field. Any other algorithm is an estimator itself."""
+    """Return the advantage estimator of a recipe's algorithm.
+
+    A hybrid or ``by_task`` contains the estimator in a field. Any other algorithm is an estimator
+    itself.
+    """
     for field in ("outcome", "other"):
         if field in getattr(algorithm, "__struct_fields__", ()):
             return getattr(algorithm, field)
@@ -293,9 +309,10 @@ def advantage_estimator_of(algorithm: Any) -> Any:
 
 def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -> str:
     """Return the reason why a policy cannot be trained with an objective, and what works instead.
+
     The reason may be that groups have only one rollout, or that the critic is missing. Returns an
-    empty string if training is possible. ``has_critic`` is True if the backend supports a
-    critic."""
+    empty string if training is possible. ``has_critic`` is True if the backend supports a critic.
+    """
     if group == 1 and algorithm.has_group_baseline:
         return why_group_of_one(f"rl.objective={name}")
     if needs_of(algorithm).values and not has_critic:

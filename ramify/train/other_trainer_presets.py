@@ -96,8 +96,10 @@ class PresetObjectBuilder(msgspec.Struct, frozen=True):
     options: Mapping[str, Options]
 
     def build(self, value: Any) -> Any:
-        """Build an object from its value in a configuration. A name gets the options of the preset.
-        Any other value is built without them."""
+        """Build an object from its value in a configuration.
+
+        A name gets the options of the preset. Any other value is built without them.
+        """
         if not isinstance(value, str):
             return self.registry.build(value)
         known = _fields(self.registry.of(value))
@@ -108,7 +110,10 @@ class PresetObjectBuilder(msgspec.Struct, frozen=True):
 
 def preset_named(name: str) -> TrainerPreset:
     """Return the preset with the given name, or the one at a location ``module:name`` or
-    ``file.py:name``. Raises ConfigError, which suggests the nearest name, if there is none."""
+    ``file.py:name``.
+
+    Raises ConfigError, which suggests the nearest name, if there is none.
+    """
     found = name if is_reference(name) else ALIASES.get(name.lower(), name.lower())
     preset = PRESETS.of(found)
     if not isinstance(preset, TrainerPreset):
@@ -117,8 +122,10 @@ def preset_named(name: str) -> TrainerPreset:
 
 
 def override_choices(name: str | None) -> Choices:
-    """Return the choices for fields that overrides can set by name. With a preset, the named
-    objects get the options of the preset."""
+    """Return the choices for fields that overrides can set by name.
+
+    With a preset, the named objects get the options of the preset.
+    """
     if name is None:
         return CHOICES
     return {
@@ -135,8 +142,10 @@ def _named(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
 
 
 def with_preset_objective(run: Run, name: str, objective: str) -> Run:
-    """Return ``run`` with an objective in the form that a preset's trainer computes. Raises
-    ConfigError, which lists the available objectives, if the trainer does not have this one."""
+    """Return ``run`` with an objective in the form that a preset's trainer computes.
+
+    Raises ConfigError, which lists the available objectives, if the trainer does not have this one.
+    """
     preset = preset_named(name)
     objective = canonical_objective_name(objective)
     rl = run.rl
@@ -175,9 +184,10 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 def with_preset(run: Run, name: str) -> Run:
-    """Return ``run`` with the defaults of another trainer in its ``rl`` stage. ``name`` is ``trl``,
-    ``skyrl``, ``prime``, ``verl`` or ``areal``. Raises ConfigError if the name is unknown or the
-    run has no such stage.
+    """Return ``run`` with the defaults of another trainer in its ``rl`` stage.
+
+    ``name`` is ``trl``, ``skyrl``, ``prime``, ``verl`` or ``areal``. Raises ConfigError if the name
+    is unknown or the run has no such stage.
 
     Example:
         return train.with_preset(run, "trl")      # in a recipe; --preset trl on the command line

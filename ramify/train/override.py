@@ -1,6 +1,7 @@
-"""Apply overrides such as ``optim.lr=1e-5`` to a configuration, with checks of names and types. Old
-names and values of fields are converted, so that configurations of earlier versions can be read and
-resumed.
+"""Apply overrides such as ``optim.lr=1e-5`` to a configuration, with checks of names and types.
+
+Old names and values of fields are converted, so that configurations of earlier versions can be read
+and resumed.
 
     override(run, ["rl.optim.lr=1e-5", "rl.algorithm=grpo", "rl.algorithm.credit=root",
                    "task.options.rows=40"])
@@ -82,8 +83,10 @@ name."""
 
 
 def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration from an earlier version to today's format, and return it. Renamed
-    fields get their new names, and a 0 that meant "none" becomes None."""
+    """Convert a configuration from an earlier version to today's format, and return it.
+
+    Renamed fields get their new names, and a 0 that meant "none" becomes None.
+    """
     renamed = dict(config)
     for old, new in RENAMED_FIELDS.items():
         *path, old_name = old.split(".")
@@ -113,7 +116,10 @@ def _zero_to_none(config: Any, path: Sequence[str]) -> Any:
 
 def new_name(field: str) -> str | None:
     """Return today's name of a renamed field, given its old dotted name or the last part of that
-    name. Returns None if the field was not renamed."""
+    name.
+
+    Returns None if the field was not renamed.
+    """
     for old, new in RENAMED_FIELDS.items():
         if (
             field == old
@@ -128,12 +134,16 @@ T = TypeVar("T")
 
 
 class NamedObjectBuilder(Protocol):
-    """The interface for building configuration objects from their names. Plain registries implement
-    it, and so do registries that apply the options of a preset."""
+    """The interface for building configuration objects from their names.
+
+    Plain registries implement it, and so do registries that apply the options of a preset.
+    """
 
     def build(self, value: Any) -> Any:
-        """Build the object that ``value`` names, such as a policy loss. Raises ConfigError if there
-        is none."""
+        """Build the object that ``value`` names, such as a policy loss.
+
+        Raises ConfigError if there is none.
+        """
         ...
 
 
@@ -161,8 +171,9 @@ class ConfigOverride(NamedTuple):
 
 
 def override(config: T, assignments: Sequence[str], choices: Choices | None = None) -> T:
-    """Return a copy of ``config`` with overrides such as ``rl.optim.lr=1e-4`` applied. Raises
-    ConfigError, which names the override, if one is invalid.
+    """Return a copy of ``config`` with overrides such as ``rl.optim.lr=1e-4`` applied.
+
+    Raises ConfigError, which names the override, if one is invalid.
 
     Fields that are only valid together, such as ``depths`` and the ``policies`` that it names, may
     be given in any order, since all fields of a class are set at once.
@@ -194,8 +205,10 @@ class _Context(NamedTuple):
 
 
 def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, context: _Context) -> Any:
-    """Return a copy of ``value`` with all overrides applied. In the path of each override, the
-    element at index ``depth`` names a field of ``value``."""
+    """Return a copy of ``value`` with all overrides applied.
+
+    In the path of each override, the element at index ``depth`` names a field of ``value``.
+    """
     groups: dict[str, list[ConfigOverride]] = {}
     for each in assignments:
         groups.setdefault(each.path[depth], []).append(each)
@@ -212,8 +225,11 @@ def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, context:
 def _set_field(
     value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, context: _Context
 ) -> Any:
-    """Return the value of the field ``head`` after all its overrides. An override of the whole
-    field replaces earlier ones, and later overrides of its parts change the result."""
+    """Return the value of the field ``head`` after all its overrides.
+
+    An override of the whole field replaces earlier ones, and later overrides of its parts change
+    the result.
+    """
     first = assignments[0]
     if isinstance(value, Mapping):
         current = value.get(head, {})
@@ -252,8 +268,10 @@ def _set_field(
 
 def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:
     """Create a missing section of options, such as ``rl.rollout.branch``, from its defaults and the
-    given overrides. Returns None if the section's type is unknown, or if the overrides do not
-    suffice."""
+    given overrides.
+
+    Returns None if the section's type is unknown, or if the overrides do not suffice.
+    """
     kinds = typing.get_args(typing.get_type_hints(type(value)).get(head))
     structs = [
         each for each in kinds if isinstance(each, type) and issubclass(each, msgspec.Struct)
@@ -272,8 +290,10 @@ def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int)
 def _named(
     value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
 ) -> list[ConfigOverride]:
-    """Return the overrides that cause ``problem``, an error of the whole configuration. Without
-    them, the error disappears or is a different one."""
+    """Return the overrides that cause ``problem``, an error of the whole configuration.
+
+    Without them, the error disappears or is a different one.
+    """
     causes: list[ConfigOverride] = []
     for head, group in groups.items():
         try:
@@ -307,7 +327,9 @@ def _value(owner: msgspec.Struct, field: str, assignment: ConfigOverride, choice
 
 def _not_a_section(assignment: ConfigOverride, kind: Any) -> str:
     """Return advice on how to set a section of options, for an override whose text is not JSON.
-    Returns an empty string if ``kind`` is not a section."""
+
+    Returns an empty string if ``kind`` is not a section.
+    """
     structs = [
         each
         for each in (kind, *typing.get_args(kind))
@@ -334,7 +356,10 @@ def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
 
 def _by_tag(kind: Any, text: str) -> Any:
     """Create the object that ``text`` names, with default options, if ``kind`` is a union of tagged
-    classes. Returns None if no class has this name."""
+    classes.
+
+    Returns None if no class has this name.
+    """
     for member in typing.get_args(kind):
         config = getattr(member, "__struct_config__", None)
         if config is not None and config.tag == text:

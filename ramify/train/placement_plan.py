@@ -1,5 +1,7 @@
-"""Combine a run with its placement before any process is started. This module determines how many
-processes each role has, whether they fit, and whether the trainer and the engines share GPUs.
+"""Combine a run with its placement before any process is started.
+
+This module determines how many processes each role has, whether they fit, and whether the trainer
+and the engines share GPUs.
 
     rollouts ── engines: weights, keys and values      the trainer keeps only weights and optimizer
     learning ── the trainer: gradients, activations    the engines sleep
@@ -27,8 +29,11 @@ if TYPE_CHECKING:
 
 
 def num_processes_by_role(run: Run, spec: PlacementSpec) -> dict[str, int]:
-    """Return the number of processes of each role, by name. The trainer has at least one, the run's
-    own process. Raises ConfigError if the placement contradicts the rest of the run."""
+    """Return the number of processes of each role, by name.
+
+    The trainer has at least one, the run's own process. Raises ConfigError if the placement
+    contradicts the rest of the run.
+    """
     inference = run.inference
     by_run = {
         "trainer": (run.compute.shard.ranks or 0) if run.compute.backend == "fsdp" else 1,
@@ -62,10 +67,12 @@ def _check_rollout_workers(run: Run) -> None:
 
 
 def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
-    """Plan the number of processes of each role, and the placement slots on which they run. Returns
-    a copy of ``run`` with these numbers, and the slots. Without a placement, the run is unchanged
-    and there are no slots. Raises ConfigError if the roles do not fit their pools; the error shows
-    the calculation."""
+    """Plan the number of processes of each role, and the placement slots on which they run.
+
+    Returns a copy of ``run`` with these numbers, and the slots. Without a placement, the run is
+    unchanged and there are no slots. Raises ConfigError if the roles do not fit their pools; the
+    error shows the calculation.
+    """
     spec = run.placement
     if spec is None:
         return run, []
@@ -100,7 +107,10 @@ def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
 
 def with_placement_kind(run: Run, kind: str) -> Run:
     """Return a copy of ``run`` whose processes are started directly on this machine
-    (``kind="local"``) or by Ray (``kind="ray"``). Raises ConfigError for any other kind."""
+    (``kind="local"``) or by Ray (``kind="ray"``).
+
+    Raises ConfigError for any other kind.
+    """
     if kind not in KINDS:
         raise ConfigError(f"--placement {kind}: {did_you_mean(kind, KINDS)}")
     spec = run.placement
@@ -114,8 +124,11 @@ def with_placement_kind(run: Run, kind: str) -> Run:
 
 
 def check_weight_sync_reach(run: Run, hosts: Launcher, num: int) -> None:
-    """Raise ConfigError if the configured weight sync cannot reach an engine. Some kinds of weight
-    sync work only on this machine, while the placement may put engines on others."""
+    """Raise ConfigError if the configured weight sync cannot reach an engine.
+
+    Some kinds of weight sync work only on this machine, while the placement may put engines on
+    others.
+    """
     spec = run.inference
     remote = [
         i for i in range(num) if hosts.address_of(RoleInstanceId("inference", i)) != hosts.address
@@ -146,10 +159,12 @@ def check_weight_sync_reach(run: Run, hosts: Launcher, num: int) -> None:
 
 
 def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
-    """Return ``run.inference`` with a definite value of its option ``sleep``. It is "learn"
-    (engines sleep while the trainer learns) if the recipe says so or if engines share the trainer's
-    GPUs, and otherwise "never". ``device`` is ``cpu`` or ``cuda``. Raises ConfigError if engines
-    would have to sleep and sample at the same time."""
+    """Return ``run.inference`` with a definite value of its option ``sleep``.
+
+    It is "learn" (engines sleep while the trainer learns) if the recipe says so or if engines share
+    the trainer's GPUs, and otherwise "never". ``device`` is ``cpu`` or ``cuda``. Raises ConfigError
+    if engines would have to sleep and sample at the same time.
+    """
     spec = run.inference
     if spec is None or spec.sleep == "never":
         return spec
@@ -176,8 +191,10 @@ def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
 
 
 def colocation_reason(run: Run, device: str) -> str:
-    """Return the reason why the run's engines share the trainer's GPUs, as a clause. Returns an
-    empty string if they do not."""
+    """Return the reason why the run's engines share the trainer's GPUs, as a clause.
+
+    Returns an empty string if they do not.
+    """
     inference, spec = run.inference, run.placement or PlacementSpec()
     if inference is None or inference.urls or device != "cuda":
         return ""
@@ -195,8 +212,10 @@ def colocation_reason(run: Run, device: str) -> str:
 
 def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
     """Return the reason why trainer and engines share a GPU of this machine, as a clause, or an
-    empty string if they do not. It applies to runs without Ray, whose processes select their GPUs
-    themselves."""
+    empty string if they do not.
+
+    It applies to runs without Ray, whose processes select their GPUs themselves.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = (
         [gpu.strip() for gpu in visible.split(",") if gpu.strip()]

@@ -51,7 +51,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 def with_policy_defaults(run: Run) -> Run:
     """Return a copy of ``run`` in which unset options that depend on the policy are filled in.
-    Raises ConfigError if the run sets ``policy.thinking``, but the model has no such switch."""
+
+    Raises ConfigError if the run sets ``policy.thinking``, but the model has no such switch.
+    """
     policy = _policy(run.policy)
     is_checkpoint = is_pretrained(run.policy)
     betas = (0.9, 0.999) if is_checkpoint else (0.9, 0.98)
@@ -94,7 +96,10 @@ def usual_rate(run: Run, stage: str) -> float:
 
 def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
     """Log the defaults that were filled in for the policy, and warn about learning rates that are
-    high for it. A resumed run does not log the defaults again."""
+    high for it.
+
+    A resumed run does not log the defaults again.
+    """
     kind = "a pretrained checkpoint" if is_pretrained(run.policy) else "trained from scratch"
     names = ("policy", "limits", *_RATES)
     found = [
@@ -133,9 +138,10 @@ _WINDOWS = (512, 32_768)
 
 
 def suggested_vocabulary_size(num_chars: int) -> int:
-    """Return a suitable vocabulary size for texts of ``num_chars`` characters. It is the power of
-    two below the square root of that number, because the number of distinct words in a text grows
-    as the root of its length (Heaps' law).
+    """Return a suitable vocabulary size for texts of ``num_chars`` characters.
+
+    It is the power of two below the square root of that number, because the number of distinct
+    words in a text grows as the root of its length (Heaps' law).
 
     1 million characters -> 512;  4 million -> 1024
     """
@@ -143,10 +149,12 @@ def suggested_vocabulary_size(num_chars: int) -> int:
 
 
 def scratch_model_config(num_tokens: int, longest: int) -> dict[str, Any]:
-    """Return the configuration of a model to train from scratch. Its size follows from
-    ``num_tokens``, the number of tokens in all demonstrations. Its context window is the next power
-    of two above 5/4 of ``longest``, the number of tokens in the longest conversation, and within
-    512 to 32,768 tokens."""
+    """Return the configuration of a model to train from scratch.
+
+    Its size follows from ``num_tokens``, the number of tokens in all demonstrations. Its context
+    window is the next power of two above 5/4 of ``longest``, the number of tokens in the longest
+    conversation, and within 512 to 32,768 tokens.
+    """
     width, layers = next(size[1:] for size in reversed(_SIZES) if num_tokens >= size[0])
     low, high = _WINDOWS
     return {
@@ -183,8 +191,10 @@ def _policy(policy: PolicySpec) -> PolicySpec:
 
 
 def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
-    """Load the tokenizer of a checkpoint. Returns None for a policy from scratch, or if the
-    tokenizer cannot be used."""
+    """Load the tokenizer of a checkpoint.
+
+    Returns None for a policy from scratch, or if the tokenizer cannot be used.
+    """
     if not is_pretrained(policy):
         return None
     from ramify.models.load import load_tokenizer
@@ -197,8 +207,10 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
 
 
 def _optim(optim: OptimizerSpec, usual: OptimizerSpec) -> OptimizerSpec:
-    """Fill in the optimizer options that were not set from the ``usual`` ones. For a checkpoint,
-    the warm-up stays unset until ``stages.scheduled`` knows the number of steps."""
+    """Fill in the optimizer options that were not set from the ``usual`` ones.
+
+    For a checkpoint, the warm-up stays unset until ``stages.scheduled`` knows the number of steps.
+    """
     values: dict[str, Any] = {
         name: getattr(usual, name)
         for name in ("lr", "betas", "warmup_steps")
@@ -237,7 +249,9 @@ def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
 
 def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
     """Return the default number of warm-up steps of a stage, as a list of one (field, value) pair.
-    The list is empty if the run sets the warm-up itself or has no such stage."""
+
+    The list is empty if the run sets the warm-up itself or has no such stage.
+    """
     stage = getattr(run, name)
     if name not in _RATES or stage is None or stage.optim.warmup_steps is not None:
         return []

@@ -1,5 +1,6 @@
-"""Evaluate the policy during training. The policy attempts the items of a split, and the results
-become metrics.
+"""Evaluate the policy during training.
+
+The policy attempts the items of a split, and the results become metrics.
 
 Scores only include attempts that could be judged. An attempt that failed for reasons outside the
 policy (no session, a lost engine, an error in the score; see ``evaluate/attempt.py``) is counted in
@@ -33,9 +34,11 @@ async def evaluate(
     run: Run, task: Task, rlm: RLM, workers: RolloutWorkers | None, split: str, *, direct: bool
 ) -> dict[str, float]:
     """Evaluate the policy on the first items of ``split``, and return the mean reward overall, by
-    kind of item, and by task of a mixture. The score is left out if too many attempts failed.
-    ``workers`` are the processes that run the rollouts; None: this process. ``direct``: whether a
-    plain call answers a short input."""
+    kind of item, and by task of a mixture.
+
+    The score is left out if too many attempts failed. ``workers`` are the processes that run the
+    rollouts; None: this process. ``direct``: whether a plain call answers a short input.
+    """
     spec = run.evaluate
     options = msgspec.structs.replace(
         run.rl.rollout if run.rl is not None else RolloutOptions(),
@@ -124,8 +127,10 @@ def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
 
 
 def _scored(groups: Sequence[Group]) -> Iterator[Group]:
-    """Yield each group with only those attempts that could be scored. Groups without any such
-    attempt are left out."""
+    """Yield each group with only those attempts that could be scored.
+
+    Groups without any such attempt are left out.
+    """
     for group in groups:
         judged = [trajectory for trajectory in group.trajectories if trajectory.rewards]
         if judged:
@@ -133,9 +138,12 @@ def _scored(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
-    """Return the mean of all rewards with its confidence interval. ``rewards`` holds the rewards of
-    each item's attempts. If each item has one attempt with reward 0 or 1, the interval is that of a
-    proportion. Otherwise it comes from resampling the items' mean rewards."""
+    """Return the mean of all rewards with its confidence interval.
+
+    ``rewards`` holds the rewards of each item's attempts. If each item has one attempt with reward
+    0 or 1, the interval is that of a proportion. Otherwise it comes from resampling the items' mean
+    rewards.
+    """
     every = [reward for attempts in rewards for reward in attempts]
     if len(every) == len(rewards) and set(every) <= {0.0, 1.0}:
         return share_with_interval(round(sum(every)), len(every))
@@ -146,8 +154,10 @@ def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
 def _failure_message(
     split: str, failed: Sequence[Trajectory], num: int, passed: float | None
 ) -> str:
-    """Return the warning about failed attempts. ``passed`` is the maximum share of failures if that
-    share was exceeded, and None otherwise."""
+    """Return the warning about failed attempts.
+
+    ``passed`` is the maximum share of failures if that share was exceeded, and None otherwise.
+    """
     first = next(
         (trajectory.errors[-1] for trajectory in failed if trajectory.errors),
         "no error was reported",

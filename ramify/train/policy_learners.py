@@ -1,5 +1,6 @@
-"""Handle all policies that a run trains as one object. Most runs train only one policy;
-``Run.policies`` adds others.
+"""Handle all policies that a run trains as one object.
+
+Most runs train only one policy; ``Run.policies`` adds others.
 
     trainer.py ── begin, learn, publish, save, restore ──> Learners ── for each policy ──> Learner
 
@@ -30,11 +31,16 @@ T = TypeVar("T")
 
 
 class Learners:
-    """All policies that a run trains. Each operation applies to every policy in turn."""
+    """All policies that a run trains.
+
+    Each operation applies to every policy in turn.
+    """
 
     def __init__(self, learners: Sequence[Learner], record: TrainingRunRecorder) -> None:
-        """Combine the given learners, one per trained policy. The first must be the learner of the
-        main policy, ``Run.policy``."""
+        """Combine the given learners, one per trained policy.
+
+        The first must be the learner of the main policy, ``Run.policy``.
+        """
         self._all = learners
         self._record = record
 
@@ -73,7 +79,10 @@ class Learners:
 
     async def begin(self, stage: TrainingStage) -> None:
         """Begin ``stage`` with new optimizers, unless it was restored from a checkpoint and
-        continues. Loads the reference policies if the loss needs them."""
+        continues.
+
+        Loads the reference policies if the loss needs them.
+        """
         state, is_new = self._record.state, not self.has_begun
         for learner, own in self._in(stage):
             if is_new:
@@ -88,8 +97,10 @@ class Learners:
             learner.publisher.backend = None
 
     def recall(self, stage: TrainingStage) -> None:
-        """Restore the state that the algorithms of ``stage`` keep between steps. It is read from
-        the run's record."""
+        """Restore the state that the algorithms of ``stage`` keep between steps.
+
+        It is read from the run's record.
+        """
         for learner, own in self._in(stage):
             own.memory = dict(self._record.state.algorithm_state(learner.name))
 
@@ -97,7 +108,10 @@ class Learners:
 
     def log_data_notes(self, stage: TrainingStage, work: StepData, where: str) -> dict[str, float]:
         """Log the notes about a step's data, and warn about policies that have nothing to learn
-        from. Returns metrics that mark these policies."""
+        from.
+
+        Returns metrics that mark these policies.
+        """
         values: dict[str, float] = {}
         about = {"step": self._record.state.step + 1, "stage": stage.name}
         for learner, _, own in self._of(stage, work):
@@ -114,9 +128,12 @@ class Learners:
     async def weight_update(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
-        """Return a context manager inside which the weights may change. Meanwhile, no engine
-        rejoins, and engines on the trainer's devices sleep. Its value is a dict of metrics with the
-        staleness of the sampled tokens and the time until the engines slept."""
+        """Return a context manager inside which the weights may change.
+
+        Meanwhile, no engine rejoins, and engines on the trainer's devices sleep. Its value is a
+        dict of metrics with the staleness of the sampled tokens and the time until the engines
+        slept.
+        """
         values: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as stack:
             for learner, _, own in self._of(stage, work):
@@ -165,8 +182,10 @@ class Learners:
         self._record.count_step(memories.pop(""), memories)
 
     async def publish_step(self, stage: TrainingStage, work: StepData) -> None:
-        """Send the weights that a step changed to the engines, if ``stage`` samples from them. Call
-        it inside the context ``weight_update``."""
+        """Send the weights that a step changed to the engines, if ``stage`` samples from them.
+
+        Call it inside the context ``weight_update``.
+        """
         for learner, _, own in self._of(stage, work):
             publisher = learner.publisher
             if stage.samples and (own.parts or publisher.phase is EngineWeightState.ASLEEP):
@@ -210,8 +229,10 @@ class Learners:
         return parts
 
     def restore(self, stage: TrainingStage, checkpoint: Path, *, is_open: bool) -> None:
-        """Restore the weights of all policies from ``checkpoint``. If the stage continues
-        (``is_open``), their optimizers are restored too."""
+        """Restore the weights of all policies from ``checkpoint``.
+
+        If the stage continues (``is_open``), their optimizers are restored too.
+        """
         lr_scale = self._record.state.lr_scale if is_open else 1.0
         for learner, own in self._in(stage):
             learner.restore(own, checkpoint, is_open=is_open, lr_scale=lr_scale)
@@ -222,8 +243,10 @@ class Learners:
             self._record.copy_reference(checkpoint, learner.paths.reference)
 
     async def load(self, checkpoint: Path) -> None:
-        """Load the policies of ``checkpoint``. The next call of ``publish`` sends them to the
-        engines."""
+        """Load the policies of ``checkpoint``.
+
+        The next call of ``publish`` sends them to the engines.
+        """
         for learner in self._all:
             await self._in_torch(verify, checkpoint, f"{learner.paths.policy}/")
             await learner.publisher.load_policy(checkpoint / learner.paths.policy)
@@ -236,9 +259,12 @@ class Learners:
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's minibatches. Counts are summed, and other metrics are
-    averaged over the minibatches that report them. The mismatch between trainer and sampler comes
-    from the first minibatch, because its update already changes the weights."""
+    """Combine the metrics of a step's minibatches.
+
+    Counts are summed, and other metrics are averaged over the minibatches that report them. The
+    mismatch between trainer and sampler comes from the first minibatch, because its update already
+    changes the weights.
+    """
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for part in measured for name in part):
         values = [part[name] for part in measured if name in part]

@@ -1,5 +1,7 @@
 """Choose the numeric precision of the engine and of the trainer together, from the checkpoint and
-the kind of device. This module also defines how far their log-probabilities may then differ.
+the kind of device.
+
+This module also defines how far their log-probabilities may then differ.
 
     policy.dtype   compute.precision   engine                  trainer's products
     auto           auto                fp32 on a CPU and from  fp32 if the engine is fp32, else
@@ -55,8 +57,11 @@ class RunPrecision(NamedTuple):
 
     def canary_limits(self, run: Run) -> CanaryTolerance:
         """Return how much the log-probabilities of engine and trainer may differ in the canary
-        check. It is the larger of the limits for their two precisions, or ``inference.tolerance``
-        if that is set. A deterministic run allows no difference."""
+        check.
+
+        It is the larger of the limits for their two precisions, or ``inference.tolerance`` if that
+        is set. A deterministic run allows no difference.
+        """
         spec = run.inference
         hint = f"the engine computes in {self.engine} and the trainer in {self.trainer}"
         if run.deterministic:
@@ -76,11 +81,14 @@ class RunPrecision(NamedTuple):
 
 
 def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -> RunPrecision:
-    """Choose the precisions of engine and trainer for a run. ``stored`` is the precision of the
-    checkpoint's weights, or ``float32`` without a checkpoint. ``device`` is ``cpu`` or ``cuda``.
-    Raises ConfigError if the log-probabilities of engine and trainer could not agree.
+    """Choose the precisions of engine and trainer for a run.
 
-    ``has_bf16`` is True if the device supports bf16, as every CPU does."""
+    ``stored`` is the precision of the checkpoint's weights, or ``float32`` without a checkpoint.
+    ``device`` is ``cpu`` or ``cuda``. Raises ConfigError if the log-probabilities of engine and
+    trainer could not agree.
+
+    ``has_bf16`` is True if the device supports bf16, as every CPU does.
+    """
     dtype, products = run.policy.dtype, run.compute.precision
     if not has_bf16 and "bf16" in (products, dtype.replace("bfloat16", "bf16")):
         raise ConfigError(
@@ -101,9 +109,11 @@ def precision_of(run: Run, stored: str, device: str, *, has_bf16: bool = True) -
 
 
 def _check(run: Run, precision: RunPrecision) -> None:
-    """Raise ConfigError if the precisions do not satisfy the run's limits. A deterministic run
-    needs the same precision in engine and trainer, and the tolerance must be at least one rounding
-    error."""
+    """Raise ConfigError if the precisions do not satisfy the run's limits.
+
+    A deterministic run needs the same precision in engine and trainer, and the tolerance must be at
+    least one rounding error.
+    """
     if run.deterministic and precision.engine_and_trainer[0] != precision.engine_and_trainer[1]:
         raise ConfigError(
             f"deterministic=true needs one precision, but the engine would compute in "

@@ -1,5 +1,7 @@
-"""Check a run's configuration for mistakes before time or money is spent. The checks raise
-ConfigError or log a warning."""
+"""Check a run's configuration for mistakes before time or money is spent.
+
+The checks raise ConfigError or log a warning.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 
 def check_component_names(run: Run) -> None:
     """Check that the names of components in the recipe are valid: the backend, the sandbox and the
-    sources of demonstrations. Nothing is imported for this."""
+    sources of demonstrations.
+
+    Nothing is imported for this.
+    """
     BACKENDS.check(run.compute.backend)
     check_provider(run.sandbox)
     if run.sft is None:
@@ -94,8 +99,10 @@ def _stored_runs_in(folder: str) -> str:
 
 
 def policy_path(run: Run) -> str | Path:
-    """Return the path of the run's initial policy. For a policy that ships with the package, this
-    is its folder in the package."""
+    """Return the path of the run's initial policy.
+
+    For a policy that ships with the package, this is its folder in the package.
+    """
     path = run.policy.path
     packaged = packaged_policy_folder(path)
     return path if packaged is None or Path(path).exists() else packaged
@@ -103,7 +110,10 @@ def policy_path(run: Run) -> str | Path:
 
 def check_policy_files(run: Run) -> None:
     """Check that the policy's folder, configuration and tokenizer are valid, without reading
-    weights. The longest reply must also leave room for a prompt in the context window."""
+    weights.
+
+    The longest reply must also leave room for a prompt in the context window.
+    """
     spec = run.policy
     if spec.device.partition(":")[0] not in DEVICES:
         raise ConfigError(
@@ -127,7 +137,10 @@ def check_policy_files(run: Run) -> None:
 
 def check_reply_fits(run: Run, window: int | None, where: str) -> None:
     """Raise ConfigError if the longest reply leaves no room for a prompt in the policy's ``window``
-    of tokens. ``where`` is where the window is set."""
+    of tokens.
+
+    ``where`` is where the window is set.
+    """
     reply = run.limits.max_reply_tokens
     if window is not None and reply >= window and reply != Limits().max_reply_tokens:
         raise ConfigError(
@@ -137,9 +150,11 @@ def check_reply_fits(run: Run, window: int | None, where: str) -> None:
 
 
 def traffic_task(run: Run, task: Task) -> Task:
-    """Return the task with recorded live traffic as its training split. If ``run`` names no
-    traffic, the task is returned unchanged. Raises ConfigError if the run's options need new
-    rollouts."""
+    """Return the task with recorded live traffic as its training split.
+
+    If ``run`` names no traffic, the task is returned unchanged. Raises ConfigError if the run's
+    options need new rollouts.
+    """
     if not run.task.traffic:
         return task
     if run.rl is None:
@@ -170,9 +185,11 @@ def traffic_task(run: Run, task: Task) -> Task:
 
 
 def check_first_items(run: Run, task: Task) -> None:
-    """Set up and tear down one item of the task, or of each task of a mixture. This reports faults
-    of its environment, its servers or its ``begin`` function before a policy is loaded. No model is
-    called."""
+    """Set up and tear down one item of the task, or of each task of a mixture.
+
+    This reports faults of its environment, its servers or its ``begin`` function before a policy is
+    loaded. No model is called.
+    """
     if isinstance(task, MixtureTask):
         for part in task.tasks.values():
             check_first_items(run, part)
@@ -209,8 +226,11 @@ def check_system_message(run: Run, scaffold: Scaffold) -> None:
 
 def check_splits_and_answers(run: Run, task: Task) -> None:
     """Check that the task has the splits that the run uses, and that its reference answers, if any,
-    score 1. Logs a warning if the options make learning from the task impossible, or if the scores
-    were not checked."""
+    score 1.
+
+    Logs a warning if the options make learning from the task impossible, or if the scores were not
+    checked.
+    """
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
@@ -248,8 +268,10 @@ def check_splits_and_answers(run: Run, task: Task) -> None:
 
 
 def _check_sizes(run: Run, task: Task) -> None:
-    """Raise ConfigError if a step is divided into more minibatches than it has rollouts. Logs a
-    warning if a step or an evaluation asks for more items than the task has."""
+    """Raise ConfigError if a step is divided into more minibatches than it has rollouts.
+
+    Logs a warning if a step or an evaluation asks for more items than the task has.
+    """
     if run.rl is not None:
         sample, group = run.rl.sample, run.rl.rollout.group
         most = (sample.max_items or sample.items) * group
@@ -283,8 +305,11 @@ def _check_sizes(run: Run, task: Task) -> None:
 
 def check_objective(run: Run) -> None:
     """Raise ConfigError if the policy cannot be trained with the run's objective, or if its
-    algorithm compares the rollouts of a group and a group has one. Logs a warning if the policy
-    loss is unusual for the objective, or if it overrides ``rl.algorithm.reduction``."""
+    algorithm compares the rollouts of a group and a group has one.
+
+    Logs a warning if the policy loss is unusual for the objective, or if it overrides
+    ``rl.algorithm.reduction``.
+    """
     if run.rl is None:
         return
     rl, name = run.rl, run.rl.objective
@@ -329,8 +354,11 @@ def _tag(part: Any) -> str:
 
 
 def check_branches(run: Run) -> None:
-    """Check the options for forking rollouts. Rollouts must fork if and only if the advantage
-    estimator compares continuations, and the sandbox and the limits must allow it."""
+    """Check the options for forking rollouts.
+
+    Rollouts must fork if and only if the advantage estimator compares continuations, and the
+    sandbox and the limits must allow it.
+    """
     if run.rl is None:
         return
     branch, needed = run.rl.rollout.branch, needs_of(run.rl.algorithm).branches
@@ -359,8 +387,10 @@ def check_branches(run: Run) -> None:
 
 def check_engine_memory(config: Any, dtype: str, device: str) -> None:
     """Raise ConfigError if the policy's weights do not fit into the memory of the engine's device.
+
     This applies to an engine in this process, which holds the whole model. ``dtype`` is the
-    policy's data type."""
+    policy's data type.
+    """
     import torch
 
     from ramify.models.load import default_dtype
@@ -399,10 +429,12 @@ def check_device(run: Run) -> None:
 
 
 def check_inference(run: Run) -> None:
-    """Check the inference options. Raises ConfigError for truncated sampling (top-p or top-k) with
-    an engine other than Ramify's. Such engines do not report the kept tokens, which are needed to
-    recompute the probabilities. If engines run on this machine, the program that starts them must
-    exist."""
+    """Check the inference options.
+
+    Raises ConfigError for truncated sampling (top-p or top-k) with an engine other than Ramify's.
+    Such engines do not report the kept tokens, which are needed to recompute the probabilities. If
+    engines run on this machine, the program that starts them must exist.
+    """
     spec, rl = run.inference, run.rl
     if spec is None:
         return
@@ -421,10 +453,12 @@ def check_inference(run: Run) -> None:
 
 
 def check_teacher_truncation(run: Run) -> None:
-    """Raise ConfigError for a teacher combined with truncated sampling (top-p or top-k). The
-    log-probability of a truncated sample is relative to the kept tokens, but a teacher's is
+    """Raise ConfigError for a teacher combined with truncated sampling (top-p or top-k).
+
+    The log-probability of a truncated sample is relative to the kept tokens, but a teacher's is
     relative to the whole vocabulary. Each difference would be off by the logarithm of the kept
-    probability."""
+    probability.
+    """
     rl = run.rl
     if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
         return
@@ -473,8 +507,10 @@ def check_deterministic(run: Run) -> None:
 
 
 def check_policies(run: Run) -> None:
-    """Raise ConfigError if nothing would be learned with the given learning rates. Also raise it if
-    a run with several policies uses options that support only one."""
+    """Raise ConfigError if nothing would be learned with the given learning rates.
+
+    Also raise it if a run with several policies uses options that support only one.
+    """
     stages = {name: getattr(run, name) for name in ("warmup", "sft", "rl")}
     others = [spec.optim.peak_lr for spec in run.policies.values()]
     for name, stage in stages.items():
@@ -519,8 +555,10 @@ def check_policies(run: Run) -> None:
 
 
 def check_folder(out: Path) -> None:
-    """Raise ConfigError if the run's folder is not writable or cannot be created. The check leaves
-    no files behind."""
+    """Raise ConfigError if the run's folder is not writable or cannot be created.
+
+    The check leaves no files behind.
+    """
     missing: list[Path] = []
     try:
         missing += [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -540,8 +578,10 @@ def check_folder(out: Path) -> None:
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
     """Raise ConfigError if the first message of the task leaves no room for a reply in the policy's
-    context window, since every rollout would fail. Prompts that an agent writes are not checked,
-    because they are not known yet."""
+    context window, since every rollout would fail.
+
+    Prompts that an agent writes are not checked, because they are not known yet.
+    """
     if getattr(task, "writes_prompts", False):
         return
     room, tools = policy.window - 1, scaffold.tools()
@@ -577,8 +617,10 @@ def note_rewritten_history(run: Run, policy: Policy) -> None:
 
 
 def note_missing_template(policy: Policy) -> None:
-    """Log a warning if the tokenizer has no chat template. Other programs could then not render
-    prompts as they were in training."""
+    """Log a warning if the tokenizer has no chat template.
+
+    Other programs could then not render prompts as they were in training.
+    """
     if policy.tokenizer.chat_template:
         return
     _log.warning(
@@ -591,8 +633,10 @@ def note_missing_template(policy: Policy) -> None:
 
 
 def first_prompt(scaffold: Scaffold, run: Run, task: Task, item: Item) -> list[Message]:
-    """Return the first messages of a root call for ``item``. If an agent writes the prompt itself,
-    the beginning of the question is used instead."""
+    """Return the first messages of a root call for ``item``.
+
+    If an agent writes the prompt itself, the beginning of the question is used instead.
+    """
     if getattr(task, "writes_prompts", False):
         return [Message("user", item.question[:100])]
     chars = observation_messages.count_text_chars(item.context)

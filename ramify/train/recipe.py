@@ -25,7 +25,9 @@ from ramify.training_run_recognition import with_hint
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """Execute a recipe file and return the run that its function ``run`` creates, with overrides
-    applied. Raises ConfigError if the file has no ``def run() -> Run`` or cannot be executed.
+    applied.
+
+    Raises ConfigError if the file has no ``def run() -> Run`` or cannot be executed.
 
     Example:
         run = train.load_recipe("recipes/tiny.py", ["rl.steps=10", "seed=3"])
@@ -51,8 +53,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def _cannot_be_executed(path: Path, error: Exception) -> str:
-    """Return the message about an error that a recipe raised. It shows the line of the recipe, what
-    was wrong, and what to write instead if that is known."""
+    """Return the message about an error that a recipe raised.
+
+    It shows the line of the recipe, what was wrong, and what to write instead if that is known.
+    """
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
@@ -71,7 +75,9 @@ def _cannot_be_executed(path: Path, error: Exception) -> str:
 
 def _wrong_argument(error: Exception) -> str:
     """Return a message about a wrong argument of a configuration class, if that caused ``error``.
-    The field may be unknown, or given without its name. Returns an empty string otherwise."""
+
+    The field may be unknown, or given without its name. Returns an empty string otherwise.
+    """
     unknown = re.match(r"Unexpected keyword argument '(\w+)'", str(error))
     if not isinstance(error, TypeError) or error.__traceback__ is None:
         return ""
@@ -125,9 +131,11 @@ def _called_class(trace: TracebackType) -> Any:
 
 
 def _wrong_type(error: Exception) -> str:
-    """Return a message about a field of the wrong type, if that caused ``error``. The constructor
-    of a configuration class can raise ``error`` when it uses its fields before ``check_types``
-    checks them. Returns an empty string otherwise."""
+    """Return a message about a field of the wrong type, if that caused ``error``.
+
+    The constructor of a configuration class can raise ``error`` when it uses its fields before
+    ``check_types`` checks them. Returns an empty string otherwise.
+    """
     if not isinstance(error, TypeError | AttributeError) or error.__traceback__ is None:
         return ""
     owners = [
@@ -167,10 +175,12 @@ def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def load_stored_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Return the configuration of the run that made a checkpoint, with overrides applied. ``path``
-    is a checkpoint, or the folder of a run, whose latest checkpoint is used. Raises ConfigError if
-    there is none. It is also raised if a possible secret was left out of the checkpoint and no
-    override sets it."""
+    """Return the configuration of the run that made a checkpoint, with overrides applied.
+
+    ``path`` is a checkpoint, or the folder of a run, whose latest checkpoint is used. Raises
+    ConfigError if there is none. It is also raised if a possible secret was left out of the
+    checkpoint and no override sets it.
+    """
     config = dict(read_state(resolve_checkpoint(Path(path))).config)
     overridden = [assignment.partition("=")[0] for assignment in overrides]
     unknown = next((name for name in redacted_keys(config) if name not in overridden), None)

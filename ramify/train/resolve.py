@@ -1,5 +1,6 @@
-"""Resolve a run from its recipe: check the recipe and fill in its open options. No tensor library
-is loaded.
+"""Resolve a run from its recipe: check the recipe and fill in its open options.
+
+No tensor library is loaded.
 
     recipe.py          a file, a preset, an objective, overrides  ──> Run
     resolve            types ─ trackers ─ names and files ─ task  mistakes are found, cheapest first
@@ -45,8 +46,10 @@ from ramify.train.trackers.base import RunTrackers
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedTrainingRun:
-    """A run whose configuration, task and files have been checked, so that training can start. Its
-    weights are not loaded yet."""
+    """A run whose configuration, task and files have been checked, so that training can start.
+
+    Its weights are not loaded yet.
+    """
 
     given: Run
     """The recipe with the user's overrides."""
@@ -62,7 +65,9 @@ class ResolvedTrainingRun:
 
 def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
     """Check everything about a run that can be checked without weights, and load the task and other
-    components that its recipe names. ``resume`` is the folder of a run or one of its checkpoints.
+    components that its recipe names.
+
+    ``resume`` is the folder of a run or one of its checkpoints.
 
     Raises ConfigError for mistakes in the recipe, and StoreError for a damaged checkpoint. No
     tensor library is imported before the checks that do without one, so that mistakes are reported
@@ -96,8 +101,11 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
 
 def _continued(run: Run, checkpoint: Path) -> Run:
     """Return a copy of ``run`` that continues from ``checkpoint``, with the demonstrations that the
-    checkpoint recorded. Raises ConfigError if a field that must stay the same has changed, and
-    StoreError if the checkpoint is damaged."""
+    checkpoint recorded.
+
+    Raises ConfigError if a field that must stay the same has changed, and StoreError if the
+    checkpoint is damaged.
+    """
     verify(checkpoint)
     state = read_state(checkpoint)
     recorded = msgspec.structs.replace(state, config=with_defaults(state.config))

@@ -62,8 +62,10 @@ class RewardConfidenceInterval(NamedTuple):
 
 
 class FinalPolicyInfo(msgspec.Struct, frozen=True):
-    """The checkpoint that was chosen as the run's final policy, with its scores. The policy itself
-    is in ``OUT/policy`` and this description in ``OUT/policy.json``."""
+    """The checkpoint that was chosen as the run's final policy, with its scores.
+
+    The policy itself is in ``OUT/policy`` and this description in ``OUT/policy.json``.
+    """
 
     checkpoint: str
     step: int
@@ -106,10 +108,12 @@ class TrainingRunRecorder:
         measures: Sequence[Callable[[], Mapping[str, float]]] = (),
         meter: CpuMeter | None = None,
     ) -> None:
-        """Create the recorder of the run in the folder ``out``. A new run starts at training item
-        number ``first_item``. Each function in ``measures`` returns further metrics for every step,
-        such as the engines' own. Pass ``meter``, which measures CPU time, only if rollouts run
-        entirely on this machine."""
+        """Create the recorder of the run in the folder ``out``.
+
+        A new run starts at training item number ``first_item``. Each function in ``measures``
+        returns further metrics for every step, such as the engines' own. Pass ``meter``, which
+        measures CPU time, only if rollouts run entirely on this machine.
+        """
         self.out = out
         self.schedule = schedule or Schedule()
         self.checkpoints = CheckpointStore(out, self.schedule.keep_last, self.schedule.keep_best)
@@ -133,8 +137,10 @@ class TrainingRunRecorder:
         self.state.first_item = self.state.next_item
 
     def go_back(self, checkpoint: Path) -> None:
-        """Continue the run from ``checkpoint`` and delete all records of later steps. The
-        checkpoint may belong to another run, in which case this run becomes a fork of it."""
+        """Continue the run from ``checkpoint`` and delete all records of later steps.
+
+        The checkpoint may belong to another run, in which case this run becomes a fork of it.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
         config = self.state.config
         self.state = read_state(checkpoint)
@@ -182,8 +188,10 @@ class TrainingRunRecorder:
             state.stopped, state.guard.since_best = "", 0
 
     def _copy_lines(self, checkpoint: Path) -> None:
-        """Copy the metrics, group outcomes and lineage of the run that wrote ``checkpoint``. The
-        two runs share their history up to the checkpoint. Later lines are removed afterwards."""
+        """Copy the metrics, group outcomes and lineage of the run that wrote ``checkpoint``.
+
+        The two runs share their history up to the checkpoint. Later lines are removed afterwards.
+        """
         for lines in (METRICS, GROUPS, LINEAGE):
             source = checkpoint.resolve().parents[1] / lines.name
             if source.is_file():
@@ -207,8 +215,10 @@ class TrainingRunRecorder:
                 path.unlink()
 
     def copy_reference(self, checkpoint: Path, name: str) -> None:
-        """Copy the reference policy ``name`` from the run that wrote ``checkpoint``. Does nothing
-        if the checkpoint belongs to this run, which already has the reference policy."""
+        """Copy the reference policy ``name`` from the run that wrote ``checkpoint``.
+
+        Does nothing if the checkpoint belongs to this run, which already has the reference policy.
+        """
         target = self.out / name
         if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
             return
@@ -233,9 +243,11 @@ class TrainingRunRecorder:
         state.lr_scale = 1.0
 
     def count_step(self, memory: dict[str, float], others: dict[str, dict[str, float]]) -> None:
-        """Advance the step counters after a training step. ``memory`` is the state that the stage's
-        algorithm keeps between steps. ``others`` holds the same for each additional policy, by
-        name."""
+        """Advance the step counters after a training step.
+
+        ``memory`` is the state that the stage's algorithm keeps between steps. ``others`` holds the
+        same for each additional policy, by name.
+        """
         self.state.step += 1
         self.state.stage_step += 1
         self.state.score = None
@@ -244,7 +256,10 @@ class TrainingRunRecorder:
 
     def add_step_metrics(self, values: dict[str, float]) -> dict[str, float]:
         """Add derived metrics to a step's ``values``: throughput, the share of time spent on each
-        signal, and the engines' own metrics. Returns ``values``."""
+        signal, and the engines' own metrics.
+
+        Returns ``values``.
+        """
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         # Time spent on signals, in parallel to rollouts.
         for name in [name for name in values if name.endswith("/s")]:
@@ -268,8 +283,10 @@ class TrainingRunRecorder:
         *,
         is_step: bool = False,
     ) -> None:
-        """Write one line of metrics, with any faults that were diagnosed. If ``is_step`` is True,
-        the line also shows how the step's time was divided."""
+        """Write one line of metrics, with any faults that were diagnosed.
+
+        If ``is_step`` is True, the line also shows how the step's time was divided.
+        """
         assert self._metrics is not None
         self._tick()
         if is_step:
@@ -283,8 +300,10 @@ class TrainingRunRecorder:
         )
 
     def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
-        """Write the outcomes of a step's groups. Also write the full rollouts if the schedule asks
-        for them at this step."""
+        """Write the outcomes of a step's groups.
+
+        Also write the full rollouts if the schedule asks for them at this step.
+        """
         step = self.state.step
         GROUPS.append(self.out, [msgspec.structs.replace(record, step=step) for record in records])
         if groups and self.saves_rollouts(self.state.stage_step):
@@ -301,22 +320,29 @@ class TrainingRunRecorder:
         return every is not None and stage_step % every == 0
 
     def restart_meter(self) -> None:
-        """Restart the measurement of the rollouts' CPU time. Does nothing if CPU time is not
-        measured."""
+        """Restart the measurement of the rollouts' CPU time.
+
+        Does nothing if CPU time is not measured.
+        """
         if self._meter is not None:
             self._meter.restart()
 
     def rollout_cpu_metrics(self, samples: bool) -> dict[str, float]:
-        """Return the CPU time of a step's rollouts as metrics. The result is empty if the step has
-        no rollouts (``samples`` is False) or CPU time is not measured."""
+        """Return the CPU time of a step's rollouts as metrics.
+
+        The result is empty if the step has no rollouts (``samples`` is False) or CPU time is not
+        measured.
+        """
         return self._meter.measure_and_restart() if self._meter is not None and samples else {}
 
     def note_final_checkpoint(
         self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool
     ) -> None:
-        """Record which checkpoint became the final policy, with its scores. ``final`` holds the
-        metrics of the final evaluation. ``is_best`` is True if the checkpoint scored best on the
-        validation split."""
+        """Record which checkpoint became the final policy, with its scores.
+
+        ``final`` holds the metrics of the final evaluation. ``is_best`` is True if the checkpoint
+        scored best on the validation split.
+        """
         state = read_state(checkpoint)
         validation: Mapping[str, float] = {}
         for row in read_metrics(self.out):
@@ -351,8 +377,10 @@ class TrainingRunRecorder:
             _log.warning("score_errors", text, shown=True, failed=failed, rollouts=num)
 
     def save(self, parts: Mapping[str, Write]) -> None:
-        """Write a checkpoint with the run's state and ``parts``, such as weights. Each part is a
-        function that writes it."""
+        """Write a checkpoint with the run's state and ``parts``, such as weights.
+
+        Each part is a function that writes it.
+        """
         self._tick()
         self.checkpoints.save(self.state, parts)
         self._saved_at = time.monotonic()
@@ -369,8 +397,10 @@ class TrainingRunRecorder:
 
 
 class GroupRecords(msgspec.Struct, frozen=True):
-    """A summary of what became of all rollout groups of a run. It shows whether any group was lost
-    or repeated."""
+    """A summary of what became of all rollout groups of a run.
+
+    It shows whether any group was lost or repeated.
+    """
 
     outcomes: dict[str, int]
     """Number of groups with each outcome."""
@@ -389,6 +419,7 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
 def read_group_records(folder: Path) -> GroupRecords:
     """Summarise the outcomes of all groups up to the last checkpoint of the run in ``folder``.
+
     Later groups are not counted, because a resumed run repeats them. The summary is empty before
     the first checkpoint. Raises ConfigError if the folder does not hold a run.
 

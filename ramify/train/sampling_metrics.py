@@ -45,7 +45,9 @@ _MAX_LOG_RATIO = 20.0
 
 def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
     """Return metrics of all rollouts of a step: their rewards, their lengths and how they ended.
-    ``weights`` are the task's weights of its named rewards."""
+
+    ``weights`` are the task's weights of its named rewards.
+    """
     trees = [tree for group in groups for tree in group.trajectories]
     if not trees:
         return {}
@@ -81,8 +83,10 @@ def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[st
 
 
 def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """Return metrics of the rewards. Each group holds one pair (reward, length) for each scored
-    rollout."""
+    """Return metrics of the rewards.
+
+    Each group holds one pair (reward, length) for each scored rollout.
+    """
     rewards = [reward for group in groups for reward, _ in group]
     if not rewards:
         return {}
@@ -99,8 +103,10 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
 
 def _reward_error(groups: Sequence[Sequence[float]]) -> float:
     """Return the standard error of the mean of all rewards as an estimate for other task items.
+
     Rollouts of one item resemble each other, so groups, not rollouts, are the independent samples.
-    A single group says nothing about other items, so its rollouts are the samples."""
+    A single group says nothing about other items, so its rollouts are the samples.
+    """
     rewards = [reward for group in groups for reward in group]
     samples = groups if len(groups) > 1 else [[reward] for reward in rewards]
     if len(samples) == 1:
@@ -112,7 +118,10 @@ def _reward_error(groups: Sequence[Sequence[float]]) -> float:
 
 def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
     """Return the correlation between two numbers of each rollout, after subtracting the group's
-    mean from both. Returns None if one of the numbers never varies within a group."""
+    mean from both.
+
+    Returns None if one of the numbers never varies within a group.
+    """
     left: list[float] = []
     right: list[float] = []
     for group in groups:
@@ -130,8 +139,11 @@ def advantage_reward_correlation(
     groups: Sequence[Group], rollouts: Sequence[RolloutAdvantages], weights: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the within-group correlation between the advantages of root calls and their rollouts'
-    rewards. It is 1 if advantages simply follow the reward, and negative if credit has the wrong
-    sign. ``rollouts`` are the rollouts that have advantages."""
+    rewards.
+
+    It is 1 if advantages simply follow the reward, and negative if credit has the wrong sign.
+    ``rollouts`` are the rollouts that have advantages.
+    """
     credit: dict[str, float] = {}
     for rollout in rollouts:
         root = rollout.trajectory.root.id
@@ -156,8 +168,11 @@ def advantage_reward_correlation(
 
 def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
     """Return the entropy of the sampled tokens, in nats, and the share of replies that contain a
-    control token. Tokens without known log-probabilities are ignored. ``control_ids`` are special
-    tokens that should end a reply or never occur in one."""
+    control token.
+
+    Tokens without known log-probabilities are ignored. ``control_ids`` are special tokens that
+    should end a reply or never occur in one.
+    """
     replies = [turn.reply for _, call in _sampled(groups) for turn in call.turns]
     replies = [each for each in replies if each.logprobs]
     num = sum(len(each.logprobs or ()) for each in replies)
@@ -171,9 +186,11 @@ def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dic
 
 
 def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
-    """Return metrics of the advantages over all ``num_sampled`` tokens of a step. Tokens that are
-    not in ``rows`` count with advantage 0. The metric ``masked`` is the share of tokens without
-    policy-gradient loss."""
+    """Return metrics of the advantages over all ``num_sampled`` tokens of a step.
+
+    Tokens that are not in ``rows`` count with advantage 0. The metric ``masked`` is the share of
+    tokens without policy-gradient loss.
+    """
     values = [row.advantages[row.rl != 0] for row in rows]
     values = [each for each in values if len(each)]
     num = sum(map(len, values))
@@ -195,16 +212,20 @@ def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, floa
 
 
 def num_sampled(groups: Sequence[Group]) -> int:
-    """Return the number of sampled tokens that could be trained on. Replies of judges do not
-    count."""
+    """Return the number of sampled tokens that could be trained on.
+
+    Replies of judges do not count.
+    """
     return sum(
         len(turn.reply.token_ids or ()) for _, call in _sampled(groups) for turn in call.turns
     )
 
 
 class UpdateProbe(NamedTuple):
-    """A sample of a step's calls with their log-probabilities before the policy update. Scoring the
-    same calls after the update shows how far the policy moved."""
+    """A sample of a step's calls with their log-probabilities before the policy update.
+
+    Scoring the same calls after the update shows how far the policy moved.
+    """
 
     rows: Sequence[TokenSequence]
     """The sampled calls. Their stream ``old_logprobs`` holds the trainer's log-probabilities before
@@ -217,8 +238,10 @@ class UpdateProbe(NamedTuple):
 
     @classmethod
     def taken(cls, rows: Sequence[TokenSequence], backend: ReferenceModel) -> UpdateProbe | None:
-        """Score ``rows`` with the policy before its update and return them as a probe. Returns None
-        if there are no rows."""
+        """Score ``rows`` with the policy before its update and return them as a probe.
+
+        Returns None if there are no rows.
+        """
         batches = pack(rows, backend.packing) if rows else []
         if not batches:
             return None
@@ -245,8 +268,10 @@ class UpdateProbe(NamedTuple):
 
 def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
     """Store how far the trainer's and the sampler's log-probabilities differ, for each sampled
-    token. The differences go into the rollout's ``metadata["logprob_gaps"]``, so that saved
-    rollouts show them.
+    token.
+
+    The differences go into the rollout's ``metadata["logprob_gaps"]``, so that saved rollouts show
+    them.
 
     For example, ``{"0.1/2": [0.01, -0.2]}`` holds the tokens of turn 2 of call 0.1. Turns are
     missing if the trainer did not score all their tokens (by the stream ``old_logprobs``).
@@ -269,8 +294,11 @@ def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
 
 def kl(drawn: Floats, other: Floats) -> float:
     """Estimate KL(drawn, other) from the log-probabilities that both distributions give to tokens
-    sampled from the first. Uses the estimator k3, the mean of exp(d) - d - 1 with d = other -
-    drawn, which is never negative."""
+    sampled from the first.
+
+    Uses the estimator k3, the mean of exp(d) - d - 1 with d = other - drawn, which is never
+    negative.
+    """
     d = np.clip(other.astype(np.float64) - drawn, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     return float((np.exp(d) - d - 1).mean())
 
@@ -279,7 +307,9 @@ def probe_sequences(
     groups: Sequence[Group], temperature: float | Callable[[Call], float], step: int
 ) -> list[TokenSequence]:
     """Select the calls to probe in a step, and return each as a sequence of all its sampled tokens.
-    A hash of their names selects the calls, so a resumed run selects the same ones."""
+
+    A hash of their names selects the calls, so a resumed run selects the same ones.
+    """
     known = [(tree, call) for tree, call in _sampled(groups) if _has_logprobs(call)]
     budget = PROBED * sum(_size(call) for _, call in known)
     chosen: dict[str, RolloutAdvantages] = {}
@@ -299,8 +329,10 @@ def probe_sequences(
 
 
 def _sampled(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Call]]:
-    """Yield each sampled call with its trajectory. Calls of judges are in the same trees and are
-    skipped."""
+    """Yield each sampled call with its trajectory.
+
+    Calls of judges are in the same trees and are skipped.
+    """
     for group in groups:
         for tree in group.trajectories:
             for call in tree.calls:

@@ -1,4 +1,5 @@
 """Count the rollouts of a training step that the task could not score, and summarise their errors.
+
 A typical cause is a user's reward function that raises.
 
     rollouts ──> ScoreFailureCounts(num=9, num_scored=1, …)
@@ -60,8 +61,10 @@ def error_summary(trajectories: Sequence[Trajectory]) -> str:
 
 
 def counted(errors: Sequence[str]) -> str:
-    """Summarise errors as text: the most common ones, each with its count. Errors that differ only
-    in an item or a quoted value count as the same, and the first of them is quoted.
+    """Summarise errors as text: the most common ones, each with its count.
+
+    Errors that differ only in an item or a quoted value count as the same, and the first of them is
+    quoted.
 
     >>> counted(["no number in 'a'", "no number in 'b'", "the grader is down"])
     "2 times: no number in 'a'; once: the grader is down"

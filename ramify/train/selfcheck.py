@@ -1,6 +1,7 @@
-"""Check that the inference engines and the trainer compute the same model. The checks run at the
-start of a run, at every weight sync and in every step. They guard against numbers that are silently
-wrong, the costliest bugs in this field.
+"""Check that the inference engines and the trainer compute the same model.
+
+The checks run at the start of a run, at every weight sync and in every step. They guard against
+numbers that are silently wrong, the costliest bugs in this field.
 
     fingerprint   trainer and engine hold the same weights
     canary        the log-probabilities of a sampled reply agree between the engine's cache and
@@ -73,17 +74,21 @@ class CanaryTolerance(NamedTuple):
 
 
 class TokenIdHashingClient:
-    """A client that records a hash of the token ids of every completion. The hashes are used to
-    check that trajectories contain exactly the ids that the engine processed. Everything else is
-    delegated to the wrapped client.
+    """A client that records a hash of the token ids of every completion.
+
+    The hashes are used to check that trajectories contain exactly the ids that the engine
+    processed. Everything else is delegated to the wrapped client.
 
     Clients of rollout workers record ids too, and the workers send their hashes to the run.
     """
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """Wrap ``client``. Hashes are kept for the latest ``max_token_staleness + 1`` windows, and
+        """Wrap ``client``.
+
+        Hashes are kept for the latest ``max_token_staleness + 1`` windows, and
         ``begin_next_window`` starts a new window. Older windows are needed because rollouts of
-        later steps may finish before the current step is trained on."""
+        later steps may finish before the current step is trained on.
+        """
         self.name = client.name
         self.window = client.window
         self.price = client.price
@@ -120,8 +125,10 @@ class TokenIdHashingClient:
 
 
 class CanaryLogprobs(NamedTuple):
-    """The log-probabilities that an engine returned for the canary, a short sampled reply. They are
-    stored again only when they change."""
+    """The log-probabilities that an engine returned for the canary, a short sampled reply.
+
+    They are stored again only when they change.
+    """
 
     path: tuple[int, ...]
     theirs: tuple[float, ...]
@@ -142,8 +149,10 @@ class EngineConsistencyChecks:
         prompt: Sequence[Message],
         limits: CanaryTolerance = CanaryTolerance(),  # noqa: B008 (frozen)
     ) -> None:
-        """Create the checks of a run. ``weights`` returns the trained weights as the engine should
-        have them. ``prompt`` is the prompt of the canary, a short reply that is sampled and scored.
+        """Create the checks of a run.
+
+        ``weights`` returns the trained weights as the engine should have them. ``prompt`` is the
+        prompt of the canary, a short reply that is sampled and scored.
 
         In fp32, single tokens differ by up to 2e-5 and most tokens by much less. bf16 rounds to
         three digits, so differences grow with the log-probabilities.
@@ -164,8 +173,10 @@ class EngineConsistencyChecks:
         """The latest scores of each engine without a fingerprint, by the engine's name."""
 
     async def check_engines(self, backend: Backend, in_torch: InTorch) -> None:
-        """Raise TrainError if any engine serves a different policy than the trainer holds. Engines
-        that are currently lost are skipped and checked when they rejoin."""
+        """Raise TrainError if any engine serves a different policy than the trainer holds.
+
+        Engines that are currently lost are skipped and checked when they rejoin.
+        """
         ours, some = await in_torch(self._expected_weights)
         answered = 0
         for engine in engines_of(self.seen.client):
@@ -227,8 +238,11 @@ class EngineConsistencyChecks:
 
     def _check_moved(self, engine: InferenceClient, now: CanaryLogprobs) -> None:
         """Raise TrainError if the engine's log-probabilities did not change although its weights
-        did. Rounding can hide the change of one small step, but not that of many. So the change of
-        the weights is measured since the log-probabilities last changed."""
+        did.
+
+        Rounding can hide the change of one small step, but not that of many. So the change of the
+        weights is measured since the log-probabilities last changed.
+        """
         before = self._scored.get(engine.name)
         # Different scores show that the new weights are used; too few positions prove nothing.
         if before is None or before[:2] != now[:2] or len(now.theirs) < _MIN_POSITIONS:
@@ -251,8 +265,10 @@ class EngineConsistencyChecks:
 
     def _allowed(self, ours_T: Floats64) -> float:
         """Return the largest difference allowed between the engine's and the trainer's
-        log-probabilities of the canary, a short sampled reply. ``ours_T`` holds the trainer's.
-        Large values round more, so they allow a larger difference."""
+        log-probabilities of the canary, a short sampled reply.
+
+        ``ours_T`` holds the trainer's. Large values round more, so they allow a larger difference.
+        """
         largest = float(np.abs(ours_T[np.isfinite(ours_T)]).max(initial=0.0))
         return max(self._limits.tolerance, self._limits.rounding * largest)
 
@@ -293,8 +309,11 @@ class EngineConsistencyChecks:
         return f" ({engine.name}; version {self.seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
-        """Check the token ids of a step's first group. Raises TrainError if one of its trajectories
-        contains ids that did not go through the engine."""
+        """Check the token ids of a step's first group.
+
+        Raises TrainError if one of its trajectories contains ids that did not go through the
+        engine.
+        """
         for trajectory in groups[0].trajectories:
             self._check_ids(trajectory)
         self.seen.begin_next_window()
@@ -315,8 +334,10 @@ class EngineConsistencyChecks:
     def check_packed_loss_weights(
         self, rows: Sequence[TokenSequence], batches: Sequence[Batch]
     ) -> None:
-        """Raise TrainError if packing changed the total loss weight of a step. The batches must
-        have the same sum of weights as the sequences in ``rows``."""
+        """Raise TrainError if packing changed the total loss weight of a step.
+
+        The batches must have the same sum of weights as the sequences in ``rows``.
+        """
         for name in ("rl", "ce", "kd"):
             total = sum(
                 float(np.sum(column, dtype=np.float64))
@@ -335,8 +356,10 @@ class EngineConsistencyChecks:
                 )
 
     def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
-        """Return the log-probability of each token under the trainer's weights. The first token
-        gets 0."""
+        """Return the log-probability of each token under the trainer's weights.
+
+        The first token gets 0.
+        """
         row = _row(ids, 1)
         ours_T = np.zeros(len(row), np.float64)
         batches = pack([row], backend.packing)
@@ -346,9 +369,11 @@ class EngineConsistencyChecks:
 
 
 def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """Return the individual engines behind ``client``, for checks that each engine must pass. If
-    ``client`` is itself an engine, only that engine is returned. The list is empty if all engines
-    are currently lost."""
+    """Return the individual engines behind ``client``, for checks that each engine must pass.
+
+    If ``client`` is itself an engine, only that engine is returned. The list is empty if all
+    engines are currently lost.
+    """
     engines: Sequence[InferenceClient] | None = getattr(client, "engines", None)
     return [client] if engines is None else engines
 

@@ -73,8 +73,11 @@ class _Row(msgspec.Struct):
 
 
 def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
-    """Yield the first ``num`` conversations of a file or data set as demonstrations. Raises
-    ConfigError for a row that is not a conversation, and SourceError if the file cannot be read."""
+    """Yield the first ``num`` conversations of a file or data set as demonstrations.
+
+    Raises ConfigError for a row that is not a conversation, and SourceError if the file cannot be
+    read.
+    """
     rows = rows_of(source)
     for number, row in enumerate(islice(iter(rows), num)):
         try:
@@ -140,8 +143,10 @@ class DemonstrationSet(NamedTuple):
 
 
 def show_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffold) -> bool:
-    """Return True if each demonstration is a plain call, without a Python session. A conversation
-    counts as one if none of its replies has code, a tool call or a final answer."""
+    """Return True if each demonstration is a plain call, without a Python session.
+
+    A conversation counts as one if none of its replies has code, a tool call or a final answer.
+    """
     shown = [(one.are_conversations, each.root) for one in demonstrations for each in one[0]]
     return bool(shown) and all(
         not any(_acts(turn.reply.message, scaffold) for turn in root.turns)
@@ -160,8 +165,10 @@ def _acts(message: Message, scaffold: Scaffold) -> bool:
 
 
 class StoredDemonstrations(list[Trajectory]):
-    """A list of demonstrations that are also stored as runs in the store at ``root``. Their token
-    ids can therefore be cached there."""
+    """A list of demonstrations that are also stored as runs in the store at ``root``.
+
+    Their token ids can therefore be cached there.
+    """
 
     def __init__(self, runs: Iterable[Trajectory], root: Path) -> None:
         super().__init__(runs)
@@ -169,8 +176,11 @@ class StoredDemonstrations(list[Trajectory]):
 
 
 def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[DemonstrationSet]:
-    """Return the trajectories that supervised fine-tuning imitates. Demonstrations made for this
-    run come first, then the stored trajectories that the configuration names."""
+    """Return the trajectories that supervised fine-tuning imitates.
+
+    Demonstrations made for this run come first, then the stored trajectories that the configuration
+    names.
+    """
     spec = run.sft
     sets: list[DemonstrationSet] = []
     if spec is not None and spec.demos:
@@ -183,8 +193,10 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[Demonstr
 
 
 def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> DemonstrationSet:
-    """Return the demonstrations that ``spec.demos`` names. They are read from a file or data set of
-    conversations, or made by a registered function."""
+    """Return the demonstrations that ``spec.demos`` names.
+
+    They are read from a file or data set of conversations, or made by a registered function.
+    """
     with report_progress("demonstrations", spec.num, "items") as work:
 
         def taken(each: Any) -> Trajectory:
@@ -206,8 +218,10 @@ def _made(
     scaffold: Scaffold,
     taken: Callable[[Any], Trajectory],
 ) -> DemonstrationSet:
-    """Call the registered function that ``spec.demos`` names and return its demonstrations. Raises
-    ConfigError if the function fails."""
+    """Call the registered function that ``spec.demos`` names and return its demonstrations.
+
+    Raises ConfigError if the function fails.
+    """
     make = DEMOS.of(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
@@ -225,8 +239,10 @@ def _made(
 
 
 def num_demo_items(spec: SftSpec | None) -> int:
-    """Return how many items at the start of the training split serve as demonstrations. It is 0 if
-    there are no demonstrations or they come from a file."""
+    """Return how many items at the start of the training split serve as demonstrations.
+
+    It is 0 if there are no demonstrations or they come from a file.
+    """
     if spec is None or not spec.demos or spec.shows_conversations:
         return 0
     return spec.num
@@ -244,7 +260,9 @@ def demonstrate(
     store: str | Path | None = None,
 ) -> list[Trajectory]:
     """Run an expert on the first ``num`` training items and return its scored runs as
-    demonstrations. Use it in a function that ``sft.demos`` names.
+    demonstrations.
+
+    Use it in a function that ``sft.demos`` names.
 
     ``expert`` is a model (``provider:model``), or a function that maps the messages of a call to
     the next reply. The code in its replies runs in real sessions. The runs of a model are kept in
@@ -303,8 +321,10 @@ def demonstrate(
 
 
 def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
-    """Load the stored run of one evaluation attempt, with its rewards. If the attempt has no run,
-    return an empty trajectory that contains the error."""
+    """Load the stored run of one evaluation attempt, with its rewards.
+
+    If the attempt has no run, return an empty trajectory that contains the error.
+    """
     if not outcome.run:
         return Trajectory("", "", task=outcome.item, errors=[outcome.error])
     trajectory = store.load(outcome.run)
@@ -320,9 +340,11 @@ def tokenised(
     renderer: Renderer,
     tools: Sequence[Tool],
 ) -> list[Trajectory]:
-    """Add token ids to the trajectories of all demonstrations and return the trajectories. Ids are
-    taken from the cache if possible, and newly computed ids are added to it. Raises ConfigError,
-    which names the demonstration, if the policy's format cannot express one."""
+    """Add token ids to the trajectories of all demonstrations and return the trajectories.
+
+    Ids are taken from the cache if possible, and newly computed ids are added to it. Raises
+    ConfigError, which names the demonstration, if the policy's format cannot express one.
+    """
     trajectories: list[Trajectory] = []
     num = sum(len(each.trajectories) for each in demonstrations)
     num_found = num_calls = 0
@@ -362,9 +384,11 @@ def sft_rows(
     scaffold: Scaffold,
     weights: Mapping[str, float],
 ) -> list[TokenSequence]:
-    """Return the token sequences that supervised fine-tuning trains on. Sequences longer than the
-    policy's context window are left out with a warning. Raises ConfigError if there is nothing to
-    learn from."""
+    """Return the token sequences that supervised fine-tuning trains on.
+
+    Sequences longer than the policy's context window are left out with a warning. Raises
+    ConfigError if there is nothing to learn from.
+    """
     groups = [
         Group(trajectory.task, [trajectory])
         for trajectory in tokenised(

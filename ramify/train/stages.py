@@ -1,4 +1,5 @@
 """Define the stages of a training run: warm-up, supervised fine-tuning and reinforcement learning.
+
 Each stage supplies the data that its steps train on.
 
     warm-up  random strings, each repeated         ┐
@@ -54,8 +55,11 @@ from ramify.types.trajectory import Call, Group
 
 
 class RolloutsFailed(TrainError):
-    """Raised if so many rollouts failed that further steps would not help. Either all rollouts of a
-    step failed, or most of those with an answer failed in steps without a training signal."""
+    """Raised if so many rollouts failed that further steps would not help.
+
+    Either all rollouts of a step failed, or most of those with an answer failed in steps without a
+    training signal.
+    """
 
 
 class Minibatch(msgspec.Struct, eq=False):
@@ -88,16 +92,24 @@ class StepData(msgspec.Struct, eq=False):
 
 
 class StepSource(Protocol):
-    """The source of one stage's training data. It stays open for the duration of the stage."""
+    """The source of one stage's training data.
+
+    It stays open for the duration of the stage.
+    """
 
     async def work(self, step: int) -> StepData:
-        """Return the training data of step ``step``, counted from 0. Steps are requested in order,
-        each after the previous one has ended."""
+        """Return the training data of step ``step``, counted from 0.
+
+        Steps are requested in order, each after the previous one has ended.
+        """
         ...
 
     def note_new_weights(self, step: int) -> None:
         """Notify the source that the inference engine now has the weights after ``step`` steps of
-        the stage. Rollouts that waited for newer weights may then begin."""
+        the stage.
+
+        Rollouts that waited for newer weights may then begin.
+        """
         ...
 
     def state(self) -> tuple[int, list[int]]:
@@ -106,13 +118,17 @@ class StepSource(Protocol):
         ...
 
     def take_skipped(self) -> list[GroupRecord]:
-        """Return the records of skipped items that no step's data has reported yet. Only items
-        before the next new one are included."""
+        """Return the records of skipped items that no step's data has reported yet.
+
+        Only items before the next new one are included.
+        """
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager that keeps the source from using the inference engine. Use it
-        while the engine is needed for other work, such as an evaluation."""
+        """Return a context manager that keeps the source from using the inference engine.
+
+        Use it while the engine is needed for other work, such as an evaluation.
+        """
         ...
 
 
@@ -125,14 +141,18 @@ class Checkpointable(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore the state that ``save`` wrote to ``folder``. Raises ConfigError if it is
-        missing."""
+        """Restore the state that ``save`` wrote to ``folder``.
+
+        Raises ConfigError if it is missing.
+        """
         ...
 
 
 class TrainingStage(Protocol):
-    """The interface of one stage of a training run, such as supervised fine-tuning. It defines the
-    stage's length, optimizer, loss and data source."""
+    """The interface of one stage of a training run, such as supervised fine-tuning.
+
+    It defines the stage's length, optimizer, loss and data source.
+    """
 
     name: str
     num_steps: int
@@ -154,42 +174,58 @@ class TrainingStage(Protocol):
 
     @property
     def others(self) -> Mapping[str, TrainingStage]:
-        """Stages of other policies that are trained on the same rollouts, by policy name. Each
-        policy has its own optimizer and assigns its own credit."""
+        """Stages of other policies that are trained on the same rollouts, by policy name.
+
+        Each policy has its own optimizer and assigns its own credit.
+        """
         ...
 
     @property
     def extra_state(self) -> Mapping[str, Checkpointable]:
-        """Additional state of this stage that a checkpoint must store, by name. A checkpoint before
-        the first step stores none, because the stage creates it when it begins."""
+        """Additional state of this stage that a checkpoint must store, by name.
+
+        A checkpoint before the first step stores none, because the stage creates it when it begins.
+        """
         ...
 
     def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Add further per-token inputs of the loss to ``rows``, in place. Returns metrics."""
+        """Add further per-token inputs of the loss to ``rows``, in place.
+
+        Returns metrics.
+        """
         ...
 
     def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         """Return the token sequences on which the policy is compared before and after a training
-        step. No comparison is made if the list is empty."""
+        step.
+
+        No comparison is made if the list is empty.
+        """
         ...
 
     def source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
-        """Open the stage's data source at a position from a checkpoint. ``next_item`` is the
-        index of the next new item, and ``pending`` holds the indices of the items that were in
-        progress."""
+        """Open the stage's data source at a position from a checkpoint.
+
+        ``next_item`` is the index of the next new item, and ``pending`` holds the indices of the
+        items that were in progress.
+        """
         ...
 
     async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
-        """Count how many of the first root calls will be recursive and how many plain. The run
-        reports this before its first rollout. Returns None for a stage without rollouts."""
+        """Count how many of the first root calls will be recursive and how many plain.
+
+        The run reports this before its first rollout. Returns None for a stage without rollouts.
+        """
         ...
 
 
 class FixedDataStage(ABC):
-    """Base class of stages whose data exists before training. These stages compute nothing before
-    learning and keep no state."""
+    """Base class of stages whose data exists before training.
+
+    These stages compute nothing before learning and keep no state.
+    """
 
     samples, max_staleness, critic, streams = False, 0, False, frozenset[str]()
     loss = LossSpec()
@@ -238,7 +274,10 @@ class FixedDataStage(ABC):
 
 class RandomStringWarmUpStage(FixedDataStage):
     """A warm-up stage on repeated random strings, which teaches a model to copy earlier text
-    (induction). ``sft_data.induction`` makes the strings."""
+    (induction).
+
+    ``sft_data.induction`` makes the strings.
+    """
 
     name = "warmup"
 
@@ -258,8 +297,10 @@ class RandomStringWarmUpStage(FixedDataStage):
 
 
 class SftStage(FixedDataStage):
-    """The stage of supervised fine-tuning on tokenized examples. ``rows_by_step`` decides their
-    order."""
+    """The stage of supervised fine-tuning on tokenized examples.
+
+    ``rows_by_step`` decides their order.
+    """
 
     name = "sft"
 
@@ -271,8 +312,10 @@ class SftStage(FixedDataStage):
         epochs: int,
         seed: int,
     ) -> None:
-        """Create a stage that trains on ``rows``. Raises ConfigError if there is nothing to learn
-        from."""
+        """Create a stage that trains on ``rows``.
+
+        Raises ConfigError if there is nothing to learn from.
+        """
         super().__init__()
         self._rows = rows
         self._order = rows_by_step(rows, batch_tokens, epochs, seed)
@@ -288,8 +331,10 @@ class SftStage(FixedDataStage):
 
 
 class RlStage:
-    """The stage of reinforcement learning on rollouts of the task's training split. An algorithm
-    computes the advantages."""
+    """The stage of reinforcement learning on rollouts of the task's training split.
+
+    An algorithm computes the advantages.
+    """
 
     name, samples = "rl", True
 
@@ -305,11 +350,14 @@ class RlStage:
         others: Mapping[str, RlStage] | None = None,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """Create a stage of reinforcement learning for one policy. ``algorithm`` is the part of the
-        recipe's algorithm that applies to this policy. ``temperature`` is the sampling temperature
-        of the policy's calls, or None for the temperature of all rollouts. ``others`` holds the
-        stages of other policies that are trained on the same rollouts, by policy name. ``pool``
-        decides which items are skipped because they currently give no training signal."""
+        """Create a stage of reinforcement learning for one policy.
+
+        ``algorithm`` is the part of the recipe's algorithm that applies to this policy.
+        ``temperature`` is the sampling temperature of the policy's calls, or None for the
+        temperature of all rollouts. ``others`` holds the stages of other policies that are trained
+        on the same rollouts, by policy name. ``pool`` decides which items are skipped because they
+        currently give no training signal.
+        """
         self.num_steps = spec.steps
         self.optim = with_schedule_defaults(
             self.name, spec.optim, spec.steps * spec.sample.minibatches
@@ -408,8 +456,11 @@ class RlStage:
     def assign_credit(
         self, groups: list[Group], reader: SignalRunner | None = None
     ) -> tuple[StepData, set[str]]:
-        """Assign advantages to the rollouts in ``groups``. Returns the training data for this
-        stage's policy, and the ids of the rollouts that received advantages."""
+        """Assign advantages to the rollouts in ``groups``.
+
+        Returns the training data for this stage's policy, and the ids of the rollouts that received
+        advantages.
+        """
         assigned = self._composed(reader).assign_advantages(
             groups, self._task.weights, every_token=self.loss.needs_zero_advantage
         )
@@ -444,9 +495,11 @@ class RlStage:
         return algorithm if reader is None else reader.composed(algorithm)
 
     def _minibatches(self, assigned: StepAdvantages) -> list[Minibatch]:
-        """Divide the rollouts of a step into minibatches of about the same size. Rollouts are dealt
-        out in turn, so that each minibatch has some of every group. The loss denominators are
-        divided evenly, so that each minibatch estimates the same loss."""
+        """Divide the rollouts of a step into minibatches of about the same size.
+
+        Rollouts are dealt out in turn, so that each minibatch has some of every group. The loss
+        denominators are divided evenly, so that each minibatch estimates the same loss.
+        """
         num = min(self._sample.minibatches, len(assigned.rollouts))
         shares = {name: value / num for name, value in assigned.denominators.items()} if num else {}
         with WallAndCpuTimer("packing"):
@@ -457,8 +510,10 @@ class RlStage:
 
 
 class RolloutStepSource:
-    """The source of training data for ``RlStage``. A step's data is ready when its groups of
-    rollouts are complete."""
+    """The source of training data for ``RlStage``.
+
+    A step's data is ready when its groups of rollouts are complete.
+    """
 
     def __init__(self, stage: RlStage, queue: GroupQueue, reader: SignalRunner | None) -> None:
         self._stage = stage
@@ -489,9 +544,11 @@ class RolloutStepSource:
 
 
 def with_schedule_defaults(stage: str, optim: OptimizerSpec, num_steps: int) -> OptimizerSpec:
-    """Fill in the missing options of an optimizer's schedule. The schedule lasts ``num_steps``
-    steps, and the warm-up a tenth of that but at most 10 steps. Raises ConfigError with the stage's
-    name if the schedule is shorter than the warm-up."""
+    """Fill in the missing options of an optimizer's schedule.
+
+    The schedule lasts ``num_steps`` steps, and the warm-up a tenth of that but at most 10 steps.
+    Raises ConfigError with the stage's name if the schedule is shorter than the warm-up.
+    """
     if optim.warmup_steps is None:
         optim = msgspec.structs.replace(optim, warmup_steps=usual_warmup(num_steps))
     if optim.num_steps is not None:
@@ -515,8 +572,11 @@ def streams_of(loss: LossSpec) -> frozenset[str]:
 
 
 def _check_any_came_back(groups: Sequence[Group], notes: Sequence[str]) -> None:
-    """Raise RolloutsFailed if all rollouts of a training step failed. ``notes`` say which rollouts
-    were abandoned. The message quotes the first note if no rollout has an error."""
+    """Raise RolloutsFailed if all rollouts of a training step failed.
+
+    ``notes`` say which rollouts were abandoned. The message quotes the first note if no rollout has
+    an error.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
         errors = error_summary(trajectories) or next(iter(notes), "no error was recorded")
@@ -525,8 +585,11 @@ def _check_any_came_back(groups: Sequence[Group], notes: Sequence[str]) -> None:
 
 def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:
     """Store the advantages of each turn in its rollout's metadata, so that saved rollouts show
-    them. For example, ``{"0.1/2": 0.25}`` is the advantage of turn 2 of call 0.1. If a turn's
-    tokens differ, a list takes the place of the number."""
+    them.
+
+    For example, ``{"0.1/2": 0.25}`` is the advantage of turn 2 of call 0.1. If a turn's tokens
+    differ, a list takes the place of the number.
+    """
     for rollout in rollouts:
         by_turn: dict[str, float | list[float]] = {}
         for (call, turn), credit in rollout.credits.items():
@@ -565,9 +628,11 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _agent_requests(calls: Sequence[Call]) -> dict[str, float]:
-    """Return metrics of the requests that outside agents sent to the policy. ``agent/CAUSE`` counts
-    the calls that they began, by cause, and ``agent/continued`` the turns that continued a call.
-    Empty if no agent sent a request."""
+    """Return metrics of the requests that outside agents sent to the policy.
+
+    ``agent/CAUSE`` counts the calls that they began, by cause, and ``agent/continued`` the turns
+    that continued a call. Empty if no agent sent a request.
+    """
     asked = [call for call in calls if call.cause is not None]
     counts = Counter(f"agent/{call.cause}" for call in asked)
     counts["agent/continued"] = sum(max(len(call.turns) - 1, 0) for call in asked)

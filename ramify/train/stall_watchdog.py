@@ -1,5 +1,6 @@
-"""Put a time limit on everything that a training run waits for. The run then ends either with its
-result or with an error that says what was stuck and where.
+"""Put a time limit on everything that a training run waits for.
+
+The run then ends either with its result or with an error that says what was stuck and where.
 
     await watch.bounded("learning", work)   its result; TrainError without progress for ``stall_s``
     watch.moved()                           report progress: a reply, a rollout, a batch, …
@@ -39,13 +40,17 @@ _GRACE_S = 10.0
 
 
 class StallError(TrainError):
-    """Raised if a training run makes no progress for too long. Python cannot stop stuck threads, so
-    the process may have to be killed."""
+    """Raised if a training run makes no progress for too long.
+
+    Python cannot stop stuck threads, so the process may have to be killed.
+    """
 
 
 class StoppedBySignal(TrainError):
-    """Raised if a signal such as SIGTERM asked the training run to stop. The completed steps are
-    saved."""
+    """Raised if a signal such as SIGTERM asked the training run to stop.
+
+    The completed steps are saved.
+    """
 
     def __init__(self, by: str) -> None:
         super().__init__(f"the run was ended by {by}")
@@ -74,8 +79,10 @@ class _Wait:
 
 
 class StallWatchdog:
-    """Watch all waits of one training run from a separate thread. A wait ends with an error if the
-    run makes no progress."""
+    """Watch all waits of one training run from a separate thread.
+
+    A wait ends with an error if the run makes no progress.
+    """
 
     def __init__(
         self,
@@ -85,9 +92,11 @@ class StallWatchdog:
         others: Callable[[], str] | None = None,
         on_stall: Callable[[str], None] | None = None,
     ) -> None:
-        """Create a watchdog that ends waits after ``stall_s`` seconds without progress. ``others``
-        returns the stacks of other processes as text. On a stall, ``on_stall`` is called in the
-        watching thread before any wait is ended."""
+        """Create a watchdog that ends waits after ``stall_s`` seconds without progress.
+
+        ``others`` returns the stacks of other processes as text. On a stall, ``on_stall`` is called
+        in the watching thread before any wait is ended.
+        """
         self._out = out
         self._stall_s = stall_s
         self._others = others
@@ -104,14 +113,19 @@ class StallWatchdog:
         self._moved = time.monotonic()
 
     def fail(self, error: BaseException) -> None:
-        """End all current and later waits with ``error``. Call this in the event loop's thread."""
+        """End all current and later waits with ``error``.
+
+        Call this in the event loop's thread.
+        """
         self._failed = self._failed or error
         for wait in self._waits:
             _end(wait, self._failed)
 
     def end_waits(self, by: str) -> None:
         """End all current and later waits that may be cut off (``can_stop``) with StoppedBySignal.
-        ``by`` is the signal's name. Call this in the event loop's thread."""
+
+        ``by`` is the signal's name. Call this in the event loop's thread.
+        """
         self._stopped_by = by
         for wait in self._waits:
             if wait.can_stop and not wait.task.done():
@@ -120,8 +134,9 @@ class StallWatchdog:
     async def bounded(
         self, what: str, work: Awaitable[T], *, thread: str = "", can_stop: bool = False
     ) -> T:
-        """Await ``work`` and return its result. Raises TrainError if the run makes no progress for
-        ``stall_s`` seconds.
+        """Await ``work`` and return its result.
+
+        Raises TrainError if the run makes no progress for ``stall_s`` seconds.
 
         ``what`` describes the work in error messages. ``thread`` is the prefix of the name of the
         thread that does the work, or empty if the event loop's thread does it. ``can_stop`` is True
@@ -216,8 +231,10 @@ class StallWatchdog:
 
 
 class SerialThread:
-    """A daemon thread that runs pieces of work one after another. It does not keep the process from
-    exiting."""
+    """A daemon thread that runs pieces of work one after another.
+
+    It does not keep the process from exiting.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -227,8 +244,10 @@ class SerialThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work`` in this thread and return its result. Work that has begun is completed even
-        if the caller is cancelled."""
+        """Run ``work`` in this thread and return its result.
+
+        Work that has begun is completed even if the caller is cancelled.
+        """
         future: Future[T] = Future()
         with self._wake:
             if self._is_closed:
@@ -241,8 +260,10 @@ class SerialThread:
         return await asyncio.wrap_future(future)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Accept no more work, and wait until the current work is done. Queued work is
-        cancelled."""
+        """Accept no more work, and wait until the current work is done.
+
+        Queued work is cancelled.
+        """
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -271,17 +292,21 @@ class SerialThread:
 
 
 class WatchedTrainingThread:
-    """The thread in which the weights change. The watchdog ends a wait for this thread if the run
-    makes no progress."""
+    """The thread in which the weights change.
+
+    The watchdog ends a wait for this thread if the run makes no progress.
+    """
 
     def __init__(self, watch: StallWatchdog, name: str = "ramify-train") -> None:
         self.watch = watch
         self._thread = SerialThread(name)
 
     async def run(self, step: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work`` in the training thread and return its result. ``step`` is the number of
-        the training step, from 1, for error messages. Raises StallError if the run makes no
-        progress."""
+        """Run ``work`` in the training thread and return its result.
+
+        ``step`` is the number of the training step, from 1, for error messages. Raises StallError
+        if the run makes no progress.
+        """
         name = getattr(work, "__name__", "work").strip("_")
         running = self._thread.run(work, *arguments)
         return await self.watch.bounded(
@@ -289,8 +314,10 @@ class WatchedTrainingThread:
         )
 
     def close(self, *, is_stalled: bool) -> None:
-        """Wait until the current work is done and stop the watchdog. If the thread is stuck, it is
-        not waited for."""
+        """Wait until the current work is done and stop the watchdog.
+
+        If the thread is stuck, it is not waited for.
+        """
         self._thread.close(0 if is_stalled else None)
         self.watch.close()
 
@@ -324,8 +351,11 @@ def _all_tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
 
 
 def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
-    """Yield the stack of an asyncio task as lines of text. The coroutines come first, from the
-    outermost to the innermost, and then the object that the innermost one waits for."""
+    """Yield the stack of an asyncio task as lines of text.
+
+    The coroutines come first, from the outermost to the innermost, and then the object that the
+    innermost one waits for.
+    """
     waiting: Any = task.get_coro()
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         code = frame.f_code
@@ -336,8 +366,10 @@ def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
 
 
 def _stack_of(wait: _Wait) -> list[str]:
-    """Return the stack of the thread that ``wait`` is waiting for, as printable lines. If the work
-    runs in an idle event loop, return the stack of the waiting coroutine instead."""
+    """Return the stack of the thread that ``wait`` is waiting for, as printable lines.
+
+    If the work runs in an idle event loop, return the stack of the waiting coroutine instead.
+    """
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if wait.thread and thread.name.startswith(wait.thread) and thread.ident in frames:

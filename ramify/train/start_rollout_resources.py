@@ -54,8 +54,10 @@ class RolloutResources:
 async def reserve_machines(
     parts: RunParts, out: Path, stack: contextlib.AsyncExitStack
 ) -> Launcher | None:
-    """Reserve the machines on which the run places processes, and start the run's services. Returns
-    the launcher of processes on other machines, or None if there are none."""
+    """Reserve the machines on which the run places processes, and start the run's services.
+
+    Returns the launcher of processes on other machines, or None if there are none.
+    """
     for each in (parts, *parts.others.values()):
         _choose_key(each)
     hosts = _placed(parts)
@@ -75,7 +77,9 @@ async def open_rollouts(
     parts: RunParts, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
 ) -> RolloutResources:
     """Start the engines and the rollout workers, and return the resources that rollouts need.
-    ``stack`` closes them all."""
+
+    ``stack`` closes them all.
+    """
     client, audited = await _engines(parts, out / "inference", hosts, stack)
     others = {
         name: await _engines(each, out / f"inference-{name}", None, stack, f".{name}")
@@ -111,8 +115,10 @@ async def _engines(
     stack: contextlib.AsyncExitStack,
     suffix: str = "",
 ) -> tuple[LocalClient | HttpEngines, TokenIdHashingClient]:
-    """Start the engines of one policy, and return their client. ``folder`` is for files that the
-    engines read and write."""
+    """Start the engines of one policy, and return their client.
+
+    ``folder`` is for files that the engines read and write.
+    """
     from ramify.inference.local.local_client import LocalClient
 
     client = client_of(parts)
@@ -126,8 +132,10 @@ async def _engines(
 
 
 def _choose_key(parts: RunParts) -> None:
-    """Choose the API key of the engines that the run starts. It is set in the environment before
-    other processes start, so that they inherit it."""
+    """Choose the API key of the engines that the run starts.
+
+    It is set in the environment before other processes start, so that they inherit it.
+    """
     if parts.engines is not None and not parts.engines.urls:
         os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
 
@@ -159,8 +167,10 @@ def client_of(parts: RunParts) -> LocalClient | HttpEngines:
 
 
 def _placed(parts: RunParts) -> Launcher | None:
-    """Return the launcher of processes on other machines, or None if the run has none. Raises
-    ConfigError if the requested machines are not available."""
+    """Return the launcher of processes on other machines, or None if the run has none.
+
+    Raises ConfigError if the requested machines are not available.
+    """
     import torch
 
     from ramify.actors.ray_launcher import RayLauncher
@@ -192,8 +202,10 @@ def _workers(
     out: Path,
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:
-    """Return the rollout workers, which are not started yet. Returns None if the placement has
-    none."""
+    """Return the rollout workers, which are not started yet.
+
+    Returns None if the placement has none.
+    """
     from ramify.inference.local.local_client import LocalClient
 
     run, num = parts.run, parts.num_placed_processes("rollouts")

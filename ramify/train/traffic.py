@@ -1,5 +1,7 @@
-"""Train on recorded traffic instead of new rollouts. Traffic consists of the replies that a served
-policy gave to its users. Enable it with ``ramify train RECIPE task.traffic=STORE``.
+"""Train on recorded traffic instead of new rollouts.
+
+Traffic consists of the replies that a served policy gave to its users. Enable it with ``ramify
+train RECIPE task.traffic=STORE``.
 
     STORE (``ramify serve-policy --record``) ── replies with a reward ──> groups of rollouts
                                                                           instead of new ones
@@ -56,16 +58,21 @@ class RewardedReply(NamedTuple):
 
 
 class TrafficTask:
-    """A task whose training examples are recorded replies. All other splits are those of an
-    ordinary task."""
+    """A task whose training examples are recorded replies.
+
+    All other splits are those of an ordinary task.
+    """
 
     def __init__(
         self, task: Task, store: Path, *, group: int, temperature: float, seed: int = 0
     ) -> None:
         """Create a task from the recorded traffic in the folder ``store`` and the other splits of
-        ``task``. Each training item consists of ``group`` replies. Only replies sampled at
-        ``temperature`` are used. Raises ConfigError if ``store`` holds no recorded traffic or too
-        few replies with a reward."""
+        ``task``.
+
+        Each training item consists of ``group`` replies. Only replies sampled at ``temperature``
+        are used. Raises ConfigError if ``store`` holds no recorded traffic or too few replies with
+        a reward.
+        """
         identity = read_identity(store)
         if identity is None:
             raise ConfigError(
@@ -103,8 +110,10 @@ class TrafficTask:
         return scores
 
     def check_policy(self, identity: TokenizerAndArchitecture) -> None:
-        """Check that a policy can be trained on this traffic. Raises ConfigError if its tokenizer
-        or architecture differs from the recorded policy's."""
+        """Check that a policy can be trained on this traffic.
+
+        Raises ConfigError if its tokenizer or architecture differs from the recorded policy's.
+        """
         if difference := self.identity.difference(identity):
             raise ConfigError(
                 f"task.traffic={self.store.root} has conversations of {difference}: its token ids "
@@ -112,8 +121,10 @@ class TrafficTask:
             )
 
     async def recorded_rollout(self, item: Item, name: str, number: int) -> Trajectory:
-        """Return the recorded reply ``number`` of ``item`` as a rollout called ``name``. If the
-        recording was deleted in the meantime, the rollout has an error and no reward."""
+        """Return the recorded reply ``number`` of ``item`` as a rollout called ``name``.
+
+        If the recording was deleted in the meantime, the rollout has an error and no reward.
+        """
         reply = self.replies[item.metadata["replies"][number]]
         try:
             run = await asyncio.to_thread(self.store.load, reply.run)
@@ -123,9 +134,11 @@ class TrafficTask:
 
 
 class _ReplyGroups(LazySequence[Item]):
-    """Training items that each consist of a group of consecutive recorded replies. If too few
-    replies are left for the last group, it is filled up with the first replies, so that all groups
-    have the same size."""
+    """Training items that each consist of a group of consecutive recorded replies.
+
+    If too few replies are left for the last group, it is filled up with the first replies, so that
+    all groups have the same size.
+    """
 
     def __init__(self, num_replies: int, group: int) -> None:
         self._num_replies = num_replies
@@ -141,8 +154,11 @@ class _ReplyGroups(LazySequence[Item]):
 
 
 def mask_redacted_tokens(assigned: StepAdvantages) -> None:
-    """Set the loss weight of redacted tokens to 0, in place. The loss denominators stay the same,
-    so that the weight of other tokens does not depend on how many were redacted."""
+    """Set the loss weight of redacted tokens to 0, in place.
+
+    The loss denominators stay the same, so that the weight of other tokens does not depend on how
+    many were redacted.
+    """
     for rollout in assigned.rollouts:
         for mark in rollout.trajectory.marks:
             credit = rollout.credits.get((mark.call, mark.turn))
@@ -163,14 +179,18 @@ def _masked(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
 
 
 def is_recorded(item: Item) -> bool:
-    """Return True if ``item`` consists of recorded replies. No new rollouts are sampled for such an
-    item."""
+    """Return True if ``item`` consists of recorded replies.
+
+    No new rollouts are sampled for such an item.
+    """
     return item.id.startswith("traffic/") and "replies" in item.metadata
 
 
 def _rewarded(store: Store, temperature: float) -> tuple[list[RewardedReply], Counter[str]]:
-    """Return the replies in ``store`` that have a reward and can be trained on. Also count the
-    rewarded replies that cannot be used, by reason."""
+    """Return the replies in ``store`` that have a reward and can be trained on.
+
+    Also count the rewarded replies that cannot be used, by reason.
+    """
     found: list[RewardedReply] = []
     skipped: Counter[str] = Counter()
     for id in sorted(store.ids()):
@@ -222,8 +242,10 @@ def _too_few(
 
 
 def _rollout(run: Trajectory, reply: RewardedReply, name: str, task: str) -> Trajectory:
-    """Return one recorded reply as a rollout. It is a single call with one turn, whose prompt is
-    the conversation before the reply."""
+    """Return one recorded reply as a rollout.
+
+    It is a single call with one turn, whose prompt is the conversation before the reply.
+    """
     source = run.call(reply.call)
     turn, path = source.turns[reply.turn], run.path(source, reply.turn)
     sampled = turn.reply.token_ids or ()

@@ -1,5 +1,6 @@
-"""Execute a training run, stage by stage and step by step. Each step gets data, updates the policy
-and publishes the new weights.
+"""Execute a training run, stage by stage and step by step.
+
+Each step gets data, updates the policy and publishes the new weights.
 
     source.work(step)                               the first complete groups; others continue
         ▼
@@ -76,8 +77,10 @@ class Trainer:
         *,
         guard: TrainingGuard | None = None,
     ) -> None:
-        """Create a trainer. ``learners`` holds one learner for each trained policy. The first
-        belongs to ``Run.policy``."""
+        """Create a trainer.
+
+        ``learners`` holds one learner for each trained policy. The first belongs to ``Run.policy``.
+        """
         self.record = record
         self._learners = Learners(learners, record)
         self._stages = stages
@@ -97,13 +100,18 @@ class Trainer:
 
     def stop(self, by: str) -> None:
         """Stop the run because the signal named ``by`` was received, so that ``run`` raises
-        StoppedBySignal. A training step that has begun to learn is first completed and saved.
-        Rollouts and evaluations in progress are cancelled. Call this in the event loop's thread."""
+        StoppedBySignal.
+
+        A training step that has begun to learn is first completed and saved. Rollouts and
+        evaluations in progress are cancelled. Call this in the event loop's thread.
+        """
         self._watch.end_waits(by)
 
     async def run(self, resume: Path | None = None) -> TrainingProgress:
         """Train to the end of the run, starting from the checkpoint ``resume`` if one is given.
-        Returns the run's final state."""
+
+        Returns the run's final state.
+        """
         try:
             with (
                 self.record.account,
@@ -140,8 +148,11 @@ class Trainer:
         return self.state
 
     def _report_steps(self, *, is_resumed: bool) -> None:
-        """Log which steps belong to which stage. Steps are counted from 1 through all stages, in
-        the log, the metrics, the checkpoints and the progress bar."""
+        """Log which steps belong to which stage.
+
+        Steps are counted from 1 through all stages, in the log, the metrics, the checkpoints and
+        the progress bar.
+        """
         last, parts = 0, []
         for stage in self._stages:
             first, last = last + 1, last + stage.num_steps
@@ -190,7 +201,9 @@ class Trainer:
 
     async def _save_steps_so_far(self) -> None:
         """Save a checkpoint after the last complete step of the current stage, if there is one.
-        Used when a run is stopped early."""
+
+        Used when a run is stopped early.
+        """
         state = self.state
         if state.stage_step and self._source is not None:
             self._note_position(self._source)
@@ -209,8 +222,10 @@ class Trainer:
         return count.metrics()
 
     async def _works(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
-        """Yield the training data of each remaining step of ``stage``. Meanwhile, rollouts of later
-        steps continue within the limit set by ``max_staleness``."""
+        """Yield the training data of each remaining step of ``stage``.
+
+        Meanwhile, rollouts of later steps continue within the limit set by ``max_staleness``.
+        """
         state = self.state
         self._learners.recall(stage)
         async with stage.source(state.next_item, state.pending) as source:
@@ -386,9 +401,11 @@ class Trainer:
     async def evaluate(
         self, split: str, stage: str, also: Mapping[str, float] | None = None
     ) -> Mapping[str, float]:
-        """Evaluate the current policy on ``split`` and return the metrics. On the validation split,
-        the reward also becomes the run's score. ``also`` holds further metrics to write in the same
-        record."""
+        """Evaluate the current policy on ``split`` and return the metrics.
+
+        On the validation split, the reward also becomes the run's score. ``also`` holds further
+        metrics to write in the same record.
+        """
         if self._evaluation.of is None:
             return {}
         await self._learners.publish()
@@ -405,8 +422,11 @@ class Trainer:
 
     async def _report(self) -> None:
         """Evaluate the last and the best policy on the final splits, and save one of them to
-        OUT/policy as ``evaluate.keep`` requests. The metrics are recorded as ``last`` and ``best``.
-        The best policy is chosen on the validation split and may be the initial one."""
+        OUT/policy as ``evaluate.keep`` requests.
+
+        The metrics are recorded as ``last`` and ``best``. The best policy is chosen on the
+        validation split and may be the initial one.
+        """
         checkpoints = self.record.checkpoints
         found = {"last": checkpoints.latest(), "best": checkpoints.best()}
         if found["best"] in (None, found["last"]):

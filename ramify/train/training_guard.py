@@ -1,5 +1,6 @@
-"""Watch the metrics of every step and evaluation of a run. The guard reports faults and the option
-to change, and stops the run or rolls it back if necessary.
+"""Watch the metrics of every step and evaluation of a run.
+
+The guard reports faults and the option to change, and stops the run or rolls it back if necessary.
 
     step        ── findings ──> report, and stop, roll back or only warn (``guard.then``)
     step        ── limits ────> the same for max_kl and min_entropy, which the user sets
@@ -202,7 +203,10 @@ def after_step(
     guard: TrainingGuard, memory: TrainingGuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
     """Check the metrics of every policy after a training step, update ``memory``, and return the
-    verdict. Metrics of additional policies begin with ``policy.NAME/``."""
+    verdict.
+
+    Metrics of additional policies begin with ``policy.NAME/``.
+    """
     verdict = _after_step(guard, memory, values)
     for name in dict.fromkeys(key.split("/")[0] for key in values if key.startswith("policy.")):
         state = memory.policies.setdefault(name.removeprefix("policy."), TrainingGuardState())

@@ -1,5 +1,7 @@
-"""Data types that the parts of Ramify exchange. They do no I/O, and their methods only derive
-values from the data."""
+"""Data types that the parts of Ramify exchange.
+
+They do no I/O, and their methods only derive values from the data.
+"""
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
 from ramify.types.token_path import SampledTokenSpan, TokenPath

@@ -1,5 +1,7 @@
-"""Classify how an external agent ended its work on one task item. An external agent is one that was
-not written with Ramify."""
+"""Classify how an external agent ended its work on one task item.
+
+An external agent is one that was not written with Ramify.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class AgentOutcome(enum.StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True if the agent did not end properly. These are all outcomes except ``ENDED`` and
-        ``CANCELLED``.
+        """True if the agent did not end properly.
+
+        These are all outcomes except ``ENDED`` and ``CANCELLED``.
         """
         return self not in (AgentOutcome.ENDED, AgentOutcome.CANCELLED)

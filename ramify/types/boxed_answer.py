@@ -1,5 +1,6 @@
-r"""Find the last ``\boxed{…}`` in a text. Models that reason before they answer mark their final
-answer this way.
+r"""Find the last ``\boxed{…}`` in a text.
+
+Models that reason before they answer mark their final answer this way.
 
     so it is \boxed{\frac{1}{2}} and not \boxed{3       ->  \frac{1}{2}
 
@@ -20,8 +21,9 @@ _BRACE = lazy_pattern(
 
 
 def last_boxed(text: str, tail_chars: int | None = TAIL_CHARS) -> str | None:
-    r"""Return the contents of the last complete ``\boxed{…}`` in ``text``. Returns None if there is
-    none.
+    r"""Return the contents of the last complete ``\boxed{…}`` in ``text``.
+
+    Returns None if there is none.
 
     The box must begin in the last ``tail_chars`` characters. None: it may begin anywhere.
 

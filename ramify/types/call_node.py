@@ -21,15 +21,19 @@ _NUMBER = lazy_pattern(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+
 
 
 def parse_number(text: str) -> float | None:
-    """Parse a text that consists of a number, such as ``$1,234.50``, which gives 1234.5. Returns
-    None for any other text."""
+    """Parse a text that consists of a number, such as ``$1,234.50``, which gives 1234.5.
+
+    Returns None for any other text.
+    """
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
     return float(match[1].replace(",", "").replace("_", "")) if match else None
 
 
 def kind_of_answer(answer: Any, text: str) -> str:
-    """Return the kind of an answer: ``number``, ``text``, ``list``, ``dict`` or ``none``. A text
-    that consists of a number counts as a number."""
+    """Return the kind of an answer: ``number``, ``text``, ``list``, ``dict`` or ``none``.
+
+    A text that consists of a number counts as a number.
+    """
     if answer is None:
         return "none"
     if isinstance(answer, list | tuple):
@@ -40,8 +44,9 @@ def kind_of_answer(answer: Any, text: str) -> str:
 
 
 class CallNode(msgspec.Struct, gc=False):
-    """One call in the tree of a run, as live views show it. A call is one model request or one
-    recursive session.
+    """One call in the tree of a run, as live views show it.
+
+    A call is one model request or one recursive session.
 
     A run may have many thousands of nodes, most of them plain calls. Lists that plain calls do not
     need are therefore None.
@@ -114,15 +119,18 @@ class CallNode(msgspec.Struct, gc=False):
 
     @property
     def telling(self) -> str:
-        """The part of the call's question that distinguishes it from its siblings. Empty if the
-        questions already differ at the beginning.
+        """The part of the call's question that distinguishes it from its siblings.
+
+        Empty if the questions already differ at the beginning.
         """
         return self.siblings.telling(self.nth) if self.siblings else ""
 
     @property
     def name(self) -> str:
-        """A short name for the call, such as ``sheet 7`` or ``number 7 of 12``. A root call is
-        named after its id."""
+        """A short name for the call, such as ``sheet 7`` or ``number 7 of 12``.
+
+        A root call is named after its id.
+        """
         return self.siblings.name(self.nth) if self.siblings else f"call {self.id}"
 
     @property

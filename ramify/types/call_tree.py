@@ -1,4 +1,6 @@
-"""Build a run's tree of calls from its events. Views show this tree while the run is in progress.
+"""Build a run's tree of calls from its events.
+
+Views show this tree while the run is in progress.
 
     events ──> CallTree ──┬─> rows of the terminal   (cli/live.py)
                           ├─> the page of the run    (viewer/run_tree.py)
@@ -57,8 +59,10 @@ _ACTS = {
 
 
 class CallTree:
-    """A run's tree of calls so far. It is valid after every event, even if the run was
-    interrupted."""
+    """A run's tree of calls so far.
+
+    It is valid after every event, even if the run was interrupted.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[str, CallNode] = {}
@@ -80,8 +84,9 @@ class CallTree:
         return self._fold.trajectory
 
     def apply(self, event: Event) -> CallNode | None:
-        """Update the tree with ``event``. Returns the node of the call that the event belongs to,
-        or None if it belongs to no call.
+        """Update the tree with ``event``.
+
+        Returns the node of the call that the event belongs to, or None if it belongs to no call.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
         """
@@ -160,8 +165,9 @@ class CallTree:
         self._fold.apply(event)
 
     def _resume(self, event: RunResumed) -> CallNode | None:
-        """Reopen calls that a limit had ended, because the run continues with higher limits. The
-        last turns of these calls are discarded.
+        """Reopen calls that a limit had ended, because the run continues with higher limits.
+
+        The last turns of these calls are discarded.
         """
         self.run_data.stop, self.run_data.answer, self.run_data.reason = None, None, ""
         nodes = [self.nodes[id] for id in event.forgets]

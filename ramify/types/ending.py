@@ -21,9 +21,10 @@ _WITHOUT_REASON = {
 def ending(
     stop: Stop | None, reason: str, num_turns: int, is_alive: bool = False, *, num_below: int = 0
 ) -> str:
-    """Return a short text that says why a run or call ended. The run's page and the commands
-    ``show``, ``runs`` and ``ask`` use it. For a root without turns, ``num_below`` is the number of
-    calls below it.
+    """Return a short text that says why a run or call ended.
+
+    The run's page and the commands ``show``, ``runs`` and ``ask`` use it. For a root without turns,
+    ``num_below`` is the number of calls below it.
 
     >>> ending(Stop.FINAL, "", 6), ending(Stop.FINAL, "", 0, num_below=21)
     ('final, after 6 turns', 'final, after 21 leaf calls')

@@ -1,5 +1,6 @@
-"""Define the events of a run. The journal, live views and the final record are all built from the
-same stream of events.
+"""Define the events of a run.
+
+The journal, live views and the final record are all built from the same stream of events.
 
 The engine emits each event before it acts on it. ``TrajectoryFold`` turns a stream of events into a
 ``Trajectory``, even if the stream was truncated. The engine uses this fold in memory, and the store
@@ -39,15 +40,20 @@ from ramify.types.trajectory import (
 class Event(
     msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type", gc=False
 ):
-    """Base class of all events of a run. Garbage collection is off for events (``gc=False``),
-    because a long run has millions of them and they contain no cycles."""
+    """Base class of all events of a run.
+
+    Garbage collection is off for events (``gc=False``), because a long run has millions of them and
+    they contain no cycles.
+    """
 
     at_s: float = 0.0
     """Seconds since the run started."""
 
 
 class RunStarted(Event, frozen=True, tag="RunStarted"):
-    """A run began. This is the first event of every journal.
+    """A run began.
+
+    This is the first event of every journal.
 
     Example:
         event.id, event.question, event.started_at    # seconds since 1970
@@ -131,8 +137,9 @@ class AttemptFailed(Event, frozen=True, tag="Attempted"):
 
 
 class ReplyReceived(Event, frozen=True, tag="Replied"):
-    """A reply arrived from a model. Once this event is in the journal, the reply is never requested
-    or paid for again.
+    """A reply arrived from a model.
+
+    Once this event is in the journal, the reply is never requested or paid for again.
 
     Example:
         event.reply.message.content, event.reply.usage.output_tokens
@@ -199,6 +206,7 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
 
 class RunResumed(Event, frozen=True, tag="RunResumed"):
     """A run continues with higher limits, and so do those of its calls that had reached a limit.
+
     The last turn of such a call no longer counts, except for its cost, and the cell before it runs
     again.
 
@@ -213,7 +221,9 @@ class RunResumed(Event, frozen=True, tag="RunResumed"):
 
 class ModeChosen(Event, frozen=True, tag="ModeChosen"):
     """A run's mode was chosen, i.e. how its question is answered: with a session, a plan or one
-    plain call. The event also gives the reason.
+    plain call.
+
+    The event also gives the reason.
 
     Example:
         ModeChosen(mode="plan", reason="aggregate: the question says 'How many'", strategy={…})
@@ -246,7 +256,9 @@ class CallEnded(Event, frozen=True, tag="CallEnded"):
 
 
 class RunEnded(Event, frozen=True, tag="RunEnded"):
-    """The run ended. Usage and cost are totals over all calls of the run.
+    """The run ended.
+
+    Usage and cost are totals over all calls of the run.
 
     Example:
         event.stop, event.answer, event.cost    # dollars; None if a model has no price
@@ -270,8 +282,9 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
 
 
 class ScoreAdded(Event, frozen=True, tag="Scored"):
-    """Scores were given to a run, a call or a turn. A later score replaces an earlier one of the
-    same name.
+    """Scores were given to a run, a call or a turn.
+
+    A later score replaces an earlier one of the same name.
 
     ``at_s`` may be long after the run ended and does not extend the run's duration.
     """
@@ -316,15 +329,19 @@ TASK = "task"
 
 
 def add_failed_attempt(trajectory: Trajectory, event: AttemptFailed) -> None:
-    """Add the text of a failed attempt to the errors of a run. An attempt that was not seen to
-    fail, because its run ended first, is only a warning: it may have been billed twice."""
+    """Add the text of a failed attempt to the errors of a run.
+
+    An attempt that was not seen to fail, because its run ended first, is only a warning: it may
+    have been billed twice.
+    """
     texts = trajectory.warnings if event.error == SENT_AGAIN else trajectory.errors
     texts.append(f"call {event.call}, turn {event.turn}: {event.error}")
 
 
 class TrajectoryFold:
-    """Build a ``Trajectory`` from the events of a run. The attribute ``trajectory`` is valid after
-    every event, even if the run was cut off.
+    """Build a ``Trajectory`` from the events of a run.
+
+    The attribute ``trajectory`` is valid after every event, even if the run was cut off.
 
     In a conversation, the stream has one pair of ``RunStarted`` and ``RunEnded`` for each
     question, and the numbering of calls continues across questions.
@@ -426,8 +443,9 @@ class TrajectoryFold:
                 pass
 
     def add_ended(self, call: Call) -> None:
-        """Add a call that has already ended, including its usage and cost. The result is the same
-        as that of its separate events. The call has at most one turn.
+        """Add a call that has already ended, including its usage and cost.
+
+        The result is the same as that of its separate events. The call has at most one turn.
         """
         self._calls[call.id] = call
         self.trajectory.calls.append(call)
@@ -480,8 +498,10 @@ def mode_metadata(event: ModeChosen) -> dict[str, Any]:
 
 
 def mode_and_reason(metadata: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the mode in which a run was answered and the reason for it. Both are empty for a run
-    without a mode. If the user chose a strategy, its name is the mode."""
+    """Return the mode in which a run was answered and the reason for it.
+
+    Both are empty for a run without a mode. If the user chose a strategy, its name is the mode.
+    """
     strategy = metadata.get("strategy")
     if "chosen_mode" in metadata:
         return str(metadata["chosen_mode"]), str(metadata.get("mode_reason", ""))
@@ -508,8 +528,10 @@ def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
 
 
 def score_events(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
-    """Convert the rewards, metrics and annotations of ``trajectory`` to events for a journal. Their
-    time is ``at_s``, in seconds since the run began."""
+    """Convert the rewards, metrics and annotations of ``trajectory`` to events for a journal.
+
+    Their time is ``at_s``, in seconds since the run began.
+    """
     calls = [
         ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=rewards)
         for id, rewards in trajectory.call_rewards.items()

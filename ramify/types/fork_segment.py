@@ -1,6 +1,7 @@
-"""Divide a forked root call into segments and lines. A root call is forked if several
-continuations start from one of its turns. A segment is the turns between two forks. A line is one
-path through the segments, from the question to one of the ends.
+"""Divide a forked root call into segments and lines.
+
+A root call is forked if several continuations start from one of its turns. A segment is the turns
+between two forks. A line is one path through the segments, from the question to one of the ends.
 
     call 0     t0 t1 t2 ┬ t3 t4        a fork after turn 2: calls 0:1 and 0:2 continue there
     call 0:1            ├ t0
@@ -40,8 +41,9 @@ class ForkSegment(NamedTuple):
 
     def path_ends(self, share: float = 1.0) -> Iterator[tuple[Call, float]]:
         """Yield the last call of each path through this segment, with the fraction of the rollout
-        that the path represents. These fractions add up to ``share``, the fraction of this
-        segment.
+        that the path represents.
+
+        These fractions add up to ``share``, the fraction of this segment.
         """
         if not self.continuations:
             yield self.call, share
@@ -50,7 +52,10 @@ class ForkSegment(NamedTuple):
 
 
 def root_segment(trajectory: Trajectory) -> ForkSegment:
-    """Return the first segment of a forked rollout. It leads to all other segments."""
+    """Return the first segment of a forked rollout.
+
+    It leads to all other segments.
+    """
     forks: dict[str, dict[int, list[Call]]] = {}
     for call in trajectory.calls:
         if call.parent is None and call.fork is not None:
@@ -72,9 +77,12 @@ def root_segment(trajectory: Trajectory) -> ForkSegment:
 
 
 def path_trajectory(trajectory: Trajectory, end: Call) -> Trajectory:
-    """Extract one path of a forked rollout as a trajectory without forks. The path leads from the
-    question to the end of the call ``end``. The result's root call has all turns on the path, and
-    the result has only the calls that these turns made. It has no rewards yet."""
+    """Extract one path of a forked rollout as a trajectory without forks.
+
+    The path leads from the question to the end of the call ``end``. The result's root call has all
+    turns on the path, and the result has only the calls that these turns made. It has no rewards
+    yet.
+    """
     lineage = [(end, len(end.turns))]
     while (fork := lineage[-1][0].fork) is not None:
         lineage.append((trajectory.call(fork.call), fork.turn + 1))

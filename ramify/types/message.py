@@ -48,13 +48,18 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 def encodable(text: str) -> str:
-    """Return ``text`` in a form that UTF-8 can encode. Lone surrogates are replaced by escapes."""
+    """Return ``text`` in a form that UTF-8 can encode.
+
+    Lone surrogates are replaced by escapes.
+    """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def encodable_message(message: Message) -> Message:
-    """Return ``message`` with all its texts in a form that UTF-8 can encode. Lone surrogates are
-    replaced by escapes."""
+    """Return ``message`` with all its texts in a form that UTF-8 can encode.
+
+    Lone surrogates are replaced by escapes.
+    """
     calls = tuple(
         ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments))
         for call in message.tool_calls
@@ -69,8 +74,10 @@ def encodable_message(message: Message) -> Message:
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Token counts of one or more requests, as the server reported them. Two instances can be added
-    with ``+``."""
+    """Token counts of one or more requests, as the server reported them.
+
+    Two instances can be added with ``+``.
+    """
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -105,8 +112,10 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
-    """The policy version that sampled the tokens ``[start, end)`` of a reply. Weights may change
-    while a reply is being sampled, so a reply can have several spans."""
+    """The policy version that sampled the tokens ``[start, end)`` of a reply.
+
+    Weights may change while a reply is being sampled, so a reply can have several spans.
+    """
 
     start: int
     end: int
@@ -114,7 +123,10 @@ class VersionSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The reply of a model to one request. Every client returns replies in this form."""
+    """The reply of a model to one request.
+
+    Every client returns replies in this form.
+    """
 
     message: Message
     usage: Usage = Usage()

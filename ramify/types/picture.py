@@ -42,19 +42,24 @@ _MAX_SEGMENTS = 10_000
 
 
 class NotAPicture(ValueError):
-    """Raised if bytes are not a picture, or if the picture is damaged. The message is the end of a
-    sentence that the caller begins with the picture's name, such as "is a damaged WebP picture".
+    """Raised if bytes are not a picture, or if the picture is damaged.
+
+    The message is the end of a sentence that the caller begins with the picture's name, such as "is
+    a damaged WebP picture".
     """
 
 
 class PictureTooLarge(NotAPicture):
-    """Raised if a picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``. The caller may scale it
-    down and try again."""
+    """Raised if a picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``.
+
+    The caller may scale it down and try again.
+    """
 
 
 class PictureBytes(msgspec.Struct, frozen=True):
-    """A picture that a user's tool returns. The session receives a dict that represents the
-    picture, and can show the picture to models.
+    """A picture that a user's tool returns.
+
+    The session receives a dict that represents the picture, and can show the picture to models.
 
     Example:
         return ramify.PictureBytes(open("camera.jpg", "rb").read(), "camera.jpg")
@@ -100,8 +105,10 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"image/{self.kind}"
 
     def as_reference(self) -> dict[str, Any]:
-        """Return the dict that represents the picture in a session. The dict does not contain the
-        bytes."""
+        """Return the dict that represents the picture in a session.
+
+        The dict does not contain the bytes.
+        """
         return {
             "picture": self.digest,
             "name": self.name,
@@ -116,8 +123,10 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def picture_from_bytes(data: bytes, name: str = "") -> Picture:
-    """Return a reference to the picture whose file contents are ``data``. Raises NotAPicture if
-    ``data`` is not a picture, and PictureTooLarge if it is too large."""
+    """Return a reference to the picture whose file contents are ``data``.
+
+    Raises NotAPicture if ``data`` is not a picture, and PictureTooLarge if it is too large.
+    """
     import hashlib
 
     size = size_of(data)
@@ -136,7 +145,10 @@ def picture_from_bytes(data: bytes, name: str = "") -> Picture:
 
 def size_of(data: bytes) -> PictureSize:
     """Read a picture's format and size from its header, and check that the picture is not
-    truncated. Raises NotAPicture if ``data`` is not a complete picture."""
+    truncated.
+
+    Raises NotAPicture if ``data`` is not a complete picture.
+    """
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         size = _png(data)
     elif data.startswith(b"\xff\xd8\xff"):
@@ -192,8 +204,10 @@ def _webp(data: bytes) -> PictureSize:
 
 
 def picture_reference_digest(value: Any) -> str | None:
-    """Return the hash of the picture that the dict ``value`` represents. Returns None for any other
-    value. The value may come from a hostile session, so it is checked."""
+    """Return the hash of the picture that the dict ``value`` represents.
+
+    Returns None for any other value. The value may come from a hostile session, so it is checked.
+    """
     if not isinstance(value, dict) or value.keys() != _KEYS:
         return None
     digest = value["picture"]
@@ -213,8 +227,10 @@ def has_pictures(context: Any) -> bool:
 
 
 def pictures_in(value: Any) -> list[dict[str, Any]]:
-    """Return the dicts in a context that represent pictures. Each picture occurs once, in order of
-    appearance."""
+    """Return the dicts in a context that represent pictures.
+
+    Each picture occurs once, in order of appearance.
+    """
     return list({value["picture"]: value for value in _values_in(value, 0)}.values())
 
 
@@ -228,7 +244,9 @@ def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return the line of text that represents a picture in a prompt. The picture itself is attached
-    to the prompt."""
+    """Return the line of text that represents a picture in a prompt.
+
+    The picture itself is attached to the prompt.
+    """
     size = f"{value.get('width')} × {value.get('height')} pixels"
     return f"[the picture {value.get('name')!s:.200}, {value.get('kind')!s:.10}, {size}]"

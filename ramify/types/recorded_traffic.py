@@ -1,5 +1,6 @@
-"""Define the format of recorded traffic: conversations between users and a served policy. A store
-of traffic names the policy that replied, and marks how each turn was recorded.
+"""Define the format of recorded traffic: conversations between users and a served policy.
+
+A store of traffic names the policy that replied, and marks how each turn was recorded.
 
     STORE/traffic.json     the policy, as ``TokenizerAndArchitecture``
     ScoreAdded of a turn   by ``traffic``: how it was sampled, which of its tokens were redacted
@@ -33,8 +34,10 @@ NEXT_MESSAGE = "next_message"
 
 
 class TokenizerAndArchitecture(msgspec.Struct, frozen=True):
-    """The tokenizer and architecture of a policy, stored with recorded token ids. The policy's
-    weights may change without changing this identity."""
+    """The tokenizer and architecture of a policy, stored with recorded token ids.
+
+    The policy's weights may change without changing this identity.
+    """
 
     name: str
     """Path or name that the policy was loaded from, for display."""
@@ -44,9 +47,10 @@ class TokenizerAndArchitecture(msgspec.Struct, frozen=True):
     """Description of the architecture, such as ``qwen3 of 596,049,920 parameters``."""
 
     def difference(self, other: TokenizerAndArchitecture) -> str:
-        """Describe how the policy ``other`` differs from this one. Returns an empty string if both
-        have the same tokenizer and architecture, so that token ids and log-probabilities of one
-        can be used for the other.
+        """Describe how the policy ``other`` differs from this one.
+
+        Returns an empty string if both have the same tokenizer and architecture, so that token ids
+        and log-probabilities of one can be used for the other.
         """
         if self.vocabulary != other.vocabulary:
             return f"another tokenizer ({self.name}; here it is {other.name})"
@@ -56,8 +60,10 @@ class TokenizerAndArchitecture(msgspec.Struct, frozen=True):
 
 
 def next_user_message(run: Trajectory, call: Call, turn: int) -> Message | None:
-    """Return the message that the user wrote after the reply of turn ``turn``. Returns None if no
-    such message was recorded."""
+    """Return the message that the user wrote after the reply of turn ``turn``.
+
+    Returns None if no such message was recorded.
+    """
     following = [call.turns[turn + 1]] if turn + 1 < len(call.turns) else []
     forks = [each for each in run.calls if each.turns and each.fork == Fork(call.id, turn)]
     following += [each.turns[0] for each in forks]

@@ -1,5 +1,6 @@
-"""Find calls that differ from their siblings, and say how. Siblings are the calls of the same kind
-that one code cell of a session made.
+"""Find calls that differ from their siblings, and say how.
+
+Siblings are the calls of the same kind that one code cell of a session made.
 
     0.0 → 30,102   0.1 → 29,877   …   0.7 → 1,414     0.7: "sheet 8 returned 1,414; its siblings
                                                       about 29,877"
@@ -32,17 +33,21 @@ _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dic
 
 
 class SiblingOutlierFinder:
-    """Find outliers among the calls that one code cell made. Calls are collected while the cell
-    runs and compared when it has run."""
+    """Find outliers among the calls that one code cell made.
+
+    Calls are collected while the cell runs and compared when it has run.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
         self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
 
     def add(self, node: CallNode, question: str) -> list[CallNode]:
-        """Add a call to the calls of its cell. ``question`` is the call's complete question.
-        Returns the earlier siblings whose distinguishing part (``CallNode.telling``) has changed,
-        because they share less text with the new question.
+        """Add a call to the calls of its cell.
+
+        ``question`` is the call's complete question. Returns the earlier siblings whose
+        distinguishing part (``CallNode.telling``) has changed, because they share less text with
+        the new question.
         """
         if (parent := node.parent) is None:
             return []
@@ -59,8 +64,10 @@ class SiblingOutlierFinder:
         return changed
 
     def compare(self, call: str, turn: int, cell: int) -> list[CallNode]:
-        """Compare the calls of a cell, and mark those that differ from their siblings. Returns the
-        marked calls."""
+        """Compare the calls of a cell, and mark those that differ from their siblings.
+
+        Returns the marked calls.
+        """
         group = self._groups.get((call, turn, cell), ())
         kinds = {node.kind for node in group}
         marked = []
@@ -77,8 +84,10 @@ class SiblingOutlierFinder:
 
 
 def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
-    """Find the siblings that differ from the others. Returns the index of each, with a sentence
-    (without its subject) that says how it differs."""
+    """Find the siblings that differ from the others.
+
+    Returns the index of each, with a sentence (without its subject) that says how it differs.
+    """
     found = _by_question(siblings)
     if len(siblings) < MIN_SIBLINGS:
         return found
@@ -97,7 +106,10 @@ def _failure(node: CallNode, count: int) -> str:
 
 def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
     """Find calls whose answer disagrees with the majority of siblings that were asked the same
-    question about the same context. Returns a sentence about each, by its index in ``siblings``."""
+    question about the same context.
+
+    Returns a sentence about each, by its index in ``siblings``.
+    """
     groups: dict[int, list[int]] = {}
     for index, node in enumerate(siblings):
         groups.setdefault(node.subject, []).append(index)
@@ -155,13 +167,16 @@ def _about(value: float) -> str:
 
 def _kind_and_value(node: CallNode) -> str:
     """Describe a call's answer by its type and its beginning, such as ``text: “none found”``.
-    Returns ``nothing`` for a call without an answer."""
+
+    Returns ``nothing`` for a call without an answer.
+    """
     kind = _NAMES.get(node.answer_kind)
     return f"{kind}: {short_answer(node)}" if kind else "nothing"
 
 
 def _far(values: Sequence[float]) -> list[tuple[int, float]]:
     """Find values that are more than three scaled median absolute deviations from the median.
+
     Returns the index of each such value, with the median.
 
     If more than half of the values are equal, that deviation is 0. Then a single value that

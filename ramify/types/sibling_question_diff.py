@@ -1,5 +1,6 @@
-"""Find the words that distinguish the questions of sibling calls from each other. Their common
-beginning and end are left out.
+"""Find the words that distinguish the questions of sibling calls from each other.
+
+Their common beginning and end are left out.
 
     "Sum the revenue column of sheet 7 of the workbook"  ──>  sheet 7
     "Sum the revenue column of sheet 8 of the workbook"  ──>  sheet 8
@@ -32,8 +33,11 @@ _CLAUSE_END = lazy_pattern(r"[:;,.?!](?=\s|$)|\n|\s[(\[{]")
 
 
 class SiblingQuestions:
-    """The questions of sibling calls, in order. Siblings are calls that one code cell made. Only
-    the parts in which the questions differ are stored."""
+    """The questions of sibling calls, in order.
+
+    Siblings are calls that one code cell made. Only the parts in which the questions differ are
+    stored.
+    """
 
     def __init__(self) -> None:
         self._first = ""
@@ -52,8 +56,11 @@ class SiblingQuestions:
         return len(self._parts)
 
     def add(self, question: str) -> bool:
-        """Add a question. Returns True if it shortens the beginning or end that all questions
-        share. The distinguishing part of each earlier question is then longer than before."""
+        """Add a question.
+
+        Returns True if it shortens the beginning or end that all questions share. The
+        distinguishing part of each earlier question is then longer than before.
+        """
         text, prefix, suffix = question[:_MAX_CHARS], self._prefix, self._suffix
         self._sorted = None
         if not self._parts:
@@ -78,8 +85,9 @@ class SiblingQuestions:
         return has_grown
 
     def _grow(self, prefix: str, suffix: str) -> None:
-        """Shorten the shared beginning and end to ``prefix`` and ``suffix``. The distinguishing
-        part of each earlier question grows by the text that is no longer shared.
+        """Shorten the shared beginning and end to ``prefix`` and ``suffix``.
+
+        The distinguishing part of each earlier question grows by the text that is no longer shared.
         """
         if len(self._parts) == 1:
             end = len(self._first) - len(suffix)
@@ -91,14 +99,19 @@ class SiblingQuestions:
         self._prefix, self._suffix = prefix, suffix
 
     def telling(self, index: int) -> str:
-        """Return the part of the question at ``index`` that distinguishes it from the others. Empty
-        if the beginning of the question is distinctive enough, or if all questions are the same."""
+        """Return the part of the question at ``index`` that distinguishes it from the others.
+
+        Empty if the beginning of the question is distinctive enough, or if all questions are the
+        same.
+        """
         start, text = self._own(index)
         return " ".join(text.split()).rstrip(",;:") if start >= _MIN_ELIDED else ""
 
     def name(self, index: int) -> str:
-        """Return a short name for the call with the question at ``index``, such as ``sheet 7``. If
-        no words distinguish the question from the others, the name is ``number 7 of 12``."""
+        """Return a short name for the call with the question at ``index``, such as ``sheet 7``.
+
+        If no words distinguish the question from the others, the name is ``number 7 of 12``.
+        """
         start, text = self._own(index)
         is_sentence = " " not in self._prefix  # they share no words at the beginning
         if is_sentence and text:
@@ -127,9 +140,11 @@ class SiblingQuestions:
         return len(found) == 2 and all(each.startswith(piece) for each in found)
 
     def _own(self, index: int) -> tuple[int, str]:
-        """Return the part of a question that the others do not share, extended to whole words. The
-        result is the part's start in the question and its text. If the part begins with a number,
-        the word before the number is included."""
+        """Return the part of a question that the others do not share, extended to whole words.
+
+        The result is the part's start in the question and its text. If the part begins with a
+        number, the word before the number is included.
+        """
         prefix, part = self._prefix, self._parts[index]
         if len(self._parts) == 1 or not part.strip():
             return 0, ""

@@ -1,5 +1,7 @@
-"""Check the short forms of structs. A short form has the same tag as the whole struct but fewer
-fields, for readers that do not need the others.
+"""Check the short forms of structs.
+
+A short form has the same tag as the whole struct but fewer fields, for readers that do not need the
+others.
 
     @check_struct_subset(ReplyReceived)
     class TextlessReplyReceived(Event, frozen=True, tag="Replied"):
@@ -26,8 +28,10 @@ Short = TypeVar("Short", bound=type[msgspec.Struct])
 
 def check_struct_subset(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
     """Return a class decorator that checks a short form against the complete struct ``whole``.
+
     The decorator raises TypeError if the short form has a field or a tag that ``whole`` does not
-    have."""
+    have.
+    """
 
     def check(short: Short) -> Short:
         strange = [name for name in short.__struct_fields__ if name not in whole.__struct_fields__]

@@ -57,8 +57,10 @@ class TokenPath(msgspec.Struct, frozen=True):
 
 
 class TokenPathBuilder:
-    """Build the token path of a call, turn by turn. This takes time linear in the number of ids
-    stored in the turns."""
+    """Build the token path of a call, turn by turn.
+
+    This takes time linear in the number of ids stored in the turns.
+    """
 
     def __init__(self) -> None:
         self._ids: list[int] = []
@@ -75,8 +77,9 @@ class TokenPathBuilder:
         return has_ids and reused_ids == len(self._ids)
 
     def add(self, call: str, turn: int, reply: Reply, reused_ids: int) -> None:
-        """Add the reply of a turn to the path. After a reply without token ids, the path is
-        unknown until a later reply has them.
+        """Add the reply of a turn to the path.
+
+        After a reply without token ids, the path is unknown until a later reply has them.
 
         Args:
             call: id of the call.
@@ -100,8 +103,10 @@ class TokenPathBuilder:
         self._versions.append(versions)
 
     def built(self) -> TokenPath | None:
-        """Return the path so far. Returns None if it is unknown because a reply had no token
-        ids."""
+        """Return the path so far.
+
+        Returns None if it is unknown because a reply had no token ids.
+        """
         if not self._ids:
             return None
         length = len(self._ids)
@@ -128,8 +133,10 @@ class TokenPathBuilder:
         )
 
     def _cut(self, length: int) -> None:
-        """Keep only the first ``length`` ids of the path. A span that extends beyond them is
-        shortened."""
+        """Keep only the first ``length`` ids of the path.
+
+        A span that extends beyond them is shortened.
+        """
         del self._ids[length:]
         self._spans = [
             SampledTokenSpan(span.call, span.turn, span.start, min(span.end, length))

@@ -35,8 +35,10 @@ else:  # numpy is installed only with the trainer
 
 
 class SamplingMask(msgspec.Struct):
-    """The token ids that the sampler could have drawn at each position. Recorded if top-p or top-k
-    truncated the vocabulary."""
+    """The token ids that the sampler could have drawn at each position.
+
+    Recorded if top-p or top-k truncated the vocabulary.
+    """
 
     offsets: Ints
     """Where the ids of each position begin, [T + 1]: token t was drawn from ``ids[offsets[t] :
@@ -109,8 +111,11 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """A range of tokens ``[start, end)`` in a batch. Its tokens attend causally to each other and
-    to the segments before it in the same sequence (its ancestors)."""
+    """A range of tokens ``[start, end)`` in a batch.
+
+    Its tokens attend causally to each other and to the segments before it in the same sequence (its
+    ancestors).
+    """
 
     start: int
     end: int
@@ -119,8 +124,10 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, eq=False, kw_only=True):
-    """A batch of token sequences, ready for the device. The sequences are packed as a forest, in
-    which shared prefixes are stored once."""
+    """A batch of token sequences, ready for the device.
+
+    The sequences are packed as a forest, in which shared prefixes are stored once.
+    """
 
     token_ids: Ints
     """Ids of all T tokens of the forest, [T]."""
@@ -213,14 +220,18 @@ def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -
 
 
 def call_of(name: str) -> str:
-    """Return the name of the call that a token sequence belongs to. For example,
-    ``7c1f/call=0.3/path=1`` belongs to ``7c1f/call=0.3``."""
+    """Return the name of the call that a token sequence belongs to.
+
+    For example, ``7c1f/call=0.3/path=1`` belongs to ``7c1f/call=0.3``.
+    """
     return name.partition("/path=")[0]
 
 
 def rollout_of(name: str) -> str:
-    """Return the name of the rollout that a token sequence belongs to. For example,
-    ``7c1f/call=0.3/path=1`` belongs to ``7c1f``."""
+    """Return the name of the rollout that a token sequence belongs to.
+
+    For example, ``7c1f/call=0.3/path=1`` belongs to ``7c1f``.
+    """
     return name.partition("/call=")[0]
 
 
@@ -231,5 +242,8 @@ calls of a rollout."""
 
 def sequence_group_key(name: str, index: int, unit: SequenceUnit = "call") -> str | int:
     """Return a key shared by all token sequences of one call, or of one rollout if ``unit`` is
-    ``rollout``. The key is taken from the sequence's name. Without a name, it is ``index``."""
+    ``rollout``.
+
+    The key is taken from the sequence's name. Without a name, it is ``index``.
+    """
     return (call_of(name) if unit == "call" else rollout_of(name)) or index

@@ -70,7 +70,10 @@ _TRUNCATED = {
 
 class NewCallReason(enum.StrEnum):
     """The reason why a request of an external agent began a new call instead of continuing an
-    earlier one. See ``docs/agents.md``."""
+    earlier one.
+
+    See ``docs/agents.md``.
+    """
 
     NEW = "new"
     """The request contains no reply of an earlier call. It is a first request, comes from a
@@ -134,8 +137,10 @@ class FileReference(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A reference to a context by the hash of its content. A context is the input that a call works
-    on, and is stored elsewhere."""
+    """A reference to a context by the hash of its content.
+
+    A context is the input that a call works on, and is stored elsewhere.
+    """
 
     digest: str
     """SHA-256 of the encoded context, in hexadecimal digits. The context's blob in a store has the
@@ -151,8 +156,9 @@ class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     @property
     def reference_text(self) -> str:
         """Text that names the files to which the context refers, such as ``by reference:
-        /var/log/a.log (92,663,629 bytes) and 2 more files``. Empty if the context does not refer
-        to files.
+        /var/log/a.log (92,663,629 bytes) and 2 more files``.
+
+        Empty if the context does not refer to files.
         """
         if not self.files:
             return ""
@@ -208,8 +214,10 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def num_ids(self) -> int | None:
-        """Number of token ids up to and including this reply. None if the client returned no
-        ids."""
+        """Number of token ids up to and including this reply.
+
+        None if the client returned no ids.
+        """
         if self.reply.prompt_ids is None or self.reply.token_ids is None:
             return None
         return self.reused_ids + len(self.reply.prompt_ids) + len(self.reply.token_ids)
@@ -226,16 +234,20 @@ class CallSite(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fork(msgspec.Struct, frozen=True, gc=False):
-    """The point from which a forked call continues: the call ``call`` after its turn ``turn``. Both
-    calls share everything up to that point."""
+    """The point from which a forked call continues: the call ``call`` after its turn ``turn``.
+
+    Both calls share everything up to that point.
+    """
 
     call: str
     turn: int
 
 
 class Call(msgspec.Struct, omit_defaults=True, gc=False):
-    """One call of a model. It is either a whole recursive loop (RLM) with many turns, or a single
-    plain request."""
+    """One call of a model.
+
+    It is either a whole recursive loop (RLM) with many turns, or a single plain request.
+    """
 
     id: str
     """Dotted path in order of creation, such as ``0``, ``0.0`` or ``0.3.1``."""
@@ -332,18 +344,26 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     @property
     def root(self) -> Call:
-        """The first call of the run. In a conversation, this is the call that answers the first
-        question."""
+        """The first call of the run.
+
+        In a conversation, this is the call that answers the first question.
+        """
         return self.calls[0]
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest call. It is 0 if the root call made no calls."""
+        """Depth of the deepest call.
+
+        It is 0 if the root call made no calls.
+        """
         return max((call.depth for call in self.calls), default=0)
 
     def __str__(self) -> str:
         """Return the tree of calls as text: one line for each call, with its question and its
-        answer, or the reason why it has none. ``repr`` has the whole record."""
+        answer, or the reason why it has none.
+
+        ``repr`` has the whole record.
+        """
         lines = [f"run {self.id}: {self.stop or 'running'}"]
         for call in self.walk():
             what = call.error or call.reason if call.answer is None else answer_text(call.answer)
@@ -377,8 +397,10 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
             stack.extend(below.get(call.id, [])[::-1])
 
     def conversation(self, call: Call, turn: int | None = None) -> list[Message]:
-        """Return all messages of ``call`` up to and including the reply of turn ``turn``. The
-        default is the last turn."""
+        """Return all messages of ``call`` up to and including the reply of turn ``turn``.
+
+        The default is the last turn.
+        """
         messages = self.conversation(self.call(call.fork.call), call.fork.turn) if call.fork else []
         for step in call.turns if turn is None else call.turns[: turn + 1]:
             messages = [*messages[: step.reused], *step.prompt, step.reply.message]
@@ -386,8 +408,10 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     def path(self, call: Call, turn: int | None = None) -> TokenPath | None:
         """Return the token ids of ``call`` up to and including the reply of turn ``turn``, by
-        default the last turn. If the call continues other calls, their ids come first. Returns None
-        if the turn has no ids.
+        default the last turn.
+
+        If the call continues other calls, their ids come first. Returns None if the turn has no
+        ids.
 
         A turn that does not extend the previous one truncates the path where they diverge.
         ``paths`` also returns the part that was cut off.
@@ -417,7 +441,9 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     def _steps(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
         """Yield each turn of ``call`` up to turn ``turn``, with the id of its call and its index.
-        If ``call`` continues other calls, their turns come first."""
+
+        If ``call`` continues other calls, their turns come first.
+        """
         lineage = [(call, len(call.turns) if turn is None else turn + 1)]
         while (fork := lineage[-1][0].fork) is not None:
             lineage.append((self.call(fork.call), fork.turn + 1))
@@ -449,8 +475,10 @@ class GroupFate(enum.StrEnum):
 
 
 class Group(msgspec.Struct):
-    """The trajectories of several attempts at one task item. Algorithms compute a baseline over
-    them."""
+    """The trajectories of several attempts at one task item.
+
+    Algorithms compute a baseline over them.
+    """
 
     task: str
     trajectories: list[Trajectory]
@@ -464,8 +492,10 @@ def cut(text: str, width: int = 120) -> str:
 
 
 def answer_text(value: Any) -> str:
-    """Convert an answer to text. A string stays as it is, None becomes the empty string, and other
-    values become JSON."""
+    """Convert an answer to text.
+
+    A string stays as it is, None becomes the empty string, and other values become JSON.
+    """
     return (
         value
         if isinstance(value, str)

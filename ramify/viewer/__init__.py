@@ -1,5 +1,6 @@
-"""The web viewer of the command ``ramify view``. It shows runs, training runs and evaluations, and
-compares them with each other.
+"""The web viewer of the command ``ramify view``.
+
+It shows runs, training runs and evaluations, and compares them with each other.
 
     journals, trajectory files, evaluations, folders of ramify train
       │

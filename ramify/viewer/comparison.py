@@ -1,5 +1,6 @@
-"""Compare several runs by showing their calls side by side. Each row has the calls that answer the
-same question, one for each run.
+"""Compare several runs by showing their calls side by side.
+
+Each row has the calls that answer the same question, one for each run.
 
     run A        run B             rows
     0            0                 0    0
@@ -34,13 +35,17 @@ such call.
 
 
 def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
-    """Return a run's overview and the list of its calls. ``rows_of`` compares such lists."""
+    """Return a run's overview and the list of its calls.
+
+    ``rows_of`` compares such lists.
+    """
     return run_facts(run), list(run.tree.order)
 
 
 def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
-    """Match the calls of several runs. Returns one row for each group of matching calls, with
-    parents before their children.
+    """Match the calls of several runs.
+
+    Returns one row for each group of matching calls, with parents before their children.
 
     The field ``calls`` of a row has [id, answer, cost, seconds, whether it failed, outlier, turn,
     cell] for each run, or None for a run without such a call. ``turn`` and ``cell`` locate the code
@@ -65,8 +70,10 @@ def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
 
 
 def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
-    """Group calls by the id of their parent. Calls without a parent in ``calls`` are grouped under
-    None."""
+    """Group calls by the id of their parent.
+
+    Calls without a parent in ``calls`` are grouped under None.
+    """
     known = {node.id for node in calls}
     below: dict[str | None, list[CallNode]] = defaultdict(list)
     for node in calls:
@@ -76,9 +83,11 @@ def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
 
 
 def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> list[Row]:
-    """Arrange sibling calls of several runs in rows with one call for each run. ``groups`` has the
-    siblings of each run. A call without a match gets a separate row, after the row of the call
-    before it."""
+    """Arrange sibling calls of several runs in rows with one call for each run.
+
+    ``groups`` has the siblings of each run. A call without a match gets a separate row, after the
+    row of the call before it.
+    """
     rows: list[Row] = []
     for run, siblings in enumerate(groups):
         found = _matches([_any(row) for row in rows], siblings, are_roots)
@@ -108,7 +117,9 @@ def _matches(
     known: Sequence[CallNode], siblings: Sequence[CallNode], are_roots: bool
 ) -> dict[int, int]:
     """Match each call in ``siblings`` to a call in ``known`` with the same or a similar question.
-    Returns the index in ``known`` for each matched index in ``siblings``."""
+
+    Returns the index in ``known`` for each matched index in ``siblings``.
+    """
     keys: list[Callable[[CallNode], Hashable]] = [
         lambda node: (node.kind, node.subject),
         lambda node: (node.kind, node.question),
@@ -130,8 +141,10 @@ def _matches(
 
 def _alike(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[int, int]:
     """Match calls whose questions share at least the fraction ``_ALIKE`` of their words, starting
-    with the most similar pair. Returns the index in ``known`` for each matched index in
-    ``siblings``."""
+    with the most similar pair.
+
+    Returns the index in ``known`` for each matched index in ``siblings``.
+    """
     if not known or len(known) * len(siblings) > _MAX_PAIRS:
         return {}
     words = {index: set(node.question.lower().split()) for index, node in known.items()}

@@ -1,5 +1,6 @@
-"""Trace which model calls the values of a session's variables came from. The analysis uses only the
-session's code, which is parsed but never run.
+"""Trace which model calls the values of a session's variables came from.
+
+The analysis uses only the session's code, which is parsed but never run.
 
     sums = rlm_query_batched([…], sheets)      sums  ← 0.0 … 0.11
     total = sum(sums)                          total ← sums ← 0.0 … 0.11
@@ -29,7 +30,10 @@ _MAX_ITEMS = 1000
 
 class ValueOrigin(msgspec.Struct, frozen=True):
     """The origin of a value in a session: the sub-calls, the context and the variables that it was
-    made from. A sub-call is a model call that the session's code made."""
+    made from.
+
+    A sub-call is a model call that the session's code made.
+    """
 
     calls: frozenset[str] = frozenset()
     """Sub-calls from whose results the value was made."""
@@ -68,8 +72,10 @@ def union(flows: Iterable[ValueOrigin]) -> ValueOrigin:
 
 
 class TracedExpression(msgspec.Struct, frozen=True):
-    """An expression in a cell's code whose value came from sub-calls. It is a variable, or a call
-    such as ``llm_query``."""
+    """An expression in a cell's code whose value came from sub-calls.
+
+    It is a variable, or a call such as ``llm_query``.
+    """
 
     line: int
     """Line number in the cell, from 1."""
@@ -95,13 +101,17 @@ class CellValueOrigins(msgspec.Struct):
 
 
 class CellValueTracer:
-    """Trace where values came from through the code cells of one session. The cells must be given
-    in order."""
+    """Trace where values came from through the code cells of one session.
+
+    The cells must be given in order.
+    """
 
     def __init__(self, guess: Callable[[Any], frozenset[str]] = lambda _: frozenset()) -> None:
-        """Create a tracer for one session. ``guess`` takes a literal in the code and returns the
-        earlier sub-calls that returned the same value. The model may have copied the literal from
-        them."""
+        """Create a tracer for one session.
+
+        ``guess`` takes a literal in the code and returns the earlier sub-calls that returned the
+        same value. The model may have copied the literal from them.
+        """
         self.env: dict[str, ValueOrigin] = {"context": ValueOrigin(from_context=True)}
         self.defined: dict[str, tuple[int, int, int]] = {}
         """Place (turn, cell, line) of each variable's last assignment."""
@@ -117,8 +127,10 @@ class CellValueTracer:
     def trace_cell(
         self, turn: int, cell: int, code: str, made: Sequence[CellSubcall]
     ) -> CellValueOrigins:
-        """Trace the values through one code cell and return their origins. ``made`` lists the
-        sub-calls that the code made."""
+        """Trace the values through one code cell and return their origins.
+
+        ``made`` lists the sub-calls that the code made.
+        """
         self._cell = CellValueOrigins(prints=[], uses=[], prompts={})
         self._place = (turn, cell)
         try:
@@ -200,8 +212,10 @@ class CellValueTracer:
             self._statement(statement)
 
     def _keep_and_block(self, body: Sequence[ast.stmt]) -> None:
-        """Trace a block of code that may or may not have run. A variable that the block assigns
-        may still have its earlier value, so both origins are merged.
+        """Trace a block of code that may or may not have run.
+
+        A variable that the block assigns may still have its earlier value, so both origins are
+        merged.
         """
         before = dict(self.env)
         self._block(body)
@@ -227,8 +241,10 @@ class CellValueTracer:
         self._cell.is_straight &= before == len(self._cell.prints)
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Trace the definition of a function. The function's origin includes all variables and
-        calls in its body. If its body prints, the cell's prints have no certain order.
+        """Trace the definition of a function.
+
+        The function's origin includes all variables and calls in its body. If its body prints, the
+        cell's prints have no certain order.
         """
         before = dict(self.env)
         prints = len(self._cell.prints)
@@ -267,8 +283,10 @@ class CellValueTracer:
                 pass
 
     def _put(self, target: ast.Subscript, flow: ValueOrigin) -> None:
-        """Record an assignment to an item of a container, such as ``answer["content"] = …``. If the
-        key is a constant, the item gets a separate origin."""
+        """Record an assignment to an item of a container, such as ``answer["content"] = …``.
+
+        If the key is a constant, the item gets a separate origin.
+        """
         key = target.slice.value if isinstance(target.slice, ast.Constant) else None
         if not isinstance(target.value, ast.Name):
             return self._add_to(target.value, flow)
@@ -432,8 +450,10 @@ class CellValueTracer:
         items: dict[Any, ValueOrigin] | None,
         whole: ValueOrigin,
     ) -> dict[Any, ValueOrigin] | None:
-        """Return the origin of each item of a comprehension such as ``[f(x) for x in xs]``. Returns
-        None unless the items of ``xs`` or the calls made by ``f`` are known."""
+        """Return the origin of each item of a comprehension such as ``[f(x) for x in xs]``.
+
+        Returns None unless the items of ``xs`` or the calls made by ``f`` are known.
+        """
         if len(parts) != 1 or isinstance(node, ast.SetComp):
             return None
         made = [site for site in ast.walk(parts[0]) if site in self._sites]

@@ -1,5 +1,6 @@
-"""Send changes of a run or training folder to the pages that show it. Each file is polled by one
-task, regardless of how many pages follow it.
+"""Send changes of a run or training folder to the pages that show it.
+
+Each file is polled by one task, regardless of how many pages follow it.
 
     file grows ── polled every 12 ms while a page follows ──> refresh ──> message to each page
     replies being streamed ── read about every 0.1 s ──> {"arriving": […]} to each page
@@ -62,8 +63,10 @@ class FileChangeFeed(Generic[T]):
         return self.watched
 
     async def call_locked(self, look: Callable[[T], R]) -> R:
-        """Call ``look`` with the watched object in a thread, and return the result. The object
-        cannot change during the call."""
+        """Call ``look`` with the watched object in a thread, and return the result.
+
+        The object cannot change during the call.
+        """
         async with self.lock:
             return await asyncio.to_thread(look, self.watched)
 
@@ -171,8 +174,10 @@ class FileChangeFeed(Generic[T]):
 
 
 class FileChangeFeeds:
-    """All feeds of a server, one for each file. The least recently used feeds are dropped, unless a
-    page follows them."""
+    """All feeds of a server, one for each file.
+
+    The least recently used feeds are dropped, unless a page follows them.
+    """
 
     def __init__(self) -> None:
         self._runs: OrderedDict[str, FileChangeFeed[WatchedRun]] = OrderedDict()

@@ -1,5 +1,6 @@
-"""Collect the data for the page of an evaluation matrix, which covers suites, models and modes. The
-page can also be written as one file that opens offline.
+"""Collect the data for the page of an evaluation matrix, which covers suites, models and modes.
+
+The page can also be written as one file that opens offline.
 
     ID.matrix, records of its cells ──▶ {"rows": [figures of a cell, …], "attempts": {record: […]}}
 
@@ -32,8 +33,10 @@ _MAX_ANSWER = 300
 
 
 def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
-    """Return the data for the page of the evaluation matrix with address ``key``. Raises StoreError
-    if the matrix does not exist or cannot be read."""
+    """Return the data for the page of the evaluation matrix with address ``key``.
+
+    Raises StoreError if the matrix does not exist or cannot be read.
+    """
     path = library.evaluation(key)
     plan = _matrix_in(path)
     problems: list[str] = []
@@ -49,7 +52,9 @@ def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
 
 def stored_matrix_page(library: RunCatalog, key: str) -> tuple[str, bytes]:
     """Return the id of the evaluation matrix with address ``key``, and its page as an HTML file.
-    Raises StoreError if the matrix does not exist or cannot be read."""
+
+    Raises StoreError if the matrix does not exist or cannot be read.
+    """
     path = library.evaluation(key)
     plan = _matrix_in(path)
     outcomes = _outcomes_of(plan, path, [])
@@ -86,7 +91,10 @@ def _outcomes_of(plan: MatrixPlan, path: Path, problems: list[str]) -> RecordedO
 
 def _outcomes(path: Path, problems: list[str]) -> tuple[AttemptOutcome, ...]:
     """Return the outcomes of all attempts so far in one cell (suite, model and mode) of an
-    evaluation matrix. Empty if the cell has not begun. Errors are added to ``problems``."""
+    evaluation matrix.
+
+    Empty if the cell has not begun. Errors are added to ``problems``.
+    """
     try:
         return read_evaluation(path, problems).outcomes if path.is_file() else ()
     except StoreError as error:

@@ -34,8 +34,9 @@ def view(*places: str | Path | RunStore, port: int = 0) -> OpenPage:
 
 
 class OpenPage:
-    """A page of the viewer that is being served. Use it as a context manager to stop serving at the
-    end of the ``with`` block.
+    """A page of the viewer that is being served.
+
+    Use it as a context manager to stop serving at the end of the ``with`` block.
 
     >>> with ramify.view(ramify.MemoryStore()) as page:
     ...     address = page.url
@@ -51,7 +52,10 @@ class OpenPage:
         return self._server.url
 
     def close(self) -> None:
-        """Stop serving the page. Further calls have no effect."""
+        """Stop serving the page.
+
+        Further calls have no effect.
+        """
         if not self._is_closed:
             self._is_closed = True
             event_loop_thread.run(self._server.__aexit__())

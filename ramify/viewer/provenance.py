@@ -1,5 +1,6 @@
-"""Find out where the values of a call came from. The result is a list of links from the call's
-outputs, code and answer to other calls.
+"""Find out where the values of a call came from.
+
+The result is a list of links from the call's outputs, code and answer to other calls.
 
     the answer 332628  ⟵ total ⟵ sums ⟵ 0.0 … 0.11        computed from what they returned
     the output 1414    ⟵ 0.7                               the same value
@@ -65,8 +66,10 @@ class TextProvenanceLink(msgspec.Struct, omit_defaults=True):
 
 
 def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Find the links that show where the values of the call ``id`` came from. Raises StoreError if
-    there is no such call."""
+    """Find the links that show where the values of the call ``id`` came from.
+
+    Raises StoreError if there is no such call.
+    """
     call, node = run.call_detail(id).call, run.tree.nodes[id]
     returned = ReturnedValueIndex()
     links = (
@@ -83,7 +86,10 @@ def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
 
 class _CallLinks:
     """Collect the links of one call: from its outputs, code and answer to the sub-calls that the
-    values came from. The cells of the call's session are traced in order."""
+    values came from.
+
+    The cells of the call's session are traced in order.
+    """
 
     def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValueIndex) -> None:
         self._call = call
@@ -130,8 +136,10 @@ class _CallLinks:
     def _outputs(
         self, flow: CellValueOrigins, stdout: str, value: str
     ) -> Iterator[tuple[str, str, int, ValueOrigin]]:
-        """Yield the outputs of a cell as (kind of output, text, offset of the text, origin). If
-        each print wrote one line, the standard output is yielded line by line."""
+        """Yield the outputs of a cell as (kind of output, text, offset of the text, origin).
+
+        If each print wrote one line, the standard output is yielded line by line.
+        """
         if not flow.is_parsed:
             everything = ValueOrigin(guesses=self._returned.call_ids)
             yield from (("stdout", stdout, 0, everything), ("value", value, 0, everything))
@@ -158,9 +166,11 @@ class _CallLinks:
             self._add((turn, cell, "code"), start, start + len(use.text), use.flow, computed=True)
 
     def _text(self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin) -> None:
-        """Add the links of a text whose origin is ``flow``. A value that a sub-call returned is
-        linked to that call. The rest of the text is linked to all calls that it was computed
-        from."""
+        """Add the links of a text whose origin is ``flow``.
+
+        A value that a sub-call returned is linked to that call. The rest of the text is linked to
+        all calls that it was computed from.
+        """
         if not flow.calls and not flow.guesses:
             return
         spans = find_values(text, self._returned, flow.calls | flow.guesses)
@@ -178,9 +188,11 @@ class _CallLinks:
         flow: ValueOrigin,
         spans: Sequence[ReturnedValueSpan],
     ) -> None:
-        """Link computed numbers in a text to the calls that they were computed from. Numbers that a
-        call returned are already linked. A text without numbers or returned values is linked as a
-        whole."""
+        """Link computed numbers in a text to the calls that they were computed from.
+
+        Numbers that a call returned are already linked. A text without numbers or returned values
+        is linked as a whole.
+        """
         if not flow.calls:
             return
         taken = [(span.start, span.end) for span in spans]
@@ -239,8 +251,10 @@ class _CallLinks:
         )
 
     def _placed(self, text: str, start: int, value: Any, flow: ValueOrigin) -> None:
-        """Add the links of an answer. Items of a dict or list with known origins are linked
-        separately."""
+        """Add the links of an answer.
+
+        Items of a dict or list with known origins are linked separately.
+        """
         entries = (
             value.items()
             if isinstance(value, dict)
@@ -320,6 +334,7 @@ class _CallLinks:
 
     def _via(self, names: frozenset[str]) -> list[list[Any]]:
         """Return the variables among ``names`` whose values came from sub-calls or the context.
+
         Each comes with the turn, cell and line of its last assignment, most recent first.
         """
         known = [
@@ -341,8 +356,10 @@ def _order(id: str) -> list[int]:
 
 
 def _position(text: str, value: str) -> int:
-    """Return the position of ``value`` in ``text`` as a separate word. Returns -1 if it does not
-    occur."""
+    """Return the position of ``value`` in ``text`` as a separate word.
+
+    Returns -1 if it does not occur.
+    """
     match = re.search(rf"(?<![\w.]){re.escape(value)}(?![\w])", text) if value else None
     return match.start() if match else -1
 
@@ -351,6 +368,7 @@ def _calls_by_place(
     run: WatchedRun, id: str
 ) -> dict[tuple[int, int], list[tuple[CallNode, str, Any]]]:
     """Return the sub-calls of the call ``id``, grouped by the turn and cell whose code made them.
+
     Each comes with its question and answer.
     """
     found: dict[tuple[int, int], list[tuple[CallNode, str, Any]]] = {}
@@ -370,8 +388,10 @@ def _calls_by_place(
 
 
 def _plain_links(call: Call) -> list[TextProvenanceLink]:
-    """Link the answer of a plain call, or the numbers in it, to equal text in the prompt. A plain
-    call is one without a session."""
+    """Link the answer of a plain call, or the numbers in it, to equal text in the prompt.
+
+    A plain call is one without a session.
+    """
     if not call.turns or call.answer is None:
         return []
     text, links = answer_text(call.answer), []

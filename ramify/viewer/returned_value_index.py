@@ -1,5 +1,7 @@
 """Find the code that made each sub-call, and the places in a text that show a value which a
-sub-call returned. A sub-call is a model call that a session's code made.
+sub-call returned.
+
+A sub-call is a model call that a session's code made.
 
     0.0 returned "30,102 dollars"     "30,102 dollars" and 30102 lead to 0.0
     0.1 returned ["web-3", 7]         "web-3" and 7 lead to 0.1
@@ -43,8 +45,9 @@ class CellSubcall(msgspec.Struct, frozen=True):
 
 
 def match_call_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.AST, list[str]]:
-    """Find the expression in a cell's code that made each sub-call. Returns the ids of the
-    sub-calls for each expression, by its syntax node.
+    """Find the expression in a cell's code that made each sub-call.
+
+    Returns the ids of the sub-calls for each expression, by its syntax node.
 
     If each expression runs once, sub-calls are matched in order. Otherwise an expression is
     recognised by its kind and by the literal text in its prompt. Calls that look the same are
@@ -66,8 +69,10 @@ def match_call_sites(tree: ast.Module, made: Sequence[CellSubcall]) -> dict[ast.
 
 
 def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
-    """Return the expressions in the code that make sub-calls, in source order. Each has its syntax
-    node, the name of the called function, and the literal texts in the prompt."""
+    """Return the expressions in the code that make sub-calls, in source order.
+
+    Each has its syntax node, the name of the called function, and the literal texts in the prompt.
+    """
     called = {}
     found: list[tuple[ast.AST, str, list[str]]] = []
     for node in ast.walk(tree):
@@ -94,8 +99,9 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
 def _in_order(
     tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[CellSubcall]
 ) -> dict[ast.AST, list[str]] | None:
-    """Match sub-calls to the expressions in the code purely by order. Returns None unless each
-    expression runs once and makes a known number of calls.
+    """Match sub-calls to the expressions in the code purely by order.
+
+    Returns None unless each expression runs once and makes a known number of calls.
     """
     repeated = {
         inner
@@ -150,8 +156,10 @@ _MAX_LEAVES = 500
 
 
 def _key(text: str) -> Any:
-    """Return a key that is the same for equal values. For example, 30,102 and 30102.0 are the same
-    number."""
+    """Return a key that is the same for equal values.
+
+    For example, 30,102 and 30102.0 are the same number.
+    """
     try:
         return float(f"{float(text.replace(',', '')):.12g}")
     except ValueError:
@@ -159,8 +167,10 @@ def _key(text: str) -> Any:
 
 
 class ReturnedValueIndex:
-    """An index of the values that calls returned. It finds the calls that returned a given
-    value."""
+    """An index of the values that calls returned.
+
+    It finds the calls that returned a given value.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[Any, set[str]] = {}
@@ -183,14 +193,20 @@ class ReturnedValueIndex:
         return frozenset(self._texts)
 
     def calls_with(self, text: str) -> frozenset[str]:
-        """Return the ids of the calls that returned this value. Empty if there are more than
-        ``MAX_SOURCES``, because the value then says little about its origin."""
+        """Return the ids of the calls that returned this value.
+
+        Empty if there are more than ``MAX_SOURCES``, because the value then says little about its
+        origin.
+        """
         found = self._by_key.get(_key(text), set())
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
     def guess(self, value: Any) -> frozenset[str]:
         """Return the ids of the calls that returned a literal in the code, or the numbers in that
-        literal. Values that are too short to identify a call are ignored."""
+        literal.
+
+        Values that are too short to identify a call are ignored.
+        """
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return frozenset()
         text = str(value).strip()
@@ -200,8 +216,10 @@ class ReturnedValueIndex:
         return frozenset[str]().union(*(self.calls_with_number(text, match) for match in numbers))
 
     def calls_with_number(self, text: str, match: re.Match[str]) -> frozenset[str]:
-        """Return the ids of the calls that returned the number at ``match`` in ``text``. A
-        percentage also matches its fraction, so 45.67 % matches 0.4567."""
+        """Return the ids of the calls that returned the number at ``match`` in ``text``.
+
+        A percentage also matches its fraction, so 45.67 % matches 0.4567.
+        """
         calls = self.calls_with(match[0])
         if calls or not _PERCENT.match(text, match.end()):
             return calls
@@ -224,7 +242,10 @@ def is_telling(text: str) -> bool:
 
 def leaves(answer: Any) -> Iterator[str]:
     """Yield all texts inside a value: the value itself if it is a text, and the texts in lists and
-    dicts. Lists and dicts that are encoded as JSON in a text are searched too."""
+    dicts.
+
+    Lists and dicts that are encoded as JSON in a text are searched too.
+    """
     stack, num = [answer], 0
     while stack and num < _MAX_LEAVES:
         value = stack.pop()
@@ -257,8 +278,10 @@ class ReturnedValueSpan(msgspec.Struct, frozen=True):
 def find_values(
     text: str, returned: ReturnedValueIndex, calls: frozenset[str]
 ) -> list[ReturnedValueSpan]:
-    """Return the places in ``text`` that show a value returned by one of ``calls``. They do not
-    overlap, since longer values take precedence."""
+    """Return the places in ``text`` that show a value returned by one of ``calls``.
+
+    They do not overlap, since longer values take precedence.
+    """
     taken = bytearray(len(text))
     spans: list[ReturnedValueSpan] = []
     for value in returned.texts_of(calls):

@@ -1,5 +1,6 @@
-"""Start new runs from the page of a stored run. A new run continues the stored one from one of its
-turns, after an edit.
+"""Start new runs from the page of a stored run.
+
+A new run continues the stored one from one of its turns, after an edit.
 
     page ──> estimate: what it may cost, or why it is refused ──> start ──> address of the new run
 
@@ -68,7 +69,10 @@ class RerunFromTurnRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
 
 class RunAgain:
-    """Start the new runs that a page requests. The methods may be awaited on any event loop."""
+    """Start the new runs that a page requests.
+
+    The methods may be awaited on any event loop.
+    """
 
     def __init__(self, rebuild: Rebuild) -> None:
         self._rebuild = rebuild
@@ -102,14 +106,19 @@ class RunAgain:
         }
 
     async def estimate(self, located: LocatedRun, wanted: RerunFromTurnRequest) -> dict[str, Any]:
-        """Estimate the cost of the new run. Raises RamifyError if the run would be refused."""
+        """Estimate the cost of the new run.
+
+        Raises RamifyError if the run would be refused.
+        """
         return struct_fields(await _elsewhere(self._estimate(located, wanted)))
 
     async def start(
         self, located: LocatedRun, wanted: RerunFromTurnRequest
     ) -> tuple[RunStore, str]:
-        """Start the new run, and return its store and id. Raises RamifyError if the run is
-        refused."""
+        """Start the new run, and return its store and id.
+
+        Raises RamifyError if the run is refused.
+        """
         return await _elsewhere(self._start(located, wanted))
 
     async def close(self) -> None:
@@ -187,8 +196,10 @@ class RunAgain:
 
 
 async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
-    """Wait until a run has ended, and close the resources that only this run used. Returns the
-    run's error, or an empty string."""
+    """Wait until a run has ended, and close the resources that only this run used.
+
+    Returns the run's error, or an empty string.
+    """
     try:
         async with own:
             return (await handle).error or ""
@@ -210,8 +221,10 @@ def _options(rlm: RLM, wanted: RerunFromTurnRequest) -> ForkOptions:
 
 
 def _store_of(located: LocatedRun) -> RunStore:
-    """Return the store that contains a run. Raises StoreError if the run is a file outside any
-    store."""
+    """Return the store that contains a run.
+
+    Raises StoreError if the run is a file outside any store.
+    """
     if located.store is not None:
         return located.store
     path = located.run.path

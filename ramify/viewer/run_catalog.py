@@ -1,5 +1,6 @@
-"""List the runs, training folders and evaluations in the places that the viewer was given. A place
-is a folder, a file or a store.
+"""List the runs, training folders and evaluations in the places that the viewer was given.
+
+A place is a folder, a file or a store.
 
 A store is a folder with ``runs/``, or another ``RunStore``. A file may be a journal, a file of
 trajectories, or the record of an evaluation. A folder may be one of ``ramify train``, or contain
@@ -180,8 +181,10 @@ def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
 
 
 def row_of_trajectory_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
-    """Return the list row of one line in a file of trajectories. A damaged line gets a row that
-    states the problem."""
+    """Return the list row of one line in a file of trajectories.
+
+    A damaged line gets a row that states the problem.
+    """
     try:
         short = _trajectories.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -226,8 +229,10 @@ def row_of_trajectory_line(line: bytes, key: str, path: Path, number: int) -> Ru
 
 
 def row_of_evaluation(path: Path, key: str) -> EvaluationListRow:
-    """Return the list row of an evaluation record. An unreadable record gets a row that states the
-    problem."""
+    """Return the list row of an evaluation record.
+
+    An unreadable record gets a row that states the problem.
+    """
     problems: list[str] = []
     try:
         record = read_evaluation(path, problems)
@@ -253,8 +258,10 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationListRow:
 
 @functools.lru_cache(1000)
 def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
-    """Return the list row of an evaluation matrix, with its axes and planned attempts. The row is
-    cached, because a matrix file never changes."""
+    """Return the list row of an evaluation matrix, with its axes and planned attempts.
+
+    The row is cached, because a matrix file never changes.
+    """
     name = path.name.removesuffix(MATRIX)
     try:
         plan = read_matrix(path)
@@ -278,14 +285,18 @@ _Rows = list[RunListRow | EvaluationListRow]
 
 class RunCatalog:
     """A catalog of the runs, training folders and evaluations in the places that the viewer was
-    given. Without any place, the default store is used.
+    given.
+
+    Without any place, the default store is used.
 
     Only one thread at a time may call ``listing``.
     """
 
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
-        """Create a catalog of the given paths and stores. Raises ConfigError for a path that does
-        not exist."""
+        """Create a catalog of the given paths and stores.
+
+        Raises ConfigError for a path that does not exist.
+        """
         self._places = ViewerSources(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._stored: dict[int, tuple[object, list[RunListRow]]] = {}
@@ -336,8 +347,10 @@ class RunCatalog:
         ]
 
     def _trainings_in(self, place: ViewerSource) -> list[Path]:
-        """Return the training folders below one of the given places. The result is cached until one
-        of the folders changes."""
+        """Return the training folders below one of the given places.
+
+        The result is cached until one of the folders changes.
+        """
         if place.path is None or place.path.is_file():
             return []
         times, found = self._trainings.get(place.number, ({}, []))
@@ -444,8 +457,10 @@ class RunCatalog:
         return rows
 
     def maps(self) -> list[dict[str, Any]]:
-        """Return a summary of each map, newest first, with the address of its page. A map is one
-        question asked about many rows."""
+        """Return a summary of each map, newest first, with the address of its page.
+
+        A map is one question asked about many rows.
+        """
         with self._reading_maps:
             rows = [
                 {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.figures())}
@@ -454,8 +469,11 @@ class RunCatalog:
         return sorted(rows, key=lambda row: -row["started_at"])
 
     def map(self, key: str) -> dict[str, Any]:
-        """Return the summary and the rows of the map with address ``key``. Each row has the address
-        of its run, or an empty string. Raises StoreError if the map does not exist."""
+        """Return the summary and the rows of the map with address ``key``.
+
+        Each row has the address of its run, or an empty string. Raises StoreError if the map does
+        not exist.
+        """
         with self._reading_maps:
             place, table = self._places.find_map(key)
             rows = [
@@ -476,37 +494,52 @@ class RunCatalog:
     # --- single entries
 
     def find(self, key: str) -> LocatedRun:
-        """Find the run with address ``key``. Raises StoreError if it does not exist."""
+        """Find the run with address ``key``.
+
+        Raises StoreError if it does not exist.
+        """
         return self._places.find_run(key)
 
     def training(self, key: str) -> Path:
-        """Find the training folder with address ``key``. Raises StoreError if it does not exist."""
+        """Find the training folder with address ``key``.
+
+        Raises StoreError if it does not exist.
+        """
         path = self._places.path(key)
         if path is None or not (path / METRICS).is_file():
             raise StoreError(f"unknown training {key!r}: choose one from the list")
         return path
 
     def evaluation(self, key: str) -> Path:
-        """Find the evaluation record with address ``key``, and return its path. Raises StoreError
-        if it does not exist."""
+        """Find the evaluation record with address ``key``, and return its path.
+
+        Raises StoreError if it does not exist.
+        """
         path = self._places.path(key)
         if path is None or not path.is_file():
             raise StoreError(f"unknown evaluation {key!r}: choose one from the list")
         return path
 
     def key_of(self, path: Path) -> str | None:
-        """Return the address of the file or folder ``path``. Returns None if it is outside the
-        given places."""
+        """Return the address of the file or folder ``path``.
+
+        Returns None if it is outside the given places.
+        """
         return self._places.key(path)
 
     def key_of_stored_run(self, store: RunStore, id: str) -> str | None:
-        """Return the address of the run ``id`` in ``store``. Returns None if the catalog does not
-        have this store."""
+        """Return the address of the run ``id`` in ``store``.
+
+        Returns None if the catalog does not have this store.
+        """
         return self._places.key_of_run(store, id)
 
     def key_of_evaluation_run(self, record: Path, id: str) -> str | None:
-        """Return the address of a run that belongs to an evaluation. The run is in the same store
-        as ``record``, the evaluation's file. Returns None if the run is missing."""
+        """Return the address of a run that belongs to an evaluation.
+
+        The run is in the same store as ``record``, the evaluation's file. Returns None if the run
+        is missing.
+        """
         path = record.parent.parent / "runs" / f"{id}.jsonl"
         return self.key_of(path) if id and path.is_file() else None
 
@@ -533,7 +566,9 @@ def _may_be_alive(row: RunListRow | EvaluationListRow) -> bool:
 
 def _changed_at(folder: Path) -> int:
     """Return the time in nanoseconds at which an entry of a folder was last added or removed.
-    Returns 0 if the folder cannot be read."""
+
+    Returns 0 if the folder cannot be read.
+    """
     try:
         return folder.stat().st_mtime_ns
     except OSError:

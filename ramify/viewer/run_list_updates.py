@@ -1,5 +1,6 @@
-"""Send the list of runs to a page, column by column. After the first time, only changes since the
-page's last request are sent.
+"""Send the list of runs to a page, column by column.
+
+After the first time, only changes since the page's last request are sent.
 
     page ── since="" ──────> {"version": "k3-7", "num": 10000, "columns": {"key": […], …}, …}
     page ── since="k3-7" ──> {"version": "k3-7", "num": 0}                     nothing changed
@@ -30,7 +31,10 @@ _MAX_GONE = 10_000
 
 class VersionedRunList:
     """The list of runs with the version at which each row changed, so that a page can request only
-    the changes. Safe for use by several threads."""
+    the changes.
+
+    Safe for use by several threads.
+    """
 
     def __init__(self, library: RunCatalog) -> None:
         self._library = library
@@ -58,8 +62,10 @@ class VersionedRunList:
             return {"runs": runs, **others}
 
     def changes(self, since: str) -> dict[str, Any]:
-        """Return the changes to the list since version ``since``. If that version is unknown,
-        return the whole list."""
+        """Return the changes to the list since version ``since``.
+
+        If that version is unknown, return the whole list.
+        """
         with self._lock:
             self._refresh()
             start, _, number = since.partition("-")
@@ -116,8 +122,10 @@ class VersionedRunList:
 
 
 def _same(known: Any, found: Any) -> bool:
-    """Return True if two values are equal. NaN counts as equal to itself, so that it is not sent
-    again and again."""
+    """Return True if two values are equal.
+
+    NaN counts as equal to itself, so that it is not sent again and again.
+    """
     return known is found or bool(known == found) or repr(known) == repr(found)
 
 

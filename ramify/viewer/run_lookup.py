@@ -1,5 +1,7 @@
-"""Resolve the addresses of runs and files. An address names a run or file in one of the places
-(folders, files and stores) that the viewer was given.
+"""Resolve the addresses of runs and files.
+
+An address names a run or file in one of the places (folders, files and stores) that the viewer was
+given.
 
     20260301-142501-5gk0x7m-which-host      a run in the first place, which is a store
     p2:20260301-…                           a run in place 2, also a store
@@ -51,8 +53,9 @@ class LocatedRun(NamedTuple):
 
 
 def kind_of(path: Path) -> Kind | str:
-    """Determine a file's kind from its first line: journal, trajectory or evaluation. For any
-    other file, return a sentence that says why it is not a run.
+    """Determine a file's kind from its first line: journal, trajectory or evaluation.
+
+    For any other file, return a sentence that says why it is not a run.
     """
     with path.open("rb") as file:
         line = file.readline(_MAX_FIRST_LINE).strip()
@@ -109,8 +112,10 @@ class ViewerSource(NamedTuple):
         return id if self.number == 0 else f"p{self.number}:{id}"
 
     def key_of_path(self, path: Path) -> str:
-        """Return the address of a file or folder below this place. The address of a journal in a
-        store is that of its run."""
+        """Return the address of a file or folder below this place.
+
+        The address of a journal in a store is that of its run.
+        """
         assert self.path is not None  # the caller found the file there
         relative = path.relative_to(self.path)
         if self.store is not None and relative.parent == Path("runs"):
@@ -119,12 +124,16 @@ class ViewerSource(NamedTuple):
 
 
 class ViewerSources:
-    """All places (stores, files and folders) that the viewer was given, in order. The default is
-    the user's store."""
+    """All places (stores, files and folders) that the viewer was given, in order.
+
+    The default is the user's store.
+    """
 
     def __init__(self, places: Sequence[str | Path | RunStore] = ()) -> None:
-        """Check and open the given paths and stores. Raises ConfigError for a path that does not
-        exist."""
+        """Check and open the given paths and stores.
+
+        Raises ConfigError for a path that does not exist.
+        """
         places = places or [open_store()]
         self._all = [_place(number, place) for number, place in enumerate(places)]
         self._maps = StoredMapCache()
@@ -133,7 +142,10 @@ class ViewerSources:
         return iter(self._all)
 
     def find_run(self, key: str) -> LocatedRun:
-        """Find the run with address ``key``. Raises StoreError if it does not exist."""
+        """Find the run with address ``key``.
+
+        Raises StoreError if it does not exist.
+        """
         place, name, is_file = self._split(key)
         if place is None:
             raise StoreError(f"unknown run {key!r}: choose one from the list")
@@ -150,8 +162,9 @@ class ViewerSources:
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
     def maps(self) -> Iterator[tuple[ViewerSource, StoredMap]]:
-        """Yield the maps in all stores, with their latest results. A map asks one question about
-        many rows. Unreadable maps are skipped.
+        """Yield the maps in all stores, with their latest results.
+
+        A map asks one question about many rows. Unreadable maps are skipped.
         """
         for place in self._all:
             if isinstance(place.store, Store):
@@ -160,16 +173,20 @@ class ViewerSources:
                         yield place, self._maps.of(path)
 
     def find_map(self, key: str) -> tuple[ViewerSource, StoredMap]:
-        """Find the map with address ``key``, and return it with the place that contains it. Raises
-        StoreError if the map does not exist."""
+        """Find the map with address ``key``, and return it with the place that contains it.
+
+        Raises StoreError if the map does not exist.
+        """
         place, name, is_file = self._split(key)
         if place is None or is_file:
             raise StoreError(f"unknown map {key!r}: choose one from the list")
         return place, self.map(place, name)
 
     def map(self, place: ViewerSource, id: str) -> StoredMap:
-        """Return the map ``id`` from the store at ``place``. Raises StoreError if it does not
-        exist."""
+        """Return the map ``id`` from the store at ``place``.
+
+        Raises StoreError if it does not exist.
+        """
         store = place.store
         path = MapStore(store.root).path(id) if isinstance(store, Store) else None
         if path is None:
@@ -177,8 +194,9 @@ class ViewerSources:
         return self._maps.of(path)
 
     def path(self, key: str) -> Path | None:
-        """Return the path of the file or folder with address ``key``. Returns None if ``key`` is
-        the address of something else.
+        """Return the path of the file or folder with address ``key``.
+
+        Returns None if ``key`` is the address of something else.
 
         Raises StoreError if the file or folder no longer exists.
         """
@@ -186,24 +204,29 @@ class ViewerSources:
         return _below(place, name) if place is not None and is_file else None
 
     def key(self, path: Path) -> str | None:
-        """Return the address of the file or folder ``path``. Returns None if it is outside the
-        places that the viewer was given."""
+        """Return the address of the file or folder ``path``.
+
+        Returns None if it is outside the places that the viewer was given.
+        """
         for place in self._all:
             if place.path is not None and path.is_relative_to(place.path):
                 return place.key_of_path(path)
         return None
 
     def key_of_run(self, store: RunStore, id: str) -> str | None:
-        """Return the address of the run ``id`` in ``store``. Returns None if the viewer was not
-        given this store."""
+        """Return the address of the run ``id`` in ``store``.
+
+        Returns None if the viewer was not given this store.
+        """
         path = store.stored(id).path
         if path is not None:
             return self.key(path)
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
     def _split(self, key: str) -> tuple[ViewerSource | None, str, bool]:
-        """Split an address into its place and the rest, which is a path or a run's id. For example,
-        ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
+        """Split an address into its place and the rest, which is a path or a run's id.
+
+        For example, ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
 
         The last value returned is True if the rest is a path.
         """
@@ -254,8 +277,10 @@ def _place(number: int, name: str | Path | RunStore) -> ViewerSource:
 
 
 def _below(place: ViewerSource, name: str) -> Path:
-    """Return the path of the file or folder ``name`` in a place. Raises StoreError if the name
-    points outside the place."""
+    """Return the path of the file or folder ``name`` in a place.
+
+    Raises StoreError if the name points outside the place.
+    """
     if "\0" in name or place.path is None:
         raise StoreError(f"{place} has no {name!r}")
     path = (place.path / name).resolve() if name else place.path

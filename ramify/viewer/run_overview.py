@@ -75,8 +75,10 @@ MAX_CITATIONS = 100
 
 
 def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
-    """Return the overview of a run: facts about the run as a whole, and its calls as columns. Only
-    the first ``num_texts`` calls include their question and answer. None: all of them do."""
+    """Return the overview of a run: facts about the run as a whole, and its calls as columns.
+
+    Only the first ``num_texts`` calls include their question and answer. None: all of them do.
+    """
     nodes = run.tree.order
     num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
     columns = _columns(run, nodes, num_texts)
@@ -89,8 +91,10 @@ def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any
 
 
 def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
-    """Return the questions and answers of all calls from index ``first`` on, as columns. The
-    overview was sent without these."""
+    """Return the questions and answers of all calls from index ``first`` on, as columns.
+
+    The overview was sent without these.
+    """
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
@@ -108,8 +112,11 @@ def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
 def _columns(
     run: WatchedRun, nodes: Sequence[CallNode], num_texts: int | None = None
 ) -> dict[str, list[Any]]:
-    """Return the table of the calls ``nodes`` by column. Only the first ``num_texts`` calls include
-    their question and answer. The column ``parent`` holds the index of an earlier call, or -1."""
+    """Return the table of the calls ``nodes`` by column.
+
+    Only the first ``num_texts`` calls include their question and answer. The column ``parent``
+    holds the index of an earlier call, or -1.
+    """
     told = nodes[:num_texts]
     untold = [""] * (len(nodes) - len(told))
     known, scored = run.tree.nodes, run.tree.run.call_rewards
@@ -139,7 +146,9 @@ def _columns(
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
     """Average per-turn values that training recorded over the turns of each call, and return the
-    means by call id. Each turn has the same weight.
+    means by call id.
+
+    Each turn has the same weight.
 
     ``recorded`` maps a turn to a number, or to a list with one number per token. For example,
     ``{"0.1/2": 0.25}`` has the value of turn 2 of call 0.1. ``size`` converts each number first,
@@ -158,8 +167,9 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
 
 
 def _same(column: list[Any]) -> Any:
-    """Replace a column whose values are all the same with that single value. Any other column is
-    returned unchanged.
+    """Replace a column whose values are all the same with that single value.
+
+    Any other column is returned unchanged.
     """
     first = column[0] if column else None
     is_plain = not isinstance(first, list | tuple)
@@ -230,8 +240,10 @@ def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
 
 
 def _forked(run: WatchedRun) -> dict[str, Any] | None:
-    """Return the turn of another run from which this run continues, with the other run's address
-    if it is in the same store. Returns None if this run does not continue another.
+    """Return the turn of another run from which this run continues, with the other run's address if
+    it is in the same store.
+
+    Returns None if this run does not continue another.
     """
     forked = run.tree.run.metadata.get("forked")
     if not isinstance(forked, dict):
@@ -262,7 +274,10 @@ def _ending(run: WatchedRun) -> str:
 
 
 def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
-    """Return the rewards of a call. If the first call has none, return those of the run."""
+    """Return the rewards of a call.
+
+    If the first call has none, return those of the run.
+    """
     call_rewards = run.tree.run.call_rewards.get(node.id)
     return call_rewards or ({} if node.index else run.tree.run.rewards)
 
@@ -276,8 +291,10 @@ def call_state(node: CallNode) -> str:
 
 
 def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
-    """Return the fields of a reference to a context. The list of files is left out, since there may
-    be thousands."""
+    """Return the fields of a reference to a context.
+
+    The list of files is left out, since there may be thousands.
+    """
     if context is None:
         return None
     short = {name: value for name, value in struct_fields(context).items() if name != "files"}

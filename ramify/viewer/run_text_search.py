@@ -36,8 +36,11 @@ TextPlace = tuple[str, int, str, str]
 
 
 def search(run: WatchedRun, query: str) -> dict[str, Any]:
-    """Search the texts of a run for ``query``, ignoring case. Returns at most ``MAX_HITS`` matches,
-    in the order of the calls. The field ``more`` is true if there are others."""
+    """Search the texts of a run for ``query``, ignoring case.
+
+    Returns at most ``MAX_HITS`` matches, in the order of the calls. The field ``more`` is true if
+    there are others.
+    """
     hits: list[dict[str, Any]] = []
     needle = query.lower()
     more = False

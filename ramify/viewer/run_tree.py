@@ -44,8 +44,10 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 
 
 class RunTree:
-    """A run's call tree so far, with the positions of its events in the journal. It is valid after
-    every event, even if the run was interrupted."""
+    """A run's call tree so far, with the positions of its events in the journal.
+
+    It is valid after every event, even if the run was interrupted.
+    """
 
     def __init__(self) -> None:
         self.calls = CallTree()
@@ -65,8 +67,9 @@ class RunTree:
         return self.calls.run_data
 
     def apply(self, event: AnyEventOutline, offset: int) -> CallNode | None:
-        """Update the tree with ``event``, whose journal line begins at byte ``offset``. Returns the
-        node of the call that the event belongs to.
+        """Update the tree with ``event``, whose journal line begins at byte ``offset``.
+
+        Returns the node of the call that the event belongs to.
 
         Raises KeyError or IndexError if the event is inconsistent with the earlier ones.
         """
@@ -99,8 +102,10 @@ class RunTree:
         self._before.append(-1)
 
     def lines_of(self, node: CallNode, after: int = -1) -> list[tuple[int, int]]:
-        """Return the journal lines about ``node`` after line ``after``. Each has its number, from
-        0, and its byte offset."""
+        """Return the journal lines about ``node`` after line ``after``.
+
+        Each has its number, from 0, and its byte offset.
+        """
         lines = []
         line = node.last_line
         while line > after:
@@ -173,7 +178,10 @@ class CallDetail(msgspec.Struct):
 
 
 class CallDetailReader:
-    """Read calls in full from one journal. The last few calls are cached."""
+    """Read calls in full from one journal.
+
+    The last few calls are cached.
+    """
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
@@ -181,6 +189,7 @@ class CallDetailReader:
 
     def of(self, tree: RunTree, node: CallNode) -> CallDetail:
         """Return the call of ``node`` with all of its turns and texts, read from the journal.
+
         Raises StoreError if its lines cannot be read.
         """
         reading = self._cached.pop(node.id, None)
@@ -247,8 +256,10 @@ class _Reading:
 
 
 def journal_events(run: StoredRun, lines: list[tuple[int, int]]) -> Iterator[AnyEvent]:
-    """Yield the events in the given journal lines. Each line has its number, from 0, and its byte
-    offset."""
+    """Yield the events in the given journal lines.
+
+    Each line has its number, from 0, and its byte offset.
+    """
     texts = run.lines_at(offset for _, offset in lines)
     for (number, _), text in zip(lines, texts, strict=True):
         yield decode_line(text, run, number + 1)

@@ -1,4 +1,5 @@
 """Bundle the viewer's JavaScript modules into one script, or into one HTML file that opens offline.
+
 No build step is needed.
 
 A browser would load twenty modules six at a time, and only then the page's data. A page opened from
@@ -60,14 +61,19 @@ def app() -> str:
 
 
 def early() -> str:
-    """Return the page's inline script. It requests the run's data before the other scripts load,
-    because the data takes longest to arrive."""
+    """Return the page's inline script.
+
+    It requests the run's data before the other scripts load, because the data takes longest to
+    arrive.
+    """
     return (STATIC / "early.js").read_text(encoding="utf-8")
 
 
 def module(name: str) -> str:
-    """Return the source of a JavaScript module that is imported on demand. Its imports are
-    redirected to ``app.js``."""
+    """Return the source of a JavaScript module that is imported on demand.
+
+    Its imports are redirected to ``app.js``.
+    """
     source = (STATIC / name).read_text(encoding="utf-8")
     return _IMPORT.sub(
         lambda match: match[0].replace(match[2], APP) if match[2] in _modules() else match[0],
@@ -102,8 +108,10 @@ def _add(name: str, done: dict[str, str]) -> None:
 
 
 def bundle_modules(on_demand: Sequence[str]) -> str:
-    """Return the source of ``app.js`` combined with the modules ``on_demand``. A page would
-    otherwise import these modules only when it needs them."""
+    """Return the source of ``app.js`` combined with the modules ``on_demand``.
+
+    A page would otherwise import these modules only when it needs them.
+    """
     done = dict(_modules())
     main = done.pop("main.js")
     for name in on_demand:
@@ -114,6 +122,7 @@ def bundle_modules(on_demand: Sequence[str]) -> str:
 
 def _vendored(name: str, source: str) -> str:
     """Convert a third-party JavaScript module to code that defines its exports as constants.
+
     ``name`` is the name in the page's import statement. Named exports are given in braces: ``{
     names }``.
     """
@@ -137,8 +146,10 @@ MAX_TEXT = 100_000
 
 
 def offline_run_page(located: LocatedRun) -> bytes:
-    """Return an HTML file that shows a run without a server. Raises StoreError if no part of the
-    run can be read."""
+    """Return an HTML file that shows a run without a server.
+
+    Raises StoreError if no part of the run can be read.
+    """
     run = WatchedRun(located)
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
@@ -196,8 +207,9 @@ def offline_run_data(run: WatchedRun) -> dict[str, Any]:
 
 
 def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the text around each citation in an answer. Its key combines the name of the cited
-    text and the first cited line, as in ``report.txt/12``.
+    """Return the text around each citation in an answer.
+
+    Its key combines the name of the cited text and the first cited line, as in ``report.txt/12``.
     """
     found = {}
     for each in citations:

@@ -32,7 +32,9 @@ def describe_pictures(message: Message) -> list[dict[str, Any]]:
 
 def picture_bytes(run: WatchedRun, id: str, digest: str) -> tuple[bytes, str]:
     """Return the bytes and the media type of a picture that the call ``id`` has shown to a model.
-    Raises StoreError if there is no such picture."""
+
+    Raises StoreError if there is no such picture.
+    """
     detail = run.call_detail(id)
     prompts = [message for turn in detail.call.turns for message in turn.prompt]
     prompts += detail.pending.prompt if detail.pending is not None else ()

@@ -1,4 +1,5 @@
 """Serve a run's sources to its page, i.e. the files and web pages from which its context was read.
+
 The page shows a table of them, excerpts of their texts, and the citations of the answer.
 
 The table comes from the run's record (``sources.loaded_sources.RecordedSources``). The texts are
@@ -32,8 +33,10 @@ _BEFORE = 8
 
 
 def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text of the answer and its citations. The list is empty if the run was not asked
-    to cite."""
+    """Return the text of the answer and its citations.
+
+    The list is empty if the run was not asked to cite.
+    """
     if trajectory.metadata.get("cite") and trajectory.answer is not None:
         try:
             cited = msgspec.convert(trajectory.answer, CitedAnswer[Any])
@@ -47,8 +50,10 @@ def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, An
 
 
 def sources(run: WatchedRun) -> dict[str, Any]:
-    """Return the table of a run's sources. The field ``key`` of a row is the name under which the
-    context holds the source's text. Raises StoreError if the record of the sources cannot be read.
+    """Return the table of a run's sources.
+
+    The field ``key`` of a row is the name under which the context holds the source's text. Raises
+    StoreError if the record of the sources cannot be read.
     """
     try:
         read = msgspec.convert(run.tree.run.metadata.get("read") or {}, RecordedSources)
@@ -80,7 +85,10 @@ def sources(run: WatchedRun) -> dict[str, Any]:
 
 def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
     """Return ``NUM_LINES`` lines of the text named ``key`` in the run's context, starting shortly
-    before ``line``. Raises StoreError if there is no such text."""
+    before ``line``.
+
+    Raises StoreError if there is no such text.
+    """
     context = run.tree.run.context
     if context is None:
         raise StoreError("the run has no context")
@@ -113,7 +121,10 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
 
 
 def _context(run: StoredRun, context: ContextRef) -> Any:
-    """Return the value of a stored context. Raises StoreError if it cannot be read."""
+    """Return the value of a stored context.
+
+    Raises StoreError if it cannot be read.
+    """
     try:
         return SharedContext.from_encoded(run.blob(context.digest), context.files).value
     except (SandboxError, SourceError) as error:

@@ -30,8 +30,9 @@ _Code = tuple[str, ...]
 
 
 def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
-    """Compare the code of the call ``id`` with that of a typical sibling. Raises StoreError if
-    there is no such call.
+    """Compare the code of the call ``id`` with that of a typical sibling.
+
+    Raises StoreError if there is no such call.
 
     In the result, ``cells`` has pairs [code of the call or None, code of the sibling or None]. The
     list is empty without a sibling to compare with. ``shared_by`` is the number of siblings,
@@ -61,8 +62,10 @@ def _code_of(run: WatchedRun, id: str) -> _Code:
 
 
 def _codes_of_siblings(run: WatchedRun, node: CallNode) -> dict[str, _Code]:
-    """Return the code of each sibling of a call, by the sibling's id. Siblings that failed or are
-    outliers are left out."""
+    """Return the code of each sibling of a call, by the sibling's id.
+
+    Siblings that failed or are outliers are left out.
+    """
     if node.parent is None or node.kind != "rlm":
         return {}
     usual = [
@@ -90,8 +93,10 @@ def _similarity(own: _Code, other: _Code) -> float:
 
 
 def _matched_cells(own: _Code, other: _Code) -> list[list[str | None]]:
-    """Arrange the cells of two calls in rows. Cells with the same code share a row. None marks a
-    missing cell."""
+    """Arrange the cells of two calls in rows.
+
+    Cells with the same code share a row. None marks a missing cell.
+    """
     rows: list[list[str | None]] = []
     matcher = SequenceMatcher(None, own, other, autojunk=False)
     for _, start, end, other_start, other_end in matcher.get_opcodes():

@@ -1,6 +1,7 @@
-"""Collect the data for the pages of a training run and of an evaluation. The page of a training run
-shows every metric over the steps and the saved rollouts. The page of an evaluation shows scores
-with intervals and all attempts.
+"""Collect the data for the pages of a training run and of an evaluation.
+
+The page of a training run shows every metric over the steps and the saved rollouts. The page of an
+evaluation shows scores with intervals and all attempts.
 
 metrics.jsonl            {"names": {"reward": [[step, …], [value, …]], …}, "stages": […],
                           "clock": {…}, "verdict": […], "alarms": […], …}
@@ -60,7 +61,10 @@ _trajectory = msgspec.json.Decoder(Trajectory)
 
 
 class TrainingCurves:
-    """The metrics of a training run so far. Call ``refresh`` to update them from the run's file."""
+    """The metrics of a training run so far.
+
+    Call ``refresh`` to update them from the run's file.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,8 +110,10 @@ class TrainingCurves:
         """For each point of ``clock``, the version at which it was read."""
 
     def size_changed(self) -> bool:
-        """Return True if the file of metrics has changed since it was last read. This costs only
-        one system call."""
+        """Return True if the file of metrics has changed since it was last read.
+
+        This costs only one system call.
+        """
         try:
             stat = self.path.stat()
         except OSError:
@@ -122,9 +128,11 @@ class TrainingCurves:
             return 0
 
     def refresh(self) -> bool:
-        """Read the lines that were added to the file of metrics. Returns True if anything changed.
-        A file that was truncated or replaced, for example by a resumed run, is read again from the
-        start."""
+        """Read the lines that were added to the file of metrics.
+
+        Returns True if anything changed. A file that was truncated or replaced, for example by a
+        resumed run, is read again from the start.
+        """
         before = self._unreadable
         try:
             with self.path.open("rb") as file:
@@ -200,8 +208,10 @@ class TrainingCurves:
         return {"version": self.version, "names": self.names, "clock": self.clock, **others}
 
     def changes(self, since: int) -> dict[str, Any]:
-        """Return the changes to the data since version ``since``. If that version is unknown,
-        return all data."""
+        """Return the changes to the data since version ``since``.
+
+        If that version is unknown, return all data.
+        """
         if not self._first_version <= since <= self.version:
             return self.data()
         self._look()
@@ -220,8 +230,10 @@ class TrainingCurves:
         }
 
     def _look(self) -> None:
-        """Record which data other than the curves has changed. Other files in the folder can
-        change while the metrics get no new line; such a change is assigned to the next version.
+        """Record which data other than the curves has changed.
+
+        Other files in the folder can change while the metrics get no new line; such a change is
+        assigned to the next version.
         """
         at = max(self.version, self._looked_at + 1)
         for name, value in self._beside_curves().items():
@@ -249,8 +261,10 @@ class TrainingCurves:
         }
 
     def _config(self) -> dict[str, str]:
-        """Return the options stored in the latest checkpoint, as JSON texts by dotted name. Empty
-        if no checkpoint can be read."""
+        """Return the options stored in the latest checkpoint, as JSON texts by dotted name.
+
+        Empty if no checkpoint can be read.
+        """
         path = max((self.folder / "checkpoints").glob("step-*/state.json"), default=None)
         if path != self._config_path:
             self._options, self._config_path = {}, path
@@ -262,7 +276,10 @@ class TrainingCurves:
 
 
 class _StoredConfig(msgspec.Struct):
-    """The configuration in a checkpoint's state. Secrets were removed before it was stored."""
+    """The configuration in a checkpoint's state.
+
+    Secrets were removed before it was stored.
+    """
 
     config: dict[str, Any] = {}
 
@@ -285,8 +302,10 @@ def rollout_files(folder: Path) -> dict[int, Path]:
 
 
 def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
-    """Return the saved rollouts of a training step, best first. ``key`` is the address of their
-    file. Raises StoreError if no rollouts of that step were saved."""
+    """Return the saved rollouts of a training step, best first.
+
+    ``key`` is the address of their file. Raises StoreError if no rollouts of that step were saved.
+    """
     path = rollout_files(folder).get(step)
     if path is None:
         raise StoreError(
@@ -310,8 +329,11 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
 
 
 def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple[int, Trajectory]]:
-    """Yield the saved rollouts in a file, each with its line number. If ``item`` is given, only its
-    rollouts are yielded. Unreadable lines are reported in ``problems``."""
+    """Yield the saved rollouts in a file, each with its line number.
+
+    If ``item`` is given, only its rollouts are yielded. Unreadable lines are reported in
+    ``problems``.
+    """
     mark = msgspec.json.encode(item) if item else b""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -334,7 +356,10 @@ def rollouts_of_item(
     folder: Path, item: str, key_of: Callable[[Path], str | None]
 ) -> dict[str, Any]:
     """Return the saved rollouts of one task item by training step, for the last ``MAX_ITEM_STEPS``
-    saved steps. ``key_of`` returns the address of a file. Raises StoreError if there are none."""
+    saved steps.
+
+    ``key_of`` returns the address of a file. Raises StoreError if there are none.
+    """
     steps: list[dict[str, Any]] = []
     problems: list[str] = []
     for step, path in sorted(rollout_files(folder).items())[-MAX_ITEM_STEPS:]:
@@ -350,8 +375,10 @@ def rollouts_of_item(
 
 
 def _advantage(tree: Trajectory) -> float | None:
-    """Return the mean advantage over the turns of the root call. Returns None if training recorded
-    no advantages."""
+    """Return the mean advantage over the turns of the root call.
+
+    Returns None if training recorded no advantages.
+    """
     means = means_by_call(tree.metadata.get("advantages"))
     return means.get(tree.root.id) if tree.calls else None
 
@@ -380,8 +407,10 @@ MAX_PROBLEMS = 10
 
 
 class EvaluationLibrary:
-    """Provide the evaluation records of a ``RunCatalog`` with a cached report for each. Safe for
-    use by several threads."""
+    """Provide the evaluation records of a ``RunCatalog`` with a cached report for each.
+
+    Safe for use by several threads.
+    """
 
     def __init__(self, library: RunCatalog) -> None:
         self._library = library
@@ -393,9 +422,11 @@ class EvaluationLibrary:
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
-        """Return the data for the page of the evaluation ``key``. If ``other`` is given, it
-        includes a comparison with that evaluation. Raises StoreError for a record that does not
-        exist or cannot be read."""
+        """Return the data for the page of the evaluation ``key``.
+
+        If ``other`` is given, it includes a comparison with that evaluation. Raises StoreError for
+        a record that does not exist or cannot be read.
+        """
         path = self._library.evaluation(key)
         problems: list[str] = []
         evaluation = read_evaluation(path, problems)
@@ -425,8 +456,10 @@ class EvaluationLibrary:
         }
 
     def _report(self, path: Path, evaluation: EvaluationResult) -> EvaluationReport | None:
-        """Return the report of an evaluation, from the cache if possible. Returns None before the
-        first attempt."""
+        """Return the report of an evaluation, from the cache if possible.
+
+        Returns None before the first attempt.
+        """
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
         with self._lock:
@@ -481,8 +514,10 @@ class EvaluationLibrary:
         }
 
     def _asked(self, run: Path) -> tuple[str, str]:
-        """Return the question and the expected answer of the run with the journal ``run``. Both are
-        empty if the journal cannot be read."""
+        """Return the question and the expected answer of the run with the journal ``run``.
+
+        Both are empty if the journal cannot be read.
+        """
         if run not in self._questions:
             journal = FileStoredRun(run)
             try:
@@ -496,8 +531,10 @@ class EvaluationLibrary:
 
 
 def _passes(evaluation: EvaluationResult) -> list[tuple[int, MeanEstimate]]:
-    """Return pass@k for each k up to the planned number of attempts. Only items with at least k
-    scores count."""
+    """Return pass@k for each k up to the planned number of attempts.
+
+    Only items with at least k scores count.
+    """
     items: dict[str, list[bool]] = {}
     for outcome in evaluation.outcomes:
         if outcome.reward is not None:

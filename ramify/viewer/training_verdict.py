@@ -48,8 +48,10 @@ class TrainingFact(msgspec.Struct, kw_only=True):
 
 
 class TrainingAlarm(msgspec.Struct, kw_only=True):
-    """A fault that the automatic diagnosis of a training run found. All occurrences of the same
-    fault are one alarm."""
+    """A fault that the automatic diagnosis of a training run found.
+
+    All occurrences of the same fault are one alarm.
+    """
 
     name: str
     text: str
@@ -72,8 +74,10 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
-    """Return the alarms of a training run, those that still last first. Ongoing and past alarms
-    are each ordered by their first step. ``diagnoses`` must be in the order of their steps.
+    """Return the alarms of a training run, those that still last first.
+
+    Ongoing and past alarms are each ordered by their first step. ``diagnoses`` must be in the order
+    of their steps.
     """
     found: dict[tuple[str, str], TrainingAlarm] = {}
     for step, each in diagnoses:
@@ -101,7 +105,10 @@ def last_stage_facts(
     curves: Curves, stages: Sequence[tuple[str, int]], found: Sequence[TrainingAlarm]
 ) -> list[TrainingFact]:
     """Summarise the last stage of a training run as a list of facts, such as how the mean reward
-    changed. Empty before the first step."""
+    changed.
+
+    Empty before the first step.
+    """
     if not stages:
         return []
     stage, start = stages[-1]
@@ -207,8 +214,10 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
 
 
 def _late(own: Mapping[str, Sequence[float]], name: str) -> float | None:
-    """Return the mean of a metric over the last steps. Returns None if the metric was not
-    measured."""
+    """Return the mean of a metric over the last steps.
+
+    Returns None if the metric was not measured.
+    """
     values = own.get(name)
     return fmean(values[-num_averaged_steps(len(values)) :]) if values else None
 

@@ -1,5 +1,6 @@
-"""Serve one call to its page: its prompts, replies, code and output, turn by turn. Also serve the
-tokens of a turn with their log-probabilities, advantages and scores.
+"""Serve one call to its page: its prompts, replies, code and output, turn by turn.
+
+Also serve the tokens of a turn with their log-probabilities, advantages and scores.
 
 A text longer than ``MAX_TEXT`` is cut and sent with its full length, unless the full text is
 requested. The prompt of a sub-call may be half a megabyte.
@@ -29,8 +30,10 @@ MAX_TEXT = 20_000
 def transcript(
     run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT
 ) -> dict[str, Any]:
-    """Return the transcript of the call ``id`` from turn ``first_turn`` on. Raises StoreError if
-    there is no such call."""
+    """Return the transcript of the call ``id`` from turn ``first_turn`` on.
+
+    Raises StoreError if there is no such call.
+    """
     detail = run.call_detail(id)
     call, node, cut = detail.call, run.tree.nodes[id], _TextCutter(max_text)
     tools: dict[int, list[ToolAnswered]] = {}
@@ -81,8 +84,11 @@ def transcript(
 
 
 class _TextCutter:
-    """Shorten texts for the page. A short text is returned unchanged, and a longer one as
-    ``{"text": …, "chars": N}`` with its full length N."""
+    """Shorten texts for the page.
+
+    A short text is returned unchanged, and a longer one as ``{"text": …, "chars": N}`` with its
+    full length N.
+    """
 
     def __init__(self, max_text: int | None) -> None:
         self._max = max_text
@@ -150,8 +156,10 @@ def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """Convert one call of a user's tool to the form that the page shows. The result is decoded from
-    the session's encoding."""
+    """Convert one call of a user's tool to the form that the page shows.
+
+    The result is decoded from the session's encoding.
+    """
     result = tool.result
     if isinstance(result, dict) and result.keys() == {"value"}:
         result = result["value"]
@@ -178,6 +186,7 @@ def _pending(request: UnansweredModelRequest | None, cut: _TextCutter) -> dict[s
 
 def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
     """Return the request of one turn with all its messages, as the body of an OpenAI chat request.
+
     Raises StoreError if there is no such turn.
 
     The field ``key_variable`` names the environment variable of the API key, because no journal
@@ -203,8 +212,9 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
 
 
 def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
-    """Return the messages that were sent in the request of ``turn``. If the call continues a turn
-    of another call, that call's messages come first.
+    """Return the messages that were sent in the request of ``turn``.
+
+    If the call continues a turn of another call, that call's messages come first.
     """
     messages: list[Message] = []
     if call.fork is not None:
@@ -271,8 +281,10 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
 
 
 def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[float]]:
-    """Return the scores of a turn's sampled tokens, by the name of the score. A score is left out
-    unless it has one value for each of the ``num`` tokens."""
+    """Return the scores of a turn's sampled tokens, by the name of the score.
+
+    A score is left out unless it has one value for each of the ``num`` tokens.
+    """
     marks = [mark for mark in run.tree.nodes[id].marks or () if mark.turn == turn]
     return {
         name: values for mark in marks for name, values in mark.tokens.items() if len(values) == num
@@ -280,8 +292,10 @@ def _scores(run: WatchedRun, id: str, turn: int, num: int) -> dict[str, list[flo
 
 
 def _versions(reply: Reply) -> list[int] | None:
-    """Return the policy version that sampled each token, or -1 for an unknown version. Returns None
-    if no versions were recorded."""
+    """Return the policy version that sampled each token, or -1 for an unknown version.
+
+    Returns None if no versions were recorded.
+    """
     if not reply.versions:
         return None
     versions = [-1] * len(reply.token_ids or ())
@@ -291,8 +305,10 @@ def _versions(reply: Reply) -> list[int] | None:
 
 
 def _decoded(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
-    """Return the text of each token id. Returns None without a tokenizer or without the library
-    that reads tokenizers."""
+    """Return the text of each token id.
+
+    Returns None without a tokenizer or without the library that reads tokenizers.
+    """
     if tokenizer is None:
         return None
     loaded = _tokenizer(tokenizer)
@@ -314,8 +330,11 @@ def _tokenizer(path: Path) -> Any:
 
 
 def find_tokenizer_file(run: WatchedRun, models: Iterable[str]) -> Path | None:
-    """Return the tokenizer file of the policy that a run used. It is in the run's training folder
-    or in its local model's folder. Returns None if there is none."""
+    """Return the tokenizer file of the policy that a run used.
+
+    It is in the run's training folder or in its local model's folder. Returns None if there is
+    none.
+    """
     candidates = []
     if (path := run.source.path) is not None:
         training = path.parent.parent

@@ -1,5 +1,6 @@
-"""The HTTP server of the viewer. It sends the page, its data as JSON, and changes as server-sent
-events.
+"""The HTTP server of the viewer.
+
+It sends the page, its data as JSON, and changes as server-sent events.
 
     GET /                        the page; /static/… has its scripts and styles
     GET /api/runs                all runs, evaluations and training folders, and unreadable files
@@ -92,7 +93,10 @@ from ramify.viewer.watched_run import WatchedRun, nth_line
 
 
 class ViewServer:
-    """The HTTP server of the viewer. Use it with ``async with``, which starts and stops it."""
+    """The HTTP server of the viewer.
+
+    Use it with ``async with``, which starts and stops it.
+    """
 
     def __init__(
         self,
@@ -103,10 +107,12 @@ class ViewServer:
         first: str = "",
         rebuild: Rebuild | None = None,
     ) -> None:
-        """Create a server that shows the runs in ``library``. A browser must present ``token``; by
-        default, a token is created if the ``address`` needs one. ``first`` is the run that a
-        browser will open first, so the server begins to read it when it starts. ``rebuild``
-        creates the RLM of a stored run, so that the run can be repeated from its page.
+        """Create a server that shows the runs in ``library``.
+
+        A browser must present ``token``; by default, a token is created if the ``address`` needs
+        one. ``first`` is the run that a browser will open first, so the server begins to read it
+        when it starts. ``rebuild`` creates the RLM of a stored run, so that the run can be repeated
+        from its page.
         """
         self.address = address = address or ListenAddress()
         self.token = token or (new_key() if address.needs_key else "")
@@ -136,7 +142,10 @@ class ViewServer:
 
     @property
     def port(self) -> int:
-        """TCP port that the server listens on. It is known once the server listens."""
+        """TCP port that the server listens on.
+
+        It is known once the server listens.
+        """
         return self._http.port
 
     async def __aenter__(self) -> ViewServer:
@@ -456,8 +465,10 @@ def _download(name: str, kind: str) -> dict[str, str]:
 
 
 def _check_shown(located: LocatedRun) -> None:
-    """Raise StoreError if a file contains no runs. The folders given to the viewer may hold other
-    files."""
+    """Raise StoreError if a file contains no runs.
+
+    The folders given to the viewer may hold other files.
+    """
     if located.run.path is None:
         return
     try:
@@ -469,8 +480,10 @@ def _check_shown(located: LocatedRun) -> None:
 
 
 async def _decoded(request: web.Request, type: type[B]) -> B:
-    """Decode the JSON body of a request as a struct of type ``type``. Raises RequestRejected if the
-    body is invalid."""
+    """Decode the JSON body of a request as a struct of type ``type``.
+
+    Raises RequestRejected if the body is invalid.
+    """
     async with received(request) as body:
         try:
             return msgspec.json.decode(body, type=type)
@@ -499,8 +512,10 @@ MAX_BODY = 8 << 20
 
 
 class SubmitReviewRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a request to save a person's review of a run. The fields are those of
-    ``HumanRunReview``."""
+    """The body of a request to save a person's review of a run.
+
+    The fields are those of ``HumanRunReview``.
+    """
 
     key: str
     labels: tuple[str, ...] = ()
@@ -527,15 +542,19 @@ _KEEP_ALIVE_S = 15.0
 
 
 class StaticAssets:
-    """A cache of the page's scripts and styles. They are sent with ETags, so that browsers can
-    reuse them."""
+    """A cache of the page's scripts and styles.
+
+    They are sent with ETags, so that browsers can reuse them.
+    """
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[bytes, str, str]] = {}
 
     def answer(self, request: web.Request, name: str) -> web.Response:
-        """Return a response with the script or style ``name``. Raises HTTPNotFound if there is no
-        such file."""
+        """Return a response with the script or style ``name``.
+
+        Raises HTTPNotFound if there is no such file.
+        """
         body, kind, tag = self._file(name)
         headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
         if any(etag.value == tag for etag in request.if_none_match or ()):

@@ -1,5 +1,6 @@
-"""One run shown on a page, with its call tree so far. The tree is updated from the lines that were
-added to the run's journal.
+"""One run shown on a page, with its call tree so far.
+
+The tree is updated from the lines that were added to the run's journal.
 
     journal ─┬─ new bytes since the last refresh ──> short events ──> RunTree (run_tree.py)
              └─ lines of one call, when it is opened ──> CallDetail (run_tree.py)
@@ -33,8 +34,10 @@ from ramify.viewer.run_tree import (
 
 
 class WatchedRun:
-    """One run and its state so far. The file is read only when ``refresh`` is called, and nothing
-    runs in the background."""
+    """One run and its state so far.
+
+    The file is read only when ``refresh`` is called, and nothing runs in the background.
+    """
 
     def __init__(self, located: LocatedRun) -> None:
         self.key = located.key
@@ -78,8 +81,10 @@ class WatchedRun:
 
     @property
     def human_review(self) -> HumanRunReview:
-        """Labels, note and corrected scores from people's reviews. Raises StoreError if they cannot
-        be read."""
+        """Labels, note and corrected scores from people's reviews.
+
+        Raises StoreError if they cannot be read.
+        """
         return self.source.store_reviews().get(self.review_key, HumanRunReview())
 
     @property
@@ -89,13 +94,17 @@ class WatchedRun:
 
     @property
     def journal_path(self) -> Path | None:
-        """Path of the journal. None if the run is a line in a file of trajectories, or if its store
-        has no files."""
+        """Path of the journal.
+
+        None if the run is a line in a file of trajectories, or if its store has no files.
+        """
         return self.source.path if self.line is None else None
 
     def size_changed(self) -> bool:
-        """Return True if the run has changed since it was last read. For a file, this costs only
-        one system call."""
+        """Return True if the run has changed since it was last read.
+
+        For a file, this costs only one system call.
+        """
         try:
             return self.line is None and self.source.state() != self._read_state
         except StoreError:
@@ -109,8 +118,10 @@ class WatchedRun:
             return 0
 
     def is_replaced(self) -> bool:
-        """Return True if the run's file of trajectories was replaced after it was read. Always
-        False for a journal, because ``refresh`` reads a replaced journal again."""
+        """Return True if the run's file of trajectories was replaced after it was read.
+
+        Always False for a journal, because ``refresh`` reads a replaced journal again.
+        """
         if self.line is None:
             return False
         try:
@@ -126,8 +137,10 @@ class WatchedRun:
         return self.source.path
 
     def call_detail(self, id: str) -> CallDetail:
-        """Return the call ``id`` in full. Raises StoreError if it does not exist or cannot be
-        read."""
+        """Return the call ``id`` in full.
+
+        Raises StoreError if it does not exist or cannot be read.
+        """
         node = self.tree.nodes.get(id)
         if node is None:
             raise StoreError(f"run {self.tree.run.id or self.key} has no call {id!r}")
@@ -137,7 +150,10 @@ class WatchedRun:
 
     def call_question_and_answer(self, node: CallNode) -> tuple[str, Any]:
         """Return the full question and answer of a call, which are read from its first and last
-        journal lines. Raises StoreError if they cannot be read."""
+        journal lines.
+
+        Raises StoreError if they cannot be read.
+        """
         if self.line is not None:
             call = self.tree.run.calls[node.index]
             return call.question, call.answer
@@ -150,8 +166,10 @@ class WatchedRun:
         return question, answer
 
     def refresh(self) -> set[int]:
-        """Read the lines that were added to the journal. Returns the indices of the calls that
-        changed."""
+        """Read the lines that were added to the journal.
+
+        Returns the indices of the calls that changed.
+        """
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
         # Checked before reading, so that the last lines of a writer that ends now are not missed.
@@ -216,8 +234,9 @@ class WatchedRun:
             changed.update(self.tree.take_marked())
 
     def _should_retry(self, offset: int) -> bool:
-        """Return True if a damaged line should be read again. That is so the first time, if the
-        writer is still alive and may not have finished the line.
+        """Return True if a damaged line should be read again.
+
+        That is so the first time, if the writer is still alive and may not have finished the line.
         """
         is_new = self.is_alive and self._suspect_offset != offset
         if is_new:
@@ -284,8 +303,10 @@ class WatchedRun:
 
 
 def nth_line(path: Path, number: int) -> bytes:
-    """Return line ``number`` of a file, counted from 1, with its newline. Raises StoreError if the
-    file has fewer lines."""
+    """Return line ``number`` of a file, counted from 1, with its newline.
+
+    Raises StoreError if the file has fewer lines.
+    """
     with path.open("rb") as file:
         for index, line in enumerate(file, start=1):
             if index == number:

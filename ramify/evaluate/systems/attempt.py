@@ -1,5 +1,6 @@
-"""Run attempts whose model requests go through a metering proxy. Another system, or a run of
-Ramify, answers an item, and the task scores the answer.
+"""Run attempts whose model requests go through a metering proxy.
+
+Another system, or a run of Ramify, answers an item, and the task scores the answer.
 
     item ──prepare──> question, context ──system──> SystemAnswer ──score──> AttemptOutcome
     item ────────────────attempt (a run whose model is the seat)──────────> AttemptOutcome
@@ -50,8 +51,11 @@ model. The access ends with the block."""
 
 def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
     """Return the system that the option ``--with`` names: a known library, or a command that
-    contains ``{question}``. ``timeout_s`` is its time limit for one item. Raises ConfigError if the
-    system is unknown or not installed."""
+    contains ``{question}``.
+
+    ``timeout_s`` is its time limit for one item. Raises ConfigError if the system is unknown or not
+    installed.
+    """
     if words in PEERS:
         return PeerSystem(words, timeout_s=timeout_s)
     if "{" not in words and len(words.split()) < 2:
@@ -65,7 +69,10 @@ def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
 
 class SystemAttemptMaker:
     """Runs attempts by letting another system answer the items, each with metered access to the
-    model. Implements ``AttemptMaker``."""
+    model.
+
+    Implements ``AttemptMaker``.
+    """
 
     makes_items = False
 
@@ -90,7 +97,10 @@ class SystemAttemptMaker:
 
 class MeteredRlmAttemptMaker:
     """Runs attempts with Ramify's engine while a metering proxy counts their requests, as for other
-    systems. Implements ``AttemptMaker``."""
+    systems.
+
+    Implements ``AttemptMaker``.
+    """
 
     makes_items = False
 
@@ -135,6 +145,7 @@ async def attempt_by(
     system: System, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
 ) -> AttemptOutcome:
     """Let another system answer an item (a question of a task) once, and score its answer.
+
     ``number`` counts the attempts at the item, and ``seat`` is the system's metered access to the
     model.
 
@@ -174,8 +185,10 @@ def _lowered(budget: PerItemBudget, max_cost: float | None) -> PerItemBudget:
 
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
-    """Raise ConfigError if an item consists of more than a question and a text. Other systems could
-    not use its tools, for example."""
+    """Raise ConfigError if an item consists of more than a question and a text.
+
+    Other systems could not use its tools, for example.
+    """
     names = ("tools", "messages", "conduct", "on_session", "on_end")
     more = [name for name in names if getattr(start, name)]
     if more:

@@ -30,8 +30,10 @@ from ramify.types.trajectory import Stop
 
 
 class PerItemBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The maximum that a system may spend on one item (a question of a task). None means no
-    limit."""
+    """The maximum that a system may spend on one item (a question of a task).
+
+    None means no limit.
+    """
 
     max_calls: int | None = None
     """Number of requests to the model."""
@@ -75,8 +77,11 @@ class MeteredModelAccess:
         budget: PerItemBudget,
         price: Price | None,
     ) -> None:
-        """Create the access for one item. The key is valid until ``cancel_requests`` is called.
-        ``window`` (in tokens) and ``price`` are those of the model."""
+        """Create the access for one item.
+
+        The key is valid until ``cancel_requests`` is called. ``window`` (in tokens) and ``price``
+        are those of the model.
+        """
         self.name = name
         self.base_url = base_url
         """Base URL for clients of OpenAI's APIs, ending with ``/v1``."""
@@ -113,8 +118,10 @@ class MeteredModelAccess:
         return self.ledger.cost
 
     def record_refusal(self, sentence: str, limit: Stop) -> None:
-        """Record that a request was refused because it would have exceeded a limit. The reason of
-        the first refusal is kept."""
+        """Record that a request was refused because it would have exceeded a limit.
+
+        The reason of the first refusal is kept.
+        """
         self.num_refused += 1
         if self.exhausted is None:
             self.refusal, self.exhausted = sentence, limit
@@ -122,7 +129,10 @@ class MeteredModelAccess:
     @contextmanager
     def track_request(self) -> Iterator[None]:
         """Register the current asyncio task as one that is answering a request, while the block
-        runs. ``cancel_requests`` cancels the registered tasks."""
+        runs.
+
+        ``cancel_requests`` cancels the registered tasks.
+        """
         task = asyncio.current_task()
         assert task is not None, "requests are answered in tasks"
         self._answering.add(task)
@@ -132,8 +142,10 @@ class MeteredModelAccess:
             self._answering.discard(task)
 
     async def cancel_requests(self) -> None:
-        """Cancel the requests that are still unanswered, and wait until each has been counted. The
-        counts are then final, unless another request begins."""
+        """Cancel the requests that are still unanswered, and wait until each has been counted.
+
+        The counts are then final, unless another request begins.
+        """
         for task in self._answering:
             task.cancel()
         if self._answering:
@@ -174,8 +186,10 @@ class SystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class System(Protocol):
-    """Interface of a system that answers questions about a context with a model. The model is
-    reached through a metering proxy."""
+    """Interface of a system that answers questions about a context with a model.
+
+    The model is reached through a metering proxy.
+    """
 
     name: str
     """Name of the system in tables: ``rlms``, or the program of a command."""
@@ -183,6 +197,9 @@ class System(Protocol):
     async def answer(
         self, question: str, context: str, *, seat: MeteredModelAccess
     ) -> SystemAnswer:
-        """Answer a question about a context. A failure is returned as a ``SystemAnswer`` with its
-        reason, and never raised. If the call is cancelled, no process is left behind."""
+        """Answer a question about a context.
+
+        A failure is returned as a ``SystemAnswer`` with its reason, and never raised. If the call
+        is cancelled, no process is left behind.
+        """
         ...

@@ -1,5 +1,6 @@
-"""Evaluate a command of the user as a system. The command receives a question and a file with the
-context, and prints the answer.
+"""Evaluate a command of the user as a system.
+
+The command receives a question and a file with the context, and prints the answer.
 
     --with "./my_rlm {question} {context_file}"
     --with "{python} -m my_rlm --ask {question} --over {context_file} --model {model}"
@@ -45,12 +46,17 @@ _RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d
 
 
 class CommandSystem:
-    """A system that answers each item by running a command of the user. Implements ``System``."""
+    """A system that answers each item by running a command of the user.
+
+    Implements ``System``.
+    """
 
     def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Create a system from a command line with placeholders. Raises ConfigError if the command
-        has no ``{question}``, has an unknown placeholder, or names a program that does not
-        exist."""
+        """Create a system from a command line with placeholders.
+
+        Raises ConfigError if the command has no ``{question}``, has an unknown placeholder, or
+        names a program that does not exist.
+        """
         words = split_command(command, PLACEHOLDERS, _WHERE)
         if not any("{question}" in word for word in words):
             raise ConfigError(
@@ -91,8 +97,10 @@ class CommandSystem:
 
 
 def _name_of(words: list[str]) -> str:
-    """Return the name of the program that a command runs, without interpreters and options. For
-    example, ``{python} -u /here/my_rlm.py {question}`` runs ``my_rlm.py``."""
+    """Return the name of the program that a command runs, without interpreters and options.
+
+    For example, ``{python} -u /here/my_rlm.py {question}`` runs ``my_rlm.py``.
+    """
     plain = [Path(word).name for word in words if "{" not in word and not word.startswith("-")]
     named = [name for name in plain if not _RUNS_PROGRAMS.fullmatch(name)]
     return (named or plain or ["command"])[0]

@@ -1,5 +1,7 @@
 """Answer one item (a question of a task) with another library for recursive language models, called
-a peer. This script runs in the virtual environment of that library.
+a peer.
+
+This script runs in the virtual environment of that library.
 
     ENVIRONMENT/bin/python -I peer_program.py rlms item.json result.json
 
@@ -106,9 +108,11 @@ def by_droste(item: Fields) -> Fields:
 
 
 def by_dspy(item: Fields) -> Fields:
-    """Answer an item with ``dspy.RLM`` and return the fields of the result file. The model's code
-    runs in a local process, because the default interpreter, Deno, loads a module from the
-    network."""
+    """Answer an item with ``dspy.RLM`` and return the fields of the result file.
+
+    The model's code runs in a local process, because the default interpreter, Deno, loads a module
+    from the network.
+    """
     import dspy
 
     limits = {} if item["max_calls"] is None else {"max_llm_calls": item["max_calls"]}

@@ -53,12 +53,17 @@ class _PeerResult(msgspec.Struct):
 
 class PeerSystem:
     """A system that answers items with another library for recursive language models, in a separate
-    virtual environment. Implements ``System``."""
+    virtual environment.
+
+    Implements ``System``.
+    """
 
     def __init__(self, name: str, *, timeout_s: float, environment: Path | None = None) -> None:
-        """Create a system from the name of a library in ``PEERS``. ``environment`` is the folder of
-        its virtual environment, if not the default one. Raises ConfigError with the command that
-        creates the environment if it is missing."""
+        """Create a system from the name of a library in ``PEERS``.
+
+        ``environment`` is the folder of its virtual environment, if not the default one. Raises
+        ConfigError with the command that creates the environment if it is missing.
+        """
         self.name = name
         self._timeout_s = timeout_s
         folder = environment or environment_folder(name)
@@ -107,7 +112,10 @@ class PeerSystem:
 
 
 def environment_folder(name: str) -> Path:
-    """Return the folder of a library's virtual environment. Each version has its own folder."""
+    """Return the folder of a library's virtual environment.
+
+    Each version has its own folder.
+    """
     given = os.environ.get(FOLDER_VARIABLE)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = Path(given) if given else Path(cache) / "ramify" / "systems"

@@ -57,10 +57,12 @@ async def run_program(
     *,
     needs_output: bool = True,
 ) -> ProgramOutcome:
-    """Run a program in a folder and return its output, or the reason why it failed. Its environment
-    variables hold the address and key of its access to the model (``seat``). If ``needs_output`` is
-    true, a program that writes nothing to stdout has failed. Cancelling the call ends the
-    program."""
+    """Run a program in a folder and return its output, or the reason why it failed.
+
+    Its environment variables hold the address and key of its access to the model (``seat``). If
+    ``needs_output`` is true, a program that writes nothing to stdout has failed. Cancelling the
+    call ends the program.
+    """
     began = time.perf_counter()
     run = _ProgramRun()
     environment = {**passed_on(), **_variables_of(seat)}
@@ -120,8 +122,10 @@ class _ProgramRun:
         self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
     ) -> str:
         """Run the program and return how it ended: ``end`` if it exited by itself, ``late`` if it
-        reached its time limit, or ``flood`` if it wrote too much. Raises OSError if it cannot be
-        started."""
+        reached its time limit, or ``flood`` if it wrote too much.
+
+        Raises OSError if it cannot be started.
+        """
         with contextlib.ExitStack() as opened:
             output = OutputPipe(MAX_OUTPUT_BYTES, lambda: self._check_size(output))
             errors = OutputPipe(_KEPT_ERROR_BYTES)
@@ -163,8 +167,10 @@ async def _started(
     folder: Path,
     files: tuple[int, int],
 ) -> ChildProcess:
-    """Start the program without blocking the event loop. ``files`` are the file descriptors for its
-    stdout and stderr."""
+    """Start the program without blocking the event loop.
+
+    ``files`` are the file descriptors for its stdout and stderr.
+    """
 
     def start() -> ChildProcess:
         return ChildProcess(

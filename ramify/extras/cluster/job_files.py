@@ -90,8 +90,11 @@ class JobFiles(msgspec.Struct, frozen=True):
 
 def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     """Return the files for a scheduler, to be written to ``folder``, and the commands that submit
-    them. Raises ConfigError for an unknown scheduler, or if the scheduler needs an option that is
-    not set."""
+    them.
+
+    Raises ConfigError for an unknown scheduler, or if the scheduler needs an option that is not
+    set.
+    """
     if kind not in SCHEDULERS:
         raise ConfigError(f"--on {kind}: {did_you_mean(kind, SCHEDULERS)}")
     return SCHEDULERS[kind](job, options, folder)
@@ -229,8 +232,10 @@ def _kubernetes(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles
 def _kubernetes_job(
     job: SchedulerJob, options: JobOptions, name: str, group: NodeGroup, first: int, count: int
 ) -> dict[str, object]:
-    """Return a Kubernetes Job with ``count`` pods, one per node. The node ranks begin at
-    ``first``."""
+    """Return a Kubernetes Job with ``count`` pods, one per node.
+
+    The node ranks begin at ``first``.
+    """
     amounts: dict[str, object] = {"cpu": str(group.cpus)}
     if group.memory_gb:
         amounts["memory"] = f"{group.memory_gb}G"
@@ -297,8 +302,10 @@ def _gpu_resource(device: DeviceHardwareSpec) -> str:
 
 
 def _secret_name(job: SchedulerJob, variable: str) -> str:
-    """Return the name of the Kubernetes secret for an environment variable. For example,
-    ``OPENAI_API_KEY`` in the job ``tiny`` becomes ``tiny-openai-api-key``."""
+    """Return the name of the Kubernetes secret for an environment variable.
+
+    For example, ``OPENAI_API_KEY`` in the job ``tiny`` becomes ``tiny-openai-api-key``.
+    """
     return f"{job.name}-{variable.lower().replace('_', '-')}"
 
 
@@ -357,8 +364,10 @@ def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 def _typed(text: str) -> object:
-    """Convert the text of an option to a boolean or a number if it looks like one. For example,
-    ``"50"`` becomes 50. Other texts stay unchanged."""
+    """Convert the text of an option to a boolean or a number if it looks like one.
+
+    For example, ``"50"`` becomes 50. Other texts stay unchanged.
+    """
     try:
         value: object = json.loads(text)
     except json.JSONDecodeError:
@@ -412,8 +421,10 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_/][\w./-]*")
 
 
 def to_yaml(value: object, indent: int = 0) -> str:
-    """Format mappings, lists and scalars as YAML. Multi-line texts become blocks, so that they stay
-    readable."""
+    """Format mappings, lists and scalars as YAML.
+
+    Multi-line texts become blocks, so that they stay readable.
+    """
     pad = " " * indent
     if isinstance(value, dict):
         return "\n".join(

@@ -129,8 +129,10 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def _write(made: JobFiles, folder: Path) -> list[str]:
-    """Write the job files and return their paths. Raises ConfigError if a file would contain a key
-    from the environment."""
+    """Write the job files and return their paths.
+
+    Raises ConfigError if a file would contain a key from the environment.
+    """
     redactor = SecretRedactor()
     for name, text in made.texts.items():
         if redactor.redact(text) != text:
@@ -145,8 +147,11 @@ def _write(made: JobFiles, folder: Path) -> list[str]:
 
 
 def _submit(command: SubmitCommand, folder: Path) -> None:
-    """Run one command of the scheduler. It is skipped if its check (``unless``) succeeds. Raises
-    ConfigError with the scheduler's message if the command fails."""
+    """Run one command of the scheduler.
+
+    It is skipped if its check (``unless``) succeeds. Raises ConfigError with the scheduler's
+    message if the command fails.
+    """
     environment = dict(os.environ)
     if command.unless and _call(command.unless, "", environment).returncode == 0:
         return

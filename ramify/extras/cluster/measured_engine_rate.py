@@ -139,9 +139,12 @@ def fit(
 
 
 def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
-    """Divide the time into windows. Return four arrays with one value per window: busy seconds,
-    steps of one engine, tokens that it sampled, and prompt tokens that it read. The tokens of a
-    request are spread evenly over its time."""
+    """Divide the time into windows.
+
+    Return four arrays with one value per window: busy seconds, steps of one engine, tokens that it
+    sampled, and prompt tokens that it read. The tokens of a request are spread evenly over its
+    time.
+    """
     at, running, pace = _events(served)
     passed = np.where(running > 0, np.diff(at), 0.0)
     steps = passed * pace / np.maximum(running, 1)
@@ -185,8 +188,11 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
 def delay_to_free_slots(
     requests: Sequence[MeasuredRequest], room: float | None
 ) -> list[MeasuredRequest]:
-    """Queue the requests for ``room`` slots, first come, first served. Returns them with their
-    start times delayed to when each got a slot. With ``room=None``, they are returned unchanged."""
+    """Queue the requests for ``room`` slots, first come, first served.
+
+    Returns them with their start times delayed to when each got a slot. With ``room=None``, they
+    are returned unchanged.
+    """
     if room is None:
         return list(requests)
     begins = [each.begun_s for each in requests]
@@ -233,9 +239,11 @@ def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float
 
 
 def _typical(rows: Floats, took: Floats) -> list[float]:
-    """Fit non-negative coefficients by minimizing absolute instead of squared deviations. Windows
-    in which the machine was also busy with other work then have little influence. The result is
-    scaled so that the total time is right."""
+    """Fit non-negative coefficients by minimizing absolute instead of squared deviations.
+
+    Windows in which the machine was also busy with other work then have little influence. The
+    result is scaled so that the total time is right.
+    """
     coefficients = non_negative(rows, took)
     least = 0.02 * float(took.mean())
     for _ in range(_ROUNDS):
@@ -252,7 +260,10 @@ def non_negative(
     matrix: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
 ) -> list[float]:
     """Solve a least-squares problem with non-negative coefficients, by trying every subset of
-    coefficients. This is fast because there are few."""
+    coefficients.
+
+    This is fast because there are few.
+    """
     rows, seconds = np.array(matrix, dtype=float), np.array(took, dtype=float)
     num = rows.shape[1]
     best, least = [0.0] * num, float(seconds @ seconds)
@@ -275,7 +286,10 @@ def from_steps(
     measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
 ) -> EngineRate:
     """Return the speed of an engine from measured pairs of concurrent sequences and seconds per
-    step. A step with more sequences is assumed to take at least as long."""
+    step.
+
+    A step with more sequences is assumed to take at least as long.
+    """
     points: list[tuple[float, float]] = []
     for sequences, step_s in sorted(measured):
         points.append((float(sequences), max(step_s, points[-1][1] if points else 0.0)))
@@ -289,7 +303,10 @@ _SHORT, _LONG = 8, 64
 
 async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -> EngineRate:
     """Measure the speed of a live engine with up to ``slots`` concurrent requests and replies of up
-    to ``tokens`` tokens. Raises ConfigError if the engine's replies are too short."""
+    to ``tokens`` tokens.
+
+    Raises ConfigError if the engine's replies are too short.
+    """
     draw = random.Random(0)
     await _timed(client, draw, _SHORT, 1)  # warm up: the first request includes initialization
     short = [await _timed(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
@@ -313,8 +330,10 @@ async def _step_s(
     client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
 ) -> float:
     """Measure the seconds of one decoding step with ``at_once`` concurrent sequences of ``tokens``
-    tokens each, not counting the time to read prompts. Raises ConfigError if the model's replies
-    end too early."""
+    tokens each, not counting the time to read prompts.
+
+    Raises ConfigError if the model's replies end too early.
+    """
     timed = await asyncio.gather(*(_timed(client, draw, _SHORT, tokens) for _ in range(at_once)))
     read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in timed)
     steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in timed]
@@ -363,8 +382,10 @@ class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
-    """Yield the recorded CPU time of each step of a run, given its folder and its metrics. Earlier
-    versions recorded CPU times in a separate file, which is read as well."""
+    """Yield the recorded CPU time of each step of a run, given its folder and its metrics.
+
+    Earlier versions recorded CPU times in a separate file, which is read as well.
+    """
     for line in lines:
         if "cpu/loop_s" in line.values:
             yield _recorded(line)

@@ -122,7 +122,9 @@ def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> M
 
 def session_memory_limits(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
     """Yield the name of each memory limit beyond which a session is killed, and the limit in bytes.
-    0 stands for a fraction of the machine's memory."""
+
+    0 stands for a fraction of the machine's memory.
+    """
     one = run.sandbox.memory_bytes
     yield "one session (sandbox.memory_bytes)", one
     if not isinstance(run.sandbox, JailSpec):
@@ -137,8 +139,10 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return how many bytes an inference engine uses per parameter. The rules are those of
-    ``train/policy_dependent_defaults.py``."""
+    """Return how many bytes an inference engine uses per parameter.
+
+    The rules are those of ``train/policy_dependent_defaults.py``.
+    """
     dtype = run.policy.dtype
     if dtype == "auto" and run.compute.precision != "auto":
         return 2 if run.compute.precision == "bf16" else FP32
@@ -151,7 +155,10 @@ def cache_bytes(
     shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
     """Return the size of the KV cache in bytes when every slot (concurrent sequence) fills the
-    context window. The cache is never larger than ``limit``."""
+    context window.
+
+    The cache is never larger than ``limit``.
+    """
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
     longest = min(shape.window, max(1, limit // token))
@@ -159,8 +166,10 @@ def cache_bytes(
 
 
 def max_batch_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    """Return the maximum number of tokens in a training batch on one device. This is the configured
-    number, or else as many as fit into the memory for activations."""
+    """Return the maximum number of tokens in a training batch on one device.
+
+    This is the configured number, or else as many as fit into the memory for activations.
+    """
     from ramify.train.backends.activation_memory import LEAST_TOKENS, activation_room
 
     room = activation_room(int(device.memory_gb * 1e9))

@@ -87,8 +87,11 @@ def meshes(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> list[MeshEstimate]:
-    """Estimate every mesh that a number of ranks can form. Meshes that fit into memory come first,
-    and within each of the two groups the fastest comes first."""
+    """Estimate every mesh that a number of ranks can form.
+
+    Meshes that fit into memory come first, and within each of the two groups the fastest comes
+    first.
+    """
     found = [
         _estimate(run, shape, sizes, device, tokens, shares) for sizes in _sizes(run, config, ranks)
     ]
@@ -96,8 +99,10 @@ def meshes(
 
 
 def _sizes(run: Run, config: Any, ranks: int) -> Iterator[MeshSizes]:
-    """Yield the sizes of the meshes over which the model's layers can be split. Tensor parallelism
-    never extends beyond one machine."""
+    """Yield the sizes of the meshes over which the model's layers can be split.
+
+    Tensor parallelism never extends beyond one machine.
+    """
     shard = run.compute.shard
     for tensor in (each for each in _divisors(ranks) if each <= NODE_GPUS):
         for replicas in _divisors(ranks // tensor):

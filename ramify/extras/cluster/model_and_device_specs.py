@@ -76,16 +76,20 @@ DEVICES = {
 
 
 def device_of(name: str) -> DeviceHardwareSpec:
-    """Return the hardware specification of the device with this name, such as ``h100``. Raises
-    ConfigError for an unknown name."""
+    """Return the hardware specification of the device with this name, such as ``h100``.
+
+    Raises ConfigError for an unknown name.
+    """
     if name not in DEVICES:
         raise ConfigError(f"unknown device '{name}': {did_you_mean(name, DEVICES)}")
     return DEVICES[name]
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """The sizes of a model that determine its memory and speed. All counts are numbers of
-    parameters unless a field says otherwise."""
+    """The sizes of a model that determine its memory and speed.
+
+    All counts are numbers of parameters unless a field says otherwise.
+    """
 
     parameters: int
     inside: int
@@ -198,8 +202,10 @@ def config_of(run: Run) -> Any:
 
 
 def _adapters(model: nn.Module, lora: LoraSpec) -> int:
-    """Count the parameters of LoRA adapters. Each adapted matrix gets two: A of shape [rank,
-    columns] and B of shape [rows, rank]."""
+    """Count the parameters of LoRA adapters.
+
+    Each adapted matrix gets two: A of shape [rank, columns] and B of shape [rows, rank].
+    """
     from torch import nn
 
     from ramify.train.backends.lora import is_chosen

@@ -114,6 +114,7 @@ class ClusterResourcePlan(msgspec.Struct, frozen=True):
 
 def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResourcePlan:
     """Plan where a run's processes go, how much memory they need, and how long a step takes.
+
     Nothing is started.
 
     Raises ConfigError if the roles do not fit their pools of nodes, and if the run lacks required
@@ -313,8 +314,9 @@ def _together(
     num: dict[str, int],
     devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
 ) -> Iterator[ColocatedProcesses]:
-    """Yield the combined memory of trainer and engines if they share a device. If engines sleep
-    while the trainer learns, the two never hold memory at the same time.
+    """Yield the combined memory of trainer and engines if they share a device.
+
+    If engines sleep while the trainer learns, the two never hold memory at the same time.
 
     Raises ConfigError if engines would have to sleep and answer requests at the same time.
     """

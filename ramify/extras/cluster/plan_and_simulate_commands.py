@@ -1,5 +1,7 @@
-"""The commands ``ramify cluster plan`` and ``ramify cluster simulate``. The first estimates what a
-run needs before it starts. The second predicts how fast a finished run would be on other hardware.
+"""The commands ``ramify cluster plan`` and ``ramify cluster simulate``.
+
+The first estimates what a run needs before it starts. The second predicts how fast a finished run
+would be on other hardware.
 
     ramify cluster plan RECIPE       placement, memory of each process, seconds per step
     ramify cluster simulate RUN      a finished run's speed on other hardware; the fastest is first:
@@ -63,8 +65,10 @@ def plan(
 
 
 def recipe_from_arguments(words: list[str]) -> str:
-    """Return the recipe from the command's arguments. It must be the only one that is not a
-    ``FIELD=VALUE`` override. Raises UsageError otherwise."""
+    """Return the recipe from the command's arguments.
+
+    It must be the only one that is not a ``FIELD=VALUE`` override. Raises UsageError otherwise.
+    """
     recipes = [word for word in words if "=" not in word]
     if len(recipes) != 1:
         raise UsageError("give exactly one recipe")
@@ -222,7 +226,10 @@ def _check_counts(**counts: int | None) -> None:
 
 def _numbers(name: str, text: str | None) -> list[int]:
     """Parse a comma-separated option into a sorted list of numbers: ``"4,1,2"`` becomes ``[1, 2,
-    4]``. Raises UsageError for anything else."""
+    4]``.
+
+    Raises UsageError for anything else.
+    """
     if text is None:
         return []
     try:

@@ -56,8 +56,11 @@ class TurnWorkload(msgspec.Struct, frozen=True):
     Empty if unknown."""
 
     def full_token_ids(self, before: Ids) -> Ids | None:
-        """Return the token ids of the whole prompt and reply. ``before`` holds the ids up to the
-        end of the previous reply. Returns None if the ids are unknown."""
+        """Return the token ids of the whole prompt and reply.
+
+        ``before`` holds the ids up to the end of the previous reply. Returns None if the ids are
+        unknown.
+        """
         reused = self.context + self.sampled - len(self.ids) // 4
         if not self.ids or reused > len(before):
             return None
@@ -103,8 +106,10 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
     @property
     def trainer_tokens(self) -> int:
-        """The number of tokens that the trainer processes for this rollout. Each prompt token
-        counts once, and replies are included."""
+        """The number of tokens that the trainer processes for this rollout.
+
+        Each prompt token counts once, and replies are included.
+        """
         return sum(
             max((turn.context + turn.sampled for turn in call.turns), default=0)
             for call in self.calls()
@@ -112,8 +117,10 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
 
 def shape_of(trajectory: Trajectory) -> RolloutWorkload:
-    """Return the workload of a recorded rollout. Calls made by judges are excluded, because they
-    run after the rollout has ended."""
+    """Return the workload of a recorded rollout.
+
+    Calls made by judges are excluded, because they run after the rollout has ended.
+    """
     calls = [call for call in trajectory.calls if call.kind != "judge"]
     below: dict[tuple[str, int, int], list[Call]] = {}
     for call in calls:
@@ -142,8 +149,11 @@ def shape_of(trajectory: Trajectory) -> RolloutWorkload:
 
 
 def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
-    """Divide the calls of one code cell into waves. Calls that overlapped in time share a wave. A
-    call without a recorded end is assumed to end at ``end_s``."""
+    """Divide the calls of one code cell into waves.
+
+    Calls that overlapped in time share a wave. A call without a recorded end is assumed to end at
+    ``end_s``.
+    """
     waves: list[list[Call]] = []
     over = float("-inf")
     for call in sorted(calls, key=lambda each: each.started_s):

@@ -78,8 +78,10 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_cluster_secret(self) -> bool:
-        """True if the job has several nodes. Their processes then need a shared secret to prove
-        that they belong to the run."""
+        """True if the job has several nodes.
+
+        Their processes then need a shared secret to prove that they belong to the run.
+        """
         return self.nodes > 1
 
 
@@ -95,9 +97,11 @@ def job_of(
     restarts: int = 3,
     nodes: int | None = None,
 ) -> SchedulerJob:
-    """Return the scheduler job that starts a run on the nodes and devices of its plan. ``nodes`` is
-    used only for a recipe without node pools. Raises ConfigError if the ranks cannot be divided
-    evenly among the nodes."""
+    """Return the scheduler job that starts a run on the nodes and devices of its plan.
+
+    ``nodes`` is used only for a recipe without node pools. Raises ConfigError if the ranks cannot
+    be divided evenly among the nodes.
+    """
     per_node = 1
     if plan.pools:
         groups, by = _of_pools(plan), "ray"
@@ -119,8 +123,10 @@ def job_of(
 
 
 def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
-    """Return a node group for each pool that has processes. The first group includes the node of
-    the run's main process."""
+    """Return a node group for each pool that has processes.
+
+    The first group includes the node of the run's main process.
+    """
     used: dict[str, set[int]] = {}
     for slot in plan.placement_slots:
         used.setdefault(slot.pool, set()).add(slot.node)
@@ -225,8 +231,10 @@ if [ "$code" -eq 0 ]; then touch "$OUT.ended"; fi
 
 
 def node_script(job: SchedulerJob, *, is_in_cluster: bool = False) -> str:
-    """Return the text of ``node.sh``, the script that every node runs. With ``is_in_cluster``, the
-    script is for a Ray cluster that is already running."""
+    """Return the text of ``node.sh``, the script that every node runs.
+
+    With ``is_in_cluster``, the script is for a Ray cluster that is already running.
+    """
     about = f"Trains {job.name}."
     if job.nodes > 1 and not is_in_cluster:
         about = (

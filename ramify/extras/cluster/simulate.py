@@ -104,8 +104,10 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted speed, load and staleness of a run with one setting. The first and last few
-    steps are excluded, because fewer groups are in progress then."""
+    """The predicted speed, load and staleness of a run with one setting.
+
+    The first and last few steps are excluded, because fewer groups are in progress then.
+    """
 
     setting: SimulationSetting
     steps: int
@@ -167,8 +169,11 @@ def simulate(
     seed: int = 0,
     in_order: bool = False,
 ) -> SimulationResult:
-    """Simulate a number of training steps with one setting. Groups of rollouts are drawn at random
-    from the measured ones. If ``in_order`` is true, they are used in their measured order."""
+    """Simulate a number of training steps with one setting.
+
+    Groups of rollouts are drawn at random from the measured ones. If ``in_order`` is true, they are
+    used in their measured order.
+    """
     if steps < 1:
         raise ConfigError(f"steps={steps} must be at least 1")
     return _Simulation(measured, setting, seed, in_order).run(steps)
@@ -219,7 +224,9 @@ class _Simulation:
 
     def _drawn(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
         """Draw the rollouts of one group, and decide whether all of them get the same reward.
-        Nothing can be learned from a group with equal rewards."""
+
+        Nothing can be learned from a group with equal rewards.
+        """
         # Drawn from the seed and the group number alone, so that all settings get the same work.
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
@@ -248,8 +255,11 @@ class _Simulation:
                 self._evaluating_s += self._measured.evaluate_s
 
     def _learn(self, seconds: float) -> Generator[Event, Any, None]:
-        """Simulate learning for the given number of seconds. Depending on the setting, the trainer
-        uses the engines' devices, shared CPU cores or separate devices."""
+        """Simulate learning for the given number of seconds.
+
+        Depending on the setting, the trainer uses the engines' devices, shared CPU cores or
+        separate devices.
+        """
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
             yield cores.session(seconds)
@@ -296,8 +306,10 @@ class _Simulation:
         )
 
     def _computed(self) -> float:
-        """Return the CPU seconds that rollouts have used so far. CPU time for learning is
-        excluded."""
+        """Return the CPU seconds that rollouts have used so far.
+
+        CPU time for learning is excluded.
+        """
         cores = self._stage.cores
         if cores is None:
             return 0.0
@@ -362,8 +374,11 @@ class DeviceSplit(NamedTuple):
 
 
 def splits(devices: int, engine_devices: int = 1) -> list[DeviceSplit]:
-    """Return all ways to divide devices between engines and trainer ranks. Each engine takes
-    ``engine_devices`` of them. Raises ConfigError if there are too few for one engine."""
+    """Return all ways to divide devices between engines and trainer ranks.
+
+    Each engine takes ``engine_devices`` of them. Raises ConfigError if there are too few for one
+    engine.
+    """
     if devices < engine_devices or min(devices, engine_devices) < 1:
         raise ConfigError(
             f"{devices} devices are too few for an engine of {engine_devices}: give more, or "
@@ -386,8 +401,10 @@ def setting_combinations(
     straggler_factor: float | None = None,
     grace_steps: int | None = None,
 ) -> Iterator[SimulationSetting]:
-    """Yield a simulation setting for every combination of the given values. A value that is empty
-    or None is taken from the measured run."""
+    """Yield a simulation setting for every combination of the given values.
+
+    A value that is empty or None is taken from the measured run.
+    """
     sizes = measured.sizes
     for split, num_slots, most in itertools.product(
         device_splits, slots or [sizes.slots], staleness or [sizes.staleness]
@@ -421,8 +438,10 @@ def predict(
     steps: int = 20,
     seed: int = 0,
 ) -> list[SimulationResult]:
-    """Simulate each setting with the same work, and return one result per setting. Raises
-    ConfigError if that would take more than about an hour."""
+    """Simulate each setting with the same work, and return one result per setting.
+
+    Raises ConfigError if that would take more than about an hour.
+    """
     num = sum(each.items * each.group * (steps + 2 * each.staleness + 1) for each in settings)
     if num > MOST_ROLLOUTS:
         raise ConfigError(
@@ -439,8 +458,10 @@ def predict(
 
 
 def best(results: Sequence[SimulationResult]) -> SimulationResult:
-    """Return the result with the most steps per hour. If several are within one percent of it,
-    prefer the lowest staleness, then the fewest devices."""
+    """Return the result with the most steps per hour.
+
+    If several are within one percent of it, prefer the lowest staleness, then the fewest devices.
+    """
     most = max(each.steps_per_hour for each in results)
     near = [each for each in results if each.steps_per_hour >= 0.99 * most]
     return min(

@@ -1,5 +1,6 @@
-"""A simulated inference engine with a fixed number of slots (concurrent sequences). All sequences
-decode at the same pace, and all of them pause while a prompt is read.
+"""A simulated inference engine with a fixed number of slots (concurrent sequences).
+
+All sequences decode at the same pace, and all of them pause while a prompt is read.
 
     request ──▶ waiting ── slot is free ──▶ prompt is read ──▶ decoding ──▶ event with its spans
                                             (others pause)
@@ -39,8 +40,10 @@ from ramify.inference.local.slots import SlotTable
 
 
 class _SlotRequest:
-    """A stand-in for a generation request. It has only the attributes that the engine's
-    ``SlotTable`` reads."""
+    """A stand-in for a generation request.
+
+    It has only the attributes that the engine's ``SlotTable`` reads.
+    """
 
     def __init__(self, ids: Ids, affinity: str) -> None:
         self.ids = ids
@@ -54,12 +57,18 @@ class SimulatedCache:
     prompt must be read again."""
 
     def __init__(self, slots: int, capacity: int) -> None:
-        """Create a cache of ``slots`` slots. Each holds up to ``capacity`` tokens."""
+        """Create a cache of ``slots`` slots.
+
+        Each holds up to ``capacity`` tokens.
+        """
         self._slots = SlotTable(slots, max(capacity, 1))
 
     def admit(self, prompt: Ids, affinity: str) -> tuple[int, int] | None:
-        """Assign a slot to a request. Returns the slot and the number of prompt tokens that must be
-        read, or None if no slot is free."""
+        """Assign a slot to a request.
+
+        Returns the slot and the number of prompt tokens that must be read, or None if no slot is
+        free.
+        """
         request = _SlotRequest(prompt, affinity)
         admitted = self._slots.admit(cast("Any", request))
         if admitted is None:
@@ -69,15 +78,21 @@ class SimulatedCache:
         return slot, len(prompt) - request.num_reused
 
     def release(self, slot: int, ids: Ids) -> None:
-        """End the request in a slot. Its token ids remain cached for later requests, except the
-        last one, whose keys and values were never computed."""
+        """End the request in a slot.
+
+        Its token ids remain cached for later requests, except the last one, whose keys and values
+        were never computed.
+        """
         slots = self._slots
         slots._tokens_SC[slot, : len(ids)] = ids
         slots.length_S[slot] = len(ids) - 1
         slots.release(slot)
 
     def forget(self) -> None:
-        """Discard the contents of all slots. Call this when the weights change."""
+        """Discard the contents of all slots.
+
+        Call this when the weights change.
+        """
         self._slots.invalidate_cache()
 
 
@@ -123,7 +138,10 @@ class _RunningSequence:
 
 
 class SimulatedEngine:
-    """An inference engine in simulated time. It answers the requests of simulated rollouts."""
+    """An inference engine in simulated time.
+
+    It answers the requests of simulated rollouts.
+    """
 
     def __init__(
         self,
@@ -133,9 +151,11 @@ class SimulatedEngine:
         cache: SimulatedCache | None = None,
         cache_tokens: int = 0,
     ) -> None:
-        """Create an engine with the given speed and number of slots. ``cache`` models what the
-        slots hold, if slots are the engine's only cache. ``cache_tokens`` is the total capacity in
-        tokens, where 0 means unlimited."""
+        """Create an engine with the given speed and number of slots.
+
+        ``cache`` models what the slots hold, if slots are the engine's only cache. ``cache_tokens``
+        is the total capacity in tokens, where 0 means unlimited.
+        """
         self.version = 0
         self.in_flight = 0
         """Number of requests that are waiting or running."""
@@ -169,8 +189,10 @@ class SimulatedEngine:
 
     @property
     def speed_factor(self) -> float:
-        """Seconds of engine work per second of simulated time. The factor is below 1 if the engine
-        shares CPU cores."""
+        """Seconds of engine work per second of simulated time.
+
+        The factor is below 1 if the engine shares CPU cores.
+        """
         return self._pace
 
     @speed_factor.setter
@@ -203,7 +225,10 @@ class SimulatedEngine:
         return done
 
     def cancel_requests_of(self, owner: object) -> None:
-        """Cancel all requests of an owner (a rollout). Replies end at their current length."""
+        """Cancel all requests of an owner (a rollout).
+
+        Replies end at their current length.
+        """
         self._catch_up()
         cancelled = [each for _, _, each in self._running if each.owner is owner]
         cancelled += [each for each in self._waiting if each.owner is owner]
@@ -226,8 +251,10 @@ class SimulatedEngine:
         self._reschedule()
 
     def load_weights(self, version: int) -> None:
-        """Load a new version of the weights and drop all caches. The tokens of running sequences
-        are prefilled again."""
+        """Load a new version of the weights and drop all caches.
+
+        The tokens of running sequences are prefilled again.
+        """
         self._catch_up()
         for _, _, each in self._running:
             self._record(each)
@@ -271,8 +298,11 @@ class SimulatedEngine:
         self._ring()
 
     def _room(self) -> int:
-        """Return how many slots fit in the cache. Every slot is as long as the longest sequence,
-        running or next in line, rounded up to a power of two."""
+        """Return how many slots fit in the cache.
+
+        Every slot is as long as the longest sequence, running or next in line, rounded up to a
+        power of two.
+        """
         if not self._cache_tokens:
             return self._slots
         inside = itertools.chain((entry[2] for entry in self._running), [self._waiting[0]])
@@ -282,7 +312,10 @@ class SimulatedEngine:
         )
 
     def _ring(self) -> None:
-        """Schedule a wake-up for when the next sequence ends. Earlier wake-ups become invalid."""
+        """Schedule a wake-up for when the next sequence ends.
+
+        Earlier wake-ups become invalid.
+        """
         # SimPy timeouts cannot be cancelled, so a number tells current wake-ups from outdated ones.
         self._alarm += 1
         if self._running and not self._paused and self._pace > 0:
@@ -336,8 +369,10 @@ class SimulatedEngine:
 
 def pick(engines: list[SimulatedEngine]) -> SimulatedEngine:
     """Choose an engine for a new rollout: the one with the fewest requests in flight and, among
-    equals, the fewest rollouts so far. ``inference/http/fleet.py`` makes the same choice in real
-    runs."""
+    equals, the fewest rollouts so far.
+
+    ``inference/http/fleet.py`` makes the same choice in real runs.
+    """
     engine = min(engines, key=lambda each: (each.in_flight, each.trees))
     engine.trees += 1
     return engine

@@ -50,12 +50,17 @@ from ramify.train.rollouts.group_queue import (
 
 
 class SimulatedCores:
-    """Simulated CPU cores of the trainer's host. Sessions, the event loop and possibly an engine
-    share them."""
+    """Simulated CPU cores of the trainer's host.
+
+    Sessions, the event loop and possibly an engine share them.
+    """
 
     def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
-        """Create ``num`` cores. ``engine`` is the engine that runs in the trainer's process and
-        uses these cores, too. None: engines have their own devices."""
+        """Create ``num`` cores.
+
+        ``engine`` is the engine that runs in the trainer's process and uses these cores, too. None:
+        engines have their own devices.
+        """
         self._env = env
         self._num = num
         self._engine = engine
@@ -78,8 +83,10 @@ class SimulatedCores:
             engine.on_wants_changed = self.settle
 
     def session(self, seconds: float) -> Event:
-        """Run work in a session, a separate process. Returns an event that occurs when ``seconds``
-        of CPU time have been used."""
+        """Run work in a session, a separate process.
+
+        Returns an event that occurs when ``seconds`` of CPU time have been used.
+        """
         done = self._env.event()
         self._catch_up()
         heapq.heappush(self._sessions, (self._done_s + seconds, next(self._ids), done))
@@ -87,8 +94,10 @@ class SimulatedCores:
         return done
 
     def loop(self, seconds: float) -> Event:
-        """Queue work on the event loop, behind what is already queued. Returns an event that occurs
-        when ``seconds`` of CPU time have been used."""
+        """Queue work on the event loop, behind what is already queued.
+
+        Returns an event that occurs when ``seconds`` of CPU time have been used.
+        """
         done = self._env.event()
         self._catch_up()
         self._loop.append((seconds, done))
@@ -96,8 +105,10 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Bring all counters up to date and divide the cores again. Called when the engine starts
-        or stops needing a core."""
+        """Bring all counters up to date and divide the cores again.
+
+        Called when the engine starts or stops needing a core.
+        """
         self._catch_up()
         self._reschedule()
 
@@ -163,7 +174,10 @@ class SimulatedRollout:
         self.spans: Spans = []
 
     def give_up(self) -> None:
-        """Drop this rollout and cancel its requests. Its group continues without it."""
+        """Drop this rollout and cancel its requests.
+
+        Its group continues without it.
+        """
         self.is_given_up = True
         if self.engine is not None:
             self.engine.cancel_requests_of(self)
@@ -171,8 +185,10 @@ class SimulatedRollout:
 
 
 class RolloutHostCpuUse(msgspec.Struct, frozen=True):
-    """The CPU use of rollouts on the trainer's host. Work of the engine and of learning is
-    excluded."""
+    """The CPU use of rollouts on the trainer's host.
+
+    Work of the engine and of learning is excluded.
+    """
 
     cores: int
     request_s: float
@@ -197,8 +213,11 @@ class RolloutSimulator:
         embedded: bool = False,
     ) -> None:
         """Create a simulator with at most ``at_once`` concurrent rollouts and at most ``on_wire``
-        concurrent requests. ``host`` describes shared CPU cores. If ``embedded`` is true, the first
-        engine runs on them, too."""
+        concurrent requests.
+
+        ``host`` describes shared CPU cores. If ``embedded`` is true, the first engine runs on them,
+        too.
+        """
         self.env = env
         self.engines = engines
         self.cores = (
@@ -226,8 +245,10 @@ class RolloutSimulator:
             attempt.over.succeed()
 
     def session(self, seconds: float) -> Event:
-        """Spend the time that a session took in the measured run. If cores are shared, only the
-        computing part of it counts."""
+        """Spend the time that a session took in the measured run.
+
+        If cores are shared, only the computing part of it counts.
+        """
         if self.cores is None or self._host is None:
             return self.env.timeout(seconds)
         return self.cores.session(seconds * self._host.session_share)
@@ -399,9 +420,11 @@ class SimulatedGroupQueue:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
-        """Drop the rollouts that are the only ones still delaying the step. If there are none,
-        return the seconds until there may be some. Returns None if only the end of another group
-        can change that."""
+        """Drop the rollouts that are the only ones still delaying the step.
+
+        If there are none, return the seconds until there may be some. Returns None if only the end
+        of another group can change that.
+        """
         straggler_factor = self._rules.straggler_factor
         if not straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
@@ -420,8 +443,11 @@ class SimulatedGroupQueue:
         return None if not known or len(known) < len(began) else max(known) + bound - self._env.now
 
     def _take_groups(self) -> list[SimulatedGroup]:
-        """Remove the groups of one step from the queue and return them. Groups with differing
-        rewards come first. If they are too few, groups with equal rewards fill the step."""
+        """Remove the groups of one step from the queue and return them.
+
+        Groups with differing rewards come first. If they are too few, groups with equal rewards
+        fill the step.
+        """
         rules = self._rules
         whole = self._whole()
         zero_variance = [group for group in whole if group.has_no_signal]

@@ -48,8 +48,10 @@ CPU_CACHE_BYTES = 2 << 30
 
 
 class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and settings of the measured run. A simulation uses them unless it is given
-    others."""
+    """The sizes and settings of the measured run.
+
+    A simulation uses them unless it is given others.
+    """
 
     items: int
     group: int
@@ -103,7 +105,10 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
     def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutWorkload]:
         """Return ``num`` rollouts of one measured group: the group with the index ``of``, or a
-        random one if ``of`` is None. If the group has too few rollouts, some are repeated."""
+        random one if ``of`` is None.
+
+        If the group has too few rollouts, some are repeated.
+        """
         rollouts = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(rollouts):
             return draw.sample(rollouts, num)
@@ -215,7 +220,9 @@ def measured(
 
 def _done(run: Path, lines: list[metric_file.StepMetrics]) -> dict[int, metric_file.StepMetrics]:
     """Return the metrics of each reinforcement-learning step with measured times, by step number.
-    Raises ConfigError if there are fewer than two."""
+
+    Raises ConfigError if there are fewer than two.
+    """
     done = {
         each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values
     }
@@ -247,8 +254,10 @@ def _saved(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
 
 
 def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Group trajectories by run name, without its ending ``/rollout=N``. Trajectories without such
-    a name are grouped by item."""
+    """Group trajectories by run name, without its ending ``/rollout=N``.
+
+    Trajectories without such a name are grouped by item.
+    """
     groups: dict[str, list[Trajectory]] = defaultdict(list)
     for tree in trees:
         name, is_named, _ = tree.id.rpartition("/rollout=")
@@ -257,8 +266,10 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> MeasuredRunSettings:
-    """Read the run's sizes and settings from its configuration. Missing sizes are counted in the
-    saved rollouts."""
+    """Read the run's sizes and settings from its configuration.
+
+    Missing sizes are counted in the saved rollouts.
+    """
     checkpoint = CheckpointStore(run).latest()
     config: dict[str, Any] = read_state(checkpoint).config if checkpoint is not None else {}
     rl, policy = config.get("rl") or {}, config.get("policy") or {}
@@ -290,8 +301,10 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> Measur
 
 
 def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
-    """Return how many tokens fit in the cache of an engine in the trainer's process. Returns 0 if
-    the size of the cache or of the model is unknown."""
+    """Return how many tokens fit in the cache of an engine in the trainer's process.
+
+    Returns 0 if the size of the cache or of the model is unknown.
+    """
     num_bytes = policy.get("cache_bytes") or (
         CPU_CACHE_BYTES if policy.get("device") == "cpu" else 0
     )
@@ -309,17 +322,20 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 
 
 def _rate(trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float) -> EngineRate:
-    """Fit the engine's speed to the recorded requests. Discarded rollouts ran at the same time but
-    were not recorded. ``hidden`` corrects for them: it is the ratio of all rollouts to the
-    recorded ones.
+    """Fit the engine's speed to the recorded requests.
+
+    Discarded rollouts ran at the same time but were not recorded. ``hidden`` corrects for them: it
+    is the ratio of all rollouts to the recorded ones.
     """
     requests = [each for tree in trees for root in _roots(tree) for each in _replayed(*root)[0]]
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
 def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
-    """Fit the speed of an engine in the trainer's process to the CPU time of its steps. Returns
-    None if no steps were recorded."""
+    """Fit the speed of an engine in the trainer's process to the CPU time of its steps.
+
+    Returns None if no steps were recorded.
+    """
     paces = [pace for each in spent for pace in each.engine]
     # Weighted least squares: the variance of a total is assumed to grow with its number of steps.
     weights = [1 / math.sqrt(pace.steps) for pace in paces]
@@ -342,8 +358,10 @@ def _host(
     spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutWorkload], hidden: float, num_steps: int
 ) -> RolloutHostCpuUse | None:
     """Measure how rollouts use the CPU of the trainer's host: the event loop's time per request,
-    and the fraction of session time spent computing. Returns None if the engine recorded no CPU
-    time."""
+    and the fraction of session time spent computing.
+
+    Returns None if the engine recorded no CPU time.
+    """
     if not spent or not any(each.engine for each in spent):
         return None
     calls = [call for rollout in rollouts for call in rollout.calls()]
@@ -368,8 +386,11 @@ def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
 
 def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
     """Return the requests of a call and its descendants, and the time at which the call ends if it
-    begins at ``at_s``. Turns and waves of calls follow one another without gaps, and the calls of
-    one wave begin together."""
+    begins at ``at_s``.
+
+    Turns and waves of calls follow one another without gaps, and the calls of one wave begin
+    together.
+    """
     requests: list[MeasuredRequest] = []
     for index, turn in enumerate(call.turns):
         requests.append(MeasuredRequest(at_s, at_s + turn.seconds, turn.new, turn.sampled))
@@ -385,9 +406,11 @@ def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], f
 
 def _zero_variance(run: Path, otherwise: float) -> float:
     """Return the fraction of groups in which all rollouts got the same reward, so that nothing can
-    be learned from them. Lost and skipped groups do not count. ``otherwise`` is a rough estimate,
-    returned if the run has no record of its groups. If the estimate is 0, the result is 0 without a
-    look at the record."""
+    be learned from them.
+
+    Lost and skipped groups do not count. ``otherwise`` is a rough estimate, returned if the run has
+    no record of its groups. If the estimate is 0, the result is 0 without a look at the record.
+    """
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
@@ -397,8 +420,11 @@ def _zero_variance(run: Path, otherwise: float) -> float:
 
 
 def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:
-    """Fit the time that learning takes. Returns seconds per step, seconds per token, and the ratio
-    of measured to fitted time for each step."""
+    """Fit the time that learning takes.
+
+    Returns seconds per step, seconds per token, and the ratio of measured to fitted time for each
+    step.
+    """
     if len(set(tokens)) > 2:
         base_s, token_s = non_negative([(1.0, float(each)) for each in tokens], seconds)
     else:
@@ -410,7 +436,10 @@ def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, f
 
 def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
     """Return the seconds from the end of the previous step to the end of each step, without
-    evaluations. Steps whose predecessor was not logged are left out."""
+    evaluations.
+
+    Steps whose predecessor was not logged are left out.
+    """
     seconds: dict[int, float] = {}
     before: metric_file.StepMetrics | None = None
     between_s = 0.0
@@ -452,7 +481,10 @@ def _preparing(
     sizes: MeasuredRunSettings,
 ) -> list[float]:
     """Return the preparation time of each step: how many seconds longer its work took than its
-    rollouts. For an asynchronous run, return ``[0.0]``."""
+    rollouts.
+
+    For an asynchronous run, return ``[0.0]``.
+    """
     if sizes.staleness:
         return [0.0]
     seconds = []

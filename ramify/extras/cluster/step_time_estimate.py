@@ -68,8 +68,10 @@ class StepSeconds(msgspec.Struct, frozen=True):
 
 
 def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThroughput:
-    """Read tokens and speeds from the metrics of a finished run, without its first step. Speeds are
-    per trainer rank and per engine. Raises ConfigError if no step was measured."""
+    """Read tokens and speeds from the metrics of a finished run, without its first step.
+
+    Speeds are per trainer rank and per engine. Raises ConfigError if no step was measured.
+    """
     rows = [
         row.values
         for row in read_metrics(folder)
@@ -118,8 +120,10 @@ def seconds(
     link_gb_per_s: float = LINK_GB_PER_S,
     from_run: MeasuredThroughput | None = None,
 ) -> StepSeconds:
-    """Estimate the seconds of one reinforcement-learning step. ``devices`` holds the trainer's
-    device, then the engines' device."""
+    """Estimate the seconds of one reinforcement-learning step.
+
+    ``devices`` holds the trainer's device, then the engines' device.
+    """
     trainer, engine = devices
     if from_run is not None:
         learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0
@@ -171,9 +175,11 @@ def _sampling(
     tokens: StepTokens,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    """Estimate the seconds of sampling in one step, and explain the estimate in words. Reading
-    prompts is limited by FLOP/s. Generation is limited by memory bandwidth or by FLOP/s, whichever
-    takes longer."""
+    """Estimate the seconds of sampling in one step, and explain the estimate in words.
+
+    Reading prompts is limited by FLOP/s. Generation is limited by memory bandwidth or by FLOP/s,
+    whichever takes longer.
+    """
     products = device.tflops * 1e12 * shares.prefill
     reading = (
         tokens.given * forward_flop_per_token(shape, tokens.mean_length / 2) / (engines * products)

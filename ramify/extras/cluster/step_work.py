@@ -36,9 +36,11 @@ class StepTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokens:
-        """Guess the tokens of a step before any run exists. Each rollout takes half of its allowed
-        turns. Each reply has half of the maximum length, limited by the context window, and each
-        prompt is as long as its reply."""
+        """Guess the tokens of a step before any run exists.
+
+        Each rollout takes half of its allowed turns. Each reply has half of the maximum length,
+        limited by the context window, and each prompt is as long as its reply.
+        """
         rl = run.rl
         if rl is None:
             return cls(0, 0, 0, "no reinforcement learning")
@@ -53,9 +55,11 @@ class StepTokens(msgspec.Struct, frozen=True):
 
 
 def forward_pass_equivalents(run: Run) -> float:
-    """Return the compute of a training step in units of forward passes over its tokens. A forward
-    and a backward pass together count as three. Recomputed activations and extra log-probabilities
-    add more."""
+    """Return the compute of a training step in units of forward passes over its tokens.
+
+    A forward and a backward pass together count as three. Recomputed activations and extra
+    log-probabilities add more.
+    """
     return 3.0 + run.compute.recompute + _more_passes(run)
 
 
@@ -69,6 +73,8 @@ def _more_passes(run: Run) -> int:
 
 
 def forward_flop_per_token(shape: ModelShape, length: float) -> float:
-    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens. On average,
-    half of the sequence precedes the token."""
+    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens.
+
+    On average, half of the sequence precedes the token.
+    """
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

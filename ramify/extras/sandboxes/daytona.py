@@ -1,5 +1,6 @@
-"""The sandbox provider ``daytona``. Each session runs in its own Daytona sandbox, and is connected
-through the websocket of a terminal.
+"""The sandbox provider ``daytona``.
+
+Each session runs in its own Daytona sandbox, and is connected through the websocket of a terminal.
 
 The sandbox has no network and is deleted when it stops. A terminal is used because it is the only
 two-way stream of the SDK: for a session command, each input is a separate request, and the output
@@ -53,8 +54,10 @@ class DaytonaSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class DaytonaService:
-    """Creates Daytona sandboxes and starts one command in each. Implements
-    ``remote.SandboxService``."""
+    """Creates Daytona sandboxes and starts one command in each.
+
+    Implements ``remote.SandboxService``.
+    """
 
     name = "daytona"
     carries: Carries = "terminal"
@@ -80,7 +83,9 @@ class DaytonaService:
         return DaytonaStream(client, box, terminal, inbox)
 
     async def _create(self) -> Any:
-        """Create and start a sandbox. If the start fails, the sandbox is deleted.
+        """Create and start a sandbox.
+
+        If the start fails, the sandbox is deleted.
 
         The SDK's ``create`` also waits for the start. If the start fails, the sandbox exists
         already and is deleted by its name.
@@ -119,8 +124,10 @@ class DaytonaService:
 
 
 class DaytonaStream:
-    """The two-way byte stream over a Daytona sandbox's terminal. Implements
-    ``remote.ByteStream``."""
+    """The two-way byte stream over a Daytona sandbox's terminal.
+
+    Implements ``remote.ByteStream``.
+    """
 
     def __init__(self, client: Any, box: Any, terminal: Any, inbox: CallbackDataQueue) -> None:
         self._client = client
@@ -142,8 +149,11 @@ class DaytonaStream:
 
 
 def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run on Daytona. ``base.open_sandbox`` calls this
-    function. Raises SandboxError if the SDK or the API key is missing."""
+    """Return a sandbox provider whose sessions run on Daytona.
+
+    ``base.open_sandbox`` calls this function. Raises SandboxError if the SDK or the API key is
+    missing.
+    """
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
     return RemoteSandbox(spec, DaytonaService(daytona, spec))

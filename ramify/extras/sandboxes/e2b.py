@@ -1,5 +1,7 @@
-"""The sandbox provider ``e2b``. Each session runs in its own E2B sandbox, and is connected through
-the standard input and output of a background command.
+"""The sandbox provider ``e2b``.
+
+Each session runs in its own E2B sandbox, and is connected through the standard input and output of
+a background command.
 
 The sandbox has no internet access and a limited lifetime. The SDK returns output as text, so bytes
 are sent as base64. This provider has not been tested against the real service, but against a
@@ -48,8 +50,10 @@ class E2BSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class E2BService:
-    """Creates E2B sandboxes and starts one command in each. Implements
-    ``remote.SandboxService``."""
+    """Creates E2B sandboxes and starts one command in each.
+
+    Implements ``remote.SandboxService``.
+    """
 
     name = "e2b"
     carries: Carries = "text"
@@ -85,7 +89,9 @@ class E2BService:
 
 class E2BStream:
     """The two-way byte stream over the standard input and output of a background command.
-    Implements ``remote.ByteStream``."""
+
+    Implements ``remote.ByteStream``.
+    """
 
     def __init__(self, box: Any, handle: Any, inbox: CallbackDataQueue) -> None:
         self._box = box
@@ -102,8 +108,11 @@ class E2BStream:
 
 
 def open_provider(spec: E2BSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run on E2B. ``base.open_sandbox`` calls this
-    function. Raises SandboxError if the SDK or the API key is missing."""
+    """Return a sandbox provider whose sessions run on E2B.
+
+    ``base.open_sandbox`` calls this function. Raises SandboxError if the SDK or the API key is
+    missing.
+    """
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
     return RemoteSandbox(spec, E2BService(e2b, spec))

@@ -1,5 +1,6 @@
-"""The sandbox provider ``ipython``. Each session is a separate process that runs its code cells in
-IPython.
+"""The sandbox provider ``ipython``.
+
+Each session is a separate process that runs its code cells in IPython.
 
 It is meant for users who know IPython from notebooks, with ``%timeit``, ``!command``, ``Out[3]``
 and ``obj?``. IPython is imported ahead of time and set up in every session by ``ipython_cells.py``,
@@ -29,7 +30,10 @@ _LOADED = ("IPython", "IPython.core.interactiveshell")
 
 
 class IPythonSandbox:
-    """A sandbox whose sessions run code cells in IPython. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions run code cells in IPython.
+
+    Implements ``base.Sandbox``.
+    """
 
     warning: str | None = WARNING
 
@@ -58,6 +62,8 @@ class IPythonSandbox:
 
 
 def open_provider(spec: SandboxSpec) -> IPythonSandbox:
-    """Return a sandbox whose sessions run code cells in IPython. ``base.open_sandbox`` calls this
-    function. Raises SandboxError if IPython is not installed."""
+    """Return a sandbox whose sessions run code cells in IPython.
+
+    ``base.open_sandbox`` calls this function. Raises SandboxError if IPython is not installed.
+    """
     return IPythonSandbox(spec)

@@ -96,15 +96,19 @@ def make_shell() -> HeadlessIPythonShell:
 
 
 def restore_exit_builtins() -> None:
-    """Restore Python's own ``exit`` and ``quit``. IPython replaces them with versions that need a
-    terminal."""
+    """Restore Python's own ``exit`` and ``quit``.
+
+    IPython replaces them with versions that need a terminal.
+    """
     for name in ("exit", "quit"):
         notebook.namespace[name] = getattr(builtins, name)
 
 
 def run_cell(source: str, name: str) -> tuple[str | None, str | None]:
-    """Run a code cell in IPython. Returns the text of its last value and the text of its error.
-    Either may be None."""
+    """Run a code cell in IPython.
+
+    Returns the text of its last value and the text of its error. Either may be None.
+    """
     shell.compile.name = name
     shell.displayhook.text = None
     if "_oh" not in notebook.namespace:  # a cell has cleared its globals

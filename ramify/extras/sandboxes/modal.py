@@ -1,5 +1,7 @@
-"""The sandbox provider ``modal``. Each session runs in its own Modal sandbox, and is connected
-through the standard input and output of a command started with ``exec``.
+"""The sandbox provider ``modal``.
+
+Each session runs in its own Modal sandbox, and is connected through the standard input and output
+of a command started with ``exec``.
 
 The sandbox has no network, limits on memory and CPU, and a limited lifetime. This provider has not
 been tested against the real service, but against a double with the SDK's names and signatures.
@@ -46,8 +48,10 @@ class ModalSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class ModalService:
-    """Creates Modal sandboxes and starts one command in each. Implements
-    ``remote.SandboxService``."""
+    """Creates Modal sandboxes and starts one command in each.
+
+    Implements ``remote.SandboxService``.
+    """
 
     name = "modal"
     carries: Carries = "bytes"
@@ -84,8 +88,10 @@ class ModalService:
 
 
 class ModalStream:
-    """The two-way byte stream over the standard input and output of one ``exec``. Implements
-    ``remote.ByteStream``."""
+    """The two-way byte stream over the standard input and output of one ``exec``.
+
+    Implements ``remote.ByteStream``.
+    """
 
     def __init__(self, box: Any, process: Any) -> None:
         self._box = box
@@ -104,8 +110,11 @@ class ModalStream:
 
 
 def open_provider(spec: ModalSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run on Modal. ``base.open_sandbox`` calls this
-    function. Raises SandboxError if the SDK or the API key is missing."""
+    """Return a sandbox provider whose sessions run on Modal.
+
+    ``base.open_sandbox`` calls this function. Raises SandboxError if the SDK or the API key is
+    missing.
+    """
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)

@@ -1,5 +1,7 @@
-"""The sandbox provider ``monty``. Sessions run in Monty, a small Python interpreter from the
-package ``pydantic-monty``, on every platform that it supports.
+"""The sandbox provider ``monty``.
+
+Sessions run in Monty, a small Python interpreter from the package ``pydantic-monty``, on every
+platform that it supports.
 
 Cells are fed to Monty's worker process, since the usual code inside a session cannot run there.
 Modules that the engine installs are trusted: they run in the host process, and the session can call
@@ -61,7 +63,10 @@ CAPS = SandboxCapabilities(
 
 
 class MontySandbox:
-    """A sandbox whose sessions run in the Monty interpreter. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions run in the Monty interpreter.
+
+    Implements ``base.Sandbox``.
+    """
 
     caps = CAPS
     warning: str | None = None
@@ -111,7 +116,10 @@ class MontySandbox:
 
 
 class MontySession:
-    """A session in a worker process of the Monty interpreter. Implements ``base.Session``."""
+    """A session in a worker process of the Monty interpreter.
+
+    Implements ``base.Session``.
+    """
 
     caps = CAPS
 
@@ -214,8 +222,10 @@ class MontySession:
     async def _within(
         self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
-        """Wait until a cell ends, is interrupted, or has worked for ``limit_s`` seconds. Returns
-        the cell's value and error. Both are None if the cell was stopped."""
+        """Wait until a cell ends, is interrupted, or has worked for ``limit_s`` seconds.
+
+        Returns the cell's value and error. Both are None if the cell was stopped.
+        """
         stop = asyncio.ensure_future(cell.stop.wait())
         try:
             while not work.done() and cell.stopped is None:
@@ -296,8 +306,10 @@ class MontySession:
             return step.resume({"exception": to_builtin_exception(error)})
 
     def _plain(self, value: Any) -> Any:
-        """Replace objects of the session's own classes with plain data. A dataclass becomes a dict
-        of its fields, and any other object a short string."""
+        """Replace objects of the session's own classes with plain data.
+
+        A dataclass becomes a dict of its fields, and any other object a short string.
+        """
         if isinstance(value, self._monty.MontyClassProxy):
             return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
         if type(value) in (list, tuple):
@@ -318,8 +330,10 @@ class MontySession:
         return cut(named, VALUE_CHARS)
 
     async def _is_alive(self) -> bool:
-        """Return True if the worker survived running out of memory. It either raises MemoryError or
-        is killed."""
+        """Return True if the worker survived running out of memory.
+
+        It either raises MemoryError or is killed.
+        """
         try:
             await self._feed("None")
         except self._monty.MontyError:
@@ -366,8 +380,11 @@ class MontySession:
         return notes or None, error, sorted(restored)
 
     async def _refresh_namespace(self) -> None:
-        """Update the namespace that installed modules read after a cell. Variables of the session
-        are copied into it, and dicts shared with cells get their new contents."""
+        """Update the namespace that installed modules read after a cell.
+
+        Variables of the session are copied into it, and dicts shared with cells get their new
+        contents.
+        """
         self._namespace.clear()
         self._namespace.update(self._reserved)
         for name in sorted(self._names | set(self._states)):
@@ -446,8 +463,10 @@ class MontySession:
                         self._states[name] = value
 
     def _call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a host function from an installed module. The module's code runs in a thread, so
-        this call blocks until the host answers."""
+        """Call a host function from an installed module.
+
+        The module's code runs in a thread, so this call blocks until the host answers.
+        """
         cell = self._cell
         if cell is None:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
@@ -501,13 +520,18 @@ class MontySession:
 
 
 def _settle() -> None:
-    """Wait briefly before Python exits, to avoid a crash in Monty. A thread of its runtime that
-    releases a Python object during the exit aborts the process (pydantic-monty 1.4.0: one exit in
-    seven on a busy machine). There is no way to know when the last thread has finished."""
+    """Wait briefly before Python exits, to avoid a crash in Monty.
+
+    A thread of its runtime that releases a Python object during the exit aborts the process
+    (pydantic-monty 1.4.0: one exit in seven on a busy machine). There is no way to know when the
+    last thread has finished.
+    """
     time.sleep(SETTLE_S)
 
 
 def open_provider(spec: SandboxSpec) -> MontySandbox:
-    """Return a sandbox whose sessions run in Monty. ``base.open_sandbox`` calls this function.
-    Raises SandboxError if Monty is not installed."""
+    """Return a sandbox whose sessions run in Monty.
+
+    ``base.open_sandbox`` calls this function. Raises SandboxError if Monty is not installed.
+    """
     return MontySandbox(spec)

@@ -1,5 +1,7 @@
-"""State of a code cell that runs in the Monty interpreter, and analysis of its source. ``monty.py``
-runs the cells."""
+"""State of a code cell that runs in the Monty interpreter, and analysis of its source.
+
+``monty.py`` runs the cells.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,10 @@ def is_plain(value: Any) -> bool:
 
 
 def to_builtin_exception(error: Exception) -> Exception:
-    """Convert an exception to one that Monty can raise in its session. A builtin exception stays
-    unchanged. Any other becomes a RuntimeError with the same message."""
+    """Convert an exception to one that Monty can raise in its session.
+
+    A builtin exception stays unchanged. Any other becomes a RuntimeError with the same message.
+    """
     kind = type(error)
     if kind.__module__ == "builtins" and kind is not HostError:
         return error

@@ -1,4 +1,6 @@
-"""The sandbox provider ``prime``. Each session runs in its own Prime sandbox.
+"""The sandbox provider ``prime``.
+
+Each session runs in its own Prime sandbox.
 
 The way in which bytes are sent depends on the sandbox. A virtual machine has live processes with
 input and output. A container has only files, so the stream is relayed through files. SDKs since 0.4
@@ -71,8 +73,10 @@ class PrimeSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class PrimeService:
-    """Creates Prime sandboxes and starts one command in each. Implements
-    ``remote.SandboxService``."""
+    """Creates Prime sandboxes and starts one command in each.
+
+    Implements ``remote.SandboxService``.
+    """
 
     name = "prime"
     carries: Carries = "text"
@@ -125,8 +129,10 @@ class PrimeService:
 
 
 class PrimeProcess:
-    """The two-way byte stream over a running process in a virtual machine. Implements
-    ``remote.ByteStream``."""
+    """The two-way byte stream over a running process in a virtual machine.
+
+    Implements ``remote.ByteStream``.
+    """
 
     def __init__(self, client: Any, id: str, process: Any) -> None:
         self._client = client
@@ -150,8 +156,11 @@ class PrimeProcess:
 
 
 def open_provider(spec: PrimeSpec) -> RemoteSandbox:
-    """Return a sandbox provider whose sessions run on Prime. ``base.open_sandbox`` calls this
-    function. Raises SandboxError if the SDK or the API key is missing."""
+    """Return a sandbox provider whose sessions run on Prime.
+
+    ``base.open_sandbox`` calls this function. Raises SandboxError if the SDK or the API key is
+    missing.
+    """
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()

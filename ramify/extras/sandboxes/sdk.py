@@ -1,5 +1,7 @@
 """Code shared by the providers of cloud sandboxes: load and check an SDK, check for an API key, and
-delete remote machines reliably. A remote machine is called a box here.
+delete remote machines reliably.
+
+A remote machine is called a box here.
 
 An SDK with a different interface is refused before a box is created. A box is deleted however the
 work in it ends: with an error, a cancelled task, or a second cancellation during the deletion.
@@ -42,8 +44,10 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class SdkCallSignature:
     """A call that a provider will make to an SDK, so that its signature can be checked in advance.
+
     For example, ``SdkCallSignature("Client.read", 2, ("limit",))`` describes ``client.read(path,
-    limit=…)``."""
+    limit=…)``.
+    """
 
     name: str
     """Dotted name, starting from the SDK's module."""
@@ -67,8 +71,10 @@ class Sdk:
     calls: tuple[SdkCallSignature, ...]
 
     def load(self) -> Any:
-        """Import the SDK's module and check its interface. Raises SandboxError if the import fails
-        or a call is missing."""
+        """Import the SDK's module and check its interface.
+
+        Raises SandboxError if the import fails or a call is missing.
+        """
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
@@ -115,8 +121,11 @@ def _fault(module: Any, call: SdkCallSignature) -> str:
 
 
 def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead: str = "") -> None:
-    """Raise SandboxError if no API key for a service is found. A key is given by all of
-    ``variables``, by the variable ``instead``, or by an existing login file."""
+    """Raise SandboxError if no API key for a service is found.
+
+    A key is given by all of ``variables``, by the variable ``instead``, or by an existing login
+    file.
+    """
     if all(os.environ.get(name) for name in variables) or os.environ.get(instead):
         return
     if file and Path(file).expanduser().is_file():
@@ -166,8 +175,10 @@ async def _create_and_delete(
 
 
 async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box (a remote machine) after a failure. A failed deletion only warns, because the
-    original failure is the error to report."""
+    """Delete a box (a remote machine) after a failure.
+
+    A failed deletion only warns, because the original failure is the error to report.
+    """
     try:
         await delete_with_retries(delete)
     except Exception as error:  # noqa: BLE001  (an SDK may raise anything)
@@ -185,8 +196,11 @@ def _warn(provider: str, box: str, why: str) -> None:
 
 
 async def delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box (a remote machine), with several attempts. A cancellation of this task does not
-    stop the deletion. If all attempts fail, the last error is raised."""
+    """Delete a box (a remote machine), with several attempts.
+
+    A cancellation of this task does not stop the deletion. If all attempts fail, the last error is
+    raised.
+    """
     await _uninterrupted(_attempts(delete))
 
 
@@ -203,8 +217,10 @@ async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
 
 
 async def _uninterrupted(work: Awaitable[None]) -> None:
-    """Wait until an operation is done, even if this task is cancelled. The cancellation is raised
-    afterwards."""
+    """Wait until an operation is done, even if this task is cancelled.
+
+    The cancellation is raised afterwards.
+    """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

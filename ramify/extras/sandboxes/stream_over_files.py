@@ -24,8 +24,10 @@ _READ_BYTES = 1 << 20
 
 
 class PrimeFiles:
-    """Reads and writes files in a container of the Prime service. ``close`` deletes the
-    container."""
+    """Reads and writes files in a container of the Prime service.
+
+    ``close`` deletes the container.
+    """
 
     def __init__(self, client: Any, id: str) -> None:
         self._client = client
@@ -36,8 +38,10 @@ class PrimeFiles:
         await self._client.upload_bytes(self._id, path, data, path.rpartition("/")[2])
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
-        """Return up to ``length`` bytes of an ASCII file, starting at ``offset``. Raises the SDK's
-        error if the file does not exist."""
+        """Return up to ``length`` bytes of an ASCII file, starting at ``offset``.
+
+        Raises the SDK's error if the file does not exist.
+        """
         reply = await self._client.read_file(self._id, path, offset=offset, length=length)
         return str(reply.content).encode()
 
@@ -47,13 +51,17 @@ class PrimeFiles:
 
 def relay_program() -> bytes:
     """Return the source code of the program that relays a command's input and output through files.
-    The service runs it as ``python3 stream_over_files_remote.py FOLDER COMMAND…``."""
+
+    The service runs it as ``python3 stream_over_files_remote.py FOLDER COMMAND…``.
+    """
     return (Path(__file__).parent / "stream_over_files_remote.py").read_bytes()
 
 
 class ByteStreamOverFiles:
-    """A two-way byte stream that is relayed through files in a container. Implements
-    ``remote.ByteStream``."""
+    """A two-way byte stream that is relayed through files in a container.
+
+    Implements ``remote.ByteStream``.
+    """
 
     def __init__(self, files: PrimeFiles, folder: str) -> None:
         self._files = files
@@ -84,7 +92,10 @@ class ByteStreamOverFiles:
         return b""
 
     async def _read(self) -> bytes:
-        """Return new output. If there is none, wait briefly and return empty bytes."""
+        """Return new output.
+
+        If there is none, wait briefly and return empty bytes.
+        """
         path = f"{self._folder}/out.{self._number}"
         try:
             data = await self._files.get(path, self._offset, _READ_BYTES)
@@ -108,7 +119,9 @@ class ByteStreamOverFiles:
 
     def _lines(self, data: bytes) -> bytes:
         """Return the complete lines of output, and keep the unfinished last line for the next call.
-        Control lines switch to the next file or end the output."""
+
+        Control lines switch to the next file or end the output.
+        """
         *lines, self._line = (self._line + data).split(b"\n")
         output = []
         for line in lines:

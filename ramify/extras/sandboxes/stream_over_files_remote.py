@@ -1,4 +1,5 @@
 """A program that relays a command's input and output through files, for a service without streams.
+
 It runs on the remote machine and needs only the standard library.
 
     in.0, in.1, …     written by the host, each at once: "LENGTH READING\\n" and LENGTH bytes of
@@ -22,8 +23,10 @@ _SHORTEST_S, _LONGEST_S = 0.005, 0.1
 
 
 def deliver(folder: str, sink: IO[bytes]) -> None:
-    """Pass the host's input files to the command's standard input, in order and forever. Output
-    files that the host has read are deleted."""
+    """Pass the host's input files to the command's standard input, in order and forever.
+
+    Output files that the host has read are deleted.
+    """
     number, oldest, wait_s = 0, 0, _SHORTEST_S
     while True:
         path = os.path.join(folder, f"in.{number}")
@@ -44,7 +47,10 @@ def deliver(folder: str, sink: IO[bytes]) -> None:
 
 def _read_complete(path: str) -> tuple[bytes, int] | None:
     """Return the content of an input file, and the number of the output file that the host is
-    reading. Returns None while the file is missing or incomplete."""
+    reading.
+
+    Returns None while the file is missing or incomplete.
+    """
     try:
         with open(path, "rb") as file:
             head, newline, data = file.read().partition(b"\n")

@@ -69,9 +69,11 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def leaks(hint: str, item: Item) -> bool:
-    """Return True if a hint gives away the expected answer. It does so if it contains the answer as
-    a separate word (``7`` in "the answer is 7", but not in "f7"), or a number of at least
-    ``LONG_NUMBER`` digits from the answer."""
+    """Return True if a hint gives away the expected answer.
+
+    It does so if it contains the answer as a separate word (``7`` in "the answer is 7", but not in
+    "f7"), or a number of at least ``LONG_NUMBER`` digits from the answer.
+    """
     hint_text = _plain(hint)
     for gold in accepted(item.gold):
         text = _plain(as_text(gold) or "")
@@ -86,8 +88,10 @@ def leaks(hint: str, item: Item) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Normalize ``text`` so that formatting cannot hide a number. Removes thousands separators,
-    dollar signs and surrounding blanks, and folds case."""
+    """Normalize ``text`` so that formatting cannot hide a number.
+
+    Removes thousands separators, dollar signs and surrounding blanks, and folds case.
+    """
     return re.sub(r"(?<=\d)[,_\u2009 ](?=\d{3})", "", text.casefold().replace("$", "")).strip()
 
 
@@ -99,8 +103,11 @@ class Hindsight(
     tag_field="name",
     tag="hindsight",
 ):
-    """A source of hints written by a judge after a rollout has ended. Implements ``HintSource``. It
-    also implements ``Signal``, so that hints can be inspected without training on them."""
+    """A source of hints written by a judge after a rollout has ended.
+
+    Implements ``HintSource``. It also implements ``Signal``, so that hints can be inspected without
+    training on them.
+    """
 
     judge: Any
     """A name from ``judge.JUDGES``, ``module:Class``, or an instance; its ``accept`` and ``hint``
@@ -212,8 +219,10 @@ class Hindsight(
 
 
 def _without_repeats(all_hints: Sequence[HintsForTrajectory]) -> list[HintsForTrajectory]:
-    """Reject hints that an earlier trajectory of the group already has. Returns all trajectories'
-    hints."""
+    """Reject hints that an earlier trajectory of the group already has.
+
+    Returns all trajectories' hints.
+    """
     earlier: list[str] = []
     for hints in all_hints:
         if any(_is_same(text, other) for text in hints.reading.notes.values() for other in earlier):
@@ -237,9 +246,12 @@ class DemonstrationHints(
     tag_field="name",
     tag="demonstrations",
 ):
-    """A source of hints that shows the teacher a solution of the same item. The policy learns to do
-    without it. This is self-distillation as in SDFT, OPSD and (with ``siblings``) SDPO. A solution
-    fits only one item, so policies learn better from rules (see ``docs/signals.md``)."""
+    """A source of hints that shows the teacher a solution of the same item.
+
+    The policy learns to do without it. This is self-distillation as in SDFT, OPSD and (with
+    ``siblings``) SDPO. A solution fits only one item, so policies learn better from rules (see
+    ``docs/signals.md``).
+    """
 
     source: Literal["siblings", "item"] = "siblings"
     """``siblings``: replies of a solved rollout of the same group. ``item``:
@@ -301,8 +313,9 @@ class NextMessageHints(
     tag_field="name",
     tag="next_message",
 ):
-    """A source of hints for recorded conversations (``task.traffic``). The hint for a reply is the
-    user's next message. Implements ``HintSource``.
+    """A source of hints for recorded conversations (``task.traffic``).
+
+    The hint for a reply is the user's next message. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.NextMessageHints())
@@ -344,7 +357,9 @@ class FeedbackHints(
     tag="feedback",
 ):
     """A source of hints from the environment: the last error of a trajectory becomes its hint, as
-    in SDPO. Implements ``HintSource``.
+    in SDPO.
+
+    Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.FeedbackHints(max_chars=500))

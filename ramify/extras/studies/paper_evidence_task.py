@@ -126,8 +126,10 @@ _THINGS = ("devices", "observers", "cohorts", "plates", "wards", "models", "arch
 
 
 class PaperEvidenceTask(msgspec.Struct, frozen=True):
-    """A task that asks for the passages in several papers that answer a question. Implements
-    ``tasks.Task``."""
+    """A task that asks for the passages in several papers that answer a question.
+
+    Implements ``tasks.Task``.
+    """
 
     splits: Mapping[str, Sequence[Item]]
     judge: RubricScorer | None = None
@@ -215,8 +217,11 @@ async def _install(session: Session) -> None:
 
 
 def parse_passages(answer: Any, context: Mapping[str, str]) -> list[Place] | None:
-    """Parse the passages in an answer. It may be ``[[id, start, end], …]``, the same as JSON text,
-    or quotes that each occur exactly once. Returns None for anything else."""
+    """Parse the passages in an answer.
+
+    It may be ``[[id, start, end], …]``, the same as JSON text, or quotes that each occur exactly
+    once. Returns None for anything else.
+    """
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -257,8 +262,10 @@ def _quoted(part: str, context: Mapping[str, str]) -> Place | None:
 
 
 def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> float:
-    """Return the F1 score of the given passages, counted in characters over all papers. Without an
-    answer, the score is 0."""
+    """Return the F1 score of the given passages, counted in characters over all papers.
+
+    Without an answer, the score is 0.
+    """
     if given is None:
         return 0.0
     lengths = [len(text) + 1 for text in item.context.values()]
@@ -316,8 +323,10 @@ def _make(
 def _paper(
     rng: random.Random, substance: str, outcome: str, facts: int, chars: int, distractors: int
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Generate one paper. Returns its text and the (start, end) positions of the facts planted in
-    it."""
+    """Generate one paper.
+
+    Returns its text and the (start, end) positions of the facts planted in it.
+    """
     short = f"{substance[:2].upper()}-{rng.randint(10, 99)}"
     is_near = facts > 0 or rng.random() < 0.5
     about = substance if is_near else _substance(rng)
@@ -381,8 +390,10 @@ def _substance(rng: random.Random) -> str:
 def _elsewhere(
     rng: random.Random, context: Mapping[str, str], gold: Sequence[Place]
 ) -> list[list[Any]]:
-    """Choose random passages that overlap no gold passage, as many as there are gold passages. They
-    serve as an example of a wrong answer."""
+    """Choose random passages that overlap no gold passage, as many as there are gold passages.
+
+    They serve as an example of a wrong answer.
+    """
     found: list[list[Any]] = []
     while len(found) < len(gold):
         id = rng.choice(list(context))
@@ -404,10 +415,12 @@ def _loaded(split: str, source: Any, num_papers: int) -> Sequence[Item]:
 
 
 def item_of(row: Row) -> Item:
-    """Convert a row of a data set to an item. The row has ``question``, ``papers`` (each with
-    ``id`` or ``paper_id``, ``title``, ``abstract``, ``full_text``) and ``evidence`` (each with
-    ``paper_id`` and ``text``). Raises KeyError if a column is missing, and ValueError if a piece of
-    evidence is in no paper."""
+    """Convert a row of a data set to an item.
+
+    The row has ``question``, ``papers`` (each with ``id`` or ``paper_id``, ``title``, ``abstract``,
+    ``full_text``) and ``evidence`` (each with ``paper_id`` and ``text``). Raises KeyError if a
+    column is missing, and ValueError if a piece of evidence is in no paper.
+    """
     context = {str(each.get("id") or each["paper_id"]): _text_of(each) for each in row["papers"]}
     gold = [_found(each, context) for each in row["evidence"]]
     if not gold:
@@ -431,8 +444,10 @@ def _text_of(paper: Row) -> str:
 
 
 def _sections(full_text: Any) -> Any:
-    """Return the name and paragraphs of each section. The full text is a list of sections, or two
-    columns as in the QASPER data set."""
+    """Return the name and paragraphs of each section.
+
+    The full text is a list of sections, or two columns as in the QASPER data set.
+    """
     if isinstance(full_text, Mapping):
         return zip(full_text["section_name"], full_text["paragraphs"], strict=True)
     return ((each["section_name"], each["paragraphs"]) for each in full_text)
@@ -462,8 +477,10 @@ def _flat(rows: Sequence[Row], num_papers: int) -> Any:
 
 
 def _asked(qas: Any) -> Any:
-    """Yield each question with its evidence: the paragraphs from the first answer that has any. The
-    list is empty if no answer has evidence."""
+    """Yield each question with its evidence: the paragraphs from the first answer that has any.
+
+    The list is empty if no answer has evidence.
+    """
     if isinstance(qas, Mapping):  # columns instead of rows
         rows = [dict(zip(qas, values, strict=True)) for values in zip(*qas.values(), strict=True)]
     else:

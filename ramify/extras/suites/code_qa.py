@@ -142,8 +142,10 @@ def _function(function: str, *lines: str) -> str:
 
 
 def _value(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the value that a function returns. The value depends on constants in
-    three modules."""
+    """Make a question about the value that a function returns.
+
+    The value depends on constants in three modules.
+    """
     top, middle, low, other = used[:4]
     asked, inner, deep = rng.sample(_FUNCTIONS, 3)
     first, second, third = rng.sample(_CONSTANTS, 3)
@@ -184,8 +186,11 @@ def _value(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about which function calls a given one. Only one of the four choices calls
-    it. The others mention it or call another function of its module."""
+    """Make a question about which function calls a given one.
+
+    Only one of the four choices calls it. The others mention it or call another function of its
+    module.
+    """
     target, callers = used[0], used[1:5]
     asked, sibling = rng.sample(_FUNCTIONS, 2)
     own = [rng.choice(_FUNCTIONS) for _ in callers]
@@ -217,8 +222,10 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _order(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the order in which four functions begin to run. Some of them call
-    others, and each call runs to its end before its caller makes the next one."""
+    """Make a question about the order in which four functions begin to run.
+
+    Some of them call others, and each call runs to its end before its caller makes the next one.
+    """
     start, *rest = used[:5]
     run, *called = rng.sample(_FUNCTIONS, 5)
     places = [f"{module}.{function}" for module, function in zip(rest, called, strict=True)]
@@ -268,12 +275,18 @@ FAMILIES = tuple(_QUESTIONS)
 
 
 def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[str]]:
-    """Return a function that generates filler modules. Each has a constant and up to three
-    functions, and every second one imports the module before it."""
+    """Return a function that generates filler modules.
+
+    Each has a constant and up to three functions, and every second one imports the module before
+    it.
+    """
     at, step = rng.randrange(NUM_WORDS), 7_654_321
 
     def one(imported: str) -> tuple[str, str]:
-        """Generate one module. Returns its name and its text."""
+        """Generate one module.
+
+        Returns its name and its text.
+        """
         nonlocal at
         at = (at + step) % NUM_WORDS
         while numbered_word(at) in used:
@@ -324,8 +337,10 @@ def _longbench_item(row: Row) -> Item:
 
 
 def _of_domains(split: str, items: Sequence[Item], domains: Sequence[str]) -> Sequence[Item]:
-    """Return the items that belong to the given domains. Raises ConfigError for a domain without
-    items."""
+    """Return the items that belong to the given domains.
+
+    Raises ConfigError for a domain without items.
+    """
     known = [item.kind for item in items]
     for domain in domains:
         if domain not in known:

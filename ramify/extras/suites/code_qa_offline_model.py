@@ -1,6 +1,7 @@
-"""How the offline model answers the suite ``code_qa``. The offline model is a program that replaces
-a language model. Its code follows imports to the modules that a question needs, and one sub-model
-call reads them.
+"""How the offline model answers the suite ``code_qa``.
+
+The offline model is a program that replaces a language model. Its code follows imports to the
+modules that a question needs, and one sub-model call reads them.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. A leaf
 knows the kinds of statements that matter in generated packages; the questions of LongBench-v2

@@ -32,13 +32,18 @@ NUM_WORDS = len(_PAIRS) ** 2
 
 
 def numbered_word(number: int) -> str:
-    """Return the invented word with this number. All such words have four syllables and eight
-    letters, so none is part of another."""
+    """Return the invented word with this number.
+
+    All such words have four syllables and eight letters, so none is part of another.
+    """
     return _PAIRS[number // len(_PAIRS)] + _PAIRS[number % len(_PAIRS)]
 
 
 def sentence(rng: random.Random) -> str:
-    """Return a random filler sentence. It never helps to answer a question."""
+    """Return a random filler sentence.
+
+    It never helps to answer a question.
+    """
     where = f" of {name(rng, 3)}" if rng.random() < 0.3 else ""
     return (
         f"The {rng.choice(PEOPLE)}{where} {rng.choice(VERBS)} "
@@ -47,8 +52,10 @@ def sentence(rng: random.Random) -> str:
 
 
 def sentence_pool(rng: random.Random, chars: int) -> list[str]:
-    """Return a pool of sentences from which a text of ``chars`` characters is filled at random. A
-    short text gets a small pool, so that its item is generated in a few milliseconds."""
+    """Return a pool of sentences from which a text of ``chars`` characters is filled at random.
+
+    A short text gets a small pool, so that its item is generated in a few milliseconds.
+    """
     return [sentence(rng) for _ in range(pool_size(chars))]
 
 

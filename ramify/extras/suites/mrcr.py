@@ -63,10 +63,12 @@ _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
 
 
 class MrcrScorer(msgspec.Struct, frozen=True):
-    """A reward function for the similarity between an answer and the right text. The answer must
-    begin with the question's random text. The reward is the ``difflib.SequenceMatcher`` ratio of
-    what follows. It is 0 for other answers, and for answers at least four times as long as the
-    right one."""
+    """A reward function for the similarity between an answer and the right text.
+
+    The answer must begin with the question's random text. The reward is the
+    ``difflib.SequenceMatcher`` ratio of what follows. It is 0 for other answers, and for answers at
+    least four times as long as the right one.
+    """
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold, mark = str(item.gold), str(item.metadata["random_string_to_prepend"])
@@ -140,8 +142,10 @@ def _turns(form: str, topic: str, reply: str) -> str:
 def _other_turns(
     rng: random.Random, chars: int, form: str, topic: str
 ) -> Callable[[int], list[str]]:
-    """Return a function that generates filler: other requests with their replies. Some share the
-    text form or the topic of the question, but none shares both."""
+    """Return a function that generates filler: other requests with their replies.
+
+    Some share the text form or the topic of the question, but none shares both.
+    """
     pool = sentence_pool(rng, chars)
     other_forms = tuple(each for each in _FORMS if each != form)
     other_topics = tuple(each for each in _TOPICS if each != topic)
@@ -163,8 +167,10 @@ def _other_turns(
 
 
 def _mrcr_item(row: Row) -> Item:
-    """Convert a row of OpenAI's file to an item. The last message becomes the question, and the
-    messages before it the context."""
+    """Convert a row of OpenAI's file to an item.
+
+    The last message becomes the question, and the messages before it the context.
+    """
     try:
         messages = msgspec.json.decode(row["prompt"], type=list[dict[str, str]])
         *before, last = [(each["role"].capitalize(), each["content"]) for each in messages]

@@ -1,5 +1,7 @@
-"""How the offline model answers the suite ``mrcr``. The offline model is a program that replaces a
-language model. Its code finds the identical requests without any sub-model call.
+"""How the offline model answers the suite ``mrcr``.
+
+The offline model is a program that replaces a language model. Its code finds the identical requests
+without any sub-model call.
 
 The module contains the strategy of a root call, and the plausible errors of a model that reads
 everything at once. The accuracy of replies and the steps of a root call are in

@@ -208,8 +208,10 @@ def _unlike(first: Person, rng: random.Random, names_of: _Names) -> Person:
 
 
 def _similar(rng: random.Random, names_of: _Names, chain: Sequence[Person | Town]) -> list[Person]:
-    """Generate people who are easily confused with those in the question. Some share two attributes
-    with the first person, and others the surname of a later one."""
+    """Generate people who are easily confused with those in the question.
+
+    Some share two attributes with the first person, and others the surname of a later one.
+    """
     first = chain[0]
     assert isinstance(first, Person)
     profession = rng.choice([each for each in PEOPLE if each != first.profession])
@@ -245,8 +247,10 @@ def _document(entity: Person | Town, end: str) -> str:
 def _documents(
     rng: random.Random, chars: int, first: Person, used: AbstractSet[str]
 ) -> Callable[[int], list[str]]:
-    """Return a function that generates filler documents about other people and towns. None fits the
-    description of the first person."""
+    """Return a function that generates filler documents about other people and towns.
+
+    None fits the description of the first person.
+    """
     pool = sentence_pool(rng, chars)
     words = [word for word in names(rng, len(pool)) if word not in used]
     titles = [_title(rng, word) for word in words]
@@ -307,8 +311,10 @@ _DOCUMENTS = ("gold_docs", "evidence_docs", "negative_docs")
 
 
 def _browsecomp_item(row: Row) -> Item:
-    """Convert a row of BrowseComp-Plus to an item. Documents are sorted by a hash of their ids, so
-    that their order does not give away the answer."""
+    """Convert a row of BrowseComp-Plus to an item.
+
+    Documents are sorted by a hash of their ids, so that their order does not give away the answer.
+    """
     texts: dict[str, str] = {}
     for column in _DOCUMENTS:
         for document in row[column] or ():

@@ -1,6 +1,7 @@
-"""How the offline model answers the suite ``multihop``. The offline model is a program that
-replaces a language model. Its code finds the document of each hop, and a sub-model call reads from
-it who or what comes next.
+"""How the offline model answers the suite ``multihop``.
+
+The offline model is a program that replaces a language model. Its code finds the document of each
+hop, and a sub-model call reads from it who or what comes next.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
 questions of BrowseComp-Plus have another form and cannot be answered. The accuracy of replies and

@@ -81,9 +81,10 @@ _DOTS = "..."
 
 class NeedleScorer(msgspec.Struct, frozen=True):
     """A reward function: the fraction of right values found in the first 512 characters of an
-    answer, as in RULER. Guessing is penalized: if an answer names more values than there are right
-    ones, the number of named values is the divisor. So ``7311460 or 1112223`` scores 0.5 if
-    ``7311460`` is right.
+    answer, as in RULER.
+
+    Guessing is penalized: if an answer names more values than there are right ones, the number of
+    named values is the divisor. So ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
 
     The values that an answer names are the numbers, ids or variables in the form of the right
     ones, or the words that occur in the text. For RULER's questions over documents (kind ``qa``),
@@ -107,8 +108,11 @@ class NeedleScorer(msgspec.Struct, frozen=True):
 
 
 def _form_of(golds: Sequence[str]) -> str | None:
-    """Return a regular expression that matches every value in the format of the right ones, such
-    as numbers with the same number of digits. Returns None if the right values are words."""
+    """Return a regular expression that matches every value in the format of the right ones, such as
+    numbers with the same number of digits.
+
+    Returns None if the right values are words.
+    """
     for form in (rf"(?<!\d)\d{{{len(golds[0])}}}(?!\d)", _UUID, r"\b[A-Z]{5}\b"):
         if all(re.fullmatch(form, gold) for gold in golds):
             return form
@@ -116,8 +120,10 @@ def _form_of(golds: Sequence[str]) -> str | None:
 
 
 def _listed_words(text: str, context: str) -> Iterator[str]:
-    """Yield the words of an answer that occur in the second half of the context. That half contains
-    no instructions."""
+    """Yield the words of an answer that occur in the second half of the context.
+
+    That half contains no instructions.
+    """
     for each in set(re.findall(r"\w+", text)):
         if context.find(f" {each} ", len(context) // 2) >= 0:
             yield each
@@ -234,8 +240,11 @@ def _needles(
     num_values: int = 1,
     asked: int = 1,
 ) -> Asked:
-    """Make a question about needles. ``num_keys`` keys are planted with ``num_values`` values each.
-    The question asks for the values of the first ``asked`` keys."""
+    """Make a question about needles.
+
+    ``num_keys`` keys are planted with ``num_values`` values each. The question asks for the values
+    of the first ``asked`` keys.
+    """
     keys = make_keys(rng, num_keys)
     values = {key: [value(rng) for _ in range(num_values)] for key in keys}
     facts = [
@@ -259,8 +268,10 @@ def _needles(
 
 
 def _variables(rng: random.Random, chars: int) -> Asked:
-    """Make a question about a chain of variables. The first is assigned a value, and each later one
-    the variable before it."""
+    """Make a question about a chain of variables.
+
+    The first is assigned a value, and each later one the variable before it.
+    """
     chain = ["".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)) for _ in range(_HOPS + 1)]
     while len(set(chain)) <= _HOPS:
         chain[-1] = "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5))
@@ -277,8 +288,10 @@ def _variables(rng: random.Random, chars: int) -> Asked:
 
 
 def _common_words(rng: random.Random, chars: int) -> Asked:
-    """Make a question about the ten most common words of a numbered list. They are six or ten
-    times as frequent as the others."""
+    """Make a question about the ten most common words of a numbered list.
+
+    They are six or ten times as frequent as the others.
+    """
     common = _codes(rng, _COMMON)
     is_full = chars >= _FULL_COUNTS * CHARS_PER_TOKEN
     often, seldom = (30, 3) if is_full else (6, 1)
@@ -314,8 +327,11 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
 
 
 def _frequent_words(rng: random.Random, chars: int) -> Asked:
-    """Make a question about the three most frequent words of a coded text. A word's frequency is
-    proportional to 1 / rank². Dots are the most frequent entry, and the question excludes them."""
+    """Make a question about the three most frequent words of a coded text.
+
+    A word's frequency is proportional to 1 / rank². Dots are the most frequent entry, and the
+    question excludes them.
+    """
     top = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(_FREQUENT)]
     while len(set(top)) < _FREQUENT:
         top[-1] = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))
@@ -403,8 +419,10 @@ def needle(
 
 
 def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float | None) -> Item:
-    """Generate an item of the task ``needle``. The item's kind says in which tenth of the text the
-    needle is, for example ``depth 30-40 %``."""
+    """Generate an item of the task ``needle``.
+
+    The item's kind says in which tenth of the text the needle is, for example ``depth 30-40 %``.
+    """
     question, needles, codes = _access_codes(rng, distractors)
     text, at = _haystack(rng, chars, needles, depth)
     tenth = min(9, 10 * at // len(text))
@@ -414,8 +432,10 @@ def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float 
 
 
 def _access_code(rng: random.Random, chars: int) -> Asked:
-    """Make a question about an access code (family ``needle``). Its facts and their relative
-    positions are the same at every text length."""
+    """Make a question about an access code (family ``needle``).
+
+    Its facts and their relative positions are the same at every text length.
+    """
     question, needles, codes = _access_codes(rng, 6)
     facts = [(rng.random(), text) for text in needles]
     text = plant(facts, _sentences(filler_rng(rng), chars, "", ()), chars, " ")
@@ -423,8 +443,11 @@ def _access_code(rng: random.Random, chars: int) -> Asked:
 
 
 def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str], list[str]]:
-    """Generate a question about a person's access code. Returns the question, the sentence that
-    answers it followed by misleading ones, and the code in each sentence."""
+    """Generate a question about a person's access code.
+
+    Returns the question, the sentence that answers it followed by misleading ones, and the code in
+    each sentence.
+    """
     person = name(rng, 4)
     codes = [str(code) for code in rng.sample(range(100_000, 1_000_000), distractors + 1)]
     needles = [f"The access code of {person} is {codes[0]}."]
@@ -440,8 +463,11 @@ def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str],
 def _haystack(
     rng: random.Random, chars: int, needles: Sequence[str], depth: float | None
 ) -> tuple[str, int]:
-    """Build a text of about ``chars`` characters with the needles at random positions. Returns the
-    text and the offset of the first needle. ``depth`` sets the relative position of that needle."""
+    """Build a text of about ``chars`` characters with the needles at random positions.
+
+    Returns the text and the offset of the first needle. ``depth`` sets the relative position of
+    that needle.
+    """
     pool = [sentence(rng) for _ in range(_POOL)]
     room = chars - sum(map(len, needles)) - len(needles)
     mean = sum(map(len, pool)) / _POOL + 1
@@ -487,8 +513,10 @@ do not name their task."""
 
 
 def _ruler_item(row: Row) -> Item:
-    """Convert a row of RULER's file to an item. The last paragraph becomes the question, and the
-    text before it the context."""
+    """Convert a row of RULER's file to an item.
+
+    The last paragraph becomes the question, and the text before it the context.
+    """
     text, golds = row["input"], row["outputs"]
     if not isinstance(text, str) or not isinstance(golds, list) or not golds:
         raise ValueError("its input is not a text, or its outputs are not a list with values")

@@ -1,6 +1,7 @@
-"""How the offline model answers the suites ``niah`` and ``needle``. The offline model is a program
-that replaces a language model. Its code finds the sentences with the names in the question, and a
-sub-model call reads their values. Words are counted by code alone.
+"""How the offline model answers the suites ``niah`` and ``needle``.
+
+The offline model is a program that replaces a language model. Its code finds the sentences with the
+names in the question, and a sub-model call reads their values. Words are counted by code alone.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
 accuracy of replies and the steps of a root call are in ``ramify/testing/offline.py``.

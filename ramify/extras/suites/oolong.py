@@ -73,20 +73,27 @@ def header(num: int, labels: Sequence[str]) -> str:
 
 
 def line(day: int, user: int, instance: str, label: str = "") -> str:
-    """Return one line of a generated text: its date, user and sentence. The label is added only if
-    given."""
+    """Return one line of a generated text: its date, user and sentence.
+
+    The label is added only if given.
+    """
     return _LINE.format(written_date(day), user, instance, _LABELLED.format(label) if label else "")
 
 
 @functools.lru_cache(maxsize=4_096)
 def written_date(day: int) -> str:
-    """Format a day as a date in the text. Days count from 0, so day 2 is ``Jan 03, 2023``."""
+    """Format a day as a date in the text.
+
+    Days count from 0, so day 2 is ``Jan 03, 2023``.
+    """
     return (FIRST_DAY + datetime.timedelta(days=day)).strftime(_DATE_FORM)
 
 
 class OolongLines(msgspec.Struct, frozen=True):
-    """The lines of a generated text, ordered by date. They are stored as columns, because a text of
-    40 MB has half a million lines."""
+    """The lines of a generated text, ordered by date.
+
+    They are stored as columns, because a text of 40 MB has half a million lines.
+    """
 
     days: array[int]
     """Days since ``FIRST_DAY``."""
@@ -112,16 +119,20 @@ class OolongLines(msgspec.Struct, frozen=True):
         )
 
     def counts(self, labels: Sequence[str]) -> dict[str, int]:
-        """Return the number of lines with each label. Labels that occur in no line are included
-        with 0."""
+        """Return the number of lines with each label.
+
+        Labels that occur in no line are included with 0.
+        """
         found = Counter(self.labels)
         return {label: found[index] for index, label in enumerate(labels)}
 
 
 class OolongScorer(msgspec.Struct, frozen=True):
-    """The scoring rule of OOLONG. A number scores 0.75^|difference| against the right number. Any
-    other answer scores 1 if it is the same text or has the same list members, and 0 otherwise.
-    Case, and additions such as ``Label:``, make no difference.
+    """The scoring rule of OOLONG.
+
+    A number scores 0.75^|difference| against the right number. Any other answer scores 1 if it is
+    the same text or has the same list members, and 0 otherwise. Case, and additions such as
+    ``Label:``, make no difference.
 
     >>> tasks.OolongScorer()("Answer: 12", tasks.Item("How many?", gold=14))
     0.5625
@@ -218,8 +229,10 @@ def _wrong(gold: Any) -> Any:
 
 def _gold(text: str) -> Any:
     """Parse the answer column of a row: plain text, or a list in Python notation such as
-    ``['spam']``, ``[12]`` or ``[datetime.date(2024, 5, 3)]``. A list with one element becomes that
-    element. Raises ValueError for an empty list."""
+    ``['spam']``, ``[12]`` or ``[datetime.date(2024, 5, 3)]``.
+
+    A list with one element becomes that element. Raises ValueError for an empty list.
+    """
     dates = re.findall(r"datetime\.date\((\d+), (\d+), (\d+)\)", text)
     if dates:
         found = [datetime.date(*map(int, date)).strftime(_DATE_FORM) for date in dates]
@@ -302,7 +315,10 @@ def _lines(
     days: int,
 ) -> tuple[OolongLines, str]:
     """Generate lines with a date, a user and a labelled sentence, about ``chars`` characters in
-    total. Returns the lines, and the full text with its header."""
+    total.
+
+    Returns the lines, and the full text with its header.
+    """
     ids = rng.sample(range(10_000, 100_000), users)
     # Labels, users and months are unequally frequent, so that most questions have one answer.
     label_shares = list(itertools.accumulate([rng.uniform(1, 4) for _ in labels]))
@@ -376,8 +392,10 @@ def _least(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Ask
 
 
 def _extreme(lines: OolongLines, labels: Sequence[str], which: str) -> Asked:
-    """Ask for the most or the least common label. If several labels tie, all of them together are
-    the right answer."""
+    """Ask for the most or the least common label.
+
+    If several labels tie, all of them together are the right answer.
+    """
     counts = lines.counts(labels)
     end = (max if which == "most" else min)(counts.values())
     found = sorted(label for label, count in counts.items() if count == end)

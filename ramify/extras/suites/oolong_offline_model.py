@@ -1,5 +1,7 @@
-"""How the offline model answers OOLONG. The offline model is a program that replaces a language
-model. Its sub-calls label the lines of each part of the text, and code counts the labels.
+"""How the offline model answers OOLONG.
+
+The offline model is a program that replaces a language model. Its sub-calls label the lines of each
+part of the text, and code counts the labels.
 
 This module decides how the root of a run proceeds, how a sub-call labels lines, and which plausible
 errors it makes. A sub-call recognizes the sentences of generated texts only; in the public files it
@@ -124,9 +126,11 @@ def _label_of(instance: str) -> str:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer in the format of the right one. In a list of labels, a few
-    change. A number changes by at most 3. Otherwise it is another label, comparison, user or
-    month."""
+    """Return a plausible wrong answer in the format of the right one.
+
+    In a list of labels, a few change. A number changes by at most 3. Otherwise it is another label,
+    comparison, user or month.
+    """
     asked = _LABEL_TASK.fullmatch(question)
     if asked is not None:
         most = asked[1].count(" = ")
@@ -150,8 +154,10 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
     """Return the right reply to a request of the plan ``aggregate``, or None for any other request.
+
     For numbered records, the reply is the value that the question counts in each. For counts of
-    these values, it is the answer to the question."""
+    these values, it is the answer to the question.
+    """
     if turn.kind == "value":
         return [_counted(turn.question, *parts) for parts in map(date_user_label, turn.records)]
     if turn.kind != "answer":
@@ -160,7 +166,10 @@ def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
 
 
 def date_user_label(record: str) -> tuple[str, str, str]:
-    """Return the date, user and label of a line. All are empty if the line has another format."""
+    """Return the date, user and label of a line.
+
+    All are empty if the line has another format.
+    """
     found = re.fullmatch(
         r"Date: (.+?) \|\| User: (\d+) \|\| Instance: (.*?)(?: \|\| Label: (.*))?", record
     )
@@ -169,7 +178,9 @@ def date_user_label(record: str) -> tuple[str, str, str]:
 
 def _counted(question: str, date: str, user: str, label: str) -> str:
     """Return the value that a question counts for one line, such as its label, user or month.
-    Returns ``none`` if the question excludes the line."""
+
+    Returns ``none`` if the question excludes the line.
+    """
     if not date:
         return "none"
     day = datetime.datetime.strptime(date, "%b %d, %Y")
@@ -194,8 +205,11 @@ def _counted(question: str, date: str, user: str, label: str) -> str:
 
 
 def _by_counts(question: str, counts: dict[str, int], spread: dict[str, int]) -> str:
-    """Answer a question from counts. ``counts`` maps each value from ``_counted`` to its number of
-    lines. ``spread`` maps each such number to how many values have it."""
+    """Answer a question from counts.
+
+    ``counts`` maps each value from ``_counted`` to its number of lines. ``spread`` maps each such
+    number to how many values have it.
+    """
     named = re.findall(r"'([^']+)'", question)
     if times := re.search(r"in exactly (\d+) lines", question):
         return str(spread.get(times[1], 0))

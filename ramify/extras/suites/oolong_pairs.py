@@ -58,10 +58,12 @@ _FORM = (
 
 
 class PairScorer(msgspec.Struct, frozen=True):
-    """The F1 score of an answer that lists pairs. It is 2·s / (m + r), where m is the number of
-    pairs in the answer, r the number of pairs in the right answer, and s the number of pairs in
-    both. The order within a pair does not matter. A pair is written in brackets or alone on a line:
-    ``(12, 15)``, ``[[12, 15]]``."""
+    """The F1 score of an answer that lists pairs.
+
+    It is 2·s / (m + r), where m is the number of pairs in the answer, r the number of pairs in the
+    right answer, and s the number of pairs in both. The order within a pair does not matter. A pair
+    is written in brackets or alone on a line: ``(12, 15)``, ``[[12, 15]]``.
+    """
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = {frozenset(map(int, pair)) for pair in item.gold}
@@ -187,8 +189,10 @@ def _text(
 def _planted(
     rng: random.Random, ids: Sequence[int], condition: UserPairCondition, with_labels: bool
 ) -> dict[int, list[str]]:
-    """Return the lines to plant, by day. They decide which pairs satisfy the condition. Every user
-    gets at least one."""
+    """Return the lines to plant, by day.
+
+    They decide which pairs satisfy the condition. Every user gets at least one.
+    """
     planted: dict[int, list[str]] = {}
     neutral = [label for label in LABELS if label not in condition.labels]
     for user in ids:

@@ -1,6 +1,7 @@
-"""How the offline model answers ``oolong_pairs``. The offline model is a program that replaces a
-language model. Its sub-calls label the lines as in OOLONG. Code finds the users that satisfy the
-condition and joins them into pairs.
+"""How the offline model answers ``oolong_pairs``.
+
+The offline model is a program that replaces a language model. Its sub-calls label the lines as in
+OOLONG. Code finds the users that satisfy the condition and joins them into pairs.
 
 This module decides how the root of a run proceeds. How a sub-call labels lines is decided by
 ``oolong_offline_model.py``, and how accurate replies are, and the steps of a root, by
@@ -65,8 +66,10 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
     """Return the right reply to a request of the plan ``pairwise``, or None for any other request.
+
     For numbered records, the reply is the user and the label that the condition counts. For counts
-    of these, it is the side of a pair that each user can take."""
+    of these, it is the side of a pair that each user can take.
+    """
     labels = re.findall(r"'([^']+)'", turn.question)
     if turn.kind == "facts":
         after = re.search(r"on or after (\w+ \d+, \d+)", turn.question)
@@ -84,7 +87,10 @@ def _fact(record: str, labels: list[str], start: datetime.datetime | None) -> di
 
 def _sides(question: str, labels: list[str], counts: dict[str, int]) -> list[dict[str, str]]:
     """Return on which side of a pair each user can be: ``first``, ``second``, ``both`` or
-    ``neither``. ``counts`` maps each ``user | label`` to its number of records."""
+    ``neither``.
+
+    ``counts`` maps each ``user | label`` to its number of records.
+    """
     found = {tuple(key.split(" | ")): count for key, count in counts.items()}
     users = sorted({user for user, _ in found})
     exact = re.search(r"exactly (\d+) instances? with", question)

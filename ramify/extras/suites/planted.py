@@ -45,8 +45,9 @@ _FORM = (
 
 
 class FactScorer(msgspec.Struct, frozen=True):
-    """The score of a summary: the fraction of planted facts stated in its first 150 words. Every
-    wrong amount in those words counts as one more fact that the summary misses.
+    """The score of a summary: the fraction of planted facts stated in its first 150 words.
+
+    Every wrong amount in those words counts as one more fact that the summary misses.
 
     A fact is a place with an amount. If a sentence or line names as many places as amounts, the
     first place has the first amount, and so on. Otherwise a place has the next amount after it, or
@@ -141,8 +142,10 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 
 
 def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
-    """Plant the grants that a council made, as the facts to summarize. Distractors are grants that
-    the council rejected, and grants made by a guild."""
+    """Plant the grants that a council made, as the facts to summarize.
+
+    Distractors are grants that the council rejected, and grants made by a guild.
+    """
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [
         f"The council granted {amount} crowns to the {rng.choice(NOUNS)} of {place}."
@@ -159,8 +162,10 @@ def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -
 
 
 def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
-    """Plant yearly grants that change. The fact to summarize is the last amount stated for each
-    place."""
+    """Plant yearly grants that change.
+
+    The fact to summarize is the last amount stated for each place.
+    """
     own = {place: amounts[3 * number : 3 * number + 3] for number, place in enumerate(places[:6])}
     order = _mixed(rng, [place for place in own for _ in range(rng.randint(1, 3))])
     written: list[str] = []
@@ -172,8 +177,10 @@ def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) 
 
 
 def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
-    """Plant the purchases of one person, as the facts to summarize. Distractors are purchases of
-    another person with the same surname."""
+    """Plant the purchases of one person, as the facts to summarize.
+
+    Distractors are purchases of another person with the same surname.
+    """
     one, other, surname = names(rng, 3)
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [

@@ -1,6 +1,7 @@
-"""How the offline model answers the benchmark ``planted``. The offline model is a program that
-replaces a language model. Its sub-calls extract the facts of each part of the text in order, and
-code keeps the last amount of each place.
+"""How the offline model answers the benchmark ``planted``.
+
+The offline model is a program that replaces a language model. Its sub-calls extract the facts of
+each part of the text in order, and code keeps the last amount of each place.
 
 This module decides how the root of a run proceeds, what a sub-call reads, and which plausible
 errors it makes. How accurate replies are, and the steps of a root, are decided by
@@ -53,9 +54,12 @@ def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
 
 
 def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer. One fact gets another amount from the text, or the answer is
-    ``NONE`` if there is no other amount. If the right answer has no facts, one is made up from the
-    text. Without any amounts in the text, the answer stays right."""
+    """Return a plausible wrong answer.
+
+    One fact gets another amount from the text, or the answer is ``NONE`` if there is no other
+    amount. If the right answer has no facts, one is made up from the text. Without any amounts in
+    the text, the answer stays right.
+    """
     lines = right.split("\n")
     amounts = re.findall(r"(\d+) crowns", text)
     place = draw.randrange(len(lines))
@@ -73,8 +77,10 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 def plan_leaf(turn: ParsedPlanLeafRequest) -> str | None:
     """Return the right reply to a request of the plan ``summarise``, or None for any other request.
+
     For a passage, the reply states its facts as sentences. For several summaries, it states the
-    last amount of each place."""
+    last amount of each place.
+    """
     if turn.kind == "summarise":
         wanted = re.findall(r"^Summarise (.+?) in at most \d+ words", turn.question)[0]
         facts = _facts(wanted, turn.text)

@@ -25,8 +25,10 @@ Fact = tuple[float, str]
 
 
 def filler_rng(rng: random.Random) -> random.Random:
-    """Return a separate random generator for an item's filler. Call it after drawing from ``rng``
-    everything that must be the same at all lengths."""
+    """Return a separate random generator for an item's filler.
+
+    Call it after drawing from ``rng`` everything that must be the same at all lengths.
+    """
     return random.Random(rng.getrandbits(64))
 
 
@@ -36,8 +38,9 @@ def plant(
     chars: int,
     separator: str = "\n",
 ) -> str:
-    """Return a text of about ``chars`` characters in which the facts are separated by filler. The
-    length is exact to within one filler passage.
+    """Return a text of about ``chars`` characters in which the facts are separated by filler.
+
+    The length is exact to within one filler passage.
 
     ``passages(num)`` makes ``num`` passages of filler. Facts with equal positions keep their order.
     Raises ValueError if the facts alone are longer than the text.
@@ -71,8 +74,10 @@ def plant(
 
 
 def _cut(block: list[str], chars: int, gap: int) -> list[str]:
-    """Return the passages of a block that fit in ``chars`` characters, at least one. ``gap`` is the
-    number of characters between passages."""
+    """Return the passages of a block that fit in ``chars`` characters, at least one.
+
+    ``gap`` is the number of characters between passages.
+    """
     if sum(map(len, block)) + gap * len(block) <= chars:
         return block
     size = 0

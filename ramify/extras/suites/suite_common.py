@@ -39,7 +39,10 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
     """Converts a row to an item. Raises ValueError for values in another format."""
 
     def row_to_item(self, row: Row) -> Item:
-        """Convert a row of a file to an item. Raises ValueError that names any missing columns."""
+        """Convert a row of a file to an item.
+
+        Raises ValueError that names any missing columns.
+        """
         missing = [column for column in self.columns if column not in row]
         if missing:
             raise ValueError(
@@ -50,10 +53,16 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
 
 
 class JsonArrayRows(LazySequence[Row]):
-    """The rows of a file that is one JSON array of objects. Each row is decoded on access."""
+    """The rows of a file that is one JSON array of objects.
+
+    Each row is decoded on access.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Read the file. Raises SourceError if it cannot be read or is not a JSON array."""
+        """Read the file.
+
+        Raises SourceError if it cannot be read or is not a JSON array.
+        """
         self._path = Path(path).expanduser()
         try:
             self._rows = msgspec.json.decode(self._path.read_bytes(), type=list[msgspec.Raw])
@@ -110,8 +119,9 @@ def suite_task(
     sources: Sequence[Any] = (),
     file: BenchmarkFileFormat | None = None,
 ) -> SimpleTask:
-    """Return the task of a benchmark suite. Its splits are generated unless files or rows replace
-    them.
+    """Return the task of a benchmark suite.
+
+    Its splits are generated unless files or rows replace them.
 
     Args:
         name: Name of the suite.

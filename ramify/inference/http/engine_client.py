@@ -1,5 +1,6 @@
-"""The interface of a client for one inference engine behind HTTP. ``vllm.py`` and ``sglang.py``
-implement it for their engines.
+"""The interface of a client for one inference engine behind HTTP.
+
+``vllm.py`` and ``sglang.py`` implement it for their engines.
 
 The load on a server's KV cache is read from its monitoring metrics (``GET /metrics``, in the text
 format of Prometheus).
@@ -29,8 +30,10 @@ _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULT
 
 
 def parse_kv_cache_pressure(text: str) -> CachePressure | None:
-    """Parse the KV cache load from a server's Prometheus metrics. Returns None if they contain no
-    cache metrics."""
+    """Parse the KV cache load from a server's Prometheus metrics.
+
+    Returns None if they contain no cache metrics.
+    """
     values_by_name: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
         if name in (*_FULL, *_WAITING, *_EVICTED):
@@ -45,8 +48,10 @@ def parse_kv_cache_pressure(text: str) -> CachePressure | None:
 
 
 def format_kv_cache_prometheus(pressure: CachePressure) -> str:
-    """Format a KV cache load as Prometheus metrics with vLLM's names. ``parse_kv_cache_pressure``
-    can parse them."""
+    """Format a KV cache load as Prometheus metrics with vLLM's names.
+
+    ``parse_kv_cache_pressure`` can parse them.
+    """
     values = (pressure.full, pressure.waiting, pressure.evicted)
     kinds = ("gauge", "gauge", "counter")
     return "".join(
@@ -57,7 +62,10 @@ def format_kv_cache_prometheus(pressure: CachePressure) -> str:
 
 def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePressure | None:
     """Combine the KV cache loads of several servers: the utilization of the fullest cache, and
-    total numbers of waiting and evicted sequences. Returns None if no server reports its load."""
+    total numbers of waiting and evicted sequences.
+
+    Returns None if no server reports its load.
+    """
     known = [load for load in loads if load is not None]
     if not known:
         return None
@@ -103,14 +111,19 @@ class SampledIds(NamedTuple):
 
 
 class EngineClient(Protocol):
-    """A client of one engine server. Each engine software has its own implementation. Every method
-    raises a ModelError that names the server and the request."""
+    """A client of one engine server.
+
+    Each engine software has its own implementation. Every method raises a ModelError that names the
+    server and the request.
+    """
 
     url: str
 
     async def facts(self) -> ServerInfo:
-        """Ask the server for its version and capabilities. Raises ConfigError if it speaks another
-        version of the protocol or cannot receive weights."""
+        """Ask the server for its version and capabilities.
+
+        Raises ConfigError if it speaks another version of the protocol or cannot receive weights.
+        """
         ...
 
     async def check_health(self) -> None:
@@ -123,7 +136,10 @@ class EngineClient(Protocol):
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of a sequence given the
-        tokens before it. The first token has none, and is left out."""
+        tokens before it.
+
+        The first token has none, and is left out.
+        """
         ...
 
     async def pressure(self) -> CachePressure | None:
@@ -137,27 +153,37 @@ class EngineClient(Protocol):
     async def fingerprint(self) -> str | None: ...
 
     async def pause(self) -> None:
-        """Stop sampling until ``resume`` is called. Replies in progress may end early with the
-        reason ``abort``."""
+        """Stop sampling until ``resume`` is called.
+
+        Replies in progress may end early with the reason ``abort``.
+        """
         ...
 
     async def resume(self) -> None: ...
 
     async def open_weights(self, info: dict[str, Any]) -> None:
-        """Prepare the server for weight updates. Called once with the weight sync's setup
-        information."""
+        """Prepare the server for weight updates.
+
+        Called once with the weight sync's setup information.
+        """
         ...
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Send one chunk of new weights. After the last chunk, the server uses them as ``version``
-        and clears everything cached under older weights. Raises EngineStateConflict if the chunk is
-        a difference from weights that the server does not have."""
+        """Send one chunk of new weights.
+
+        After the last chunk, the server uses them as ``version`` and clears everything cached under
+        older weights. Raises EngineStateConflict if the chunk is a difference from weights that the
+        server does not have.
+        """
         ...
 
     async def sleep(self, level: int) -> None:
-        """Release the server's memory for other users of the device. The KV cache is dropped.
-        Weights move to main memory (level 1) or are dropped (level 2). No request is answered until
-        all kinds of memory (``TAGS``) are awake. Must not be called on a sleeping server."""
+        """Release the server's memory for other users of the device.
+
+        The KV cache is dropped. Weights move to main memory (level 1) or are dropped (level 2). No
+        request is answered until all kinds of memory (``TAGS``) are awake. Must not be called on a
+        sleeping server.
+        """
         ...
 
     async def wake(self, tag: str) -> None:
@@ -167,7 +193,9 @@ class EngineClient(Protocol):
 
     async def is_asleep(self) -> bool:
         """Return True if the server is asleep, for example because an earlier run left it asleep.
-        Returns False if the server does not report it."""
+
+        Returns False if the server does not report it.
+        """
         ...
 
     async def close(self) -> None: ...

@@ -48,13 +48,18 @@ many tokens."""
 
 
 class EngineStateConflict(Refused):
-    """Raised when the server is not in the state that a request assumes. For example, it may lack
-    the weights that an update builds on."""
+    """Raised when the server is not in the state that a request assumes.
+
+    For example, it may lack the weights that an update builds on.
+    """
 
 
 class EngineHttpClient:
-    """An HTTP client for one engine server. It belongs to the event loop of its first request.
-    Proxy settings are ignored, because engines are in the user's own network."""
+    """An HTTP client for one engine server.
+
+    It belongs to the event loop of its first request. Proxy settings are ignored, because engines
+    are in the user's own network.
+    """
 
     def __init__(self, url: str, key: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -70,7 +75,10 @@ class EngineHttpClient:
         return await self._ask("POST", path, body, timeout_s)
 
     async def close(self) -> None:
-        """Close all connections. Later requests raise Unreachable."""
+        """Close all connections.
+
+        Later requests raise Unreachable.
+        """
         self._is_closed = True
         await self._pool.close()
 
@@ -158,8 +166,11 @@ class BaseEngineClient:
 
 def seed_at(seed: int, affinity: str, num_ids: int) -> int:
     """Derive the seed for sampling the next reply of a call from the number of tokens in its
-    prompt. Engines restart their random numbers with each request, so each turn of the call needs
-    another seed."""
+    prompt.
+
+    Engines restart their random numbers with each request, so each turn of the call needs another
+    seed.
+    """
     text = f"{seed}|{affinity}|{num_ids}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
 
@@ -177,9 +188,11 @@ _FLAGS = {
 async def until_up(
     server: EngineClient, process: EngineProcess | None, wait_s: float, restarts: int
 ) -> None:
-    """Wait until a server answers. If its ``process`` is killed in the meantime, restart it, at
-    most ``restarts`` times. Raises ConfigError if the server does not answer within ``wait_s``
-    seconds."""
+    """Wait until a server answers.
+
+    If its ``process`` is killed in the meantime, restart it, at most ``restarts`` times. Raises
+    ConfigError if the server does not answer within ``wait_s`` seconds.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         if process is not None:
@@ -212,8 +225,10 @@ async def check_engine_compatibility(
     server: EngineClient, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
     """Raise ConfigError if a server does not fit the policy's vocabulary size, dtype (such as
-    ``float32``) or context window in tokens. If ``level`` is above 0, the server must also support
-    that sleep level."""
+    ``float32``) or context window in tokens.
+
+    If ``level`` is above 0, the server must also support that sleep level.
+    """
     try:
         facts = await server.facts()
         _check_level(server.url, software, level, facts)

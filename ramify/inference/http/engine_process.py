@@ -37,8 +37,10 @@ _GONE_S = 1.0
 
 
 class EngineProcess:
-    """An inference engine that runs as a process on its assigned machine and devices. If the
-    assignment has changed, a restart moves it, possibly to another address."""
+    """An inference engine that runs as a process on its assigned machine and devices.
+
+    If the assignment has changed, a restart moves it, possibly to another address.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,10 @@ class EngineProcess:
         window: int,
         log: Path,
     ) -> None:
-        """Start the engine. Raises ConfigError if it cannot be started."""
+        """Start the engine.
+
+        Raises ConfigError if it cannot be started.
+        """
         self._launcher = launcher
         self._member = RoleInstanceId("inference", index)
         self.log = log
@@ -63,7 +68,9 @@ class EngineProcess:
 
     async def restart(self) -> None:
         """Stop the process if it still runs, and start it again, possibly at another ``url``.
-        Raises ConfigError if it cannot be started."""
+
+        Raises ConfigError if it cannot be started.
+        """
         await asyncio.to_thread(self._restart)
 
     def _restart(self) -> None:
@@ -84,7 +91,10 @@ class EngineProcess:
 
     def check_owner(self) -> None:
         """Raise ConfigError if another user's process listens at the engine's address, because it
-        would receive the API key. Only addresses of this machine can be checked."""
+        would receive the API key.
+
+        Only addresses of this machine can be checked.
+        """
         user = listener_user(self._host, self._port) if self._host == _HOST else None
         if user not in (None, os.getuid()):
             raise ConfigError(
@@ -94,7 +104,10 @@ class EngineProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status of the process. None while it runs."""
+        """The exit status of the process.
+
+        None while it runs.
+        """
         return self._process.poll()
 
     def exit_reason(self) -> str:
@@ -102,19 +115,27 @@ class EngineProcess:
         return f"{self._process.where} {self._process.exit_reason()}"
 
     def close(self) -> None:
-        """Stop the process and its children. A second call has no effect."""
+        """Stop the process and its children.
+
+        A second call has no effect.
+        """
         self._process.end(_END_S)
 
 
 async def engine_exit_status(engine: EngineProcess | None) -> int | None:
     """Return an engine's exit status, or None if it still runs or was not started by this process.
-    The call may be slow for an engine on another machine."""
+
+    The call may be slow for an engine on another machine.
+    """
     return None if engine is None else await asyncio.to_thread(lambda: engine.exit_status)
 
 
 async def wait_briefly_for_exit(engine: EngineProcess | None) -> int | None:
     """Return the exit status of an engine whose connections broke, after giving its process a
-    moment to exit. Returns None if it still runs or was not started by this process."""
+    moment to exit.
+
+    Returns None if it still runs or was not started by this process.
+    """
     return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
 
 
@@ -165,8 +186,10 @@ def check_program(spec: InferenceSpec) -> None:
 def engine_command(
     spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int, host: str = _HOST
 ) -> list[str]:
-    """Return the command that starts an engine. It listens on ``host``, by default the loopback
-    interface."""
+    """Return the command that starts an engine.
+
+    It listens on ``host``, by default the loopback interface.
+    """
     begin = list(spec.command or PROGRAMS[spec.engine])
     last = [*([EXPERTS_OPTION] if spec.report_experts else []), *spec.args]
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]

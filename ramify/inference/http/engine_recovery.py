@@ -40,17 +40,22 @@ _log = ComponentLogger("inference")
 
 
 class EngineMembership:
-    """Tracks which engines are lost and which have come back. It belongs to one event loop."""
+    """Tracks which engines are lost and which have come back.
+
+    It belongs to one event loop.
+    """
 
     def __init__(
         self,
         restarts: int,
         bring: Callable[[str], Awaitable[EngineClient]],
     ) -> None:
-        """Create a tracker without any losses. ``restarts`` is how often one engine may be lost
-        between two weight updates before it is given up. ``bring`` is called with the address of a
-        lost engine. It returns the engine once it answers and passes all checks, and raises
-        RamifyError if that fails."""
+        """Create a tracker without any losses.
+
+        ``restarts`` is how often one engine may be lost between two weight updates before it is
+        given up. ``bring`` is called with the address of a lost engine. It returns the engine once
+        it answers and passes all checks, and raises RamifyError if that fails.
+        """
         self._bring = bring
         self.on_return: Callable[[], Awaitable[None]] | None = None
         """Called to give the newest weights to engines that are back. It handles its own errors."""
@@ -80,16 +85,20 @@ class EngineMembership:
 
     def handle_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
         """Log the loss of an engine, and start to bring it back unless it was lost too often.
+
         ``rest`` says in the log message which engines remain, and ``again`` says how this one comes
-        back. ``fields`` are added to the log record."""
+        back. ``fields`` are added to the log record.
+        """
         self.num_lost += 1
         self.reasons.append(why)
         if self._restarts.record_loss(url, f"{why}; {rest}", again, "", **fields):
             self.reconnect(url)
 
     def record_update(self) -> None:
-        """Record that all live engines have taken a new version of the weights. Earlier losses then
-        no longer count."""
+        """Record that all live engines have taken a new version of the weights.
+
+        Earlier losses then no longer count.
+        """
         self._restarts.all_succeeded()
 
     def take_ready(self) -> list[EngineClient]:
@@ -98,8 +107,10 @@ class EngineMembership:
         return ready
 
     async def wait_for_change(self, timeout_s: float) -> bool:
-        """Wait until an engine is ready, in use again, or given up. Returns False if none of these
-        happens within ``timeout_s`` seconds."""
+        """Wait until an engine is ready, in use again, or given up.
+
+        Returns False if none of these happens within ``timeout_s`` seconds.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
@@ -112,7 +123,10 @@ class EngineMembership:
         news.set()
 
     async def close(self) -> None:
-        """Stop waiting for lost engines. A second call has no effect."""
+        """Stop waiting for lost engines.
+
+        A second call has no effect.
+        """
         coming, self._coming = list(self._coming.values()), {}
         await cancel_all(coming)
         for server in self.take_ready():
@@ -145,11 +159,17 @@ class EngineMembership:
 
 class AvailableEngineUrls:
     """The engines that a client may use if it only samples, while another process updates their
-    weights and reports which of them are available. It belongs to one event loop."""
+    weights and reports which of them are available.
+
+    It belongs to one event loop.
+    """
 
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
-        """Create an empty list. ``gone`` is called with the address of an engine that does not
-        answer. ``wait_for`` waits up to ``wait_s`` seconds."""
+        """Create an empty list.
+
+        ``gone`` is called with the address of an engine that does not answer. ``wait_for`` waits up
+        to ``wait_s`` seconds.
+        """
         self._gone = gone
         self._wait_s = wait_s
         self._listed: frozenset[str] = frozenset()
@@ -167,7 +187,10 @@ class AvailableEngineUrls:
         self._gone(url)
 
     async def wait_for(self, url: str) -> None:
-        """Wait until an engine is in the list. Raises ConfigError if that takes too long."""
+        """Wait until an engine is in the list.
+
+        Raises ConfigError if that takes too long.
+        """
         try:
             async with asyncio.timeout(self._wait_s):
                 while url not in self._listed:

@@ -60,16 +60,23 @@ _MAX_REASONS = 3
 
 
 class EnginesDropped(Exception):
-    """Raised when engine servers were lost during an operation on all of them. The lost servers
-    have been dropped."""
+    """Raised when engine servers were lost during an operation on all of them.
+
+    The lost servers have been dropped.
+    """
 
 
 class EngineFleet:
-    """The engine servers of one run. A fleet belongs to one event loop."""
+    """The engine servers of one run.
+
+    A fleet belongs to one event loop.
+    """
 
     def __init__(self, policy: Policy, spec: InferenceSpec, name: str) -> None:
-        """Create a fleet and check that its ports are free, without starting servers. ``name``
-        appears in errors. Raises ConfigError."""
+        """Create a fleet and check that its ports are free, without starting servers.
+
+        ``name`` appears in errors. Raises ConfigError.
+        """
         self.spec = spec
         self._name = name
         self._vocabulary: int = policy.config.vocab_size
@@ -106,9 +113,11 @@ class EngineFleet:
     async def start(
         self, out: Path, save: Callable[[Path], None], launcher: Launcher, *, leads: bool = True
     ) -> None:
-        """Start the servers or connect to running ones, and check each. ``leads`` is False if
-        another process decides when they sleep. Raises ConfigError for a server that does not
-        answer or does not fit the policy."""
+        """Start the servers or connect to running ones, and check each.
+
+        ``leads`` is False if another process decides when they sleep. Raises ConfigError for a
+        server that does not answer or does not fit the policy.
+        """
         self._leads = leads
         self._urls = list(self.spec.urls) or self._launched(out, save, launcher)
         self.alive = [self._server(url) for url in self._urls]
@@ -117,8 +126,10 @@ class EngineFleet:
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
-        """Stop the servers that this run started, and wake those that continue without it. A second
-        call has no effect."""
+        """Stop the servers that this run started, and wake those that continue without it.
+
+        A second call has no effect.
+        """
         await self.membership.close()
         if self.spec.urls:
             await asyncio.gather(
@@ -173,10 +184,12 @@ class EngineFleet:
     def experts_by_token(
         self, server: EngineClient, sampled: SampledIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the experts that predicted each sampled token of a mixture-of-experts model. They
-        are the experts that processed the token before it. For each token an empty tuple is
+        """Return the experts that predicted each sampled token of a mixture-of-experts model.
+
+        They are the experts that processed the token before it. For each token an empty tuple is
         returned if experts were not requested, or if a pause ended the reply before they were
-        reported. Raises MalformedResponse."""
+        reported. Raises MalformedResponse.
+        """
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
             return ((),) * num
@@ -188,8 +201,10 @@ class EngineFleet:
     # --- who sleeps
 
     async def sleep(self) -> None:
-        """Put all awake servers to sleep. Raises the error of a server that refuses, or
-        EnginesDropped if servers were lost."""
+        """Put all awake servers to sleep.
+
+        Raises the error of a server that refuses, or EnginesDropped if servers were lost.
+        """
 
         async def act(server: EngineClient) -> None:
             if server.url not in self._asleep:
@@ -200,8 +215,10 @@ class EngineFleet:
 
     async def wake(self, tag: str) -> None:
         """Allocate one kind of memory, ``weights`` or ``kv_cache``, again on every server that
-        released it. Raises the error of a server that refuses, or EnginesDropped if servers were
-        lost."""
+        released it.
+
+        Raises the error of a server that refuses, or EnginesDropped if servers were lost.
+        """
         if self._asleep:
             await self.all(lambda server: self._wake(server, tag))
 
@@ -214,8 +231,10 @@ class EngineFleet:
                 del self._asleep[server.url]
 
     async def _leave(self, server: EngineClient) -> None:
-        """Wake a server and resume its sampling, so that it can answer requests. Errors are
-        ignored."""
+        """Wake a server and resume its sampling, so that it can answer requests.
+
+        Errors are ignored.
+        """
         with contextlib.suppress(ModelError):
             for tag in TAGS:
                 await self._wake(server, tag)
@@ -225,9 +244,12 @@ class EngineFleet:
     # --- who is asked
 
     def pick(self, tree: Hashable) -> EngineClient:
-        """Return the server for the next call of a call tree. Calls of a known tree stay on its
-        server. A new tree gets the server with the fewest requests in flight and, among equals, the
-        fewest trees. Raises ServerFailed if no server is left."""
+        """Return the server for the next call of a call tree.
+
+        Calls of a known tree stay on its server. A new tree gets the server with the fewest
+        requests in flight and, among equals, the fewest trees. Raises ServerFailed if no server is
+        left.
+        """
         if not self.alive:
             raise self.none_left()
         server = self.trees.get(tree)
@@ -259,10 +281,12 @@ class EngineFleet:
                 self.membership.reconnect(url)
 
     async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``act`` on every server concurrently. If calls fail, only the most important error
-        is raised: EnginesDropped if servers were lost, or else EngineStateConflict if a server was
-        not in the expected state, or else the first error. The former two may be the cause of the
-        others."""
+        """Call ``act`` on every server concurrently.
+
+        If calls fail, only the most important error is raised: EnginesDropped if servers were lost,
+        or else EngineStateConflict if a server was not in the expected state, or else the first
+        error. The former two may be the cause of the others.
+        """
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
@@ -284,16 +308,20 @@ class EngineFleet:
     # --- servers that go and come
 
     def metrics(self) -> dict[str, float]:
-        """Return as metrics how many engines are live, were lost, and came back. Returns an empty
-        dict if none was ever lost."""
+        """Return as metrics how many engines are live, were lost, and came back.
+
+        Returns an empty dict if none was ever lost.
+        """
         if not self.membership.num_lost:
             return {}
         lost, back = float(self.membership.num_lost), float(self.membership.num_back)
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
     async def drop_if_gone(self, server: EngineClient, error: Exception) -> bool:
-        """Drop a server that caused an error if it no longer answers, and log the loss. Returns
-        True if the server is gone."""
+        """Drop a server that caused an error if it no longer answers, and log the loss.
+
+        Returns True if the server is gone.
+        """
         if server not in self.alive:
             return True
         process = self._processes.get(server.url)
@@ -316,7 +344,10 @@ class EngineFleet:
         self, server: EngineClient, sampled: SampledIds, version: int
     ) -> bool:
         """Drop a server that answers with weights older than ``version`` although it was given that
-        version. Another program must have restarted it. Returns True if the server is outdated."""
+        version.
+
+        Another program must have restarted it. Returns True if the server is outdated.
+        """
         first = min((span.version for span in sampled.versions or ()), default=version)
         if first >= version:
             return False
@@ -330,12 +361,18 @@ class EngineFleet:
 
     @property
     def up_to_date_urls(self) -> tuple[str, ...]:
-        """The URLs of servers with the newest weights. Other clients may use these."""
+        """The URLs of servers with the newest weights.
+
+        Other clients may use these.
+        """
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
     def take_back(self) -> None:
-        """Use servers again that have come back. A process that updates the weights calls this
-        before sending them, so that these servers receive them, too."""
+        """Use servers again that have come back.
+
+        A process that updates the weights calls this before sending them, so that these servers
+        receive them, too.
+        """
         back = self.membership.take_ready()
         self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
         self._older |= {server.url for server in back}
@@ -346,8 +383,10 @@ class EngineFleet:
         self._older.clear()
 
     async def wait_for_engine(self) -> None:
-        """Wait until a lost server answers again or is given up. Raises ServerFailed if that
-        takes too long."""
+        """Wait until a lost server answers again or is given up.
+
+        Raises ServerFailed if that takes too long.
+        """
         wait_s = 2 * self.spec.update_s + (
             self.spec.start_s if self._processes else self.spec.return_s
         )
@@ -383,8 +422,10 @@ class EngineFleet:
         await server.close()
 
     async def _bring(self, url: str) -> EngineClient:
-        """Bring a lost server back, and return it once it answers and passes all checks. If this
-        run started its process, the process is restarted."""
+        """Bring a lost server back, and return it once it answers and passes all checks.
+
+        If this run started its process, the process is restarted.
+        """
         if self.listed is not None:
             await self.listed.wait_for(url)
             return self._server(url)

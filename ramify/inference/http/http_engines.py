@@ -1,5 +1,7 @@
-"""A client of inference engines behind HTTP. It behaves like a single engine: the sampled ids and
-log-probabilities do not depend on the number of servers.
+"""A client of inference engines behind HTTP.
+
+It behaves like a single engine: the sampled ids and log-probabilities do not depend on the number
+of servers.
 
     complete ─▶ wait until open ─▶ pick a server ─▶ send ids, get ids ─▶ Reply
                                     ▲    server gone: pick the next │
@@ -47,13 +49,17 @@ processed the token before it."""
 
 
 class HttpEngines:
-    """A client of one or more engine servers that is used like a single engine. It belongs to one
-    event loop. Call ``start`` before the first request."""
+    """A client of one or more engine servers that is used like a single engine.
+
+    It belongs to one event loop. Call ``start`` before the first request.
+    """
 
     def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str) -> None:
         """Create a client for a policy, which defines what the engines must serve and how prompts
-        become token ids. Ports, weight sync and options are checked before anything is started.
-        Raises ConfigError."""
+        become token ids.
+
+        Ports, weight sync and options are checked before anything is started. Raises ConfigError.
+        """
         self.name = name
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
@@ -125,7 +131,10 @@ class HttpEngines:
         self.sync.record_external_update(version)
 
     def set_listed(self, urls: Sequence[str]) -> None:
-        """Set which engines may be used. Called if another process updates the weights."""
+        """Set which engines may be used.
+
+        Called if another process updates the weights.
+        """
         self.fleet.set_engines_with_current_weights(urls)
 
     @property
@@ -134,21 +143,28 @@ class HttpEngines:
         return self.fleet.up_to_date_urls
 
     async def handle_reported_loss(self, url: str, who: str) -> None:
-        """Handle a report that an engine did not answer. If it is really gone, it is dropped and
-        brought back. ``who`` names the reporter in the log."""
+        """Handle a report that an engine did not answer.
+
+        If it is really gone, it is dropped and brought back. ``who`` names the reporter in the log.
+        """
         for server in [each for each in self.fleet.alive if each.url == url]:
             await self.fleet.drop_if_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
-        """Send requests again to engines that came back. Another process updates their weights, so
-        they are assumed to be current. If they are not, their replies are rejected."""
+        """Send requests again to engines that came back.
+
+        Another process updates their weights, so they are assumed to be current. If they are not,
+        their replies are rejected.
+        """
         self.fleet.take_back()
         self.fleet.mark_all_updated()
         self.membership.notify()
 
     async def close(self) -> None:
-        """End weight updates, and stop the servers that this client started. A second call has no
-        effect."""
+        """End weight updates, and stop the servers that this client started.
+
+        A second call has no effect.
+        """
         await self.membership.close()
         self.sync.close()
         await self.fleet.close()
@@ -156,8 +172,11 @@ class HttpEngines:
     # --- replies
 
     async def complete(self, request: Request) -> Reply:
-        """Return one reply to a request. Raises Refused if the prompt does not fit in the context
-        window, and ServerFailed if no engine is left."""
+        """Return one reply to a request.
+
+        Raises Refused if the prompt does not fit in the context window, and ServerFailed if no
+        engine is left.
+        """
         return await self.complete_at(request, None)
 
     async def complete_at(self, request: Request, only: EngineClient | None) -> Reply:
@@ -186,9 +205,11 @@ class HttpEngines:
         request: Request,
         only: EngineClient | None,
     ) -> tuple[int, SampledIds, Routes]:
-        """Sample from the first server that answers. Returns the weight version at the time of the
-        request, the sampled ids, and the experts that predicted each id, for a mixture-of-experts
-        model."""
+        """Sample from the first server that answers.
+
+        Returns the weight version at the time of the request, the sampled ids, and the experts that
+        predicted each id, for a mixture-of-experts model.
+        """
         fleet, tree = self.fleet, tree_of(request)
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
@@ -265,8 +286,10 @@ class HttpEngines:
         return await self.fleet.pick("logprobs").score(ids)
 
     async def fingerprint(self) -> str | None:
-        """Return the fingerprint of the weights, which must be equal on all servers. Raises
-        TrainError if servers have different weights."""
+        """Return the fingerprint of the weights, which must be equal on all servers.
+
+        Raises TrainError if servers have different weights.
+        """
         servers = list(self.fleet.alive)
         fingerprints = dict(
             zip(
@@ -284,7 +307,10 @@ class HttpEngines:
 
     async def pressure(self) -> CachePressure | None:
         """Return the load on the servers' KV caches: the utilization of the fullest cache, and
-        total numbers of waiting and preempted sequences. Returns None if no server reports it."""
+        total numbers of waiting and preempted sequences.
+
+        Returns None if no server reports it.
+        """
 
         async def of(server: EngineClient) -> CachePressure | None:
             try:
@@ -296,33 +322,45 @@ class HttpEngines:
 
     async def sleep(self) -> bool:
         """Release the engines' memory until the next ``update``, for a trainer on the same devices.
+
         Requests wait in the meantime. Returns False if the engines are configured never to sleep.
-        Raises ServerFailed if no engine is left."""
+        Raises ServerFailed if no engine is left.
+        """
         return await self.sync.sleep()
 
     def engine_count_metrics(self) -> dict[str, float]:
-        """Return as metrics how many engines are live, were lost, and came back. Returns an empty
-        dict if none was ever lost."""
+        """Return as metrics how many engines are live, were lost, and came back.
+
+        Returns an empty dict if none was ever lost.
+        """
         return self.fleet.metrics()
 
     # --- weights
 
     async def update(self, weights: object, version: int) -> None:
-        """Send new weights to every server. ``weights`` is a list of ``LazyWeight``, one per
-        tensor. Raises TrainError with the last good version if a server does not accept them."""
+        """Send new weights to every server.
+
+        ``weights`` is a list of ``LazyWeight``, one per tensor. Raises TrainError with the last
+        good version if a server does not accept them.
+        """
         assert isinstance(weights, list)
         await self.sync.update(weights, version)
 
     async def rejoin(self, weights: object, version: int) -> bool:
-        """Send the current weights to servers that came back. ``version`` is the version that the
-        other servers already use. Returns False if no server needed them."""
+        """Send the current weights to servers that came back.
+
+        ``version`` is the version that the other servers already use. Returns False if no server
+        needed them.
+        """
         assert isinstance(weights, list)
         return await self.sync.rejoin(weights, version)
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
-    """Create the configured weight sync, with default options that suit the engine. Raises
-    ConfigError for an option that the weight sync does not have."""
+    """Create the configured weight sync, with default options that suit the engine.
+
+    Raises ConfigError for an option that the weight sync does not have.
+    """
     options = dict(spec.weight_sync_options)
     if (
         spec.weight_sync_name == "shared"
@@ -337,7 +375,10 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
 
 
 class SingleEngineClient:
-    """A client of one server among several. It has only the methods needed to check that server."""
+    """A client of one server among several.
+
+    It has only the methods needed to check that server.
+    """
 
     def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineClient) -> None:
         self._engines = engines
@@ -355,8 +396,10 @@ class SingleEngineClient:
         return await self._asked(self._server.score(ids))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
-        """Await this engine's answer to a request, and return it. Raises EngineLost if the engine
-        is gone."""
+        """Await this engine's answer to a request, and return it.
+
+        Raises EngineLost if the engine is gone.
+        """
         try:
             return await answer
         except (Unreachable, ReplyLost, ServerFailed) as error:
@@ -366,8 +409,10 @@ class SingleEngineClient:
 
 
 class InterruptedReplyAccumulator:
-    """Accumulates the sampled parts of one reply. A reply has several parts if weight updates
-    interrupt it."""
+    """Accumulates the sampled parts of one reply.
+
+    A reply has several parts if weight updates interrupt it.
+    """
 
     def __init__(self, prompt: Iterable[int], left: int) -> None:
         self.ids = list(prompt)
@@ -409,8 +454,10 @@ class InterruptedReplyAccumulator:
 
 
 def tree_of(request: Request) -> Hashable:
-    """Return a key shared by all calls of one call tree, so that they use the same server. The key
-    is a rollout's seed if there is one, and otherwise the conversation's first message."""
+    """Return a key shared by all calls of one call tree, so that they use the same server.
+
+    The key is a rollout's seed if there is one, and otherwise the conversation's first message.
+    """
     if request.sampling.seed is not None:
         return request.sampling.seed
     return request.messages[0].content if request.messages else request.affinity

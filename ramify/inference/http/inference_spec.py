@@ -159,7 +159,10 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     @property
     def effective_sleep_level(self) -> int:
         """The sleep level of engines while the trainer learns: 1 keeps the weights in main memory,
-        and 2 drops them. 0 if engines do not sleep, or if that is still undecided (``auto``)."""
+        and 2 drops them.
+
+        0 if engines do not sleep, or if that is still undecided (``auto``).
+        """
         if self.sleep != "learn":
             return 0
         return self.sleep_level or (1 if self.urls or self.weight_sync == "delta" else 2)
@@ -171,8 +174,10 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def check_version(engine: str, where: str, version: str) -> None:
-    """Check an engine's version. Raises ConfigError if it is too old for the protocol, and warns if
-    it was not tested."""
+    """Check an engine's version.
+
+    Raises ConfigError if it is too old for the protocol, and warns if it was not tested.
+    """
     first, beyond = VERSIONS[engine]
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
     low, high = (".".join(map(str, each)) for each in (first, beyond))

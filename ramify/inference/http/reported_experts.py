@@ -30,9 +30,10 @@ from ramify.models.mixture_shape import MixtureShape
 def read_experts(
     reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Decode an engine's report about experts. For each sampled token, return the ids of the top-k
-    experts in all layers that predicted it. They are the experts that processed the token before
-    it.
+    """Decode an engine's report about experts.
+
+    For each sampled token, return the ids of the top-k experts in all layers that predicted it.
+    They are the experts that processed the token before it.
 
     ``reported`` may have any of the encodings of vLLM and SGLang. Raises MalformedResponse if it
     does not fit the model or the reply.
@@ -72,8 +73,10 @@ def read_experts(
 
 
 def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
-    """Encode reported experts as vLLM does: a .npy file in base64. Each row holds one token's
-    experts in all layers with experts."""
+    """Encode reported experts as vLLM does: a .npy file in base64.
+
+    Each row holds one token's experts in all layers with experts.
+    """
     buffer = io.BytesIO()
     np.save(buffer, _all_layers(rows, shape))
     return base64.b64encode(buffer.getvalue()).decode()
@@ -85,8 +88,10 @@ def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MixtureShape) -> 
 
 
 def _all_layers(rows: Sequence[Sequence[int]], shape: MixtureShape) -> np.ndarray[Any, Any]:
-    """Return reported experts as a table [tokens, layers of the model, top-k]. Layers without
-    experts contain zeros."""
+    """Return reported experts as a table [tokens, layers of the model, top-k].
+
+    Layers without experts contain zeros.
+    """
     table_TLk = np.zeros((len(rows), shape.num_layers, shape.top_k), "<i4")
     table_TLk[:, list(shape.layers)] = np.asarray(rows).reshape(len(rows), -1, shape.top_k)
     return table_TLk
@@ -103,8 +108,11 @@ def _rows(reported: Any, shape: MixtureShape) -> np.ndarray[Any, Any]:
 
 
 def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MixtureShape) -> None:
-    """Raise MalformedResponse for expert ids that no router could have chosen. This includes an
-    expert that is chosen twice for a token, as in rows of zeros that the engine never filled."""
+    """Raise MalformedResponse for expert ids that no router could have chosen.
+
+    This includes an expert that is chosen twice for a token, as in rows of zeros that the engine
+    never filled.
+    """
     sorted_TLk = np.sort(chosen_TLk, -1)
     is_outside = (sorted_TLk < 0) | (sorted_TLk >= shape.num_experts)
     if is_outside.any():

@@ -26,7 +26,10 @@ from ramify.inference.http.inference_spec import check_version
 
 
 class SglangEngineClient(BaseEngineClient):
-    """A client of one SGLang server. Implements ``EngineClient``."""
+    """A client of one SGLang server.
+
+    Implements ``EngineClient``.
+    """
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/server_info", 4 * self._spec.probe_s)
@@ -125,14 +128,19 @@ class SglangEngineClient(BaseEngineClient):
         await self._post("/flush_cache")
 
     async def sleep(self, level: int) -> None:
-        """Release the server's memory. The server's flags decide whether weights are kept in main
-        memory. The server must be idle, or it exits."""
+        """Release the server's memory.
+
+        The server's flags decide whether weights are kept in main memory. The server must be idle,
+        or it exits.
+        """
         await self.pause()
         await self._post("/release_memory_occupation", {"tags": list(TAGS)})
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory again, ``weights`` or ``kv_cache``. The server exits if that
-        memory was not released."""
+        """Allocate one kind of memory again, ``weights`` or ``kv_cache``.
+
+        The server exits if that memory was not released.
+        """
         await self._post("/resume_memory_occupation", {"tags": [tag]})
 
     async def is_asleep(self) -> bool:
@@ -148,8 +156,10 @@ class SglangEngineClient(BaseEngineClient):
 
 
 def _levels(about: dict[str, Any]) -> tuple[int, ...]:
-    """Return the sleep levels that the server's startup flags allow. A flag that is not reported is
-    assumed to be set."""
+    """Return the sleep levels that the server's startup flags allow.
+
+    A flag that is not reported is assumed to be set.
+    """
     if not about.get("enable_memory_saver", True):
         return ()
     return (1, 2) if about.get("enable_weights_cpu_backup", True) else (2,)

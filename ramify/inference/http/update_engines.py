@@ -31,7 +31,10 @@ _log = ComponentLogger("inference")
 
 
 class EngineWeightSync:
-    """Sends each version of the weights to all engines of a run. It belongs to one event loop."""
+    """Sends each version of the weights to all engines of a run.
+
+    It belongs to one event loop.
+    """
 
     def __init__(self, fleet: EngineFleet, weight_sync: WeightSync, version: int) -> None:
         self._fleet = fleet
@@ -47,8 +50,10 @@ class EngineWeightSync:
         """True if an engine lacks the weights that an update by differences would build on."""
 
     async def open(self) -> None:
-        """Prepare all engines for weight updates. Raises ConfigError if an engine is lost or cannot
-        receive weights."""
+        """Prepare all engines for weight updates.
+
+        Raises ConfigError if an engine is lost or cannot receive weights.
+        """
         try:
             await self._open_weight_sync()
         except EnginesDropped:
@@ -58,8 +63,10 @@ class EngineWeightSync:
             ) from None
 
     def close(self) -> None:
-        """Release resources of weight updates, such as shared memory. A second call has no
-        effect."""
+        """Release resources of weight updates, such as shared memory.
+
+        A second call has no effect.
+        """
         self.weight_sync.close()
 
     def record_external_update(self, version: int) -> None:
@@ -68,16 +75,21 @@ class EngineWeightSync:
         self._fleet.membership.record_update()
 
     async def update(self, sources: list[LazyWeight], version: int) -> None:
-        """Send all weights to every engine as version ``version``. ``sources`` has one
-        ``LazyWeight`` per tensor. Raises TrainError with the last good version if an engine does
-        not accept them."""
+        """Send all weights to every engine as version ``version``.
+
+        ``sources`` has one ``LazyWeight`` per tensor. Raises TrainError with the last good version
+        if an engine does not accept them.
+        """
         async with self._updating:
             await self._give(sources, version)
             self._fleet.membership.record_update()
 
     async def rejoin(self, sources: list[LazyWeight], version: int) -> bool:
-        """Send the current weights to engines that came back. ``version`` is the version that the
-        other engines already use. Returns False if no engine needed them."""
+        """Send the current weights to engines that came back.
+
+        ``version`` is the version that the other engines already use. Returns False if no engine
+        needed them.
+        """
         async with self._updating:
             if not self._fleet.membership.ready:  # an update came first
                 return False
@@ -92,9 +104,12 @@ class EngineWeightSync:
         return True
 
     async def sleep(self) -> bool:
-        """Release the memory of all engines until the next update. Requests wait in the meantime.
-        Engines that are still coming back are included. Returns False if the engines are configured
-        never to sleep. Raises ServerFailed if no engine is left."""
+        """Release the memory of all engines until the next update.
+
+        Requests wait in the meantime. Engines that are still coming back are included. Returns
+        False if the engines are configured never to sleep. Raises ServerFailed if no engine is
+        left.
+        """
         if not self._fleet.spec.effective_sleep_level:
             return False
         async with self._updating:
@@ -109,9 +124,11 @@ class EngineWeightSync:
         return True
 
     async def _slept(self) -> bool:
-        """Try once to put all engines to sleep. Returns False if engines were lost or came back in
-        the meantime. If an engine is still starting, wait for it and return False, because it takes
-        memory."""
+        """Try once to put all engines to sleep.
+
+        Returns False if engines were lost or came back in the meantime. If an engine is still
+        starting, wait for it and return False, because it takes memory.
+        """
         fleet = self._fleet
         if fleet.membership.is_any_returning:
             await fleet.membership.wait_for_change(fleet.spec.start_s)
@@ -203,8 +220,10 @@ class EngineWeightSync:
             raise
 
     async def _open_weight_sync(self) -> None:
-        """Send all engines the information that they need to receive weights. Raises EnginesDropped
-        if an engine was lost in the meantime."""
+        """Send all engines the information that they need to receive weights.
+
+        Raises EnginesDropped if an engine was lost in the meantime.
+        """
         alive = self._fleet.alive
         infos = dict(
             zip([each.url for each in alive], self.weight_sync.open(len(alive)), strict=True)
@@ -222,8 +241,10 @@ class EngineWeightSync:
                 await joined
 
     async def _reopened(self) -> bool:
-        """Prepare the remaining engines for weight updates again. Returns True to signal that all
-        weights must now be sent."""
+        """Prepare the remaining engines for weight updates again.
+
+        Returns True to signal that all weights must now be sent.
+        """
         while True:
             self.weight_sync.close()
             try:

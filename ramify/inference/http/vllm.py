@@ -1,5 +1,6 @@
-"""Clients of vLLM servers and of `ramify serve-policy`. The latter has the same HTTP routes and
-reports more about each reply.
+"""Clients of vLLM servers and of `ramify serve-policy`.
+
+The latter has the same HTTP routes and reports more about each reply.
 
     ids       POST /v1/completions with ids as the prompt, return_token_ids, logprobs 0;
                    prompt_logprobs to score
@@ -40,7 +41,10 @@ _ROUTES = (
 
 
 class VllmEngineClient(BaseEngineClient):
-    """A client of one vLLM server. Implements ``EngineClient``."""
+    """A client of one vLLM server.
+
+    Implements ``EngineClient``.
+    """
 
     _model = ""
 
@@ -138,8 +142,10 @@ class VllmEngineClient(BaseEngineClient):
             return False
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Return the request fields that set the seed for sampling. There are none if the settings
-        have no seed."""
+        """Return the request fields that set the seed for sampling.
+
+        There are none if the settings have no seed.
+        """
         return {} if sampling.seed is None else {"seed": seed_at(sampling.seed, affinity, num_ids)}
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
@@ -182,8 +188,10 @@ class VllmEngineClient(BaseEngineClient):
         )
 
     async def is_in_vocabulary(self, id: int) -> bool:
-        """Return True if a token id is in the server's vocabulary. A request tests this, because
-        vLLM does not report its vocabulary size."""
+        """Return True if a token id is in the server's vocabulary.
+
+        A request tests this, because vLLM does not report its vocabulary size.
+        """
         try:
             await self._api.post(
                 "/v1/completions",
@@ -196,8 +204,10 @@ class VllmEngineClient(BaseEngineClient):
 
 
 class RamifyEngineClient(VllmEngineClient):
-    """A client of `ramify serve-policy --weight-transfer`. It has the same routes as vLLM and a few
-    additions."""
+    """A client of `ramify serve-policy --weight-transfer`.
+
+    It has the same routes as vLLM and a few additions.
+    """
 
     async def facts(self) -> ServerInfo:
         about = await self._api.get("/version", self._spec.probe_s)
@@ -212,16 +222,20 @@ class RamifyEngineClient(VllmEngineClient):
         return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
 
     async def pause(self) -> None:
-        """Do nothing, because the server pauses by itself during an update. Running requests
-        continue afterwards where they stopped."""
+        """Do nothing, because the server pauses by itself during an update.
+
+        Running requests continue afterwards where they stopped.
+        """
 
     async def resume(self) -> None:
         """Do nothing, because the end of an update resumes the server."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
         """Send one chunk of new weights in a single request, which can also begin and end the
-        update. vLLM needs three requests for that. This matters because most updates that send only
-        differences have a single chunk."""
+        update. vLLM needs three requests for that.
+
+        This matters because most updates that send only differences have a single chunk.
+        """
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 
@@ -255,6 +269,9 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
 
 def _routed(answer: dict[str, Any]) -> Any:
     """Return the experts reported for a reply's tokens. vLLM 0.21 reports the experts of the
-    prompt's tokens in a separate field. They are put first."""
+    prompt's tokens in a separate field.
+
+    They are put first.
+    """
     routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
     return [*prompt, *routed] if isinstance(routed, list) and prompt else routed

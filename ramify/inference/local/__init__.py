@@ -1,5 +1,6 @@
-"""The inference engine that runs in this process. A model name selects it: ``local:FOLDER``, or the
-name of a policy that ships with the package.
+"""The inference engine that runs in this process.
+
+A model name selects it: ``local:FOLDER``, or the name of a policy that ships with the package.
 
 Importing this package imports no tensor library; ``connect`` does.
 """
@@ -13,8 +14,10 @@ from ramify.trained_policy_settings import packaged_policy_folder
 
 
 def check_local_model_available(name: str) -> None:
-    """Raise ConfigError if a local model or a package that it needs is missing. This is quick: no
-    weights are read, and no tensor library is imported."""
+    """Raise ConfigError if a local model or a package that it needs is missing.
+
+    This is quick: no weights are read, and no tensor library is imported.
+    """
     require_train_extra(f"model '{name}'")
     from ramify.models.model_config_files import check_tokenizer_file, local_model_folder
 
@@ -24,9 +27,10 @@ def check_local_model_available(name: str) -> None:
 
 
 def connect(name: str, **_connection: object) -> Client:
-    """Load a model and return a client of an engine that runs it in this process. ``name`` is
-    ``local:FOLDER`` or the name of a policy that ships with the package. Raises ConfigError if the
-    model or a required package is missing.
+    """Load a model and return a client of an engine that runs it in this process.
+
+    ``name`` is ``local:FOLDER`` or the name of a policy that ships with the package. Raises
+    ConfigError if the model or a required package is missing.
 
     Example:
         client = inference.connect("local:checkpoints/mine")

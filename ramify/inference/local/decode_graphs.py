@@ -1,5 +1,6 @@
-"""CUDA graphs for decoding steps of the inference engine. In such a step, every sequence gets one
-token.
+"""CUDA graphs for decoding steps of the inference engine.
+
+In such a step, every sequence gets one token.
 
 One step of a small model consists of some 800 kernels. On a GPU it takes ten times as long to
 launch them one by one as to run them. A CUDA graph records the launches once and repeats them with
@@ -50,8 +51,10 @@ class CudaGraphShape(NamedTuple):
 
     @classmethod
     def of(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
-        """Return the graph shape for a step. Its sizes are rounded up, so that only a few different
-        graphs are recorded."""
+        """Return the graph shape for a step.
+
+        Its sizes are rounded up, so that only a few different graphs are recorded.
+        """
         slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
         longest = max(step.positions) + 1
         length = min(_LEAST_LENGTH * _rounded(-(-longest // _LEAST_LENGTH)), cache.capacity)
@@ -59,13 +62,17 @@ class CudaGraphShape(NamedTuple):
 
 
 class DecodeGraphs:
-    """The CUDA graphs of decoding steps, one per shape and recorded on demand. All of them use the
-    same KV cache."""
+    """The CUDA graphs of decoding steps, one per shape and recorded on demand.
+
+    All of them use the same KV cache.
+    """
 
     def __init__(self, model: DenseModel, cache: KeyValueCache, record: Record) -> None:
-        """Create an empty collection of graphs. ``record`` records a computation and returns a
-        function that repeats it. On a GPU it is a ``CudaGraphRecorder``. On a CPU, pass a function
-        that returns the computation itself."""
+        """Create an empty collection of graphs.
+
+        ``record`` records a computation and returns a function that repeats it. On a GPU it is a
+        ``CudaGraphRecorder``. On a CPU, pass a function that returns the computation itself.
+        """
         self._model = model
         self._cache = cache
         self._record = record
@@ -74,8 +81,10 @@ class DecodeGraphs:
         self._weights: tuple[int, ...] = ()
 
     def logits(self, step: EngineStep) -> Tensor:
-        """Run a step that only decodes and has no prompt tokens. Returns the fp32 logits [n, V]
-        after each of its tokens. The next call overwrites them."""
+        """Run a step that only decodes and has no prompt tokens.
+
+        Returns the fp32 logits [n, V] after each of its tokens. The next call overwrites them.
+        """
         self._check_weights()
         shape = CudaGraphShape.of(step, self._cache)
         given = _packed(step, shape)
@@ -132,7 +141,10 @@ class DecodeGraphs:
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs. They share one memory pool, because only one graph runs at a time."""
+    """Records CUDA graphs.
+
+    They share one memory pool, because only one graph runs at a time.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -158,8 +170,10 @@ class CudaGraphRecorder:
 
 
 class _PaddedStep:
-    """The attention of a step that was padded with extra rows to a fixed shape. Implements
-    ``dense.CausalAttentionKernel``."""
+    """The attention of a step that was padded with extra rows to a fixed shape.
+
+    Implements ``dense.CausalAttentionKernel``.
+    """
 
     def __init__(
         self,
@@ -180,8 +194,11 @@ class _PaddedStep:
 
 
 def _packed(step: EngineStep, shape: CudaGraphShape) -> Tensor:
-    """Pack a step into one tensor, so that a single copy moves it to the device. It contains the
-    ids [T], positions [T] and slots [T] of the tokens, and the last position of each slot [n]."""
+    """Pack a step into one tensor, so that a single copy moves it to the device.
+
+    It contains the ids [T], positions [T] and slots [T] of the tokens, and the last position of
+    each slot [n].
+    """
     num_more = shape.tokens - len(step.slots)
     ids, positions, slots = (
         [*each, *[each[0]] * num_more] for each in (step.ids, step.positions, step.slots)

@@ -1,5 +1,6 @@
-"""The inference engine that runs in this process. In a separate thread, it computes one step after
-another for all sequences that can continue.
+"""The inference engine that runs in this process.
+
+In a separate thread, it computes one step after another for all sequences that can continue.
 
     waiting ─ admit ─▶ slots ─ step: one token per decoding slot, ─▶ runner ─▶ logits
        ▲                       prompts in chunks                                 │
@@ -62,8 +63,11 @@ class InferenceEngineLimits(msgspec.Struct, frozen=True):
 
 
 class LocalEngine:
-    """An engine with continuous batching. It generates many sequences at once with one model, and
-    admits a new sequence whenever a slot is free."""
+    """An engine with continuous batching.
+
+    It generates many sequences at once with one model, and admits a new sequence whenever a slot is
+    free.
+    """
 
     def __init__(self, runner: ModelRunner, room: InferenceEngineLimits, version: int = 0) -> None:
         self.version = version
@@ -85,7 +89,10 @@ class LocalEngine:
 
     @property
     def pressure(self) -> CachePressure:
-        """The load on the engine's KV cache. It may be read from any thread."""
+        """The load on the engine's KV cache.
+
+        It may be read from any thread.
+        """
         num_running = sum(owner is not None for owner in list(self._slots.owner))
         used_bytes = num_running * self._slots.capacity * self.runner.bytes_per_token
         return CachePressure(
@@ -93,8 +100,11 @@ class LocalEngine:
         )
 
     def add(self, generation: GenerationState) -> None:
-        """Queue a sequence. Its maximum length is reduced to what the cache can hold. Raises
-        Refused if the cache cannot hold the prompt and at least one more token."""
+        """Queue a sequence.
+
+        Its maximum length is reduced to what the cache can hold. Raises Refused if the cache cannot
+        hold the prompt and at least one more token.
+        """
         most = self._most_tokens()
         if generation.num_prompt >= most:
             error = Refused(
@@ -108,8 +118,10 @@ class LocalEngine:
         self._waiting.append(generation)
 
     def cancel(self, generation: GenerationState) -> None:
-        """Cancel a sequence before the next step. Other sequences can still use its cached
-        prefix."""
+        """Cancel a sequence before the next step.
+
+        Other sequences can still use its cached prefix.
+        """
         generation.cancelled = self._has_cancelled = True
 
     def forget(self, version: int) -> None:
@@ -144,8 +156,10 @@ class LocalEngine:
         return finished
 
     def release_cache(self) -> None:
-        """Release the memory of the KV cache until a sequence needs it. Running sequences return to
-        the queue and are recomputed later."""
+        """Release the memory of the KV cache until a sequence needs it.
+
+        Running sequences return to the queue and are recomputed later.
+        """
         for slot in reversed(self._slots.running()):
             self._waiting.appendleft(self._owner(slot))
             self._slots.release(slot)
@@ -159,8 +173,10 @@ class LocalEngine:
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
 
     def remove_all(self) -> list[GenerationState]:
-        """Remove and return all sequences, and clear all caches. Used after a failure, for
-        example."""
+        """Remove and return all sequences, and clear all caches.
+
+        Used after a failure, for example.
+        """
         generations = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
         self._waiting.clear()
         for slot in self._slots.running():
@@ -213,8 +229,10 @@ class LocalEngine:
         return step
 
     def _admit(self) -> None:
-        """Admit waiting sequences in order of arrival. A sequence may be overtaken only while it
-        waits for another one to compute the same prompt."""
+        """Admit waiting sequences in order of arrival.
+
+        A sequence may be overtaken only while it waits for another one to compute the same prompt.
+        """
         passed: list[GenerationState] = []
         while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
             generation = self._waiting.popleft()
@@ -228,9 +246,11 @@ class LocalEngine:
 
     def _make_room(self) -> None:
         """Adapt the number and length of cache slots to the running sequences and the next ones in
-        the queue. Each slot holds one sequence. If memory allows, each slot is as long as these
-        sequences may become. Otherwise there are fewer slots, until shorter sequences make room for
-        more."""
+        the queue.
+
+        Each slot holds one sequence. If memory allows, each slot is as long as these sequences may
+        become. Otherwise there are fewer slots, until shorter sequences make room for more.
+        """
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
@@ -308,8 +328,10 @@ Done = Callable[[GenerationState, BaseException | None], None]
 
 
 class EngineThread:
-    """The thread that runs an engine's steps. It starts with the first call. As a daemon thread, it
-    does not keep the program from exiting."""
+    """The thread that runs an engine's steps.
+
+    It starts with the first call. As a daemon thread, it does not keep the program from exiting.
+    """
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
@@ -321,8 +343,10 @@ class EngineThread:
         self._is_paused = False
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Run a function in the engine's thread between two steps. Returns a future for its result.
-        Raises RuntimeError after ``close``."""
+        """Run a function in the engine's thread between two steps.
+
+        Returns a future for its result. Raises RuntimeError after ``close``.
+        """
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -337,8 +361,11 @@ class EngineThread:
         return future
 
     def add(self, generation: GenerationState, done: Done) -> None:
-        """Queue a sequence. Once it has ended, ``done`` is called in the engine's thread, with the
-        sequence and either None or the error that ended it."""
+        """Queue a sequence.
+
+        Once it has ended, ``done`` is called in the engine's thread, with the sequence and either
+        None or the error that ended it.
+        """
 
         def run() -> None:
             try:
@@ -351,7 +378,10 @@ class EngineThread:
         self._put(run)
 
     def cancel(self, generation: GenerationState) -> None:
-        """Cancel a sequence before the next step. Its ``done`` callback is not called."""
+        """Cancel a sequence before the next step.
+
+        Its ``done`` callback is not called.
+        """
 
         def run() -> None:
             if self._done.pop(generation, None) is not None:
@@ -361,9 +391,12 @@ class EngineThread:
             self._put(run)
 
     def pause(self, *, abort: bool = False) -> None:
-        """Stop generating until ``resume`` is called. Running sequences keep their caches, and
-        functions passed to ``call`` still run. With ``abort``, running sequences end at once with
-        the reason ``abort``, and their callbacks are called."""
+        """Stop generating until ``resume`` is called.
+
+        Running sequences keep their caches, and functions passed to ``call`` still run. With
+        ``abort``, running sequences end at once with the reason ``abort``, and their callbacks are
+        called.
+        """
         with self._wake:
             self._is_paused = True
         if abort:
@@ -375,8 +408,10 @@ class EngineThread:
             self._wake.notify()
 
     def close(self) -> None:
-        """End the thread after its current step. Sequences that have not ended fail. A second call
-        has no effect."""
+        """End the thread after its current step.
+
+        Sequences that have not ended fail. A second call has no effect.
+        """
         with self._wake:
             self._is_closed = True
             self._wake.notify()

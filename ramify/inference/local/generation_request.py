@@ -78,9 +78,11 @@ def sample_tokens(
     *,
     fixed: bool = False,
 ) -> SampledTokens:
-    """Sample one token per row of fp32 logits. Each row uses one random number in [0, 1). With
-    ``fixed``, computations have fixed shapes, so that a row's result does not depend on the number
-    of rows."""
+    """Sample one token per row of fp32 logits.
+
+    Each row uses one random number in [0, 1). With ``fixed``, computations have fixed shapes, so
+    that a row's result does not depend on the number of rows.
+    """
     logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
     device = logits_nV.device
     # From pinned memory, so that the host does not wait here for the logits.
@@ -113,8 +115,11 @@ def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
 
 
 def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
-    """Return the log-softmax over the last dimension. With ``fixed``, it is computed in blocks of a
-    fixed shape, so that a row's result does not depend on the number of rows."""
+    """Return the log-softmax over the last dimension.
+
+    With ``fixed``, it is computed in blocks of a fixed shape, so that a row's result does not
+    depend on the number of rows.
+    """
     return in_blocks(lambda z: z.log_softmax(-1), z_nV) if fixed else z_nV.log_softmax(-1)
 
 
@@ -129,9 +134,10 @@ def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor
 
 
 def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
-    """Sample one id per row by inverting the cumulative distribution. The sampled id is the first
-    one at which the cumulative probability exceeds the row's uniform random number (float64, in [0,
-    1)). The result has shape [n].
+    """Sample one id per row by inverting the cumulative distribution.
+
+    The sampled id is the first one at which the cumulative probability exceeds the row's uniform
+    random number (float64, in [0, 1)). The result has shape [n].
 
     The sum is computed in float64. In single precision, a number close to 1 could be rounded up to
     the total, beyond the last id.
@@ -144,8 +150,10 @@ def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
 
 
 def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return the ids that remain after top-k and then top-p, most likely first. At least one
-    remains. Ties go to lower ids."""
+    """Return the ids that remain after top-k and then top-p, most likely first.
+
+    At least one remains. Ties go to lower ids.
+    """
     order = logprobs_V.argsort(descending=True, stable=True)
     if settings.top_k:
         order = order[: settings.top_k]
@@ -159,8 +167,10 @@ def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
 def _draw_kept(
     logprobs_V: Tensor, settings: SamplingSettings, uniform: float
 ) -> tuple[int, float, tuple[int, ...]]:
-    """Sample one id from those that top-k and top-p keep. Returns the id, its log-probability among
-    the kept ids, and these ids."""
+    """Sample one id from those that top-k and top-p keep.
+
+    Returns the id, its log-probability among the kept ids, and these ids.
+    """
     kept = top_k_top_p_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
     index = int(
@@ -191,9 +201,11 @@ class GenerationState:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Create a generation with no tokens sampled yet. Generations with the same ``seed`` get
-        the same random numbers. A reply ends at any of the strings in ``stop``, which are searched
-        for in the text that ``decode`` makes of token ids."""
+        """Create a generation with no tokens sampled yet.
+
+        Generations with the same ``seed`` get the same random numbers. A reply ends at any of the
+        strings in ``stop``, which are searched for in the text that ``decode`` makes of token ids.
+        """
         self.ids = list(prompt_ids)
         """Prompt ids, followed by sampled ids."""
         self.num_prompt = len(self.ids)
@@ -230,13 +242,18 @@ class GenerationState:
 
     @property
     def candidate_ids(self) -> tuple[tuple[int, ...], ...] | None:
-        """Per sampled token, the ids from which it was drawn. None if no ids were excluded."""
+        """Per sampled token, the ids from which it was drawn.
+
+        None if no ids were excluded.
+        """
         return tuple(self._kept) or None
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
         """The spans of the reply, in order, each with the version of the weights that sampled it.
-        Empty if no token was sampled."""
+
+        Empty if no token was sampled.
+        """
         if not self._versions:
             return ()
         ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
@@ -253,7 +270,10 @@ class GenerationState:
         version: int,
         top: TokenLogprobs | None = None,
     ) -> None:
-        """Append a sampled token. Sets ``end`` if it is the last one."""
+        """Append a sampled token.
+
+        Sets ``end`` if it is the last one.
+        """
         self.ids.append(id)
         if version != self._version:
             self._version = version
@@ -271,8 +291,10 @@ class GenerationState:
             self.end = "length"
 
     def _stop_text(self) -> str:
-        """Return the stop sequence that the last token completed, or an empty string. If there are
-        several, the one that begins first is returned."""
+        """Return the stop sequence that the last token completed, or an empty string.
+
+        If there are several, the one that begins first is returned.
+        """
         assert self._decode is not None
         tail = self._decode(self.sampled_ids[-self._tail :])
         matches = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]

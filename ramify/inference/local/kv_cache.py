@@ -75,14 +75,18 @@ class KeyValueCache:
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
     def expand_head_rows(self, rows_T: Tensor) -> Tensor:
-        """Expand the row index of each token's first head to the indices of all its heads. Returns
-        a flat tensor of T·K indices."""
+        """Expand the row index of each token's first head to the indices of all its heads.
+
+        Returns a flat tensor of T·K indices.
+        """
         heads = torch.arange(self.heads, device=rows_T.device)
         return (rows_T[:, None] + heads * self.capacity).flatten()
 
     def writer(self, rows_T: Tensor) -> Callable[[int, Tensor, Tensor], None]:
-        """Return a function that writes a layer's keys and values [T, K, d] of T tokens. ``rows_T``
-        is the cache row of each token's first head."""
+        """Return a function that writes a layer's keys and values [T, K, d] of T tokens.
+
+        ``rows_T`` is the cache row of each token's first head.
+        """
         write_at = self.expand_head_rows(rows_T).to(self.kv.device)
 
         def write(layer: int, k_TKd: Tensor, v_TKd: Tensor) -> None:
@@ -96,8 +100,10 @@ class KeyValueCache:
         return self.kv[0, layer, slot, :, :end], self.kv[1, layer, slot, :, :end]
 
     def decode_attention(self, step: EngineStep) -> Callable[[int, Tensor, float], Tensor]:
-        """Return the attention of a step's decoding tokens. It is a function of the layer, the
-        queries [T, H, d] and their scale."""
+        """Return the attention of a step's decoding tokens.
+
+        It is a function of the layer, the queries [T, H, d] and their scale.
+        """
         return DecodeAttention.of(self, step)
 
     def move_slot(self, change: SlotMove) -> None:
@@ -118,8 +124,10 @@ class KeyValueCache:
         return [self.kv[:, :, slot, :, :length]]
 
     def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> Self:
-        """Return a new cache of another size. Its first slots get the contents of those slots of
-        this cache that are listed in ``stay``."""
+        """Return a new cache of another size.
+
+        Its first slots get the contents of those slots of this cache that are listed in ``stay``.
+        """
         new = type(self)(self.layout, num_slots, capacity)
         width = min(self.capacity, new.capacity)
         for index, slot in enumerate(stay):
@@ -130,8 +138,11 @@ class KeyValueCache:
 
 
 class PrefillDecodeAttention:
-    """The causal attention of one engine step. Tokens of decoding sequences come first, then longer
-    spans of prompts. Implements ``dense.CausalAttentionKernel``."""
+    """The causal attention of one engine step.
+
+    Tokens of decoding sequences come first, then longer spans of prompts. Implements
+    ``dense.CausalAttentionKernel``.
+    """
 
     def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
         self._cache = cache
@@ -165,12 +176,16 @@ class PrefillDecodeAttention:
 
 
 class _FirstSlots:
-    """The attention of one query token per slot, in the cache's first n slots. It reads the first
-    ``length`` positions of each slot."""
+    """The attention of one query token per slot, in the cache's first n slots.
+
+    It reads the first ``length`` positions of each slot.
+    """
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
-        """Prepare attention for one query token per slot. ``last_n`` has the position of each of
-        these tokens, and must be on the cache's device."""
+        """Prepare attention for one query token per slot.
+
+        ``last_n`` has the position of each of these tokens, and must be on the cache's device.
+        """
         self._cache = cache
         self._n, self._length = len(last_n), length
         hidden_nT = torch.arange(length, device=last_n.device) > last_n[:, None]
@@ -203,16 +218,21 @@ class _FirstSlots:
 
 
 class DecodeAttention:
-    """The attention of decoding sequences, with one query token each. It runs over all slots up to
-    the last one that decodes, and discards the results of slots that do not decode."""
+    """The attention of decoding sequences, with one query token each.
+
+    It runs over all slots up to the last one that decodes, and discards the results of slots that
+    do not decode.
+    """
 
     def __init__(
         self, cache: KeyValueCache, slots_T: Tensor | None, last_n: Tensor, length: int
     ) -> None:
-        """Prepare attention for one query token per decoding slot. ``slots_T`` is each token's
-        slot, or None if token i is in slot i. Padding may repeat a slot, always with the same
-        token. ``last_n`` is the last position that each slot attends to. ``length`` is the number
-        of positions read. All tensors must be on the cache's device."""
+        """Prepare attention for one query token per decoding slot.
+
+        ``slots_T`` is each token's slot, or None if token i is in slot i. Padding may repeat a
+        slot, always with the same token. ``last_n`` is the last position that each slot attends to.
+        ``length`` is the number of positions read. All tensors must be on the cache's device.
+        """
         self._n = len(last_n)
         self._attend = _FirstSlots(cache, last_n, length)
         self._slots = slots_T
@@ -242,8 +262,11 @@ class DecodeAttention:
 
 
 def _batch_key(span: SlotTokenSpan) -> tuple[int, int]:
-    """Return a grouping key. Spans with equal keys are computed together: whole prompts of equal
-    length, or equally long beginnings of prompts."""
+    """Return a grouping key.
+
+    Spans with equal keys are computed together: whole prompts of equal length, or equally long
+    beginnings of prompts.
+    """
     return (0, len(span.ids)) if span.start == 0 else (1, span.slot)
 
 
@@ -252,8 +275,10 @@ def _chunk(cache: KeyValueCache, spans: list[SlotTokenSpan]) -> _Prompts | _Chun
 
 
 class _Prompts:
-    """The causal attention of new prompts of equal length, in one call. None of their tokens are
-    cached yet, so the prompts attend only to their own keys and values."""
+    """The causal attention of new prompts of equal length, in one call.
+
+    None of their tokens are cached yet, so the prompts attend only to their own keys and values.
+    """
 
     def __init__(self, spans: Sequence[SlotTokenSpan]) -> None:
         self._num, self._length = len(spans), len(spans[0].ids)
@@ -274,8 +299,10 @@ class _Prompts:
 
 
 class _Chunk:
-    """The causal attention of consecutive tokens that continue a cached sequence. Each attends to
-    the cache up to its own position."""
+    """The causal attention of consecutive tokens that continue a cached sequence.
+
+    Each attends to the cache up to its own position.
+    """
 
     def __init__(self, cache: KeyValueCache, span: SlotTokenSpan) -> None:
         self.num_tokens = len(span.ids)

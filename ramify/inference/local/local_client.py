@@ -1,5 +1,6 @@
-"""A client of the inference engine in this process. It takes messages, and returns replies with
-exact token ids and log-probabilities.
+"""A client of the inference engine in this process.
+
+It takes messages, and returns replies with exact token ids and log-probabilities.
 
     client = LocalClient(load_policy("folder"))
     sampling = Sampling(max_tokens=64, temperature=1.0, seed=7)
@@ -51,8 +52,10 @@ _CPU_CACHE_BYTES = 2 << 30
 
 
 class LocalClient:
-    """A client that answers with a policy loaded in this process. One client serves any number of
-    runs and event loops."""
+    """A client that answers with a policy loaded in this process.
+
+    One client serves any number of runs and event loops.
+    """
 
     def __init__(
         self,
@@ -65,7 +68,9 @@ class LocalClient:
         reuse: bool = True,
         fixed_shapes: torch.dtype | None = None,
     ) -> None:
-        """Create a client for a policy. Its engine starts with the first request.
+        """Create a client for a policy.
+
+        Its engine starts with the first request.
 
         ``slots``: concurrent replies (128 on a CPU, otherwise 256). ``prefill_tokens``: prompt
         tokens per step (1024 on a CPU, otherwise 8192). ``cache_bytes``: memory of the KV cache (2
@@ -107,7 +112,10 @@ class LocalClient:
 
     def report_routes(self) -> None:
         """Make future replies report the experts that a mixture-of-experts model uses for each
-        token. Raises ConfigError if the model has no experts."""
+        token.
+
+        Raises ConfigError if the model has no experts.
+        """
         routers = MixtureRouters.of(self.policy.model)
         if routers is None:
             raise ConfigError(
@@ -122,8 +130,11 @@ class LocalClient:
         return self.engine.pressure
 
     async def complete(self, request: Request) -> Reply:
-        """Return one reply to a request. Raises Refused if the prompt does not fit in the context
-        window. If the task is cancelled, the engine drops the sequence before its next step."""
+        """Return one reply to a request.
+
+        Raises Refused if the prompt does not fit in the context window. If the task is cancelled,
+        the engine drops the sequence before its next step.
+        """
         started = time.perf_counter()
         with WallAndCpuTimer("rendering"):
             generation = self._generation(request)
@@ -134,8 +145,11 @@ class LocalClient:
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
     ) -> GenerationState:
-        """Sample a continuation of token ids, and return it once it has ended. Its ``end`` is
-        ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the context window."""
+        """Sample a continuation of token ids, and return it once it has ended.
+
+        Its ``end`` is ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the
+        context window.
+        """
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, None, len(ids))
         generation = self._generation_of(ids, sampling, affinity)
@@ -167,8 +181,9 @@ class LocalClient:
             finished.cancel()
 
     async def update(self, weights: object, version: int) -> None:
-        """Replace the weights with those of a ``Policy``, a module or a state dict. Nothing is
-        copied if the client already uses the same module.
+        """Replace the weights with those of a ``Policy``, a module or a state dict.
+
+        Nothing is copied if the client already uses the same module.
 
         All caches are cleared; a reply in progress is recomputed under the new weights and
         continues. Raises ConfigError, which names the first difference, if the weights do not fit.
@@ -184,27 +199,36 @@ class LocalClient:
         return await self.run(partial(self._logprobs, tuple(ids)))
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the engine's thread between two steps, and return its result. Code that
-        changes weights in place must run there."""
+        """Run a function in the engine's thread between two steps, and return its result.
+
+        Code that changes weights in place must run there.
+        """
         return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
 
     def pause(self, *, abort: bool = False) -> None:
-        """Stop sampling until ``resume`` is called. With ``abort``, replies in progress end at
-        once."""
+        """Stop sampling until ``resume`` is called.
+
+        With ``abort``, replies in progress end at once.
+        """
         self._thread.pause(abort=abort)
 
     def resume(self) -> None:
         self._thread.resume()
 
     async def sleep(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
-        """Release memory until ``wake`` is called. ``tags`` selects ``kv_cache``, ``weights`` or
-        both. With ``keep``, weights move to main memory instead of being dropped. Pause the engine
-        first."""
+        """Release memory until ``wake`` is called.
+
+        ``tags`` selects ``kv_cache``, ``weights`` or both. With ``keep``, weights move to main
+        memory instead of being dropped. Pause the engine first.
+        """
         await self.run(partial(self._sleep, tags, keep))
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Allocate memory again after ``sleep``. Dropped weights are listed in ``missing`` until
-        ``receive_weights`` has received all of them."""
+        """Allocate memory again after ``sleep``.
+
+        Dropped weights are listed in ``missing`` until ``receive_weights`` has received all of
+        them.
+        """
         await self.run(partial(self._wake, tags))
 
     @property
@@ -236,7 +260,10 @@ class LocalClient:
         await self.run(partial(self.engine.forget, version))
 
     async def close(self) -> None:
-        """End the engine's thread. The policy can still be used."""
+        """End the engine's thread.
+
+        The policy can still be used.
+        """
         await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
 
     def _generation(self, request: Request) -> GenerationState:
@@ -395,9 +422,11 @@ class LocalClient:
             self.engine.forget(version)
 
     def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
-        """Return the model's weight that a received ``tensor`` with this name belongs to. Raises
-        ValueError if there is none, or if it differs from ``tensor`` in its type or, with
-        ``whole``, in its shape."""
+        """Return the model's weight that a received ``tensor`` with this name belongs to.
+
+        Raises ValueError if there is none, or if it differs from ``tensor`` in its type or, with
+        ``whole``, in its shape.
+        """
         weight = self._weights.get(name)
         if weight is None:
             raise ValueError(

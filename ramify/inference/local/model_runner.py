@@ -1,5 +1,6 @@
-"""Model runners connect the inference engine to a model. A runner takes the tokens of one step,
-returns their logits, and holds the KV cache.
+"""Model runners connect the inference engine to a model.
+
+A runner takes the tokens of one step, returns their logits, and holds the KV cache.
 
 A model gets the fastest runner that gives the same results as the model itself:
 
@@ -61,15 +62,20 @@ from ramify.models.training_forward import TransformersTrunk
 
 class FixedShapeRunner:
     """A model runner with operations of fixed shape, so that a token's logits do not depend on the
-    rest of the batch. Implements ``ModelRunner``."""
+    rest of the batch.
+
+    Implements ``ModelRunner``.
+    """
 
     is_fixed = True
     routers: MixtureRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
-        """Create a runner for ``model``. ``products`` is the precision of matrix products, which
-        must equal the trainer's."""
+        """Create a runner for ``model``.
+
+        ``products`` is the precision of matrix products, which must equal the trainer's.
+        """
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
         self._model = model
@@ -109,8 +115,11 @@ class FixedShapeRunner:
     def _logits(
         self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]], rows: Sequence[int]
     ) -> Tensor:
-        """Run tokens through the model in blocks. Each token is a tuple of cache slot, position and
-        id. Returns the fp32 logits [n, V] after the tokens with the indices ``rows``."""
+        """Run tokens through the model in blocks.
+
+        Each token is a tuple of cache slot, position and id. Returns the fp32 logits [n, V] after
+        the tokens with the indices ``rows``.
+        """
         with self._precision():
             h_TD = torch.cat(
                 [
@@ -139,8 +148,10 @@ class FixedShapeRunner:
 
 
 class _CachedBlock:
-    """The attention of one block of tokens over the KV cache. Implements
-    ``dense.CausalAttentionKernel``."""
+    """The attention of one block of tokens over the KV cache.
+
+    Implements ``dense.CausalAttentionKernel``.
+    """
 
     def __init__(self, cache: KeyValueCache, slots: list[int], positions: list[int]) -> None:
         self._cache = cache
@@ -165,8 +176,10 @@ class _CachedBlock:
 
 
 class TransformersRunner:
-    """A model runner for any transformers module. It computes one sequence at a time with
-    transformers' own cache."""
+    """A model runner for any transformers module.
+
+    It computes one sequence at a time with transformers' own cache.
+    """
 
     bytes_per_token = cache_bytes = 0
     is_fixed = False
@@ -222,9 +235,11 @@ class TransformersRunner:
         return logits_TV
 
     def _after(self, memory: _Memory, span: SlotTokenSpan) -> Tensor:
-        """Return the fp32 logits [V] after a span's last token. ``memory`` is the model's cache of
-        the tokens before the span. If it cannot be cut at the beginning of the span, the tokens
-        before are recomputed."""
+        """Return the fp32 logits [V] after a span's last token.
+
+        ``memory`` is the model's cache of the tokens before the span. If it cannot be cut at the
+        beginning of the span, the tokens before are recomputed.
+        """
         new = list(span.ids)
         if not memory.cut(span.start, self._can_cut):
             new, memory.ids, memory.cache = [*memory.ids[: span.start], *new], [], None
@@ -283,7 +298,10 @@ class _Memory:
         return other
 
     def cut(self, length: int, can_cut: bool) -> bool:
-        """Cut the cache to its first ``length`` tokens. Returns False if that is not possible."""
+        """Cut the cache to its first ``length`` tokens.
+
+        Returns False if that is not possible.
+        """
         if length == len(self.ids):
             return True
         if not can_cut or self.cache is None:
@@ -297,8 +315,10 @@ class _Memory:
 
 
 class ModelRunner(Protocol):
-    """The interface between the engine and a model. A runner computes steps, and holds a cache with
-    one slot per sequence."""
+    """The interface between the engine and a model.
+
+    A runner computes steps, and holds a cache with one slot per sequence.
+    """
 
     bytes_per_token: int
     """Cache bytes per token. 0 if the cache is not allocated in advance."""
@@ -319,8 +339,11 @@ class ModelRunner(Protocol):
         ...
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        """Compute a step, and cache its keys and values. Returns fp32 logits [n, V]: after each
-        decoding token, then after each span whose ``wanted`` is True."""
+        """Compute a step, and cache its keys and values.
+
+        Returns fp32 logits [n, V]: after each decoding token, then after each span whose ``wanted``
+        is True.
+        """
         ...
 
     def move_slot(self, change: SlotMove) -> None:
@@ -328,8 +351,10 @@ class ModelRunner(Protocol):
         ...
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        """Change the number and length of cache slots. The first new slots get the contents of the
-        old slots that are listed in ``stay``."""
+        """Change the number and length of cache slots.
+
+        The first new slots get the contents of the old slots that are listed in ``stay``.
+        """
         ...
 
     def invalidate_cache(self) -> None:
@@ -337,8 +362,10 @@ class ModelRunner(Protocol):
         ...
 
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        """Return the fp32 logits [T, V] after each of the given ids. The engine's cache is not
-        used."""
+        """Return the fp32 logits [T, V] after each of the given ids.
+
+        The engine's cache is not used.
+        """
         ...
 
 
@@ -372,8 +399,11 @@ class SinglePassRunner:
     def __init__(
         self, decoder: DecoderModel, layout: CacheLayout, record: Record | None = None
     ) -> None:
-        """Create a runner with an empty cache. ``record`` records and repeats decode-only steps
-        (``decode_graphs.py``). If it is None, such steps run like all others."""
+        """Create a runner with an empty cache.
+
+        ``record`` records and repeats decode-only steps (``decode_graphs.py``). If it is None, such
+        steps run like all others.
+        """
         self._decoder = decoder
         self._layout = layout
         self._record = record
@@ -443,9 +473,11 @@ class _PreparedRunner(SinglePassRunner):
 
 
 def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
-    """Return the fastest runner that gives the same results as ``model``. If ``fixed_shapes`` is a
-    data type, return a runner that computes in fixed shapes, with matrix products in that type.
-    Raises ConfigError if the model does not support that."""
+    """Return the fastest runner that gives the same results as ``model``.
+
+    If ``fixed_shapes`` is a data type, return a runner that computes in fixed shapes, with matrix
+    products in that type. Raises ConfigError if the model does not support that.
+    """
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")

@@ -43,13 +43,17 @@ _KEPT_SIZES = 16
 
 
 class PreparedDecoder:
-    """A small model with prepared copies of its weights for fast decoding on a CPU. Implements
-    ``model_runner.DecoderModel``."""
+    """A small model with prepared copies of its weights for fast decoding on a CPU.
+
+    Implements ``model_runner.DecoderModel``.
+    """
 
     @staticmethod
     def is_worthwhile_for(model: DenseModel) -> bool:
-        """Return True if prepared copies of the weights would speed up a model. It must be small,
-        in fp32, and on a CPU."""
+        """Return True if prepared copies of the weights would speed up a model.
+
+        It must be small, in fp32, and on a CPU.
+        """
         parameters = list(model.parameters())
         return sum(each.nbytes for each in parameters) <= _MOST_BYTES and all(
             each.device.type == "cpu" and each.dtype == torch.float32 for each in parameters
@@ -78,9 +82,12 @@ class PreparedDecoder:
         rows_N: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states that ``logits`` takes: [T, D] for all tokens, or [N, D] for the
-        tokens with the indices ``rows_N``. They are normalized, but the weight of the final norm is
-        multiplied into the output matrix. The next call overwrites them. If weights cannot be
-        copied, the original model computes all of it."""
+        tokens with the indices ``rows_N``.
+
+        They are normalized, but the weight of the final norm is multiplied into the output matrix.
+        The next call overwrites them. If weights cannot be copied, the original model computes all
+        of it.
+        """
         if not self._is_prepared():
             return self._model.hidden(ids_T, positions_T, attend, rows_N)
         num = len(ids_T)
@@ -131,9 +138,11 @@ class PreparedDecoder:
         return onednn_products.product(h_ND, self._output_DV.t())[:num]
 
     def _is_prepared(self) -> bool:
-        """Renew the copies if the weights have changed. Returns False if the weights cannot be
-        copied, because they are computed (adapters), or because their data type or device has
-        changed."""
+        """Renew the copies if the weights have changed.
+
+        Returns False if the weights cannot be copied, because they are computed (adapters), or
+        because their data type or device has changed.
+        """
         # A weight that is computed is not a parameter of its module.
         weights: list[Any] = [each.get("weight") for each in self._weighted]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
@@ -154,7 +163,10 @@ class PreparedDecoder:
 
     def _workspace(self, num: int) -> _Workspace:
         """Return buffers for the intermediate results of ``num`` tokens, or a few more if that
-        makes products faster. All buffers share one block of memory."""
+        makes products faster.
+
+        All buffers share one block of memory.
+        """
         num = _rounded_rows(num)
         room = self._rooms.get(num)
         if room is None:
@@ -235,8 +247,10 @@ def _paired(rows: Tensor, size: int) -> Tensor:
 
 
 def _stored(weight: Tensor) -> Tensor:
-    """Return a weight as a contiguous [in, out] matrix. Products with it are 1.2 to 1.4 times as
-    fast as with [out, in]."""
+    """Return a weight as a contiguous [in, out] matrix.
+
+    Products with it are 1.2 to 1.4 times as fast as with [out, in].
+    """
     return weight.t().contiguous()
 
 
@@ -259,14 +273,20 @@ def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Return ``x @ weight + bias``. If PyTorch computes it, the result is written to ``out``."""
+    """Return ``x @ weight + bias``.
+
+    If PyTorch computes it, the result is written to ``out``.
+    """
     if _is_fast(len(x), weight):
         return onednn_products.product(x, weight.t(), bias)
     return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def _with_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``h + x @ weight + bias``. ``h`` may be overwritten."""
+    """Return ``h + x @ weight + bias``.
+
+    ``h`` may be overwritten.
+    """
     if _is_fast(len(x), weight):
         return onednn_products.product_and_sum(x.contiguous(), weight.t(), bias, h)
     h.addmm_(x, weight)
@@ -275,7 +295,10 @@ def _with_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 class _Workspace:
     """Buffers for the intermediate results of a fixed number of tokens, as views of one block of
-    memory. Allocating memory for each operation would often cost more than the operation."""
+    memory.
+
+    Allocating memory for each operation would often cost more than the operation.
+    """
 
     @staticmethod
     def width(shape: DenseShape) -> int:
@@ -306,8 +329,10 @@ class _Workspace:
         self._eps = torch.full((), shape.norm_eps)
 
     def norm(self, h_TD: Tensor) -> Tensor:
-        """Divide each row of ``h_TD`` by its root mean square. The next call overwrites the
-        result."""
+        """Divide each row of ``h_TD`` by its root mean square.
+
+        The next call overwrites the result.
+        """
         return torch.mul(h_TD, self._inverse_rms(h_TD, self._rms), out=self._normed)
 
     def norm_heads(self) -> Tensor:

@@ -1,5 +1,6 @@
-"""The weights of a model while its engine sleeps. Their memory is released, and they move to main
-memory or are dropped.
+"""The weights of a model while its engine sleeps.
+
+Their memory is released, and they move to main memory or are dropped.
 
     give_back(keep=True)  ── wake                            the weights are back
     give_back(keep=False) ── wake ── every tensor arrives    until then ``missing`` names those
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 
 
 class SleepingWeights:
-    """Releases and restores the memory of one model's weights. Use it only in the engine's
-    thread."""
+    """Releases and restores the memory of one model's weights.
+
+    Use it only in the engine's thread.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -49,8 +52,11 @@ class SleepingWeights:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def give_back(self, *, keep: bool) -> None:
-        """Release the memory of all weights on their device. With ``keep``, they are first moved to
-        main memory, so nothing happens if the device is the CPU."""
+        """Release the memory of all weights on their device.
+
+        With ``keep``, they are first moved to main memory, so nothing happens if the device is the
+        CPU.
+        """
         parameters = dict(self._model.named_parameters())
         self._device = next(iter(parameters.values())).device
         if self._away is not None or (keep and self._device.type == "cpu"):
@@ -65,8 +71,10 @@ class SleepingWeights:
                 ctypes.CDLL(None).malloc_trim(0)  # otherwise it keeps the freed memory
 
     def wake(self) -> None:
-        """Allocate the memory again, and restore weights that were kept. A second call has no
-        effect."""
+        """Allocate the memory again, and restore weights that were kept.
+
+        A second call has no effect.
+        """
         away, self._away = self._away, None
         for name, each in (away or {}).items():
             parameter = self._model.get_parameter(name)
@@ -77,8 +85,10 @@ class SleepingWeights:
                 parameter.data = each.to(self._device)
 
     def lacks(self, parameter: Tensor) -> bool:
-        """Return True if a parameter's values were dropped. A tied parameter counts as dropped
-        under each of its names."""
+        """Return True if a parameter's values were dropped.
+
+        A tied parameter counts as dropped under each of its names.
+        """
         return id(parameter) in self._missing
 
     def arrived(self, parameter: Tensor) -> None:

@@ -85,8 +85,10 @@ class SlotTable:
     holds."""
 
     def __init__(self, num_slots: int, capacity: int, *, reuse: bool = True) -> None:
-        """Create a table of empty slots. Without ``reuse``, one request's cached prefix is not used
-        for others."""
+        """Create a table of empty slots.
+
+        Without ``reuse``, one request's cached prefix is not used for others.
+        """
         self.num_slots = num_slots
         self.capacity = capacity
         self.owner: list[GenerationState | None] = [None] * num_slots
@@ -103,9 +105,11 @@ class SlotTable:
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
     def admit(self, generation: GenerationState) -> tuple[int, list[SlotMove]] | None:
-        """Assign a slot to a sequence. Returns the slot and what to copy from other slots, or None
-        if the sequence has to wait. Afterwards, ``length_S[slot]`` is the number of tokens that
-        need not be computed."""
+        """Assign a slot to a sequence.
+
+        Returns the slot and what to copy from other slots, or None if the sequence has to wait.
+        Afterwards, ``length_S[slot]`` is the number of tokens that need not be computed.
+        """
         self._touch_parents(generation.affinity)
         ids = np.asarray(generation.ids, dtype=np.int32)
         ready_S, coming = self._shared(ids)
@@ -135,7 +139,10 @@ class SlotTable:
             self.length_S[span.slot] = span.end
 
     def append(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
-        """Record one more token for each given slot. It has not been computed yet."""
+        """Record one more token for each given slot.
+
+        It has not been computed yet.
+        """
         # A token beyond the capacity is skipped: the slot is enlarged and rewritten before it is
         # computed.
         if max(positions) >= self.capacity:
@@ -146,22 +153,29 @@ class SlotTable:
         self._tokens_SC[slots, positions] = tokens
 
     def release(self, slot: int) -> None:
-        """Free the slot of a sequence that has ended. Its cached prefix stays until the slot is
-        needed."""
+        """Free the slot of a sequence that has ended.
+
+        Its cached prefix stays until the slot is needed.
+        """
         self.owner[slot] = None
         self._tokens_SC[slot, int(self.length_S[slot]) :] = -1
         self._use(slot)
 
     def invalidate_cache(self) -> None:
-        """Invalidate everything in the cache. Running sequences keep their slots."""
+        """Invalidate everything in the cache.
+
+        Running sequences keep their slots.
+        """
         self.length_S[:] = 0
         for slot, owner in enumerate(self.owner):
             if owner is None:
                 self._tokens_SC[slot] = -1
 
     def compact(self) -> list[SlotMove]:
-        """Move running slots forward until there are few empty ones between them. Returns the moves
-        that the cache must make."""
+        """Move running slots forward until there are few empty ones between them.
+
+        Returns the moves that the cache must make.
+        """
         changes = []
         running = self.running()
         while running and running[-1] + 1 - len(running) > _HOLES * len(running):
@@ -172,8 +186,10 @@ class SlotTable:
         return changes
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[GenerationState]]:
-        """Change the number of slots and their capacity in tokens. Returns the old slots that are
-        kept, in their new order, and the sequences that lost their slot.
+        """Change the number of slots and their capacity in tokens.
+
+        Returns the old slots that are kept, in their new order, and the sequences that lost their
+        slot.
 
         Running slots are kept before idle ones, and recently used slots before others. What an idle
         slot holds beyond the new capacity is forgotten.
@@ -206,9 +222,10 @@ class SlotTable:
         return stay, lost
 
     def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        """Compare a new request's ids with the contents of every slot. Returns how many of its
-        first tokens each slot has cached, and how many of them some slot will have cached once its
-        running sequence is computed.
+        """Compare a new request's ids with the contents of every slot.
+
+        Returns how many of its first tokens each slot has cached, and how many of them some slot
+        will have cached once its running sequence is computed.
 
         The last token is always left to compute, since its logits are needed.
         """
@@ -221,7 +238,9 @@ class SlotTable:
 
     def _target(self, source: int, shared: int) -> int | None:
         """Return the slot for a sequence that can reuse ``shared`` tokens of slot ``source``.
-        Returns None if no slot is free."""
+
+        Returns None if no slot is free.
+        """
         if self.owner[source] is None and shared and shared == self.length_S[source]:
             return source
         idle = [slot for slot, owner in enumerate(self.owner) if owner is None]
@@ -233,8 +252,10 @@ class SlotTable:
         return min(others, key=lambda slot: (self.length_S[slot] > 0, self._used_S[slot], slot))
 
     def _touch_parents(self, affinity: str) -> None:
-        """Mark the slots of a call's parents as recently used, because they wait for the call. Call
-        ``0.2.1`` keeps those of ``0.2`` and ``0``."""
+        """Mark the slots of a call's parents as recently used, because they wait for the call.
+
+        Call ``0.2.1`` keeps those of ``0.2`` and ``0``.
+        """
         parents = set(_parents(affinity))
         if parents:
             for slot, owner in enumerate(self.owner):

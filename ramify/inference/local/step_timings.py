@@ -31,15 +31,20 @@ class EngineStepTotals(msgspec.Struct, kw_only=True):
 
 
 class EngineStepTimingRecorder:
-    """Records the CPU time of one engine's steps. The engine's thread writes, and any thread may
-    read."""
+    """Records the CPU time of one engine's steps.
+
+    The engine's thread writes, and any thread may read.
+    """
 
     def __init__(self) -> None:
         self._timings: dict[tuple[int, bool], EngineStepTotals] = {}
 
     def note(self, sequences: int, read: int, cpu_s: float) -> None:
-        """Record one step. ``sequences`` is how many sequences got a token, ``read`` is the number
-        of prompt tokens, and ``cpu_s`` the CPU seconds."""
+        """Record one step.
+
+        ``sequences`` is how many sequences got a token, ``read`` is the number of prompt tokens,
+        and ``cpu_s`` the CPU seconds.
+        """
         bound = 1 << (sequences - 1).bit_length() if sequences else 0
         key = (bound, read > 0)
         timing = self._timings.get(key)

@@ -39,7 +39,10 @@ _HORIZON = 8
 
 def is_faster(layout: CacheLayout) -> bool:
     """Return True if decoding over a ``TransposedKeyCache`` is faster than over a
-    ``KeyValueCache``. It is in fp32 on CPUs of AMD; others were not measured."""
+    ``KeyValueCache``.
+
+    It is in fp32 on CPUs of AMD; others were not measured.
+    """
     return (
         layout.dtype == torch.float32
         and layout.device.type == "cpu"
@@ -50,8 +53,10 @@ def is_faster(layout: CacheLayout) -> bool:
 
 
 class TransposedKeyCache(KeyValueCache):
-    """A KV cache on a CPU with transposed keys. Capacities are rounded up to multiples of 64
-    tokens."""
+    """A KV cache on a CPU with transposed keys.
+
+    Capacities are rounded up to multiples of 64 tokens.
+    """
 
     def __init__(self, layout: CacheLayout, num_slots: int, capacity: int) -> None:
         super().__init__(layout, num_slots, -(-capacity // _LEAST_WIDTH) * _LEAST_WIDTH)
@@ -100,7 +105,10 @@ class TransposedKeyCache(KeyValueCache):
 
 class RowSumAttention:
     """The attention of decoding sequences, with one query token each, as sums of rows of a
-    ``TransposedKeyCache``. It can be used again for the next few steps of the same sequences."""
+    ``TransposedKeyCache``.
+
+    It can be used again for the next few steps of the same sequences.
+    """
 
     def __init__(self, cache: TransposedKeyCache, step: EngineStep) -> None:
         self._cache = cache
@@ -120,8 +128,10 @@ class RowSumAttention:
         sums are outputs [n, K, g, d]. They are known once the number of query heads is."""
 
     def continues_with(self, step: EngineStep) -> bool:
-        """Return True if a step decodes the next token of each sequence of the step before. This
-        object then computes its attention, too."""
+        """Return True if a step decodes the next token of each sequence of the step before.
+
+        This object then computes its attention, too.
+        """
         if (
             not self._steps_left
             or step.slots != self._slots
@@ -149,8 +159,11 @@ class RowSumAttention:
 
     def _rows_read(self, group: int) -> tuple[_RowSums, _RowSums]:
         """Return the parts of rows of keys and the rows of values that this step and the next ones
-        read, for ``group`` query heads per key head. What is past a sequence's last position by
-        then is replaced by what is before, so that less memory is read."""
+        read, for ``group`` query heads per key head.
+
+        What is past a sequence's last position by then is replaced by what is before, so that less
+        memory is read.
+        """
         cache = self._cache
         heads_nK = torch.tensor(self._slots)[:, None] * cache.heads + torch.arange(cache.heads)
         last_n = torch.tensor(self._positions).add_(_HORIZON - 1).clamp_(max=cache.capacity - 1)
@@ -166,8 +179,10 @@ class RowSumAttention:
 
 def _part_width(width: int, capacity: int) -> int:
     """Return the width of the parts of a row of keys, such that reading ``width`` of the row's
-    ``capacity`` positions in whole parts takes the least time. Each part of a sum takes as long as
-    64 more positions."""
+    ``capacity`` positions in whole parts takes the least time.
+
+    Each part of a sum takes as long as 64 more positions.
+    """
     widths = [_LEAST_WIDTH]
     while capacity % (2 * widths[-1]) == 0:
         widths.append(2 * widths[-1])
@@ -195,7 +210,10 @@ class _RowSums(NamedTuple):
         return len(self.bounds) - 1
 
     def sums(self, table: Tensor, weights: Tensor) -> Tensor:
-        """Return the sums [num, width of a row]. There is one weight per row number."""
+        """Return the sums [num, width of a row].
+
+        There is one weight per row number.
+        """
         sums: Tensor = torch.embedding_bag(
             table, self.rows, self.bounds, False, 0, False, weights, True
         )[0]

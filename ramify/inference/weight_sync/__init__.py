@@ -1,5 +1,8 @@
 """Weight syncs by name: the methods by which a trainer sends new weights to inference engines in
-other processes. ``base.py`` defines their interface."""
+other processes.
+
+``base.py`` defines their interface.
+"""
 
 from ramify.plugins import Registry
 

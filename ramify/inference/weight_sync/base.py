@@ -1,6 +1,7 @@
-"""The interface of weight syncs, and the code that they share. A weight sync sends weights from a
-trainer to inference engines in other processes. It has one half in the trainer and one in the
-engine.
+"""The interface of weight syncs, and the code that they share.
+
+A weight sync sends weights from a trainer to inference engines in other processes. It has one half
+in the trainer and one in the engine.
 
     trainer   sources ── WeightSync.chunks ──▶ WeightChunk.info ── HTTP ──▶ engine
                              │ bytes                                          │
@@ -60,8 +61,10 @@ Info = Mapping[str, Any]
 
 
 class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
-    """A matrix with a low-rank adapter (LoRA, arXiv:2106.09685): base + scale * b @ a. Calling it
-    computes that sum."""
+    """A matrix with a low-rank adapter (LoRA, arXiv:2106.09685): base + scale * b @ a.
+
+    Calling it computes that sum.
+    """
 
     base: Callable[[], Tensor]
     """Returns the frozen base matrix [rows, columns]."""
@@ -76,8 +79,10 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
 
 
 class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
-    """A frozen tensor stored elsewhere, for example in shards. Calling it gathers the whole
-    tensor."""
+    """A frozen tensor stored elsewhere, for example in shards.
+
+    Calling it gathers the whole tensor.
+    """
 
     gather: Callable[[], Tensor]
     stamp: Hashable
@@ -88,14 +93,17 @@ class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
 
 
 def add_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add a low-rank adapter to its base matrix: base + scale * b @ a. Trainer and engine share
-    this function so that they round in the same way."""
+    """Add a low-rank adapter to its base matrix: base + scale * b @ a.
+
+    Trainer and engine share this function so that they round in the same way.
+    """
     return base + (scale * b @ a).to(base.dtype)
 
 
 class LazyWeight(NamedTuple):
-    """A tensor of the trained policy in the form that engines need. It is gathered and converted
-    only when ``full`` is called.
+    """A tensor of the trained policy in the form that engines need.
+
+    It is gathered and converted only when ``full`` is called.
 
     Example:
         LazyWeight("norm.weight", (128,), torch.float32, stamp=3, full=lambda: tensor)
@@ -156,35 +164,48 @@ class WeightChunk(msgspec.Struct, eq=False):
 
 
 class WeightSync(Protocol):
-    """A method of sending weights to engines, as seen by the trainer. It belongs to one trainer.
-    Call ``open`` first."""
+    """A method of sending weights to engines, as seen by the trainer.
+
+    It belongs to one trainer. Call ``open`` first.
+    """
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        """Prepare to send weights. Returns the information that each engine needs to receive them.
-        Raises ConfigError if this machine does not support the method."""
+        """Prepare to send weights.
+
+        Returns the information that each engine needs to receive them. Raises ConfigError if this
+        machine does not support the method.
+        """
         ...
 
     def join(self) -> None:
-        """Wait until the engines have connected, if the method needs connections. Called in a
-        thread while engines get the information from ``open``."""
+        """Wait until the engines have connected, if the method needs connections.
+
+        Called in a thread while engines get the information from ``open``.
+        """
         ...
 
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """Yield version ``version`` of the weights in chunks, in order. A chunk's bytes stay valid
-        until the second chunk after it is requested. With ``whole``, all weights are sent, as if
-        engines had none."""
+        """Yield version ``version`` of the weights in chunks, in order.
+
+        A chunk's bytes stay valid until the second chunk after it is requested. With ``whole``, all
+        weights are sent, as if engines had none.
+        """
         ...
 
     def close(self) -> None:
-        """Free all resources. A second call has no effect."""
+        """Free all resources.
+
+        A second call has no effect.
+        """
         ...
 
 
 class WeightReceiver(Protocol):
-    """The engine's half of a weight sync. ``WeightSync.receiver`` creates it from the setup message
-    that the trainer sends first.
+    """The engine's half of a weight sync.
+
+    ``WeightSync.receiver`` creates it from the setup message that the trainer sends first.
 
     Example:
         for piece in receiver.unpack_chunk(chunk.info):
@@ -192,9 +213,12 @@ class WeightReceiver(Protocol):
     """
 
     def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
-        """Yield the tensors of one chunk. Each is valid until the next one is requested. Raises
-        ValueError for an incomplete chunk, and FullWeightsRequiredError if it holds differences
-        from weights that this engine does not have."""
+        """Yield the tensors of one chunk.
+
+        Each is valid until the next one is requested. Raises ValueError for an incomplete chunk,
+        and FullWeightsRequiredError if it holds differences from weights that this engine does not
+        have.
+        """
         ...
 
     def finished(self, version: str) -> None:
@@ -205,15 +229,19 @@ class WeightReceiver(Protocol):
 
 
 class FullWeightsRequiredError(ValueError):
-    """Raised when a chunk holds differences from weights that the engine does not have. All weights
-    must then be sent."""
+    """Raised when a chunk holds differences from weights that the engine does not have.
+
+    All weights must then be sent.
+    """
 
 
 def in_chunks(
     sources: Iterable[LazyWeight], chunk_bytes: int
 ) -> Iterator[tuple[list[LazyWeight], bool]]:
-    """Group tensors in order into chunks of at most ``chunk_bytes`` bytes. Yields each chunk with a
-    flag that is True for the last. A larger tensor is a chunk by itself."""
+    """Group tensors in order into chunks of at most ``chunk_bytes`` bytes.
+
+    Yields each chunk with a flag that is True for the last. A larger tensor is a chunk by itself.
+    """
     chunk: list[LazyWeight] = []
     room = chunk_bytes
     for source in sources:
@@ -238,8 +266,10 @@ def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str,
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Compute where parts of the given sizes begin in one buffer. Returns each part's aligned start
-    and the buffer's length, all in bytes."""
+    """Compute where parts of the given sizes begin in one buffer.
+
+    Returns each part's aligned start and the buffer's length, all in bytes.
+    """
     starts, at = [], 0
     for size in sizes:
         starts.append(at)
@@ -248,8 +278,11 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
-    """Yield tensors as views of a byte buffer [N]. ``info`` has their names, precisions and shapes.
-    Raises ValueError if they do not fit in the buffer."""
+    """Yield tensors as views of a byte buffer [N].
+
+    ``info`` has their names, precisions and shapes. Raises ValueError if they do not fit in the
+    buffer.
+    """
     try:
         weight_update_info = list(
             zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
@@ -275,8 +308,9 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[We
 def reserve_file_space(
     handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE
 ) -> None:
-    """Reserve space for an open file, so that it is at least ``length`` bytes long. ``handle`` is
-    its descriptor.
+    """Reserve space for an open file, so that it is at least ``length`` bytes long.
+
+    ``handle`` is its descriptor.
 
     Raises OSError if there is not enough space. Without this reservation, a later write through a
     memory mapping would kill the process with a signal.
@@ -294,7 +328,10 @@ def reserve_file_space(
 
 
 def fill(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
-    """Copy tensors one after another into a byte buffer [N]. Returns the number of bytes used."""
+    """Copy tensors one after another into a byte buffer [N].
+
+    Returns the number of bytes used.
+    """
     sizes = [source.num_bytes for source in sources]
     starts, length = offsets(sizes)
     for source, start, size in zip(sources, starts, sizes, strict=True):
@@ -310,15 +347,19 @@ _WHOLE = (Tensor, nn.Parameter)
 
 def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
     """Convert parameters to the form in which they are sent to engines, with precision ``dtype``.
+
     Sharded parameters (DTensor) are gathered on demand, so all ranks must request tensors in the
-    same order."""
+    same order.
+    """
     return [source(name, tensor, dtype) for name, tensor in named]
 
 
 def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> LazyWeight:
-    """Convert one parameter to the form in which it is sent to engines. If ``make`` is given, the
-    tensor that it returns is sent instead of the parameter. An example is the sum of the parameter
-    and its adapter."""
+    """Convert one parameter to the form in which it is sent to engines.
+
+    If ``make`` is given, the tensor that it returns is sent instead of the parameter. An example is
+    the sum of the parameter and its adapter.
+    """
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = frozen_param_version(tensor) if make is None else getattr(make, "stamp", None)
     adapted = make if isinstance(make, AdaptedMatrix) else None
@@ -334,8 +375,11 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
 
 def frozen_param_version(tensor: Tensor) -> Hashable:
     """Return a value that changes whenever a frozen parameter is written to, or None for any other
-    tensor. Trained parameters have no such value: the fused AdamW of PyTorch 2.13 writes them
-    without increasing their version counter."""
+    tensor.
+
+    Trained parameters have no such value: the fused AdamW of PyTorch 2.13 writes them without
+    increasing their version counter.
+    """
     if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
     local = tensor if type(tensor) in _WHOLE else getattr(tensor, "_local_tensor", tensor)
@@ -351,7 +395,10 @@ def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
 
 def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
     """Rename weights as in checkpoints of the transformers model ``model``, for engines that load
-    checkpoint names. A tensor with all experts of a layer is split into one tensor per expert."""
+    checkpoint names.
+
+    A tensor with all experts of a layer is split into one tensor per expert.
+    """
     from ramify.models.stored_weights import to_checkpoint_tensors
 
     for each in given:
@@ -367,8 +414,10 @@ def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[Laz
 
 
 class _SplitSource:
-    """A tensor that is sent in parts, one after another. It stays in memory from the first part to
-    the last."""
+    """A tensor that is sent in parts, one after another.
+
+    It stays in memory from the first part to the last.
+    """
 
     def __init__(self, model: Any, whole: LazyWeight, num_parts: int) -> None:
         self._model = model
@@ -397,13 +446,18 @@ _HELD = "held-"
 
 
 def new_name() -> str:
-    """Return a unique name for a weight sync's file or folder. ``sweep`` recognizes such names and
-    removes what crashed processes left behind."""
+    """Return a unique name for a weight sync's file or folder.
+
+    ``sweep`` recognizes such names and removes what crashed processes left behind.
+    """
     return f"{PREFIX}{_HELD}{secrets.token_hex(8)}"
 
 
 def hold_file(path: Path) -> int:
-    """Create and lock a file. Returns the descriptor that holds the lock."""
+    """Create and lock a file.
+
+    Returns the descriptor that holds the lock.
+    """
     while True:
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -413,8 +467,10 @@ def hold_file(path: Path) -> int:
 
 
 def hold_folder(below: Path) -> tuple[Path, int]:
-    """Create a locked folder that only this user can access. Returns the folder and the descriptor
-    that holds its lock."""
+    """Create a locked folder that only this user can access.
+
+    Returns the folder and the descriptor that holds its lock.
+    """
     while True:
         path = below / new_name()
         path.mkdir(0o700)

@@ -1,5 +1,7 @@
 """Weight sync that broadcasts the trainer's weights to all inference engines at once, in large
-buffers. It uses gloo between CPUs and NCCL between GPUs.
+buffers.
+
+It uses gloo between CPUs and NCCL between GPUs.
 
 The process group is separate from any group among the trainer's ranks. Rank 0 is the trainer: it
 opens a listener, and the information that engines get first contains a ticket with which they
@@ -55,8 +57,10 @@ class GlooSync:
         chunk_bytes: int = CHUNK_BYTES,
         timeout_s: float = 120,
     ) -> None:
-        """Create the trainer's half of this weight sync. Engines reach the trainer at ``address``.
-        If ``port`` is 0, a free port is used."""
+        """Create the trainer's half of this weight sync.
+
+        Engines reach the trainer at ``address``. If ``port`` is 0, a free port is used.
+        """
         self._address = address
         self._port = port
         self._chunk_bytes = chunk_bytes
@@ -115,9 +119,11 @@ class GlooSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Broadcast a buffer to all engines. If an engine is gone, close the group and raise
-        RuntimeError. The engines that have not begun to receive would otherwise wait until the
-        timeout."""
+        """Broadcast a buffer to all engines.
+
+        If an engine is gone, close the group and raise RuntimeError. The engines that have not
+        begun to receive would otherwise wait until the timeout.
+        """
         try:
             _broadcast(self._group, buffer)
             return
@@ -153,8 +159,11 @@ class NcclSync(GlooSync):
 
 
 class BroadcastReceiver:
-    """The engine's half of the weight syncs over gloo and NCCL. Its constructor joins the trainer's
-    process group, so the trainer must be waiting in ``join``. Implements ``WeightReceiver``."""
+    """The engine's half of the weight syncs over gloo and NCCL.
+
+    Its constructor joins the trainer's process group, so the trainer must be waiting in ``join``.
+    Implements ``WeightReceiver``.
+    """
 
     def __init__(self, info: Info, backend: str) -> None:
         _need(backend)
@@ -201,8 +210,11 @@ class BroadcastReceiver:
 
 
 class _Buffer:
-    """A reusable buffer for the chunks of weights. One buffer is enough because each chunk has
-    arrived before the next one begins, and allocating memory costs more than a copy."""
+    """A reusable buffer for the chunks of weights.
+
+    One buffer is enough because each chunk has arrived before the next one begins, and allocating
+    memory costs more than a copy.
+    """
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -237,8 +249,10 @@ class _GroupSpec(NamedTuple):
 
 
 def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
-    """Form the process group of the trainer and the engines. Raises TrainError if a member does not
-    have the secret key."""
+    """Form the process group of the trainer and the engines.
+
+    Raises TrainError if a member does not have the secret key.
+    """
     timeout = timedelta(seconds=spec.timeout_s)
     if spec.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo

@@ -1,5 +1,6 @@
-"""Weight sync over CUDA IPC, for engines on the trainer's own GPU. The trainer sends memory handles
-over HTTP, and engines use them to open its GPU memory.
+"""Weight sync over CUDA IPC, for engines on the trainer's own GPU.
+
+The trainer sends memory handles over HTTP, and engines use them to open its GPU memory.
 
 A handle consists of bytes and numbers, sent as base64 and JSON, so nothing is unpickled. The
 trainer holds each chunk's memory until the second chunk after it is requested. No test covers this
@@ -69,7 +70,10 @@ class CudaIpcSync:
 
 
 class CudaIpcReceiver:
-    """The engine's half of the weight sync over CUDA IPC. Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync over CUDA IPC.
+
+    Implements ``WeightReceiver``.
+    """
 
     def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
         arguments = [
@@ -89,9 +93,11 @@ class CudaIpcReceiver:
 
 
 def _handle(buffer: Tensor) -> list[Any]:
-    """Return the handle with which another process can open a tensor's GPU memory. It contains the
-    device, memory handle, sizes, reference counter and event, as PyTorch exports them, with bytes
-    in base64."""
+    """Return the handle with which another process can open a tensor's GPU memory.
+
+    It contains the device, memory handle, sizes, reference counter and event, as PyTorch exports
+    them, with bytes in base64.
+    """
     shared = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return [
         {"bytes": base64.b64encode(each).decode()} if isinstance(each, bytes) else each

@@ -1,4 +1,5 @@
 """Weight sync that sends only what has changed since the last weights that the engines received.
+
 The unit is a tensor, single values of a tensor, or a low-rank adapter. Everything is sent if the
 engines' weights are unknown.
 
@@ -64,8 +65,10 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
-    """Return the positions at which two tensors differ, in ascending order. On a CPU this uses
-    numpy, which takes a third of PyTorch's time."""
+    """Return the positions at which two tensors differ, in ascending order.
+
+    On a CPU this uses numpy, which takes a third of PyTorch's time.
+    """
     if now_N.is_cuda:
         return (now_N != had_N).nonzero()[:, 0]
     return torch.from_numpy(np.flatnonzero(now_N.numpy() != had_N.numpy()))
@@ -73,7 +76,10 @@ def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
 
 def differing_tensor_indices(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
     """Compare two versions of several concatenated tensors, and return the indices of the tensors
-    that differ. ``lengths`` holds the number of elements of each tensor, in order."""
+    that differ.
+
+    ``lengths`` holds the number of elements of each tensor, in order.
+    """
     bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=now_N.device)
     differing: list[int] = (
         torch.searchsorted(differing_places(now_N, had_N), bounds).diff().nonzero()[:, 0].tolist()
@@ -89,7 +95,9 @@ def differing_share(now_N: Tensor, had_N: Tensor) -> float:
 
 def _sample(bits_N: Tensor) -> Tensor:
     """Return a sample of a tensor's values, in runs of neighbours spread over the whole tensor.
-    Neighbours are almost free, because loading a page of memory is the expensive part."""
+
+    Neighbours are almost free, because loading a page of memory is the expensive part.
+    """
     return bits_N[: len(bits_N) // _RUNS * _RUNS].view(_RUNS, -1)[:, : SAMPLE // _RUNS]
 
 
@@ -97,8 +105,10 @@ _PREFIX = "::together-"
 
 
 class SmallTensorBundles:
-    """A set of small tensors of one precision that are sent together as one tensor. It remembers
-    the values that the engines already have, so that only changed tensors are sent."""
+    """A set of small tensors of one precision that are sent together as one tensor.
+
+    It remembers the values that the engines already have, so that only changed tensors are sent.
+    """
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -109,9 +119,10 @@ class SmallTensorBundles:
     def bundle_changed(
         self, sources: Sequence[LazyWeight], number: int
     ) -> tuple[LazyWeight, dict[str, Any]] | None:
-        """Concatenate the tensors whose current values the engines lack. Returns the bundle, and
-        the table of names and shapes by which engines take it apart. Returns None if the engines
-        have all current values.
+        """Concatenate the tensors whose current values the engines lack.
+
+        Returns the bundle, and the table of names and shapes by which engines take it apart.
+        Returns None if the engines have all current values.
 
         ``sources`` are then recorded as what the engines have, and all earlier tensors are
         forgotten.
@@ -149,8 +160,10 @@ class SmallTensorBundles:
 
 
 def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
-    """Split a bundle of concatenated small tensors into the single tensors. ``table`` gives their
-    names and shapes. Raises ValueError if the table does not fit the bundle."""
+    """Split a bundle of concatenated small tensors into the single tensors.
+
+    ``table`` gives their names and shapes. Raises ValueError if the table does not fit the bundle.
+    """
     try:
         names, shapes = table["names"], table["shapes"]
         parts = values_N.split_with_sizes([math.prod(shape) for shape in shapes])
@@ -191,8 +204,10 @@ class DeltaSync:
         layers: bool = False,
         **options: Any,
     ) -> None:
-        """Create the trainer's half of this weight sync. ``by`` names the weight sync that
-        transports the bytes, and ``options`` are the options of that weight sync.
+        """Create the trainer's half of this weight sync.
+
+        ``by`` names the weight sync that transports the bytes, and ``options`` are the options of
+        that weight sync.
 
         With ``places``, single values within tensors are sent if that takes fewer bytes. With
         ``adapters``, low-rank adapters are sent as such, and engines keep the base matrices in main
@@ -303,8 +318,10 @@ class DeltaSync:
                 yield from changed or [source]
 
     def _part(self, source: LazyWeight) -> Iterable[LazyWeight]:
-        """Return the data that must be sent for one tensor. The list is empty if the engines have
-        the current values."""
+        """Return the data that must be sent for one tensor.
+
+        The list is empty if the engines have the current values.
+        """
         if source.adapted is not None and self._adapters:
             return self._adapter(source, source.adapted)
         return self._difference(source)
@@ -322,8 +339,10 @@ class DeltaSync:
     def _joined(
         self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
     ) -> list[LazyWeight]:
-        """Concatenate the small tensors that have changed into one tensor. Returns a list with that
-        tensor, or an empty list if none has changed."""
+        """Concatenate the small tensors that have changed into one tensor.
+
+        Returns a list with that tensor, or an empty list if none has changed.
+        """
         changed = self._small.setdefault(which, SmallTensorBundles()).bundle_changed(
             sources, len(self._tables)
         )
@@ -353,8 +372,10 @@ class DeltaSync:
         ]
 
     def _adapter(self, source: LazyWeight, adapted: AdaptedMatrix) -> Iterator[LazyWeight]:
-        """Yield the two low-rank matrices of an adapted weight. The base matrix is yielded first if
-        the engines do not have it yet."""
+        """Yield the two low-rank matrices of an adapted weight.
+
+        The base matrix is yielded first if the engines do not have it yet.
+        """
         name = source.name
         self._have.pop(name, None)
         if name not in self._bases:
@@ -382,8 +403,10 @@ class DeltaSync:
 
 
 class DeltaReceiver:
-    """The engine's half of the weight sync that sends only differences. Implements
-    ``WeightReceiver``."""
+    """The engine's half of the weight sync that sends only differences.
+
+    Implements ``WeightReceiver``.
+    """
 
     def __init__(self, info: Info) -> None:
         inner = info["by"]
@@ -443,14 +466,19 @@ class DeltaReceiver:
 
 
 def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
-    """Return True if a tensor is unchanged since the last update. The check compares its change
-    marker, called ``stamp``."""
+    """Return True if a tensor is unchanged since the last update.
+
+    The check compares its change marker, called ``stamp``.
+    """
     return source.stamp is not None and source.stamp == stamps.get(source.name)
 
 
 def _part_of_layer(source: LazyWeight) -> str:
     """Return the name of the part of a layer that a tensor belongs to, such as
-    ``model.layers.3.self_attn``. A tensor outside the layers is its own part."""
+    ``model.layers.3.self_attn``.
+
+    A tensor outside the layers is its own part.
+    """
     parts = source.name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 2])
@@ -462,7 +490,10 @@ def _source(name: str, tensor: Tensor) -> LazyWeight:
 
 def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a matrix to the engine's dtype if that loses nothing, as for a checkpoint stored in
-    that dtype. Otherwise return the matrix unchanged."""
+    that dtype.
+
+    Otherwise return the matrix unchanged.
+    """
     short = base.to(dtype)
     return short if torch.equal(short.to(base.dtype), base) else base
 

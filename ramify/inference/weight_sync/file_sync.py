@@ -1,5 +1,6 @@
-"""Weight sync through safetensors files, for engines that can read the trainer's disk. A small file
-that is replaced atomically points to the newest weights.
+"""Weight sync through safetensors files, for engines that can read the trainer's disk.
+
+A small file that is replaced atomically points to the newest weights.
 
     FOLDER/v000012/model-00001.safetensors …      the weights of one version, never changed
     FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can
@@ -80,8 +81,10 @@ _AGAIN = "let the trainer write it again"
 
 def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
     """Write tensors in the given order to a safetensors file, and return the file's length in bytes
-    and its checksum. An existing file is overwritten. Raises OSError if the file cannot be
-    written."""
+    and its checksum.
+
+    An existing file is overwritten. Raises OSError if the file cannot be written.
+    """
     with path.open("r+b" if path.exists() else "xb") as file:
         header = _header(sources)
         at, total = len(header), _sum(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
@@ -95,8 +98,11 @@ def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
 
 
 def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
-    """Yield the tensors of a safetensors file. ``expected`` is the length and checksum that
-    ``write_tensors`` returned. Raises ValueError before the first tensor if the file differs."""
+    """Yield the tensors of a safetensors file.
+
+    ``expected`` is the length and checksum that ``write_tensors`` returned. Raises ValueError
+    before the first tensor if the file differs.
+    """
     try:
         if (length := path.stat().st_size) != expected[0]:
             raise ValueError(
@@ -113,9 +119,11 @@ def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]
 
 
 def is_file_unused(path: Path) -> bool:
-    """Return True if no process has the file open or mapped. The check asks the kernel for a lease,
-    which it grants only for unused files. Returns False if leases are not supported, as on a
-    network file system."""
+    """Return True if no process has the file open or mapped.
+
+    The check asks the kernel for a lease, which it grants only for unused files. Returns False if
+    leases are not supported, as on a network file system.
+    """
     try:
         with path.open("r+b") as file:
             # The signal for a holder whose lease is broken; this one is ignored by default.
@@ -154,8 +162,10 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
 
 def _sum(data_N: Tensor, at: int) -> int:
     """Return the contribution of some bytes at offset ``at`` to a file's checksum, which is the sum
-    of its 64-bit words. The sum runs at memory speed. It detects incomplete files, not
-    attackers."""
+    of its 64-bit words.
+
+    The sum runs at memory speed. It detects incomplete files, not attackers.
+    """
     before, after = at % _WORD, -(at + len(data_N)) % _WORD
     words = data_N[: len(data_N) - (_WORD - after) % _WORD] if not before else data_N[:0]
     if words.storage_offset() % _WORD:
@@ -169,8 +179,10 @@ def _sum(data_N: Tensor, at: int) -> int:
 
 
 def _short(total: int) -> int:
-    """Reduce a checksum to 63 bits. The result does not depend on the order in which words were
-    added."""
+    """Reduce a checksum to 63 bits.
+
+    The result does not depend on the order in which words were added.
+    """
     return total % (1 << 63)
 
 
@@ -218,9 +230,12 @@ class FileSync:
     def __init__(
         self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""
     ) -> None:
-        """Create the trainer's half of this weight sync. ``folder`` is created if needed. The
-        default is a temporary folder, which ``close`` removes. The config.json of the checkpoint
-        ``configuration`` is copied next to the weights, for engines that read one."""
+        """Create the trainer's half of this weight sync.
+
+        ``folder`` is created if needed. The default is a temporary folder, which ``close`` removes.
+        The config.json of the checkpoint ``configuration`` is copied next to the weights, for
+        engines that read one.
+        """
         self._is_own = not folder
         self._folder, self._lock = (
             (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
@@ -314,8 +329,11 @@ class FileSync:
 
     def _reuse_old_version(self, fresh: Path) -> bool:
         """Rename the folder of the version before the last to ``fresh``, so that its files are
-        overwritten. Returns False if that is not possible. Engines no longer need that version, and
-        reusing its memory is much cheaper than allocating new pages."""
+        overwritten.
+
+        Returns False if that is not possible. Engines no longer need that version, and reusing its
+        memory is much cheaper than allocating new pages.
+        """
         old = self._folder / self._before
         if (
             not self._before
@@ -335,7 +353,10 @@ class FileSync:
 
 
 class FileWeightReceiver:
-    """The engine's half of the weight sync by files. Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync by files.
+
+    Implements ``WeightReceiver``.
+    """
 
     def __init__(self, info: Info) -> None:
         self._folder = Path(str(info["folder"]))
@@ -357,9 +378,11 @@ class FileWeightReceiver:
 
 
 def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
-    """Read ``current.json`` in a weight sync's folder. Returns the folder of the current version
-    and the contents of the file. Raises ValueError if the file cannot be read or points outside the
-    folder."""
+    """Read ``current.json`` in a weight sync's folder.
+
+    Returns the folder of the current version and the contents of the file. Raises ValueError if the
+    file cannot be read or points outside the folder.
+    """
     try:
         pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=CurrentWeightsFile)
     except OSError as error:
@@ -375,8 +398,10 @@ def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replace the contents of a file atomically. Readers see either all of ``data`` or the previous
-    contents."""
+    """Replace the contents of a file atomically.
+
+    Readers see either all of ``data`` or the previous contents.
+    """
     aside = path.with_name(f".{path.name}.tmp")
     with aside.open("wb") as file:
         file.write(data)
@@ -387,8 +412,10 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _is_version(path: Path) -> bool:
-    """Return True if this weight sync wrote the given folder. Users may keep folders with similar
-    names next to it."""
+    """Return True if this weight sync wrote the given folder.
+
+    Users may keep folders with similar names next to it.
+    """
     if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     try:

@@ -1,5 +1,6 @@
-"""Weight sync through shared memory, for engines on the trainer's machine. It alternates between
-two buffers: one is written while engines read the other.
+"""Weight sync through shared memory, for engines on the trainer's machine.
+
+It alternates between two buffers: one is written while engines read the other.
 
     in_place     each buffer holds all weights, and engines compute with them in place: an update
                  is one copy in all and one request per engine, which has either the old weights
@@ -55,10 +56,12 @@ class SharedMemorySync:
     def __init__(
         self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
     ) -> None:
-        """Create the trainer's half of this weight sync. The buffers are files in ``folder``, by
-        default files in memory. With ``in_place``, each buffer holds all weights, and engines
-        compute with them directly. This is ignored if both buffers would take more than half of the
-        free space."""
+        """Create the trainer's half of this weight sync.
+
+        The buffers are files in ``folder``, by default files in memory. With ``in_place``, each
+        buffer holds all weights, and engines compute with them directly. This is ignored if both
+        buffers would take more than half of the free space.
+        """
         self._chunk_bytes = chunk_bytes
         self._in_place = in_place
         self._next = 0
@@ -127,7 +130,10 @@ class SharedMemorySync:
 
     def _buffer(self, which: int, length: int) -> _MappedFile:
         """Return one of the two buffers, after enlarging it to at least ``length`` bytes if
-        necessary. Engines see the new length and map the buffer again."""
+        necessary.
+
+        Engines see the new length and map the buffer again.
+        """
         mapped = self._buffers[which]
         if mapped is not None and len(mapped.bytes) >= length:
             return mapped
@@ -150,8 +156,10 @@ class SharedMemorySync:
 
 
 class SharedMemoryReceiver:
-    """The engine's half of the weight sync by shared memory. It returns tensors that are views of
-    the shared buffers. Implements ``WeightReceiver``."""
+    """The engine's half of the weight sync by shared memory.
+
+    It returns tensors that are views of the shared buffers. Implements ``WeightReceiver``.
+    """
 
     def __init__(self, info: Info) -> None:
         folder, name = Path(str(info["folder"])), str(info["name"])
@@ -195,5 +203,8 @@ class _MappedFile:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the mapping. The memory itself is freed when the last view of it is gone."""
+        """Close the mapping.
+
+        The memory itself is freed when the last view of it is gone.
+        """
         self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -1,5 +1,7 @@
-"""The guest: the code that runs inside a sandbox. It executes cells in a live notebook namespace
-and talks to the host, the process that opened the session.
+"""The guest: the code that runs inside a sandbox.
+
+It executes cells in a live notebook namespace and talks to the host, the process that opened the
+session.
 
 This package defines what a cell can rely on, such as a real ``__main__`` module, the display of a
 cell's last value, tracebacks and reserved names. It also defines how values and output are sent,

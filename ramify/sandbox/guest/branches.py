@@ -1,4 +1,6 @@
-"""Fork a session into two processes. The new process is called a branch.
+"""Fork a session into two processes.
+
+The new process is called a branch.
 
 This module defines when a session cannot fork and what a branch receives: its own socket, output
 file and shared memory buffers, and the random state of the session that it was forked from. The
@@ -32,9 +34,11 @@ _EPERM = 1
 
 
 class JailForkHooks(NamedTuple):
-    """Functions that a session in the jail calls when it forks. The jail is a sandbox that the
-    kernel enforces. After the fork, each of the two processes gets its own connection to the
-    host."""
+    """Functions that a session in the jail calls when it forks.
+
+    The jail is a sandbox that the kernel enforces. After the fork, each of the two processes gets
+    its own connection to the host.
+    """
 
     fork: Callable[[], int]
     take_wire: Callable[..., None]
@@ -46,8 +50,10 @@ class JailForkHooks(NamedTuple):
 
 
 class GuestBranches:
-    """Forks a session into branches. A branch is a copy of the session's process that continues
-    independently."""
+    """Forks a session into branches.
+
+    A branch is a copy of the session's process that continues independently.
+    """
 
     __slots__ = ("_apart", "_channel", "_notebook", "_pids", "_spool")
 
@@ -65,9 +71,10 @@ class GuestBranches:
         self._apart = apart
 
     def fork(self, id: int) -> None:
-        """Fork this process into the original session and a branch, and continue in both. The
-        branch gets its own socket and output file, and then waits for the host's next message, as
-        the session does.
+        """Fork this process into the original session and a branch, and continue in both.
+
+        The branch gets its own socket and output file, and then waits for the host's next message,
+        as the session does.
 
         ``id`` is the id of the host's request, which may come with descriptors for the branch.
         """
@@ -119,8 +126,10 @@ class GuestBranches:
         return pid
 
     def _take_wire(self, apart: JailForkHooks) -> None:
-        """Receive a private socket, output file and shared memory buffers for this process. They
-        replace the inherited ones under the same descriptor numbers."""
+        """Receive a private socket, output file and shared memory buffers for this process.
+
+        They replace the inherited ones under the same descriptor numbers.
+        """
         assert isinstance(self._spool, FileOutputSpool)
         buffers = self._channel.shared_buffers
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -137,8 +146,10 @@ class GuestBranches:
         self._channel.restart_reading()
 
     def _cannot_fork(self, fds: list[int]) -> str | None:
-        """Return the reason why this process cannot fork now, or None. ``fds`` are the descriptors
-        that came with the host's request."""
+        """Return the reason why this process cannot fork now, or None.
+
+        ``fds`` are the descriptors that came with the host's request.
+        """
         assert isinstance(self._spool, FileOutputSpool)
         self.reap()  # a cell may fork many times, and the main loop reaps only between requests
         if len(sys._current_frames()) > 1:
@@ -190,9 +201,11 @@ class GuestBranches:
 
 
 def _random_state() -> Any:
-    """Return the generator of the module ``random`` together with its state. Python seeds the
-    generator again after a fork; restoring the state lets the branch continue the sequence, so that
-    a repeated run draws the same numbers."""
+    """Return the generator of the module ``random`` together with its state.
+
+    Python seeds the generator again after a fork; restoring the state lets the branch continue the
+    sequence, so that a repeated run draws the same numbers.
+    """
     generator = getattr(sys.modules.get("random"), "_inst", None)
     with contextlib.suppress(Exception):  # the session may have replaced it
         return generator and (generator, generator.getstate())

@@ -1,5 +1,6 @@
-"""Busy-wait for data for some microseconds before sleeping. Both ends of a session's connection use
-this.
+"""Busy-wait for data for some microseconds before sleeping.
+
+Both ends of a session's connection use this.
 
 Putting a process to sleep and waking it up takes longer than a short cell or a quick answer. Both
 ends therefore poll for a short time before they sleep. This is worthwhile only while no other
@@ -22,8 +23,11 @@ _clock = time.perf_counter
 
 
 class BusyWait:
-    """A short busy wait that is used less often when it fails. After a wait that ended too early,
-    more of the later waits are skipped. After a successful wait, fewer are skipped."""
+    """A short busy wait that is used less often when it fails.
+
+    After a wait that ended too early, more of the later waits are skipped. After a successful wait,
+    fewer are skipped.
+    """
 
     __slots__ = ("_missed", "_skips")
 
@@ -34,7 +38,10 @@ class BusyWait:
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
         """Call ``has_arrived`` repeatedly for at most ``BUSY_S`` seconds, until it returns
-        something true. Returns False if that never happens, or if the wait was skipped."""
+        something true.
+
+        Returns False if that never happens, or if the wait was skipped.
+        """
         if self._skips:
             self._skips -= 1
             return False

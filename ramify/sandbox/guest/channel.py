@@ -1,5 +1,7 @@
-"""The guest's end of the connection to the host. It sends complete messages ("frames") from any
-thread of the session, and reads the frames that the host sends.
+"""The guest's end of the connection to the host.
+
+It sends complete messages ("frames") from any thread of the session, and reads the frames that the
+host sends.
 
 The module sends long data through shared memory, and never interleaves two frames. One of the
 waiting threads reads for all of them, and passes this role on when it has its own frame.
@@ -44,9 +46,11 @@ _PREFIX_BYTES = PREFIX.size
 
 
 class DeferrableInterrupts:
-    """A handler for interrupts (SIGINT) that can be deferred. An interrupt that arrives between
-    ``begin_deferring`` and ``end_deferring`` is raised only at ``end_deferring``. The handler
-    belongs to the thread that created it."""
+    """A handler for interrupts (SIGINT) that can be deferred.
+
+    An interrupt that arrives between ``begin_deferring`` and ``end_deferring`` is raised only at
+    ``end_deferring``. The handler belongs to the thread that created it.
+    """
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")
 
@@ -58,8 +62,10 @@ class DeferrableInterrupts:
         self._pending = False
 
     def may_raise(self) -> bool:
-        """Return True if KeyboardInterrupt may be raised now. If not, and a cell is running,
-        remember the interrupt so that it is raised later."""
+        """Return True if KeyboardInterrupt may be raised now.
+
+        If not, and a cell is running, remember the interrupt so that it is raised later.
+        """
         if self.is_live and self._depth:
             self._pending = True
             return False
@@ -67,8 +73,10 @@ class DeferrableInterrupts:
 
     def begin_deferring(self) -> int:
         """Begin a section in which no interrupt is raised, and return the previous nesting depth.
+
         Pass that depth to ``end_deferring``. Restoring a depth, instead of counting down, keeps the
-        sections balanced even if an interrupt cuts one short."""
+        sections balanced even if an interrupt cuts one short.
+        """
         if _get_ident() != self._main:
             return -1
         before = self._depth
@@ -85,7 +93,10 @@ class DeferrableInterrupts:
 
     def call_interruptibly(self, blocking: Callable[[], object]) -> None:
         """Call a function that may block for a long time, and let an interrupt be raised while it
-        blocks. The function must not hold any resources, since the interrupt would leak them."""
+        blocks.
+
+        The function must not hold any resources, since the interrupt would leak them.
+        """
         if _get_ident() != self._main:
             blocking()
             return
@@ -97,8 +108,10 @@ class DeferrableInterrupts:
             self._depth = previous_depth
 
     def reset(self) -> None:
-        """Forget the nesting depth and any pending interrupt. Call this after an interrupt has cut
-        a section short."""
+        """Forget the nesting depth and any pending interrupt.
+
+        Call this after an interrupt has cut a section short.
+        """
         self._depth = 0
         self._pending = False
 
@@ -127,9 +140,11 @@ class GuestChannel:
     def __init__(
         self, read_fd: int, write_fd: int, *, takes_fds: bool, shared_buffers: Any
     ) -> None:
-        """Create a channel over two open descriptors. ``takes_fds``: the connection is a socket
-        over which the host may also send descriptors. ``shared_buffers``: a
-        ``HostGuestSharedMemory``, or None."""
+        """Create a channel over two open descriptors.
+
+        ``takes_fds``: the connection is a socket over which the host may also send descriptors.
+        ``shared_buffers``: a ``HostGuestSharedMemory``, or None.
+        """
         self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -157,8 +172,10 @@ class GuestChannel:
         return own if self.shared_buffers is None else {*own, self.shared_buffers.fd}
 
     def restart_reading(self) -> None:
-        """Discard buffered input and start reading again. Call this after the descriptors were
-        redirected to a new connection under the same numbers."""
+        """Discard buffered input and start reading again.
+
+        Call this after the descriptors were redirected to a new connection under the same numbers.
+        """
         if self.shared_buffers is not None:
             self.shared_buffers = type(self.shared_buffers)(self.shared_buffers.fd, is_host=False)
         self._reader = FrameReader(self._reader.fd, self._reader.receive)
@@ -168,9 +185,11 @@ class GuestChannel:
     def frame(
         self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()
     ) -> list[Buffer]:
-        """Build a message frame and return it as a list of buffers to write. Long data may be
-        placed in the shared memory buffers instead. Raises ValueLimitError if the frame exceeds a
-        limit."""
+        """Build a message frame and return it as a list of buffers to write.
+
+        Long data may be placed in the shared memory buffers instead. Raises ValueLimitError if the
+        frame exceeds a limit.
+        """
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
@@ -210,7 +229,10 @@ class GuestChannel:
             write_all(self.write_fd, parts)
 
     def write(self, parts: list[Buffer]) -> None:
-        """Send frames to the host. The caller must hold the lock ``sending``."""
+        """Send frames to the host.
+
+        The caller must hold the lock ``sending``.
+        """
         if len(parts) == 1:
             count = _write(self.write_fd, parts[0])
             if count == len(parts[0]):
@@ -222,8 +244,11 @@ class GuestChannel:
 
     def read_lone_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Wait for data and return the next frame if it arrived alone, as its header and binary
-        parts. "Alone" means short, complete and without further data: the fast path. Otherwise
-        return None, so that ``next_buffered_frame`` handles the data."""
+        parts.
+
+        "Alone" means short, complete and without further data: the fast path. Otherwise return
+        None, so that ``next_buffered_frame`` handles the data.
+        """
         reader = self._reader
         # Descriptors arrive only with ``recvmsg``, which the reader calls.
         if reader.have or reader.receive is not None:
@@ -238,8 +263,10 @@ class GuestChannel:
         return self._opened(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
     def next_buffered_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Return the header and the binary parts of the next frame in the buffer. Returns None if
-        more data must be read first."""
+        """Return the header and the binary parts of the next frame in the buffer.
+
+        Returns None if more data must be read first.
+        """
         view = self._reader.next()
         if view is None:
             return None
@@ -249,8 +276,10 @@ class GuestChannel:
     def _opened(
         self, text: str, view: memoryview, end: int
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        """Decode a frame's JSON header and locate the frame's binary parts. They are either in the
-        shared memory buffers or in the frame itself, from offset ``end`` on."""
+        """Decode a frame's JSON header and locate the frame's binary parts.
+
+        They are either in the shared memory buffers or in the frame itself, from offset ``end`` on.
+        """
         header: dict[str, Any] = _raw_decode(text)[0]
         self._is_soon = "soon" in header
         blobs: list[memoryview] = []
@@ -265,9 +294,11 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """Mark the shared buffers as free once the host must have read them. That is the case when
-        the host answers the call or sends its next request. A fork request does not count, because
-        it can arrive at any time."""
+        """Mark the shared buffers as free once the host must have read them.
+
+        That is the case when the host answers the call or sends its next request. A fork request
+        does not count, because it can arrive at any time.
+        """
         if op != "fork" and (op not in ("ret", "err") or id == self.shared_buffers.key):
             self.shared_buffers.is_free = True
 
@@ -277,7 +308,10 @@ class GuestChannel:
         )
 
     def take_fds(self) -> list[int]:
-        """Return the file descriptors that the host has sent. The caller owns them afterwards."""
+        """Return the file descriptors that the host has sent.
+
+        The caller owns them afterwards.
+        """
         fds, self._reader.fds = self._reader.fds, []
         return fds
 
@@ -291,14 +325,18 @@ class GuestChannel:
             self._poll.poll()
 
     def fill(self) -> None:
-        """Read more data from the host with one system call. Raises EOFError at the end of the
-        stream."""
+        """Read more data from the host with one system call.
+
+        Raises EOFError at the end of the stream.
+        """
         self._reader.fill()
 
 
 def _receiver(fd: int) -> Any:
-    """Return the bound method ``recvmsg`` of a socket object for descriptor ``fd``. The object is
-    never closed, so the descriptor stays open as long as the process lives."""
+    """Return the bound method ``recvmsg`` of a socket object for descriptor ``fd``.
+
+    The object is never closed, so the descriptor stays open as long as the process lives.
+    """
     import socket
 
     end = socket.socket(fileno=fd)
@@ -310,8 +348,11 @@ DROPPED: Any = object()
 
 
 class FrameWaiter:
-    """A thread that waits for a frame from the host. Its lock ``wake`` is released when the frame
-    has arrived, or when this thread must take over reading from the host."""
+    """A thread that waits for a frame from the host.
+
+    Its lock ``wake`` is released when the frame has arrived, or when this thread must take over
+    reading from the host.
+    """
 
     __slots__ = ("frame", "wake")
 
@@ -327,8 +368,11 @@ class FrameWaiter:
 
 
 class FrameDispatcher:
-    """A dispatcher that hands each frame from the host to the thread waiting for it. Answers go to
-    the threads that called the host, and requests go to the thread that handles requests."""
+    """A dispatcher that hands each frame from the host to the thread waiting for it.
+
+    Answers go to the threads that called the host, and requests go to the thread that handles
+    requests.
+    """
 
     __slots__ = (
         "_calls",
@@ -348,9 +392,11 @@ class FrameDispatcher:
         *,
         ends_process: bool,
     ) -> None:
-        """Create a dispatcher for the frames of a channel. ``fork`` is called with the id of each
-        request to fork. If ``ends_process`` is true, the process ends when the host closes the
-        stream."""
+        """Create a dispatcher for the frames of a channel.
+
+        ``fork`` is called with the id of each request to fork. If ``ends_process`` is true, the
+        process ends when the host closes the stream.
+        """
         self._channel = channel
         self._interrupts = interrupts
         self._fork = fork
@@ -360,8 +406,10 @@ class FrameDispatcher:
         self._calls: dict[int, FrameWaiter] = {}
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
-        """Wait for the host's next request and return it. Raises EOFError or OSError at the end of
-        the stream."""
+        """Wait for the host's next request and return it.
+
+        Raises EOFError or OSError at the end of the stream.
+        """
         if not self._calls and self._leading.acquire(blocking=False):
             try:
                 message = self._channel.read_lone_frame()
@@ -377,13 +425,18 @@ class FrameDispatcher:
         return command
 
     def expect(self, id: int, ticket: FrameWaiter) -> None:
-        """Register the thread that will wait for the answer to a call. Do this before the call is
-        sent."""
+        """Register the thread that will wait for the answer to a call.
+
+        Do this before the call is sent.
+        """
         self._calls[id] = ticket
 
     def forget(self, ticket: FrameWaiter) -> None:
-        """Unregister a thread that no longer waits for a frame. If its frame has not arrived, the
-        thread was interrupted, so another waiting thread takes over reading."""
+        """Unregister a thread that no longer waits for a frame.
+
+        If its frame has not arrived, the thread was interrupted, so another waiting thread takes
+        over reading.
+        """
         if ticket.frame is None:  # interrupted
             for id, other in list(self._calls.items()):
                 if other is ticket:
@@ -399,8 +452,10 @@ class FrameDispatcher:
         self._calls.clear()
 
     def wait(self, ticket: FrameWaiter) -> None:
-        """Wait until the frame for this thread has arrived. If no other thread is reading from the
-        host, this thread reads on behalf of all of them."""
+        """Wait until the frame for this thread has arrived.
+
+        If no other thread is reading from the host, this thread reads on behalf of all of them.
+        """
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
                 self._interrupts.call_interruptibly(ticket.wake.acquire)

@@ -22,7 +22,10 @@ _WIDTHS = {4: "decimal32", 8: "decimal64", 16: "decimal128", 32: "decimal256"}
 
 def to_pandas_if_available(table: Table, packages: Sequence[str]) -> Any:
     """Convert a table to a pandas DataFrame if pandas is one of the packages that the session may
-    import. Otherwise return it unchanged."""
+    import.
+
+    Otherwise return it unchanged.
+    """
     if "pandas" not in packages:
         return table
     pandas = import_module("pandas")
@@ -33,7 +36,10 @@ def to_pandas_if_available(table: Table, packages: Sequence[str]) -> Any:
 
 def to_numpy_if_available(array: NumberArray, packages: Sequence[str]) -> Any:
     """Convert an array to a numpy array if numpy or pandas is one of the packages that the session
-    may import. Otherwise return it unchanged."""
+    may import.
+
+    Otherwise return it unchanged.
+    """
     if not {"numpy", "pandas"}.intersection(packages):
         return array
     numpy = import_module("numpy")
@@ -81,8 +87,10 @@ def _pandas_values(column: Column) -> Any:
 
 
 def arrow_array(column: Column) -> Any:
-    """Return a column as a pyarrow array that shares its buffers. The column must start at the
-    beginning of its buffers."""
+    """Return a column as a pyarrow array that shares its buffers.
+
+    The column must start at the beginning of its buffers.
+    """
     pyarrow = import_module("pyarrow")
 
     kind = column.kind

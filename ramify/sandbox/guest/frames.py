@@ -1,5 +1,7 @@
-"""The layout and limits of frames, the messages between host and guest. A frame is a JSON header
-followed by binary parts ("blobs"). Long blobs are passed through shared memory buffers instead.
+"""The layout and limits of frames, the messages between host and guest.
+
+A frame is a JSON header followed by binary parts ("blobs"). Long blobs are passed through shared
+memory buffers instead.
 
 This module defines the layout, how much is read or written at once, the maximum size of a frame,
 and the limits on its JSON, which are checked before it is decoded. The guest checks what it is
@@ -68,7 +70,10 @@ _NO_BRACKETS = bytes(char for char in range(256) if char not in b"[]{}")
 
 def check_json_complexity(text: bytes) -> None:
     """Raise ValueLimitError if JSON text has too many items, containers or keys, or is nested too
-    deeply. The text is scanned a few times at C speed and never decoded."""
+    deeply.
+
+    The text is scanned a few times at C speed and never decoded.
+    """
     opens = text.count(b"[") + text.count(b"{")
     commas = text.count(b",")
     if opens <= MAX_NESTING and opens + commas <= MAX_KEYS:
@@ -94,8 +99,10 @@ def check_json_complexity(text: bytes) -> None:
 
 
 def _bare(text: bytes) -> bytes:
-    """Return JSON text with its string literals removed. The text is processed in pieces so that
-    other threads can run in between."""
+    """Return JSON text with its string literals removed.
+
+    The text is processed in pieces so that other threads can run in between.
+    """
     string = re.compile(_STRING, re.DOTALL)
     whole_strings = re.compile(_WHOLE_STRINGS, re.DOTALL)
     parts, at = [], 0
@@ -110,8 +117,10 @@ def _bare(text: bytes) -> bytes:
 
 
 def json_complexity(text: bytes) -> tuple[int, int, int]:
-    """Count the items and containers of JSON text, and measure its nesting depth. An empty
-    container counts as one item."""
+    """Count the items and containers of JSON text, and measure its nesting depth.
+
+    An empty container counts as one item.
+    """
     bare = _bare(text)
     return *_counted(bare), _nesting(bare)
 
@@ -164,8 +173,10 @@ from_json = json.JSONDecoder().decode
 
 
 def json_bytes(header: Any) -> bytes:
-    """Encode a frame's header as JSON. A lone surrogate, which the text of an error may contain,
-    becomes a plain-text escape sequence."""
+    """Encode a frame's header as JSON.
+
+    A lone surrogate, which the text of an error may contain, becomes a plain-text escape sequence.
+    """
     text = to_json(header)
     try:
         return text.encode()
@@ -179,9 +190,11 @@ def json_bytes(header: Any) -> bytes:
 def done_json(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
-    """Encode the header that reports the end of a cell whose hooks returned no note. A hook is a
-    function that an installed module runs after each cell. This takes a third of the time of
-    ``json_bytes``."""
+    """Encode the header that reports the end of a cell whose hooks returned no note.
+
+    A hook is a function that an installed module runs after each cell. This takes a third of the
+    time of ``json_bytes``.
+    """
     shown = "null" if value is None else to_json(value)
     failed = "null" if error is None else to_json(error)
     names = to_json(restored) if restored else "[]"
@@ -196,8 +209,10 @@ def done_json(
 
 
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
-    """Raise ValueLimitError if a header and its blobs exceed a limit. The host would refuse such a
-    frame."""
+    """Raise ValueLimitError if a header and its blobs exceed a limit.
+
+    The host would refuse such a frame.
+    """
     size = len(header) + sum(map(len, blobs))
     if len(header) > MAX_HEADER or size > MAX_FRAME:
         raise ValueLimitError(
@@ -217,9 +232,11 @@ def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
 
 
 def split_frame(view: memoryview) -> tuple[memoryview, int]:
-    """Return the header bytes of a frame and the offset at which its binary parts begin. ``view``
-    is the frame without its length prefix. Raises ProtocolError if the version or the header's
-    length is wrong."""
+    """Return the header bytes of a frame and the offset at which its binary parts begin.
+
+    ``view`` is the frame without its length prefix. Raises ProtocolError if the version or the
+    header's length is wrong.
+    """
     version, size = view[0], U32.unpack_from(view, 1)[0]
     if version != VERSION:
         raise ProtocolError(f"a frame has version {version}, but {VERSION} is needed")
@@ -231,8 +248,10 @@ def split_frame(view: memoryview) -> tuple[memoryview, int]:
 def slice_blobs(
     view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
 ) -> list[memoryview]:
-    """Split the end of a buffer into blobs of the given lengths, beginning at ``start``. Raises
-    ProtocolError if the lengths do not add up to the size of the buffer."""
+    """Split the end of a buffer into blobs of the given lengths, beginning at ``start``.
+
+    Raises ProtocolError if the lengths do not add up to the size of the buffer.
+    """
     blobs = []
     for length in lengths:
         if type(length) is not int or length < 0:
@@ -246,13 +265,19 @@ def slice_blobs(
 
 class FrameReader:
     """Assembles frames from bytes that it reads from a descriptor, or that its owner has read and
-    passes to it. A long frame is read straight into a separate buffer."""
+    passes to it.
+
+    A long frame is read straight into a separate buffer.
+    """
 
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
     def __init__(self, fd: int = -1, receive: Any = None) -> None:
-        """Create a reader. ``fd``: the descriptor to read from. ``receive``: the ``recvmsg`` method
-        of a socket over which descriptors may arrive."""
+        """Create a reader.
+
+        ``fd``: the descriptor to read from. ``receive``: the ``recvmsg`` method of a socket over
+        which descriptors may arrive.
+        """
         self.fd = fd
         self.receive = receive
         self.fds: list[int] = []
@@ -294,8 +319,10 @@ class FrameReader:
         self.have += len(chunk)
 
     def fill(self) -> None:
-        """Read more data from the descriptor with one system call. Raises EOFError at the end of
-        the stream."""
+        """Read more data from the descriptor with one system call.
+
+        Raises EOFError at the end of the stream.
+        """
         if len(self.data) > self.have:
             count = _readv(self.fd, [memoryview(self.data)[self.have :]])
         else:
@@ -340,9 +367,10 @@ def _write_vector(fd: int, parts: list[Buffer]) -> None:
 def pack_value(
     value: Any, files: dict[str, Any] | None = None, *, defers: bool = False
 ) -> tuple[list[Any], int]:
-    """Encode a single value to bytes. Returns a list of buffers to write one after the other, and
-    the total length of the value's strings in characters. The format is ``u32 header length |
-    header | blobs``.
+    """Encode a single value to bytes.
+
+    Returns a list of buffers to write one after the other, and the total length of the value's
+    strings in characters. The format is ``u32 header length | header | blobs``.
 
     ``files``: a dict that collects the data of file-backed texts, keyed by the digest of the file.
     ``defers``: leave long ASCII strings in the list as they are, which saves a copy of them;
@@ -371,8 +399,10 @@ def pack_value(
 def unpack_value(
     data: Buffer, files: Mapping[str, Any] | None = None, packages: Sequence[str] = ()
 ) -> tuple[Any, int]:
-    """Decode a value that ``pack_value`` has encoded. Returns the value and the total length of its
-    strings in characters. Raises ProtocolError if the data is malformed.
+    """Decode a value that ``pack_value`` has encoded.
+
+    Returns the value and the total length of its strings in characters. Raises ProtocolError if the
+    data is malformed.
 
     ``files`` holds the data of file-backed texts, keyed by the digest of the file. ``packages``
     decides to which types tables and arrays are decoded. Their buffers are not copied from
@@ -395,16 +425,20 @@ def unpack_value(
 
 
 def has_aligned_buffers(data: Buffer) -> bool:
-    """Return True if an encoded value contains tables or arrays. Their buffers are aligned within
-    the encoded data."""
+    """Return True if an encoded value contains tables or arrays.
+
+    Their buffers are aligned within the encoded data.
+    """
     end = U32.size + U32.unpack_from(data)[0]
     tail = bytes(data[max(U32.size, end - 2 * ALIGNMENT) : end])
     return tail.rstrip().endswith(b',"aligned":true}')
 
 
 def copy_as_sent_to_host(value: Any) -> Any:
-    """Return a copy of a value with the types that the host would receive. Raises TypeError if a
-    type is not supported, and ValueError if the value exceeds a limit."""
+    """Return a copy of a value with the types that the host would receive.
+
+    Raises TypeError if a type is not supported, and ValueError if the value exceeds a limit.
+    """
     encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)
@@ -427,8 +461,10 @@ _PIECE = 1 << 16
 
 
 class ScratchBuffer:
-    """A buffer that is reused for many messages and grows as needed. Allocating memory for each
-    message would cost more than copying the data."""
+    """A buffer that is reused for many messages and grows as needed.
+
+    Allocating memory for each message would cost more than copying the data.
+    """
 
     __slots__ = ("_data",)
 
@@ -442,8 +478,10 @@ class ScratchBuffer:
 
 
 class HostGuestSharedMemory:
-    """One end of the shared memory file through which host and guest pass long blobs. Each end
-    writes to one half of the file and reads from the other half."""
+    """One end of the shared memory file through which host and guest pass long blobs.
+
+    Each end writes to one half of the file and reads from the other half.
+    """
 
     __slots__ = (
         "_at",
@@ -460,9 +498,11 @@ class HostGuestSharedMemory:
     )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """Open one end of the shared file. ``scratch`` is a buffer into which ``take`` reads; the
-        blobs are then valid only until the buffer is used again. Without it, each ``take``
-        allocates memory."""
+        """Open one end of the shared file.
+
+        ``scratch`` is a buffer into which ``take`` reads; the blobs are then valid only until the
+        buffer is used again. Without it, each ``take`` allocates memory.
+        """
         self.fd = fd
         self._scratch = scratch
         self._at = HALF_BYTES if is_host else 0
@@ -484,9 +524,11 @@ class HostGuestSharedMemory:
         """Last value of ``got`` that was reported to the other end."""
 
     def try_put(self, blobs: Sequence[Any], key: int) -> bool:
-        """Write blobs (bytes, or ASCII text) for the other end. Returns False and writes nothing if
-        they are too short to be worthwhile, if they do not fit, or if the other end has not yet
-        read the previous ones."""
+        """Write blobs (bytes, or ASCII text) for the other end.
+
+        Returns False and writes nothing if they are too short to be worthwhile, if they do not fit,
+        or if the other end has not yet read the previous ones.
+        """
         if not self.is_free or not MIN_BYTES <= sum(map(len, blobs)) <= HALF_BYTES:
             return False
         at = self._at
@@ -500,8 +542,10 @@ class HostGuestSharedMemory:
         return True
 
     def take(self, lengths: Sequence[int]) -> list[memoryview]:
-        """Read blobs of the given lengths that the other end wrote. Raises ValueError if the file
-        holds less data."""
+        """Read blobs of the given lengths that the other end wrote.
+
+        Raises ValueError if the file holds less data.
+        """
         size = sum(lengths)
         if not 0 <= size <= HALF_BYTES:
             raise ValueError(f"{size:,} bytes do not fit in the shared buffer of {HALF_BYTES:,}")
@@ -544,8 +588,10 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 
 def text_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
-    """Yield the blobs as buffers for writing. Each ASCII text becomes several buffers of limited
-    length; other blobs are yielded unchanged."""
+    """Yield the blobs as buffers for writing.
+
+    Each ASCII text becomes several buffers of limited length; other blobs are yielded unchanged.
+    """
     for blob in blobs:
         if isinstance(blob, str):
             yield from (blob[at : at + _PIECE].encode() for at in range(0, len(blob), _PIECE))
@@ -554,8 +600,10 @@ def text_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
 
 
 def make_file() -> int:
-    """Create the file that holds the shared memory buffers, and return its descriptor. Returns -1
-    if the platform has no memory files."""
+    """Create the file that holds the shared memory buffers, and return its descriptor.
+
+    Returns -1 if the platform has no memory files.
+    """
     if sys.platform != "linux":
         return -1
     import fcntl  # not on Windows

@@ -1,5 +1,7 @@
-"""The main loop of the guest, the code in the sandbox that runs cells. It answers the host's
-requests until the host closes the connection, and sends the calls that cells make to the host.
+"""The main loop of the guest, the code in the sandbox that runs cells.
+
+It answers the host's requests until the host closes the connection, and sends the calls that cells
+make to the host.
 
 This module defines what each request does, and what happens before and after a cell. Any thread of
 a running cell may call the host, and an interrupt never leaves a frame half sent. The work itself
@@ -22,8 +24,11 @@ from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, Val
 
 
 class HostError(Exception):
-    """Raised in a cell if its call to the host fails. ``kind`` is the name of the exception class
-    that the host reported, and ``data`` holds that exception's attributes."""
+    """Raised in a cell if its call to the host fails.
+
+    ``kind`` is the name of the exception class that the host reported, and ``data`` holds that
+    exception's attributes.
+    """
 
     def __init__(self, kind: str, message: str, data: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -36,7 +41,9 @@ HostError.__module__ = "builtins"  # so that a traceback shows the name without 
 
 class HostCaller:
     """Sends the calls that the cells of one session make to the host, and waits for the answers.
-    Each call gets a number."""
+
+    Each call gets a number.
+    """
 
     __slots__ = ("_channel", "_inbox", "_interrupts", "_last_id", "_output")
 
@@ -54,9 +61,11 @@ class HostCaller:
         self._last_id = 0
 
     def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the host by name and return its result. Any thread of a running cell
-        may do this. Raises HostError if the call fails, TypeError if an argument has an unsupported
-        type, and ValueError if the arguments exceed a limit."""
+        """Call a function of the host by name and return its result.
+
+        Any thread of a running cell may do this. Raises HostError if the call fails, TypeError if
+        an argument has an unsupported type, and ValueError if the arguments exceed a limit.
+        """
         if not self._channel.is_session_process():
             raise HostError(
                 "RuntimeError",
@@ -102,8 +111,10 @@ class HostCaller:
 
 
 class Guest:
-    """A notebook namespace and its connection to the host. Create it and call ``serve`` in the same
-    thread."""
+    """A notebook namespace and its connection to the host.
+
+    Create it and call ``serve`` in the same thread.
+    """
 
     __slots__ = (
         "_branches",
@@ -164,14 +175,18 @@ class Guest:
     # -- serving
 
     def record_process(self, memory_limits: tuple[int, int] | None) -> None:
-        """Record this process's id and memory limits. The process may have been forked since the
-        guest was created."""
+        """Record this process's id and memory limits.
+
+        The process may have been forked since the guest was created.
+        """
         self._channel.pid = os.getpid()
         self._memory.limits = memory_limits
 
     def serve(self, *, rehearse: bool = False) -> None:
-        """Answer the host's requests until it closes the connection. With ``rehearse``, first run
-        an empty cell to warm up while no caller is waiting."""
+        """Answer the host's requests until it closes the connection.
+
+        With ``rehearse``, first run an empty cell to warm up while no caller is waiting.
+        """
         self._mend()
         self._mend_process()
         self._channel.send({"op": "hello", "pid": self._channel.pid})
@@ -190,8 +205,10 @@ class Guest:
 
     def _rehearse(self) -> None:
         """Run an empty cell, so that the copy-on-write of the memory pages that cells write to
-        happens now and not during the first real cell. The cell leaves nothing behind, and no
-        report is sent to the host."""
+        happens now and not during the first real cell.
+
+        The cell leaves nothing behind, and no report is sent to the host.
+        """
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
         modules, self.notebook.modules = self.notebook.modules, {}  # their hooks count cells
@@ -254,8 +271,10 @@ class Guest:
         )
 
     def install(self, module: str, source: str, code: Any = None) -> None:
-        """Execute a module's source and bind its names in the session. ``code`` is the compiled
-        module, if there is one."""
+        """Execute a module's source and bind its names in the session.
+
+        ``code`` is the compiled module, if there is one.
+        """
         host_names = {
             "call_host": self._calls.call_host,
             "HostError": HostError,
@@ -284,9 +303,11 @@ class Guest:
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """Exit from a child process that a cell forked and that reached the end of the cell. Only
-        the original process continues as the session. ``error`` is the cell's error, which is
-        written to the output."""
+        """Exit from a child process that a cell forked and that reached the end of the cell.
+
+        Only the original process continues as the session. ``error`` is the cell's error, which is
+        written to the output.
+        """
         if error:
             self.output.spool.write(error.encode("utf-8", "backslashreplace"))
         os._exit(1 if error else 0)
@@ -316,8 +337,10 @@ class Guest:
 
     def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
         """Build the frame that reports the end of a cell to the host, with the note that hooks may
-        have returned. ``done`` holds the cell's id, value, error, restored names and number of
-        printed characters."""
+        have returned.
+
+        ``done`` holds the cell's id, value, error, restored names and number of printed characters.
+        """
         if note is not None:
             fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
             try:
@@ -341,8 +364,10 @@ class Guest:
             self._interpreter.restore_fds_and_sigint(self.output, self.on_interrupt)
 
     def on_interrupt(self, *_: object) -> None:
-        """Handle SIGINT by raising KeyboardInterrupt in the cell as soon as that is safe. A child
-        process that a cell forked exits instead."""
+        """Handle SIGINT by raising KeyboardInterrupt in the cell as soon as that is safe.
+
+        A child process that a cell forked exits instead.
+        """
         if not self._channel.is_session_process():
             os._exit(130)
         if self.interrupts.may_raise():

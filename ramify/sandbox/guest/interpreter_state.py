@@ -52,9 +52,11 @@ _taken: tuple[int, dict[str, Any]] = (-1, {})
 
 
 def _snapshot() -> tuple[int, dict[str, Any]]:
-    """Return the version number of the builtins, and a copy of them. A forked session reuses its
-    server's copy. Making another would write to the reference counts of all builtins, which are
-    spread over a hundred memory pages."""
+    """Return the version number of the builtins, and a copy of them.
+
+    A forked session reuses its server's copy. Making another would write to the reference counts of
+    all builtins, which are spread over a hundred memory pages.
+    """
     global _taken
     if _VERSION is None:
         return -1, dict(vars(builtins))
@@ -64,8 +66,10 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
 
 
 class InterpreterSnapshot:
-    """The interpreter state at the start of the guest, which is restored after each cell. It
-    consists of the builtins and the recursion limit."""
+    """The interpreter state at the start of the guest, which is restored after each cell.
+
+    It consists of the builtins and the recursion limit.
+    """
 
     __slots__ = ("_builtins", "_recursion_limit", "_seen")
 
@@ -83,8 +87,10 @@ class InterpreterSnapshot:
 
     def mend_streams(self, main: types.ModuleType, output: CellOutputSender) -> None:
         """Restore the interpreter settings that a cell may have changed: the standard streams,
-        ``__main__``, the trace and profile functions, and the recursion limit. Call this only if
-        the guest is the only user of its process."""
+        ``__main__``, the trace and profile functions, and the recursion limit.
+
+        Call this only if the guest is the only user of its process.
+        """
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
         sys.modules["__main__"] = main
@@ -98,8 +104,10 @@ class InterpreterSnapshot:
     def restore_fds_and_sigint(
         self, output: CellOutputSender, on_interrupt: Callable[..., None]
     ) -> None:
-        """Restore the output descriptors and the SIGINT handler. Call this once the host has the
-        result of the cell."""
+        """Restore the output descriptors and the SIGINT handler.
+
+        Call this once the host has the result of the cell.
+        """
         output.spool.attach()
         if _signal.getsignal(_SIGINT) != on_interrupt:
             _signal.signal(_SIGINT, on_interrupt)
@@ -108,13 +116,17 @@ class InterpreterSnapshot:
 
 class MemoryLimit:
     """Two limits on address space: one while cells run, and a slightly higher one for the guest.
-    The difference lets the guest report that a cell has run out of memory."""
+
+    The difference lets the guest report that a cell has run out of memory.
+    """
 
     __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
-        """Set the limits for a cell and for the guest, in bytes of address space. None means no
-        limits."""
+        """Set the limits for a cell and for the guest, in bytes of address space.
+
+        None means no limits.
+        """
         self.limits = limits
 
     def allow_cell(self) -> None:
@@ -128,8 +140,10 @@ class MemoryLimit:
 
 
 def complete_builtins() -> None:
-    """Add the builtins ``exit``, ``quit`` and ``help`` if they are missing. The module ``site``
-    defines them, but the server may have been started without it."""
+    """Add the builtins ``exit``, ``quit`` and ``help`` if they are missing.
+
+    The module ``site`` defines them, but the server may have been started without it.
+    """
 
     def exit(code: Any = None) -> None:
         """End the cell."""

@@ -1,5 +1,6 @@
-"""A file-backed text: a string that stays on disk but is used like a ``str``. If a text exceeds a
-configured size, the variable ``context`` of the session has this type.
+"""A file-backed text: a string that stays on disk but is used like a ``str``.
+
+If a text exceeds a configured size, the variable ``context`` of the session has this type.
 
     context[a:b]   characters ──> bytes: the count of characters before each block, and one block
     find, count    bytes of the file, in pieces ──> characters
@@ -39,9 +40,11 @@ _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitli
 
 
 class TextOffsetIndex:
-    """An index from character positions to byte offsets in an encoded text. It stores the number of
-    characters and line ends before each block of bytes. An offset counts bytes, and a position
-    counts characters."""
+    """An index from character positions to byte offsets in an encoded text.
+
+    It stores the number of characters and line ends before each block of bytes. An offset counts
+    bytes, and a position counts characters.
+    """
 
     __slots__ = ("_chars_at", "_lines_at", "data", "digest", "encoding", "num_bytes")
 
@@ -77,7 +80,10 @@ class TextOffsetIndex:
 
     def counts(self) -> tuple[bytes, bytes]:
         """Return the number of characters and the number of lines before each block, as two arrays
-        of 64-bit integers in bytes. ``read_count_table`` restores such an array."""
+        of 64-bit integers in bytes.
+
+        ``read_count_table`` restores such an array.
+        """
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
     def read_bytes(self, low: int, high: int) -> bytes:
@@ -87,8 +93,10 @@ class TextOffsetIndex:
         return data.decode(self.encoding, "replace")
 
     def text(self, start: int, stop: int) -> str:
-        """Return the text between two character positions. Raises ValueError if it is too long for
-        memory."""
+        """Return the text between two character positions.
+
+        Raises ValueError if it is too long for memory.
+        """
         stop = min(stop, self.num_chars)
         if stop <= start:
             return ""
@@ -100,8 +108,11 @@ class TextOffsetIndex:
         return self.decode(self.read_bytes(self.byte_at(start), self.byte_at(stop)))
 
     def read_checked_bytes(self, low: int, high: int, what: str) -> bytes:
-        """Return the bytes between two offsets. Raises ValueError if there are too many for a
-        ``str`` or a list in memory. ``what`` names the part of the text in that error."""
+        """Return the bytes between two offsets.
+
+        Raises ValueError if there are too many for a ``str`` or a list in memory. ``what`` names
+        the part of the text in that error.
+        """
         if high - low > 4 * MAX_SLICE_CHARS:
             raise ValueError(
                 f"{what} of {high - low:,} bytes: too much for memory; take smaller parts, or go "
@@ -132,7 +143,10 @@ class TextOffsetIndex:
         return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
 
     def line_at(self, line: int) -> int:
-        """Return the byte offset at which a line begins. The first line is number 0."""
+        """Return the byte offset at which a line begins.
+
+        The first line is number 0.
+        """
         if line <= 0:
             return 0
         number = bisect_left(self._lines_at, line) - 1
@@ -141,7 +155,9 @@ class TextOffsetIndex:
 
     def offsets_of(self, needle: bytes, low: int, high: int) -> Iterator[int]:
         """Yield the byte offsets between ``low`` and ``high`` at which ``needle`` occurs.
-        Occurrences do not overlap."""
+
+        Occurrences do not overlap.
+        """
         at = low
         while at < high:
             piece = self.read_bytes(at, min(high, at + _PIECE_BYTES + len(needle) - 1))
@@ -178,15 +194,19 @@ class TextOffsetIndex:
 
 
 def read_count_table(data: Any) -> Sequence[int]:
-    """Restore one table of a ``TextOffsetIndex`` from bytes. The table holds the number of
-    characters, or of lines, before each block of the file."""
+    """Restore one table of a ``TextOffsetIndex`` from bytes.
+
+    The table holds the number of characters, or of lines, before each block of the file.
+    """
     return array("Q", bytes(data))
 
 
 class MappedText:
-    """A file-backed text: a string that stays on disk but is used like a ``str``. It supports len,
-    slices, find, count, in and lines. ``finditer``, ``findall`` and ``search`` apply regular
-    expressions to it."""
+    """A file-backed text: a string that stays on disk but is used like a ``str``.
+
+    It supports len, slices, find, count, in and lines. ``finditer``, ``findall`` and ``search``
+    apply regular expressions to it.
+    """
 
     __slots__ = ("file",)
 
@@ -282,19 +302,28 @@ class MappedText:
         return -1 if found < 0 else self.file.char_at(found)
 
     def index(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """Return the first position of ``sub``. Raises ValueError if it does not occur."""
+        """Return the first position of ``sub``.
+
+        Raises ValueError if it does not occur.
+        """
         if (found := self.find(sub, start, end)) < 0:
             raise ValueError("substring not found")
         return found
 
     def rindex(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """Return the last position of ``sub``. Raises ValueError if it does not occur."""
+        """Return the last position of ``sub``.
+
+        Raises ValueError if it does not occur.
+        """
         if (found := self.rfind(sub, start, end)) < 0:
             raise ValueError("substring not found")
         return found
 
     def count(self, sub: str, start: int | None = None, end: int | None = None) -> int:
-        """Return the number of occurrences of ``sub``. Occurrences do not overlap."""
+        """Return the number of occurrences of ``sub``.
+
+        Occurrences do not overlap.
+        """
         if sub == "\n" and start is None and end is None:
             return self.file.num_line_ends
         needle, start, end = self._needle(sub), *self._range(start, end)
@@ -315,13 +344,18 @@ class MappedText:
         return self.file.text(max(0, len(self) - longest), len(self)).endswith(suffix)
 
     def splitlines(self, keepends: bool = False) -> MappedLines:
-        """Return the lines as a list-like object. Lines end at ``\n`` or ``\r\n``, and each is read
-        from the file only when it is used."""
+        """Return the lines as a list-like object.
+
+        Lines end at ``\n`` or ``\r\n``, and each is read from the file only when it is used.
+        """
         return MappedLines(self.file, keepends=keepends)
 
     def split(self, sep: str | None = None, maxsplit: int = -1) -> MappedLines | Iterator[str]:
-        """Return an iterator over the parts between separators. For ``split("\\n")``, return a
-        sequence of lines instead, which has a length and supports indices."""
+        """Return an iterator over the parts between separators.
+
+        For ``split("\\n")``, return a sequence of lines instead, which has a length and supports
+        indices.
+        """
         if sep == "\n" and maxsplit < 0:
             return MappedLines(self.file, is_split=True)
         if maxsplit >= 0:
@@ -336,7 +370,10 @@ class MappedText:
 
     def finditer(self, pattern: str | re.Pattern[str], flags: int = 0) -> Iterator[MappedMatch]:
         """Iterate over the matches of a regular expression, as ``re.finditer(pattern, text,
-        flags)`` does. Matches of up to 262,144 characters are found; longer ones may be missed."""
+        flags)`` does.
+
+        Matches of up to 262,144 characters are found; longer ones may be missed.
+        """
         compiled = re.compile(pattern, flags)
         if not isinstance(compiled.pattern, str):
             raise TypeError("give a pattern of str; for one of bytes: re.finditer(…, text.buffer)")
@@ -358,8 +395,10 @@ class MappedText:
 
     @property
     def buffer(self) -> memoryview:
-        """The encoded bytes of the text, to be searched with ``re`` and bytes patterns. Positions
-        in it count bytes."""
+        """The encoded bytes of the text, to be searched with ``re`` and bytes patterns.
+
+        Positions in it count bytes.
+        """
         data = self.file.data
         if not isinstance(data, memoryview):
             raise TypeError("a text that the host reads has no buffer: it is mapped in sessions")
@@ -387,14 +426,19 @@ class MappedText:
             at = after
 
     def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
-        """Convert the arguments ``start`` and ``end`` of ``find`` to positions. A start beyond the
-        end of the text is kept, so that ``find("")`` returns -1 there, as for a ``str``."""
+        """Convert the arguments ``start`` and ``end`` of ``find`` to positions.
+
+        A start beyond the end of the text is kept, so that ``find("")`` returns -1 there, as for a
+        ``str``.
+        """
         low, high, _ = slice(start, end).indices(len(self))
         return (low if start is None else max(low, start)), high
 
     def _needle(self, sub: object) -> bytes | None:
-        """Encode a text to search for in the file's encoding. Returns None if that encoding cannot
-        represent the text."""
+        """Encode a text to search for in the file's encoding.
+
+        Returns None if that encoding cannot represent the text.
+        """
         if not isinstance(sub, str):
             raise TypeError(f"must be str, not {type(sub).__name__}")
         try:
@@ -414,14 +458,18 @@ MappedText.__module__ = "builtins"  # an error then shows the name without a mod
 
 
 class MappedMatch:
-    """A match of a regular expression in a ``MappedText``, used like ``re.Match``. Its positions
-    refer to the whole text."""
+    """A match of a regular expression in a ``MappedText``, used like ``re.Match``.
+
+    Its positions refer to the whole text.
+    """
 
     __slots__ = ("_at", "_match")
 
     def __init__(self, match: re.Match[str], at: int) -> None:
-        """Wrap a match that was found in a window of the text. ``at``: the position in the whole
-        text at which the window begins."""
+        """Wrap a match that was found in a window of the text.
+
+        ``at``: the position in the whole text at which the window begins.
+        """
         self._match = match
         self._at = at
 
@@ -461,15 +509,21 @@ class MappedMatch:
 
 class MappedLines(Sequence[str]):
     """The lines of a ``MappedText``, used like a list: it supports len, an index, slices and
-    iteration. Each line is read from the file when it is used."""
+    iteration.
+
+    Each line is read from the file when it is used.
+    """
 
     __slots__ = ("_file", "_is_split", "_keepends")
 
     def __init__(
         self, file: TextOffsetIndex, *, keepends: bool = False, is_split: bool = False
     ) -> None:
-        """Create the list of lines of a file. With ``is_split``, the items are those of
-        ``split("\\n")`` instead: carriage returns are kept, and the last item may be empty."""
+        """Create the list of lines of a file.
+
+        With ``is_split``, the items are those of ``split("\\n")`` instead: carriage returns are
+        kept, and the last item may be empty.
+        """
         self._file = file
         self._keepends = keepends
         self._is_split = is_split
@@ -532,7 +586,10 @@ class MappedLines(Sequence[str]):
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
     def _cut(self, data: bytes) -> Iterator[str]:
-        """Decode bytes of the file and split them into lines. They must end with a line end."""
+        """Decode bytes of the file and split them into lines.
+
+        They must end with a line end.
+        """
         lines = self._file.decode(data).split("\n")
         lines.pop()
         if self._keepends:
@@ -544,8 +601,10 @@ class MappedLines(Sequence[str]):
 
 
 def _first_lead(block: bytes) -> int:
-    """Return the offset of the first character that begins in a block of UTF-8. The bytes before it
-    continue a character of the previous block."""
+    """Return the offset of the first character that begins in a block of UTF-8.
+
+    The bytes before it continue a character of the previous block.
+    """
     begin = 0
     while begin < len(block) and block[begin] & 0xC0 == 0x80:
         begin += 1

@@ -33,8 +33,11 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten ``text`` to its beginning and end. A note between them says how many characters are
-    missing. Text within the limit is returned unchanged."""
+    """Shorten ``text`` to its beginning and end.
+
+    A note between them says how many characters are missing. Text within the limit is returned
+    unchanged.
+    """
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -42,8 +45,11 @@ def cut(text: str, limit: int) -> str:
 
 
 def safe_repr(value: Any) -> str:
-    """Return ``repr(value)``, shortened to a limited length. Never raises an Exception, even if the
-    value's own ``__repr__`` does, and never copies a long string."""
+    """Return ``repr(value)``, shortened to a limited length.
+
+    Never raises an Exception, even if the value's own ``__repr__`` does, and never copies a long
+    string.
+    """
     kind = type(value)
     if kind in (str, bytes) and len(value) > VALUE_CHARS:
         half = VALUE_CHARS // 2
@@ -56,8 +62,10 @@ def safe_repr(value: Any) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return ``str(error)``, or a note if that fails. It may fail for an exception class that was
-    defined in a cell."""
+    """Return ``str(error)``, or a note if that fails.
+
+    It may fail for an exception class that was defined in a cell.
+    """
     try:
         return "".join([str(error), ""])
     except BaseException as worse:  # noqa: BLE001  (whatever it does, the session continues)
@@ -65,8 +73,10 @@ def error_text(error: BaseException) -> str:
 
 
 def format_error(error: BaseException, hidden: Collection[str] = ()) -> str:
-    """Format the traceback of an error for the author of the cell. Frames of the guest and of the
-    files in ``hidden`` are left out."""
+    """Format the traceback of an error for the author of the cell.
+
+    Frames of the guest and of the files in ``hidden`` are left out.
+    """
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
     visited: set[int] = set()
     stack = [shown]
@@ -111,7 +121,9 @@ _ASSIGNMENT = re.compile(
 
 def ends_in_assignment(source: str) -> bool:
     """Return True if the cell definitely ends in a one-line assignment, and so has no value to
-    echo. False means that it may or may not.
+    echo.
+
+    False means that it may or may not.
 
     Cells with triple-quoted strings or backslashes give False. In all others only brackets continue
     a statement on the next line. So a last line whose brackets are balanced is a statement by
@@ -129,7 +141,10 @@ def ends_in_assignment(source: str) -> bool:
 
 class CompiledCell:
     """The compiled code of a cell, in two parts: the statements before the last expression, and
-    that expression. The value of the expression is echoed."""
+    that expression.
+
+    The value of the expression is echoed.
+    """
 
     __slots__ = ("body", "flags", "last")
 
@@ -161,9 +176,11 @@ class CompiledCell:
 
 
 def compile_or_load_module(source: str, name: str, code: Any = None) -> types.CodeType:
-    """Compile the source of a module. If the host has compiled it already, load that code from
-    ``code`` instead, in marshal format and from the same version of Python. A code object is
-    returned unchanged."""
+    """Compile the source of a module.
+
+    If the host has compiled it already, load that code from ``code`` instead, in marshal format and
+    from the same version of Python. A code object is returned unchanged.
+    """
     if isinstance(code, types.CodeType):
         return code
     if code:
@@ -228,8 +245,10 @@ class GuestNotebook:
     # -- names
 
     def bind(self, name: str, value: Any, reserved: bool) -> None:
-        """Set a variable in the namespace on behalf of the host. A reserved name is restored after
-        each cell that overwrites it."""
+        """Set a variable in the namespace on behalf of the host.
+
+        A reserved name is restored after each cell that overwrites it.
+        """
         if reserved:
             self.reserved[name] = value
         else:
@@ -242,8 +261,10 @@ class GuestNotebook:
         return self.namespace[name]
 
     def mend_namespace(self) -> None:
-        """Restore ``__name__`` and ``__builtins__`` in the cells' namespace. Without them, Python
-        code cannot run properly."""
+        """Restore ``__name__`` and ``__builtins__`` in the cells' namespace.
+
+        Without them, Python code cannot run properly.
+        """
         self.namespace["__name__"] = "__main__"
         self.namespace["__builtins__"] = self.builtins
 
@@ -267,6 +288,7 @@ class GuestNotebook:
         self, module: str, source: str, host_names: Mapping[str, Any], code: Any = None
     ) -> None:
         """Execute source code as a module and bind the names in its ``__all__`` as reserved names.
+
         A module that was installed earlier under the same name is replaced, and its names are
         removed.
 
@@ -299,8 +321,10 @@ class GuestNotebook:
         self, encoder: ValueEncoder, error: str | None
     ) -> tuple[Any, str | None]:
         """Call the ``after_cell`` hook of each installed module and return the encoded results.
+
         Also return an error: that of the cell if it failed, otherwise that of the first hook that
-        failed, or None. The hooks see the namespace as the cell left it."""
+        failed, or None. The hooks see the namespace as the cell left it.
+        """
         notes: dict[str, Any] = {}
         for name, module in self.modules.items():
             hook = module.__dict__.get("after_cell")
@@ -317,8 +341,10 @@ class GuestNotebook:
     # -- a cell
 
     def execute(self, source: str, name: str) -> Outcome:
-        """Run a cell and return its echoed value and its error. An interrupt may arrive at any
-        point, even while a value or an exception is formatted."""
+        """Run a cell and return its echoed value and its error.
+
+        An interrupt may arrive at any point, even while a value or an exception is formatted.
+        """
         try:
             self._interrupts.is_live = True
             try:
@@ -366,8 +392,10 @@ class GuestNotebook:
             self.loop = None
 
     def format_error(self, error: BaseException) -> str | None:
-        """Format an error of a cell as text. Returns None if the cell ended with an exit that is
-        not an error."""
+        """Format an error of a cell as text.
+
+        Returns None if the cell ended with an exit that is not an error.
+        """
         if isinstance(error, SystemExit):
             return (
                 None if error.code in (None, 0) else cut(f"SystemExit: {error.code}", VALUE_CHARS)

@@ -42,8 +42,10 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """Empty the buffer. Returns its content, and how many bytes were discarded before it since
-        the last call."""
+        """Empty the buffer.
+
+        Returns its content, and how many bytes were discarded before it since the last call.
+        """
         joined = b"".join(self._parts)
         tail = joined[-self._limit :]
         lost = self.lost + len(joined) - len(tail)
@@ -76,8 +78,10 @@ class HeadTailBuffer:
         self._tail = TailBuffer(self._half)
 
     def add(self, data: Buffer, skipped: int = 0) -> None:
-        """Add the next bytes of the stream. ``skipped`` is the number of bytes just before them
-        that were already lost."""
+        """Add the next bytes of the stream.
+
+        ``skipped`` is the number of bytes just before them that were already lost.
+        """
         if skipped:
             self._tail.drop()
             self._tail.lost += skipped
@@ -89,8 +93,11 @@ class HeadTailBuffer:
             self._tail.add(data)
 
     def text(self, chars: int) -> str:
-        """Return the content as text. If the middle was left out, a line there says how many
-        characters are missing. ``chars`` is the number of characters in the whole stream."""
+        """Return the content as text.
+
+        If the middle was left out, a line there says how many characters are missing. ``chars`` is
+        the number of characters in the whole stream.
+        """
         if not (self._head or self._tail.lost or len(self._tail)):
             return ""
         tail = bytes(self._tail)
@@ -122,8 +129,9 @@ _write = os.write
 
 
 class FileOutputSpool:
-    """An anonymous file that receives a session's standard output and standard error. Both
-    descriptors (1 and 2) write to it, so their order is preserved.
+    """An anonymous file that receives a session's standard output and standard error.
+
+    Both descriptors (1 and 2) write to it, so their order is preserved.
 
     The file is truncated after a long output was sent. If the host has the file open too, the
     output of a killed session is not lost: the host continues to read from the offset ``at``.
@@ -153,15 +161,19 @@ class FileOutputSpool:
             self.at = 0
 
     def attach(self) -> None:
-        """Redirect descriptors 1 and 2 to this file again. A cell may have closed or redirected
-        them."""
+        """Redirect descriptors 1 and 2 to this file again.
+
+        A cell may have closed or redirected them.
+        """
         os.dup2(self.fd, 1)
         os.dup2(self.fd, 2)
 
 
 class InProcessOutputSpool:
-    """An in-memory store for a session's output, for sessions that share one process. It receives
-    only what Python code prints, not what C code or child processes write."""
+    """An in-memory store for a session's output, for sessions that share one process.
+
+    It receives only what Python code prints, not what C code or child processes write.
+    """
 
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()
@@ -181,8 +193,10 @@ class InProcessOutputSpool:
 
 
 class SessionStdStream(io.TextIOBase):
-    """The replacement for ``sys.stdout`` and ``sys.stderr`` in a session. Both write to the same
-    place, so that the order of their output is preserved."""
+    """The replacement for ``sys.stdout`` and ``sys.stderr`` in a session.
+
+    Both write to the same place, so that the order of their output is preserved.
+    """
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -206,8 +220,10 @@ class SessionStdStream(io.TextIOBase):
         return self._number
 
     def reconfigure(self, **_: Any) -> None:
-        """Accept and ignore all settings, because a session always prints UTF-8. Scripts written
-        for a terminal may call this to change the encoding."""
+        """Accept and ignore all settings, because a session always prints UTF-8.
+
+        Scripts written for a terminal may call this to change the encoding.
+        """
 
     def close(self) -> None:
         """Do nothing, since the streams of a session stay open."""
@@ -239,8 +255,10 @@ _clock = time.monotonic
 
 
 class CellOutputSender:
-    """Sends the output of the running cell to the host. It also keeps the output of the last cell
-    that ended."""
+    """Sends the output of the running cell to the host.
+
+    It also keeps the output of the last cell that ended.
+    """
 
     __slots__ = (
         "_channel",
@@ -300,12 +318,17 @@ class CellOutputSender:
 
     def last_output(self) -> str:
         """Return the output of the last finished cell, up to 16 times the length that the host
-        keeps. A hook that runs after a cell gets that cell's output."""
+        keeps.
+
+        A hook that runs after a cell gets that cell's output.
+        """
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:
-        """Store printed bytes. Send the output to the host if enough bytes or enough time have
-        accumulated."""
+        """Store printed bytes.
+
+        Send the output to the host if enough bytes or enough time have accumulated.
+        """
         try:
             self.spool.write(data)
         except OSError:  # other processes have filled the file
@@ -334,7 +357,10 @@ class CellOutputSender:
 
     def take_frames(self, final: bool) -> list[Buffer]:
         """Collect the output since the last call and build the frames that must be sent to the host
-        now. The caller must hold the lock ``GuestChannel.sending``."""
+        now.
+
+        The caller must hold the lock ``GuestChannel.sending``.
+        """
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():

@@ -1,5 +1,6 @@
-"""Tables and arrays that are part of a context. Their values are not copied, but stay in the
-buffers in which they arrive.
+"""Tables and arrays that are part of a context.
+
+Their values are not copied, but stay in the buffers in which they arrive.
 
     host: a DataFrame ──convert_to_context.py──> Table ──values.py──> buffers in a memory file
     session: the mapped file ──values.py──> Table, or with pandas a DataFrame (see dataframes.py)
@@ -55,8 +56,10 @@ _CHILDREN = {"list": 1, "map": 1, "fixed": 1, "coded": 2}
 
 
 class Column(Sequence[Any]):
-    """The values of one column of a table. It supports ``len(c)``, ``c[3]``, ``c[10:20]`` (a list)
-    and ``for value in c``."""
+    """The values of one column of a table.
+
+    It supports ``len(c)``, ``c[3]``, ``c[10:20]`` (a list) and ``for value in c``.
+    """
 
     __slots__ = ("_length", "_start", "_values", "buffers", "children", "info", "kind", "type")
 
@@ -70,8 +73,11 @@ class Column(Sequence[Any]):
         children: Sequence[Column] = (),
         start: int = 0,
     ) -> None:
-        """Create a column over existing buffers. ``type`` is the Arrow name of the type, such as
-        ``int64``. ``start`` is the index of the first value in the buffers."""
+        """Create a column over existing buffers.
+
+        ``type`` is the Arrow name of the type, such as ``int64``. ``start`` is the index of the
+        first value in the buffers.
+        """
         self.kind = kind
         self.type = type
         self.info = info
@@ -218,8 +224,10 @@ class Column(Sequence[Any]):
         )
 
     def compact(self) -> Column:
-        """Return an equal column with trimmed buffers. They contain nothing before the first value
-        and nothing after the last."""
+        """Return an equal column with trimmed buffers.
+
+        They contain nothing before the first value and nothing after the last.
+        """
         start, stop, kind, info = self._start, self._start + self._length, self.kind, self.info
         bits = self.buffers[0] if self.buffers else None
         buffers: list[memoryview | None] = [_cut_bits(bits, start, stop)]
@@ -273,9 +281,11 @@ class Column(Sequence[Any]):
 
 
 class Table:
-    """A table with named columns. It supports ``t.columns``, ``t.types``, ``len(t)``, ``t["name"]``
-    (a column, which is a sequence), ``t[3]`` (a row, a dict), ``t[10:20]`` (a table) and ``for row
-    in t``."""
+    """A table with named columns.
+
+    It supports ``t.columns``, ``t.types``, ``len(t)``, ``t["name"]`` (a column, which is a
+    sequence), ``t[3]`` (a row, a dict), ``t[10:20]`` (a table) and ``for row in t``.
+    """
 
     __slots__ = ("_columns", "_length")
 
@@ -349,16 +359,20 @@ class Table:
 
 
 class NumberArray(Sequence[Any]):
-    """An array of numbers with any number of dimensions. It supports ``a.shape``, ``a.dtype``,
-    ``len(a)``, ``a[3]``, ``a[3, 4]``, ``a[2:5]`` (an array), ``for item in a`` and
-    ``a.tolist()``."""
+    """An array of numbers with any number of dimensions.
+
+    It supports ``a.shape``, ``a.dtype``, ``len(a)``, ``a[3]``, ``a[3, 4]``, ``a[2:5]`` (an array),
+    ``for item in a`` and ``a.tolist()``.
+    """
 
     __slots__ = ("_char", "buffer", "dtype", "shape")
 
     def __init__(self, dtype: str, char: str, shape: Sequence[int], buffer: memoryview) -> None:
-        """Create an array over a buffer whose numbers are in row-major (C) order. ``char`` is their
-        format character in the module ``struct``. Raises ValueError if the buffer's size does not
-        fit the shape."""
+        """Create an array over a buffer whose numbers are in row-major (C) order.
+
+        ``char`` is their format character in the module ``struct``. Raises ValueError if the
+        buffer's size does not fit the shape.
+        """
         self.dtype = dtype
         self._char = char
         self.shape = tuple(shape)
@@ -451,8 +465,10 @@ def _date(days: int) -> datetime.date | str:
 
 
 def _moment(count: int, unit: str, has_zone: bool) -> datetime.datetime | str:
-    """Convert a count of time units since 1970 to a datetime, truncated to microseconds. The result
-    is in UTC if the column has a time zone."""
+    """Convert a count of time units since 1970 to a datetime, truncated to microseconds.
+
+    The result is in UTC if the column has a time zone.
+    """
     try:
         found = _EPOCH + datetime.timedelta(microseconds=count * 10**6 // _PER_SECOND[unit])
     except OverflowError:

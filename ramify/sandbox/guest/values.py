@@ -1,4 +1,5 @@
 """Encode the values that host and session exchange as JSON, with tags for types that JSON lacks.
+
 Long strings and bytes are sent after the JSON as binary parts.
 
 Values are supported by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict,
@@ -48,7 +49,10 @@ _MAX_SLOW = 16
 
 
 class ValueLimitError(ValueError):
-    """Raised if a value from a session exceeds a limit. The message names the limit."""
+    """Raised if a value from a session exceeds a limit.
+
+    The message names the limit.
+    """
 
 
 def check_int(value: int) -> int:
@@ -61,17 +65,20 @@ def check_int(value: int) -> int:
 
 
 def int_of(digits: Any) -> int:
-    """Parse an integer from the output of ``hex``. Raises ValueLimitError if there are too many
-    digits, before the integer is created."""
+    """Parse an integer from the output of ``hex``.
+
+    Raises ValueLimitError if there are too many digits, before the integer is created.
+    """
     if len(digits) > _MAX_HEX:
         raise ValueLimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
     return check_int(int(digits, 16))
 
 
 class HashFloodingGuard:
-    """A check that protects the host from hash collision attacks. A session could choose keys with
-    equal hashes, which make sets and dicts slow to build. One object checks all sets and dicts of
-    one value.
+    """A check that protects the host from hash collision attacks.
+
+    A session could choose keys with equal hashes, which make sets and dicts slow to build. One
+    object checks all sets and dicts of one value.
 
     ``hash(n)`` is ``n`` modulo 2**61 - 1, and tuples and frozensets combine the hashes of their
     items. So a session can choose keys that collide: a set of 40,000 multiples of that number takes
@@ -91,8 +98,10 @@ class HashFloodingGuard:
             self._look(key_list, lambda piece: hashes.update(map(hash, piece)), hashes)
 
     def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
-        """Add keys to an empty set, or keys and values to an empty dict, and return it. Raises
-        ValueLimitError if too many hashes are equal, or if adding takes too long."""
+        """Add keys to an empty set, or keys and values to an empty dict, and return it.
+
+        Raises ValueLimitError if too many hashes are equal, or if adding takes too long.
+        """
         self.check(keys)
         add: Callable[[Any], Any] = container.update
         if len(keys) <= _FEW_KEYS:
@@ -122,8 +131,10 @@ class HashFloodingGuard:
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
     """Call ``add`` on all items in batches, and raise ValueLimitError if too many batches are slow.
+
     Even keys with distinct hashes can collide in the hash table, which can only be detected by
-    timing."""
+    timing.
+    """
     slow = 0
     for start in range(0, len(items), _PIECE):
         began = time.thread_time()
@@ -155,8 +166,11 @@ class ProtocolError(Exception):
 
 
 class CodecError(TypeError):
-    """Raised for a value that cannot be encoded. ``what`` describes the problem. ``path`` is the
-    position of the unsupported part within the value, innermost step first."""
+    """Raised for a value that cannot be encoded.
+
+    ``what`` describes the problem. ``path`` is the position of the unsupported part within the
+    value, innermost step first.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -172,8 +186,10 @@ class CodecError(TypeError):
 
 
 def type_name(kind: type) -> str:
-    """Return the name of a type for an error message. The module is left out if it is ``builtins``
-    or ``__main__``."""
+    """Return the name of a type for an error message.
+
+    The module is left out if it is ``builtins`` or ``__main__``.
+    """
     module = kind.__module__
     return (
         kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
@@ -191,8 +207,10 @@ def _is_utf8(text: str) -> bool:
 
 
 class ValueEncoder:
-    """An encoder that converts Python values to data that JSON can represent. It collects long
-    strings and bytes in the list ``blobs`` instead."""
+    """An encoder that converts Python values to data that JSON can represent.
+
+    It collects long strings and bytes in the list ``blobs`` instead.
+    """
 
     __slots__ = ("_files", "_keys", "blobs", "chars", "defers", "has_buffers", "tags")
 
@@ -271,7 +289,10 @@ class ValueEncoder:
         return out
 
     def _is_flat(self, items: Any) -> bool:
-        """Return True if JSON can represent all items unchanged. The check runs at C speed."""
+        """Return True if JSON can represent all items unchanged.
+
+        The check runs at C speed.
+        """
         kinds = set(map(type, items))
         if kinds == {str}:
             if max(map(len, items)) > INLINE_CHARS or not _is_utf8("".join(items)):
@@ -328,8 +349,10 @@ class ValueEncoder:
         raise CodecError(f"a value of type {type_name(kind)}")
 
     def _buffers(self, value: Any) -> Any:
-        """Encode a table or an array, and add its buffers to ``blobs`` without a copy. Raises
-        CodecError in a session, which must send a plain list instead."""
+        """Encode a table or an array, and add its buffers to ``blobs`` without a copy.
+
+        Raises CodecError in a session, which must send a plain list instead.
+        """
         if self._keys is not None:
             remedy = "list(table[:n])" if type(value) is Table else "array[:n].tolist()"
             raise CodecError(f"a {type(value).__name__} (send the part that is needed: {remedy})")
@@ -357,8 +380,10 @@ class ValueEncoder:
 
 
 def _in_order(items: Any) -> list[Any]:
-    """Return the items of a set in sorted order if they can be compared. The order then does not
-    depend on the process."""
+    """Return the items of a set in sorted order if they can be compared.
+
+    The order then does not depend on the process.
+    """
     try:
         return sorted(items)
     except TypeError:
@@ -366,8 +391,10 @@ def _in_order(items: Any) -> list[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """Format a dict's key for the path in an error message. The result is short, and an error in
-    the key's own ``__repr__`` does no harm."""
+    """Format a dict's key for the path in an error message.
+
+    The result is short, and an error in the key's own ``__repr__`` does no harm.
+    """
     return (
         repr(key)[:40]
         if type(key) in (str, int, float, bool, bytes, type(None))
@@ -383,8 +410,10 @@ class FileTextReference(NamedTuple):
 
 
 class ValueDecoder:
-    """A decoder for values that a ``ValueEncoder`` has encoded. Each blob may be used only once, so
-    that a small header cannot produce a huge value."""
+    """A decoder for values that a ``ValueEncoder`` has encoded.
+
+    Each blob may be used only once, so that a small header cannot produce a huge value.
+    """
 
     __slots__ = ("_files", "_keys", "_packages", "_refers", "blobs")
 
@@ -500,8 +529,10 @@ class ValueDecoder:
         return decoded
 
     def _buffers(self, tag: str, data: Any) -> Any:
-        """Decode a table or an array without copying its buffers. The result is a pandas or numpy
-        object if the session may import these packages."""
+        """Decode a table or an array without copying its buffers.
+
+        The result is a pandas or numpy object if the session may import these packages.
+        """
         if tag == "array":
             dtype, char, shape, blob = data
             array = NumberArray(dtype, char, shape, memoryview(self._take(blob)))
@@ -523,14 +554,19 @@ class ValueDecoder:
 
 
 def encode_text_blobs(blobs: Sequence[Any]) -> list[Buffer]:
-    """Return a list of blobs with all texts encoded as bytes. An encoder created with ``defers``
-    leaves long texts as str."""
+    """Return a list of blobs with all texts encoded as bytes.
+
+    An encoder created with ``defers`` leaves long texts as str.
+    """
     return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 
 def roundtrip_copy(value: Any) -> Any:
     """Return a copy of a value in the form in which the other end of the connection would receive
-    it. Raises TypeError if the value cannot be encoded."""
+    it.
+
+    Raises TypeError if the value cannot be encoded.
+    """
     encoder = ValueEncoder()
     try:
         data = encoder.encode(value)

@@ -1,5 +1,6 @@
-"""The host's connection to a fork server, the process from which sessions are forked. This module
-sends the server its configuration and handles its control socket.
+"""The host's connection to a fork server, the process from which sessions are forked.
+
+This module sends the server its configuration and handles its control socket.
 
 It matches replies, which may carry descriptors, to their requests. The server's process is started
 by ``forkserver_process.py``, requests are made by ``providers/process.py``, and they are executed
@@ -35,8 +36,11 @@ MODULES = ("guest", "server/process_setup", "server/forkserver")
 
 
 class ForkServerChannel:
-    """The control connection to a fork server or to a template. A template is a process that was
-    forked from the server and from which sessions are forked in turn."""
+    """The control connection to a fork server or to a template.
+
+    A template is a process that was forked from the server and from which sessions are forked in
+    turn.
+    """
 
     def __init__(self, sock: socket.socket, complaints: int | None = None) -> None:
         sock.setblocking(False)
@@ -57,8 +61,10 @@ class ForkServerChannel:
         self._loop.add_reader(sock, self._readable)
 
     async def wait_ready(self) -> dict[str, Any]:
-        """Wait until the server is ready, and return its report. Raises SandboxError with the
-        reason if the server ends before that, or is not ready in time."""
+        """Wait until the server is ready, and return its report.
+
+        Raises SandboxError with the reason if the server ends before that, or is not ready in time.
+        """
         await asyncio.wait(
             (self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -84,8 +90,10 @@ class ForkServerChannel:
     async def ask(
         self, header: dict[str, Any], fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request and return the reply, with the descriptors that came with it. The caller
-        must close them. Raises SandboxError if the server refuses or has ended."""
+        """Send a request and return the reply, with the descriptors that came with it.
+
+        The caller must close them. Raises SandboxError if the server refuses or has ended.
+        """
         async with self._room:
             self._last_id += 1
             id = header["id"] = self._last_id
@@ -98,16 +106,21 @@ class ForkServerChannel:
                 self._replies.pop(id, None)
 
     async def install(self, module: str, source: str) -> None:
-        """Install a module in all sessions that are forked from now on. A failure changes nothing,
-        because each session then installs the module itself and reports the problem."""
+        """Install a module in all sessions that are forked from now on.
+
+        A failure changes nothing, because each session then installs the module itself and reports
+        the problem.
+        """
         code = compiled_module(module, source).hex()
         with contextlib.suppress(SandboxError):
             await self.ask({"op": "install", "module": module, "source": source, "code": code})
             self.modules = {**self.modules, module: source}
 
     def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send a message that gets no reply. Messages are small and few, so they normally fit into
-        the socket's buffer."""
+        """Send a message that gets no reply.
+
+        Messages are small and few, so they normally fit into the socket's buffer.
+        """
         if fds:
             header["fds"] = len(fds)
         data = b"".join(frame(msgspec.json.encode(header)))
@@ -120,8 +133,10 @@ class ForkServerChannel:
             raise SandboxError(f"the fork server is gone: {error}") from None
 
     def _send_rest(self, data: bytes) -> None:
-        """Send the rest of a long message, such as a module's source. The server reads promptly, so
-        this blocks only briefly."""
+        """Send the rest of a long message, such as a module's source.
+
+        The server reads promptly, so this blocks only briefly.
+        """
         self._sock.setblocking(True)
         try:
             self._sock.settimeout(10.0)
@@ -130,8 +145,10 @@ class ForkServerChannel:
             self._sock.setblocking(False)
 
     def add_exit_callback(self, pid: int, call: Callable[[int], None]) -> None:
-        """Register a function that is called once when a forked process has ended. It gets the exit
-        status as ``subprocess`` reports it."""
+        """Register a function that is called once when a forked process has ended.
+
+        It gets the exit status as ``subprocess`` reports it.
+        """
         self._exits[pid] = call
 
     def _readable(self) -> None:
@@ -187,8 +204,10 @@ class ForkServerChannel:
         self._exits.clear()
 
     async def close(self) -> None:
-        """Close the control socket and wait for the server to end. The server first ends all
-        processes that it has forked."""
+        """Close the control socket and wait for the server to end.
+
+        The server first ends all processes that it has forked.
+        """
         if self._sock.fileno() < 0:  # the server has ended before
             self.abandon()
             return
@@ -214,8 +233,9 @@ def start_server(
     config: dict[str, Any],
     modules: Sequence[str] = MODULES,
 ) -> StartedForkServer:
-    """Start a fork server in a separate process and send it its configuration. This needs no event
-    loop.
+    """Start a fork server in a separate process and send it its configuration.
+
+    This needs no event loop.
 
     ``modules``: the modules that the process loads; the ``main`` function of the last one runs the
     server. If a process was started in advance with the same modules, that process is used.

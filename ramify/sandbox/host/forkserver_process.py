@@ -74,16 +74,20 @@ class StartedForkServer:
         os.close(self.complaints)
 
     def leave_to_parent(self) -> None:
-        """Release a server that the parent process started, without ending it. Call this in a
-        forked child."""
+        """Release a server that the parent process started, without ending it.
+
+        Call this in a forked child.
+        """
         self.control.close()
         os.close(self.complaints)
         self.process.returncode = 0  # not a child of this process
 
 
 def start_process(modules: tuple[str, ...], complaints: int) -> StartedForkServer:
-    """Start the process of a fork server, which then waits for its configuration. ``complaints`` is
-    a file descriptor for its standard error output."""
+    """Start the process of a fork server, which then waits for its configuration.
+
+    ``complaints`` is a file descriptor for its standard error output.
+    """
     host_end, server_end = socket.socketpair()
     with server_end:
         command = [
@@ -114,9 +118,11 @@ _early: dict[tuple[str, ...], StartedForkServer] = {}
 
 
 def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
-    """Start the process of the next fork server in advance, if this system has memory files. An
-    unused process ends together with this one. Errors are ignored, because the next start reports
-    them."""
+    """Start the process of the next fork server in advance, if this system has memory files.
+
+    An unused process ends together with this one. Errors are ignored, because the next start
+    reports them.
+    """
     if modules in _early or not hasattr(os, "memfd_create"):
         return
     if not _early:
@@ -133,7 +139,10 @@ def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
 
 def take_early(modules: tuple[str, ...]) -> StartedForkServer | None:
     """Return the process that was started in advance with the given modules, or None if there is
-    none. Each process is returned only once."""
+    none.
+
+    Each process is returned only once.
+    """
     return _early.pop(modules, None)
 
 

@@ -33,15 +33,20 @@ _PROJECT = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg")
 
 def locate(packages: Sequence[str]) -> list[str]:
     """Return the folders that contain the given packages and their dependencies, without
-    duplicates. Raises ConfigError if a package is not installed."""
+    duplicates.
+
+    Raises ConfigError if a package is not installed.
+    """
     return list(
         dict.fromkeys(os.path.dirname(place) for name in packages for place in _places(name))
     )
 
 
 def readable(packages: Sequence[str]) -> list[str]:
-    """Return the files and folders of the given packages that sessions in a jail may read. Raises
-    ConfigError if a package is not installed."""
+    """Return the files and folders of the given packages that sessions in a jail may read.
+
+    Raises ConfigError if a package is not installed.
+    """
     paths: list[str] = []
     for place in (place for name in packages for place in _places(name)):
         if _is_installed(os.path.dirname(place)):
@@ -51,16 +56,21 @@ def readable(packages: Sequence[str]) -> list[str]:
 
 
 def partly_visible_folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders in which a jail shows only some of the entries. Imports need to look up
-    names in these folders. Raises ConfigError if a package is not installed."""
+    """Return the folders in which a jail shows only some of the entries.
+
+    Imports need to look up names in these folders. Raises ConfigError if a package is not
+    installed.
+    """
     places = [os.path.realpath(place) for name in packages for place in _places(name)]
     shown = {*readable(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
 
 
 def _places(name: str) -> list[str]:
-    """Return the folder or file of a package, or all folders of a namespace package. If a folder is
-    a symbolic link, its target is included, provided that both have the same name."""
+    """Return the folder or file of a package, or all folders of a namespace package.
+
+    If a folder is a symbolic link, its target is included, provided that both have the same name.
+    """
     spec = _spec(name)
     folders = [
         place
@@ -89,8 +99,10 @@ def _spec(name: str) -> ModuleSpec:
 
 
 def _is_installed(folder: str) -> bool:
-    """Return True if packages are installed into this folder, as into site-packages. Returns False
-    if it is also the root of a project."""
+    """Return True if packages are installed into this folder, as into site-packages.
+
+    Returns False if it is also the root of a project.
+    """
     import sysconfig  # most sandboxes have no packages
 
     install_folders = [
@@ -125,8 +137,10 @@ def _shown(place: str) -> list[str]:
 
 
 def _package(folder: str) -> list[str]:
-    """Return the paths in a package's folder that are neither hidden nor symbolic links. If nothing
-    in the folder is hidden, return only the folder itself."""
+    """Return the paths in a package's folder that are neither hidden nor symbolic links.
+
+    If nothing in the folder is hidden, return only the folder itself.
+    """
     paths, shows_all = [], True
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.name.startswith("."):
@@ -143,8 +157,10 @@ def _package(folder: str) -> list[str]:
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """Yield the modules and packages in a folder. The folder may also contain other files, which
-    are skipped."""
+    """Yield the modules and packages in a folder.
+
+    The folder may also contain other files, which are skipped.
+    """
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_symlink() or not entry.name.split(".")[0].isidentifier():
             continue
@@ -167,8 +183,10 @@ def _is_package(folder: str) -> bool:
 
 
 def _remedy(name: str) -> str:
-    """Suggest how to install a missing package. The name under which it is imported often differs
-    from the name under which it is installed."""
+    """Suggest how to install a missing package.
+
+    The name under which it is imported often differs from the name under which it is installed.
+    """
     import importlib.metadata  # 15 ms, only for an error
 
     normalized = name.lower().replace("_", "-")

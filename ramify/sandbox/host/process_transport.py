@@ -31,8 +31,10 @@ _SCM_CREDENTIALS = 2
 
 
 def read_proc(path: str) -> bytes:
-    """Return the first 4 kB of a file in /proc, using only three system calls. Raises OSError if
-    that fails."""
+    """Return the first 4 kB of a file in /proc, using only three system calls.
+
+    Raises OSError if that fails.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -41,8 +43,10 @@ def read_proc(path: str) -> bytes:
 
 
 def pid_of(pidfd: int) -> int:
-    """Return the process id behind a process descriptor (pidfd), as the host sees it. Returns -1 if
-    the process has ended."""
+    """Return the process id behind a process descriptor (pidfd), as the host sees it.
+
+    Returns -1 if the process has ended.
+    """
     try:
         found = read_proc(f"/proc/self/fdinfo/{pidfd}").partition(b"\nPid:")[2].split(None, 1)
         return int(found[0]) if found else -1
@@ -172,8 +176,10 @@ class ProcessTransport:
         return BranchTransport(self.caps, self.buffers, branch)
 
     def request_fork(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
-        """Send the request to fork, with a socket and files for the branch. Returns the host's ends
-        of that socket and those files."""
+        """Send the request to fork, with a socket and files for the branch.
+
+        Returns the host's ends of that socket and those files.
+        """
         host_end, branch_end, files = self.make_branch_ends()
         with branch_end:
             try:
@@ -185,8 +191,11 @@ class ProcessTransport:
         return host_end, files
 
     def make_branch_ends(self) -> tuple[socket.socket, socket.socket, SessionSharedMemory]:
-        """Create the socket and the files of a branch. Returns the host's end of the socket, the
-        branch's end, and the files. Raises SandboxError if the system refuses."""
+        """Create the socket and the files of a branch.
+
+        Returns the host's end of the socket, the branch's end, and the files. Raises SandboxError
+        if the system refuses.
+        """
         try:
             host_end, branch_end = socket.socketpair()
             try:
@@ -205,7 +214,10 @@ class ProcessTransport:
             ) from None
 
     def finish_forking(self, transport: BranchTransport) -> None:
-        """Complete a fork. Call this once the branch has started, or certainly will not start."""
+        """Complete a fork.
+
+        Call this once the branch has started, or certainly will not start.
+        """
         if transport.pidfd >= 0:
             with contextlib.suppress(SandboxError):
                 self.channel.send({"op": "adopt", "pid": transport.pid})
@@ -256,8 +268,10 @@ class ProcessTransport:
                 self.channel.send({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def cpu_s(self) -> float:
-        """Return the CPU time of the session's process in seconds, summed over its threads. Returns
-        0 if it is unknown."""
+        """Return the CPU time of the session's process in seconds, summed over its threads.
+
+        Returns 0 if it is unknown.
+        """
         if self._clock_id is None:
             pid = pid_of(self.pidfd)
             # As ``clock_getcpuclockid`` computes it, which Python does not offer.
@@ -306,9 +320,12 @@ class ProcessTransport:
 
 
 class BranchTransport(ProcessTransport):
-    """The connection to a branch, a forked copy of a session. The kernel reports which process sent
-    the first message on the socket, which identifies the branch. The fork server is not its parent,
-    so the host notices its exit through a process descriptor (pidfd)."""
+    """The connection to a branch, a forked copy of a session.
+
+    The kernel reports which process sent the first message on the socket, which identifies the
+    branch. The fork server is not its parent, so the host notices its exit through a process
+    descriptor (pidfd).
+    """
 
     __slots__ = ()
 
@@ -348,8 +365,10 @@ class BranchTransport(ProcessTransport):
         self.stream.start_reading(received, lost)
 
     def accept_process(self, pid: int) -> bool:
-        """Accept a process as the branch and open a process descriptor for it. Returns False if
-        there is no such process."""
+        """Accept a process as the branch and open a process descriptor for it.
+
+        Returns False if there is no such process.
+        """
         with contextlib.suppress(OSError):
             self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
         self._pid = pid

@@ -48,14 +48,20 @@ _MANY_ITEMS, _LONG_TEXT = 2000, 1 << 20
 
 
 class CellClock:
-    """A clock that measures how long a cell has worked, in seconds. While the cell waits for the
-    host, only the CPU time of its other threads counts, if it can be measured."""
+    """A clock that measures how long a cell has worked, in seconds.
+
+    While the cell waits for the host, only the CPU time of its other threads counts, if it can be
+    measured.
+    """
 
     __slots__ = ("_cpu_s", "_paused", "_since", "worked_s")
 
     def __init__(self, cpu_s: Callable[[], float] | None = None) -> None:
-        """Create a stopped clock. ``cpu_s`` returns the CPU time that the session has used, in
-        seconds, or None if that is unknown."""
+        """Create a stopped clock.
+
+        ``cpu_s`` returns the CPU time that the session has used, in seconds, or None if that is
+        unknown.
+        """
         self.worked_s = 0.0
         """Seconds worked up to the last ``start``, ``pause`` or ``stop``."""
         self._cpu_s = cpu_s
@@ -69,8 +75,10 @@ class CellClock:
         self._since = time.monotonic()
 
     def pause(self) -> None:
-        """Pause the clock while the cell waits for the host. Until it is started again, only the
-        CPU time of the cell's other threads counts."""
+        """Pause the clock while the cell waits for the host.
+
+        Until it is started again, only the CPU time of the cell's other threads counts.
+        """
         self.stop()
         if self._cpu_s is not None:
             self._paused = time.monotonic(), self._cpu_s()
@@ -100,7 +108,10 @@ class PendingHostCall(NamedTuple):
 
 
 class PendingHostCalls:
-    """The pending calls of one running cell to the host. A separate task answers each of them."""
+    """The pending calls of one running cell to the host.
+
+    A separate task answers each of them.
+    """
 
     __slots__ = ("_clock", "_last_id", "_on_bug", "answer", "bug", "pending", "tasks", "wire")
 
@@ -111,9 +122,11 @@ class PendingHostCalls:
         answer: Answer,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create the record of a cell's calls to the host, which is empty at first. ``on_bug`` is
-        called if answering a call raises an unexpected exception, which is then stored in
-        ``bug``."""
+        """Create the record of a cell's calls to the host, which is empty at first.
+
+        ``on_bug`` is called if answering a call raises an unexpected exception, which is then
+        stored in ``bug``.
+        """
         self.wire = wire
         self._clock = clock
         self._on_bug = on_bug
@@ -125,8 +138,11 @@ class PendingHostCalls:
         self.pending: dict[int, PendingHostCall] = {}
 
     def take(self, message: HostCallFrame, value: Any, weight: int, stopped: str | None) -> None:
-        """Start to answer a call from the cell. If the cell is being stopped, ``stopped`` is the
-        reason and the call is refused. Raises ProtocolError for a malformed call."""
+        """Start to answer a call from the cell.
+
+        If the cell is being stopped, ``stopped`` is the reason and the call is refused. Raises
+        ProtocolError for a malformed call.
+        """
         if message.id <= self._last_id:
             raise ProtocolError(
                 f"call {message.id} arrived out of order, after call {self._last_id}"
@@ -161,8 +177,10 @@ class PendingHostCalls:
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingHostCall) -> None:
-        """Answer one call of the cell. Every failure becomes an error in the cell, and an
-        unexpected one is also stored in ``bug``."""
+        """Answer one call of the cell.
+
+        Every failure becomes an error in the cell, and an unexpected one is also stored in ``bug``.
+        """
         # Long texts stay unencoded until it is known whether they fit into the shared buffers.
         encoder = ValueEncoder(defers=self.wire.transport.shared_buffers is not None)
         failure: HostCallError | None = None
@@ -201,7 +219,10 @@ class PendingHostCalls:
         self.wire.send(header, encoder)
 
     def _settle(self, id: int) -> bool:
-        """Remove a call from the pending ones. Returns False if its cell has already ended."""
+        """Remove a call from the pending ones.
+
+        Returns False if its cell has already ended.
+        """
         self.tasks.pop(id, None)
         is_waiting = self.pending.pop(id, None) is not None
         if not self.tasks and is_waiting:
@@ -227,8 +248,10 @@ class PendingHostCalls:
 
 
 def _encode(encoder: ValueEncoder, value: Any) -> Any:
-    """Encode a large value. If its long strings do not fit into the shared buffers, they are
-    converted to bytes now."""
+    """Encode a large value.
+
+    If its long strings do not fit into the shared buffers, they are converted to bytes now.
+    """
     data = encoder.encode(value)
     if sum(map(len, encoder.blobs)) > HALF_BYTES:  # too long for the shared buffers
         encoder.blobs = encode_text_blobs(encoder.blobs)
@@ -236,8 +259,10 @@ def _encode(encoder: ValueEncoder, value: Any) -> Any:
 
 
 def _is_large(value: Any) -> bool:
-    """Return True if encoding a value might take long enough to delay other sessions. Only part of
-    the value is inspected."""
+    """Return True if encoding a value might take long enough to delay other sessions.
+
+    Only part of the value is inspected.
+    """
     stack, left = [value], _MANY_ITEMS
     while stack:
         part = stack.pop()
@@ -284,9 +309,12 @@ class RunningCell:
         max_output_bytes: int,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create a cell that has not started yet. ``on_bug`` is called if answering a call fails
-        unexpectedly. It must not refer to this cell: that would create a reference cycle, and
-        collecting the cycle costs as much as running the cell."""
+        """Create a cell that has not started yet.
+
+        ``on_bug`` is called if answering a call fails unexpectedly. It must not refer to this cell:
+        that would create a reference cycle, and collecting the cycle costs as much as running the
+        cell.
+        """
         self.id = id
         self.code = code
         self.limit_s = limit_s
@@ -323,8 +351,10 @@ class RunningCell:
         wire: GuestFrameConnection,
         on_bug: Callable[[], None],
     ) -> RunningCell:
-        """Copy a running cell for a branch of its session. ``pending`` holds the calls that were
-        unanswered when the branch was forked."""
+        """Copy a running cell for a branch of its session.
+
+        ``pending`` holds the calls that were unanswered when the branch was forked.
+        """
         import copy
 
         twin = RunningCell(
@@ -343,15 +373,21 @@ class RunningCell:
         return twin
 
     def printed(self, data: Buffer, skipped: int, chars: int) -> None:
-        """Add printed bytes to the cell's output. ``skipped`` is the number of bytes lost just
-        before them. ``chars`` is the number of characters printed so far."""
+        """Add printed bytes to the cell's output.
+
+        ``skipped`` is the number of bytes lost just before them. ``chars`` is the number of
+        characters printed so far.
+        """
         if self._output is None:
             self._output = HeadTailBuffer(self._max_output_bytes)
         self._output.add(data, skipped)
         self.chars = chars
 
     def stdout(self) -> str:
-        """Return the cell's output so far. Long output is shortened in the middle."""
+        """Return the cell's output so far.
+
+        Long output is shortened in the middle.
+        """
         return "" if self._output is None else self._output.text(self.chars)
 
     def ends(self, end: End) -> None:
@@ -369,16 +405,21 @@ class RunningCell:
         return self.end
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` seconds until the cell has ended. May be called again after an
-        earlier wait was cancelled."""
+        """Wait up to ``timeout_s`` seconds until the cell has ended.
+
+        May be called again after an earlier wait was cancelled.
+        """
         if self.end is None:
             self._changed = asyncio.get_running_loop().create_future()
             await asyncio.wait((self._changed,), timeout=timeout_s)
 
 
 class CellAlarm:
-    """A timer that calls a function when a cell has used up its working time. It is reused for the
-    next cell, because setting a new timer costs as much as sending the messages of a short cell."""
+    """A timer that calls a function when a cell has used up its working time.
+
+    It is reused for the next cell, because setting a new timer costs as much as sending the
+    messages of a short cell.
+    """
 
     __slots__ = ("_cell", "_loop", "_ring", "_timer")
 
@@ -389,7 +430,10 @@ class CellAlarm:
         self._cell: RunningCell | None = None
 
     def watch(self, cell: RunningCell | None) -> None:
-        """Watch the working time of a cell. Pass None if no cell is running."""
+        """Watch the working time of a cell.
+
+        Pass None if no cell is running.
+        """
         self._cell = cell
         if cell is None:
             return
@@ -431,7 +475,10 @@ def limits_of(spec: SandboxSpec) -> CellLimits:
 
 
 class SessionStatus(enum.Enum):
-    """The state of a session. It decides which requests are allowed next."""
+    """The state of a session.
+
+    It decides which requests are allowed next.
+    """
 
     IDLE = "idle"
     BUSY = "busy"
@@ -442,8 +489,10 @@ class SessionStatus(enum.Enum):
 
 
 def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
-    """Build the result of a finished cell from its final message. ``note`` holds what the session's
-    ``after_cell`` hooks returned."""
+    """Build the result of a finished cell from its final message.
+
+    ``note`` holds what the session's ``after_cell`` hooks returned.
+    """
     shown = Cell(
         code=cell.code,
         stdout=cell.stdout(),
@@ -457,8 +506,10 @@ def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
 
 
 class GuestRefused(Exception):
-    """Raised if the guest could not fulfil a request. ``kind`` is the name of the exception class
-    in the guest."""
+    """Raised if the guest could not fulfil a request.
+
+    ``kind`` is the name of the exception class in the guest.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

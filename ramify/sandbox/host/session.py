@@ -1,5 +1,6 @@
-"""The host's side of a session. It sends requests to the guest, the code in the sandbox, and
-handles the guest's messages.
+"""The host's side of a session.
+
+It sends requests to the guest, the code in the sandbox, and handles the guest's messages.
 
 This module decides which messages may arrive in which order, when the cell's clock runs, and what
 happens to a cell that does not end. Messages are encoded and checked by ``session_wire.py``, the
@@ -54,8 +55,10 @@ NO_HOOKS = SessionLifecycleHooks()
 
 
 class GuestSessionProxy:
-    """The host's handle of a session whose code runs behind a ``Transport``. It implements the
-    interface ``base.Session``."""
+    """The host's handle of a session whose code runs behind a ``Transport``.
+
+    It implements the interface ``base.Session``.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -109,8 +112,11 @@ class GuestSessionProxy:
         self._wire.start_reading(self._take, self._fail, self._lost)
 
     async def ready(self, timeout_s: float = 30.0) -> None:
-        """Wait until the guest reports that it is ready. Raises SandboxError if the session ends
-        before that, or if it takes longer than ``timeout_s`` seconds."""
+        """Wait until the guest reports that it is ready.
+
+        Raises SandboxError if the session ends before that, or if it takes longer than
+        ``timeout_s`` seconds.
+        """
         await asyncio.wait(
             (self._hello, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
@@ -155,8 +161,10 @@ class GuestSessionProxy:
         return await self._finish(cell, None)
 
     async def _finish(self, cell: RunningCell, request: dict[str, Any] | None) -> CellResult:
-        """Wait for the end of a cell, and return its result. ``request`` starts the cell. It is
-        None in a branch, which continues a cell of its origin."""
+        """Wait for the end of a cell, and return its result.
+
+        ``request`` starts the cell. It is None in a branch, which continues a cell of its origin.
+        """
         try:
             self._alarm.watch(cell)
             if request is not None:
@@ -189,8 +197,10 @@ class GuestSessionProxy:
         return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """Stop a cell whose caller was cancelled. Afterwards the session is either usable or known
-        to be dead."""
+        """Stop a cell whose caller was cancelled.
+
+        Afterwards the session is either usable or known to be dead.
+        """
         self._stop(cell, "cancelled")
         try:
             await cell.wait(self._limits.grace_s + 1.0)
@@ -207,9 +217,11 @@ class GuestSessionProxy:
         await self._ask({"op": "set", "name": name, "reserved": reserved, "value": data}, encoder)
 
     async def set_context(self, parts: Sequence[Any], packages: Sequence[str] = ()) -> None:
-        """Set the reserved variable ``context``. ``parts`` is the value as ``SharedContext`` has
-        encoded it. Tables in it become DataFrames if pandas is among the ``packages`` that the
-        session may import."""
+        """Set the reserved variable ``context``.
+
+        ``parts`` is the value as ``SharedContext`` has encoded it. Tables in it become DataFrames
+        if pandas is among the ``packages`` that the session may import.
+        """
         encoder = ValueEncoder(defers=True)
         encoder.blobs += parts
         as_one_blob = [sum(map(len, parts))]
@@ -282,13 +294,18 @@ class GuestSessionProxy:
             self._state = SessionStatus.IDLE
 
     def seed(self, seed: str) -> None:
-        """Seed the session's module ``random`` again, before the next request. Raises SessionDied
-        if the session has ended, and SandboxError if it is busy."""
+        """Seed the session's module ``random`` again, before the next request.
+
+        Raises SessionDied if the session has ended, and SandboxError if it is busy.
+        """
         self._check_free()
         self._wire.seed = seed
 
     def kill(self, reason: str) -> None:
-        """End the session at once. ``reason`` is reported to the session's user."""
+        """End the session at once.
+
+        ``reason`` is reported to the session's user.
+        """
         self._fail(reason)
 
     @property
@@ -304,8 +321,10 @@ class GuestSessionProxy:
         return getattr(transport, "channel", None), getattr(transport, "number", -1)
 
     def host_bytes(self) -> int:
-        """Return the memory on the host that this session uses, in bytes. It includes unfinished
-        messages, arguments of pending calls, output and shared buffers."""
+        """Return the memory on the host that this session uses, in bytes.
+
+        It includes unfinished messages, arguments of pending calls, output and shared buffers.
+        """
         pending = self._cell.calls.pending.values() if self._cell is not None else ()
         files: int = getattr(self._wire.transport, "file_bytes", lambda: 0)()
         return self._wire.held_bytes() + sum(call.weight for call in pending) + files
@@ -313,9 +332,11 @@ class GuestSessionProxy:
     # -- branches
 
     async def fork(self) -> GuestSessionProxy:
-        """Fork a copy of the session, called a branch, and return it. Concurrent forks of one
-        session run one after another. If the caller is cancelled, the fork is completed and the
-        branch closed."""
+        """Fork a copy of the session, called a branch, and return it.
+
+        Concurrent forks of one session run one after another. If the caller is cancelled, the fork
+        is completed and the branch closed.
+        """
         transport, cell = self._wire.transport, self._cell
         if not self.caps.fork:
             raise SandboxError(
@@ -338,8 +359,11 @@ class GuestSessionProxy:
     async def _fork(
         self, transport: ForkingTransport, cell: RunningCell | None
     ) -> GuestSessionProxy:
-        """Fork a branch. Requests to fork wait for their turn. ``cell`` is the cell that was
-        waiting for the host when the fork was requested, or None if the session was idle."""
+        """Fork a branch.
+
+        Requests to fork wait for their turn. ``cell`` is the cell that was waiting for the host
+        when the fork was requested, or None if the session was idle.
+        """
         if cell is None:
             self._check_alive()
         self._check_waits(cell)
@@ -385,8 +409,10 @@ class GuestSessionProxy:
         self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:
-        """Raise SandboxError unless the session can fork now. It can if it is idle, or if its cell
-        waits for the host."""
+        """Raise SandboxError unless the session can fork now.
+
+        It can if it is idle, or if its cell waits for the host.
+        """
         self._check_alive()
         if self._state is SessionStatus.SUSPENDED:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
@@ -486,8 +512,11 @@ class GuestSessionProxy:
     # -- frames
 
     def _take(self, message: session_wire.FromGuest, value: Any, weight: int) -> None:
-        """Handle one decoded frame from the guest. ``weight`` is its estimated memory in bytes.
-        Raises ProtocolError if no such frame may arrive now."""
+        """Handle one decoded frame from the guest.
+
+        ``weight`` is its estimated memory in bytes. Raises ProtocolError if no such frame may
+        arrive now.
+        """
         cell = self._cell
         # The cell of a suspended branch waits for the host, so it sends nothing.
         if cell is not None and cell.end is None and self._state is not SessionStatus.SUSPENDED:

@@ -1,5 +1,6 @@
-"""The message connection of one session. Frames from the guest are received in order, checked and
-decoded, without delaying other sessions.
+"""The message connection of one session.
+
+Frames from the guest are received in order, checked and decoded, without delaying other sessions.
 
 Every frame from a guest must be treated as hostile until it has been checked here. This module
 defines the schema of frames from a guest, how much data of a session the event loop handles at
@@ -67,7 +68,10 @@ class GuestReadyFrame(_Frame, tag="hello"):
 
 
 class OutputFrame(_Frame, tag="out"):
-    """A message with output of the running cell. Its only binary part holds the printed bytes."""
+    """A message with output of the running cell.
+
+    Its only binary part holds the printed bytes.
+    """
 
     skip: Count
     """Number of bytes that were dropped just before the binary part."""
@@ -158,8 +162,9 @@ def parse(
     *,
     is_later: bool = False,
 ) -> tuple[FromGuest, list[memoryview]]:
-    """Decode a frame and return the message with its binary parts. Raises ProtocolError if the
-    frame is malformed or over a limit.
+    """Decode a frame and return the message with its binary parts.
+
+    Raises ProtocolError if the frame is malformed or over a limit.
 
     ``is_later``: leave binary parts in the shared buffers, because the caller will read them later
     and then call ``release_read_buffers``.
@@ -201,9 +206,11 @@ def release_read_buffers(message: FromGuest, shared_buffers: HostGuestSharedMemo
 def shared_blobs(
     message: FromGuest, shared_buffers: HostGuestSharedMemory | None
 ) -> list[memoryview]:
-    """Read the binary parts of a message from the shared memory buffers. Raises ProtocolError if
-    they are missing, or if the guest wrote to the buffers before its previous message was
-    answered."""
+    """Read the binary parts of a message from the shared memory buffers.
+
+    Raises ProtocolError if they are missing, or if the guest wrote to the buffers before its
+    previous message was answered.
+    """
     release_read_buffers(message, shared_buffers)
     if shared_buffers is None:
         raise ProtocolError("a frame with blobs in shared memory, but none is shared")
@@ -219,8 +226,10 @@ def shared_blobs(
 def value_of(
     message: HostCallFrame | CellDoneFrame | ValueFrame, data: msgspec.Raw, blobs: list[memoryview]
 ) -> Any:
-    """Decode a value that is part of a message from a guest. Raises ProtocolError if it is
-    malformed."""
+    """Decode a value that is part of a message from a guest.
+
+    Raises ProtocolError if it is malformed.
+    """
     try:
         value = _decoded(data, time.thread_time() + _DECODE_S)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
@@ -232,7 +241,10 @@ def value_of(
 
 
 def _decoded(data: msgspec.Raw, deadline: float) -> Any:
-    """Decode JSON, in pieces if it is long. Raises ProtocolError if it takes too much CPU time."""
+    """Decode JSON, in pieces if it is long.
+
+    Raises ProtocolError if it takes too much CPU time.
+    """
     if len(data) <= _PIECE_BYTES:
         return msgspec.json.decode(data)
     if time.thread_time() > deadline:
@@ -254,8 +266,10 @@ def _decoded(data: msgspec.Raw, deadline: float) -> Any:
 
 
 def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
-    """Group adjacent short JSON items, so that each group can be decoded at once. Yields each
-    group, and each long item separately."""
+    """Group adjacent short JSON items, so that each group can be decoded at once.
+
+    Yields each group, and each long item separately.
+    """
     group: list[msgspec.Raw] = []
     size = 0
     for item in items:
@@ -276,8 +290,10 @@ def build_request_frame(
     encoder: ValueEncoder | None = None,
     shared_buffers: HostGuestSharedMemory | None = None,
 ) -> list[Any]:
-    """Build a frame for a guest and return it as a list of buffers. Long binary data goes into the
-    shared buffers if there is room."""
+    """Build a frame for a guest and return it as a list of buffers.
+
+    Long binary data goes into the shared buffers if there is room.
+    """
     blobs: list[Any] = []
     if encoder is not None and encoder.blobs:
         blobs = encoder.blobs
@@ -317,8 +333,10 @@ ProtocolError."""
 
 
 class GuestFrameConnection:
-    """The message connection to one guest. It sends frames, and receives, checks and decodes the
-    guest's frames."""
+    """The message connection to one guest.
+
+    It sends frames, and receives, checks and decodes the guest's frames.
+    """
 
     __slots__ = (
         "_assembler",
@@ -366,9 +384,12 @@ class GuestFrameConnection:
         failed: Callable[[str], None],
         lost: Callable[[], None],
     ) -> None:
-        """Start to receive frames. ``received`` is called with each decoded frame. ``failed`` is
-        called with the reason if the guest violates the protocol, after which it is not trusted.
-        ``lost`` is called at the end of the stream."""
+        """Start to receive frames.
+
+        ``received`` is called with each decoded frame. ``failed`` is called with the reason if the
+        guest violates the protocol, after which it is not trusted. ``lost`` is called at the end of
+        the stream.
+        """
         self._received = received
         self._failed = failed
         self.transport.start_reading(self._feed, lost)
@@ -424,8 +445,10 @@ class GuestFrameConnection:
         self.resume_receiving("decoding")
 
     def pause_receiving(self, reason: str) -> None:
-        """Stop handling frames until ``resume_receiving`` is called with the same reason. Several
-        reasons can be active at once."""
+        """Stop handling frames until ``resume_receiving`` is called with the same reason.
+
+        Several reasons can be active at once.
+        """
         if not self._holds:
             self.transport.pause()
         self._holds.add(reason)
@@ -450,8 +473,10 @@ class GuestFrameConnection:
         self.transport.resume()
 
     def close(self) -> Awaitable[None] | None:
-        """End the guest and stop handling its frames. Returns an awaitable if the caller must wait
-        for the guest to end, otherwise None."""
+        """End the guest and stop handling its frames.
+
+        Returns an awaitable if the caller must wait for the guest to end, otherwise None.
+        """
         if self._decoder is not None:
             self._decoder.cancel()
         waits = self.transport.close()
@@ -499,9 +524,12 @@ class GuestFrameConnection:
 
 
 def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
-    """Decode the value of a frame. Returns it with an estimate of the memory that it uses, in
-    bytes. ``size`` is the size of the frame in bytes. The estimate limits the calls that wait for
-    an answer, so it is 0 for output and for the end of a cell."""
+    """Decode the value of a frame.
+
+    Returns it with an estimate of the memory that it uses, in bytes. ``size`` is the size of the
+    frame in bytes. The estimate limits the calls that wait for an answer, so it is 0 for output and
+    for the end of a cell.
+    """
     kind = type(message)
     if kind is CellDoneFrame:
         note = message.note  # type: ignore[union-attr]

@@ -43,8 +43,10 @@ def load(folder, names):
 
 
 def paths(modules: Sequence[str]) -> list[Path]:
-    """Return the paths of the source files of the given modules. For a package, these are all files
-    in its folder."""
+    """Return the paths of the source files of the given modules.
+
+    For a package, these are all files in its folder.
+    """
     from pathlib import Path
 
     files = []
@@ -56,6 +58,8 @@ def paths(modules: Sequence[str]) -> list[Path]:
 
 @cache
 def texts(modules: tuple[str, ...]) -> dict[str, str]:
-    """Return the source code of the given modules. The keys are file paths relative to the folder
-    that the function ``load`` takes."""
+    """Return the source code of the given modules.
+
+    The keys are file paths relative to the folder that the function ``load`` takes.
+    """
     return {path.relative_to(FOLDER).as_posix(): path.read_text("utf-8") for path in paths(modules)}

@@ -1,5 +1,6 @@
-"""The transport between the host and a guest, the code that runs in the sandbox. It is a byte
-stream with operations on the guest's process.
+"""The transport between the host and a guest, the code that runs in the sandbox.
+
+It is a byte stream with operations on the guest's process.
 
 This module moves bytes between a socket and the event loop at the lowest cost, and finds where a
 message ("frame") ends. What the bytes mean is decided by ``session.py``, and what is at the other
@@ -25,8 +26,10 @@ from ramify.sandbox.guest.values import ProtocolError
 
 
 class Transport(Protocol):
-    """A connection to one guest, the code that runs in a sandbox. All methods are called on the
-    thread of the event loop and return at once."""
+    """A connection to one guest, the code that runs in a sandbox.
+
+    All methods are called on the thread of the event loop and return at once.
+    """
 
     caps: SandboxCapabilities
     shared_buffers: HostGuestSharedMemory | None
@@ -35,13 +38,18 @@ class Transport(Protocol):
     def start_reading(
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
-        """Start reading. ``received`` is called with the bytes that arrive, and must not keep them.
-        ``lost`` is called at the end of the stream."""
+        """Start reading.
+
+        ``received`` is called with the bytes that arrive, and must not keep them. ``lost`` is
+        called at the end of the stream.
+        """
         ...
 
     def write(self, data: list[Any]) -> None:
-        """Send buffers in order. Data that the other end does not read at once is kept and sent
-        later."""
+        """Send buffers in order.
+
+        Data that the other end does not read at once is kept and sent later.
+        """
         ...
 
     def pause(self) -> None:
@@ -56,23 +64,33 @@ class Transport(Protocol):
         ...
 
     def kill(self) -> None:
-        """Kill the guest, if the transport supports this. The callback ``lost`` is called as soon
-        as the stream has ended."""
+        """Kill the guest, if the transport supports this.
+
+        The callback ``lost`` is called as soon as the stream has ended.
+        """
         ...
 
     def leftover(self, start: int) -> bytes:
         """Return the output that a dead guest printed but did not send, if the transport can read
-        it. ``start`` is the offset in the guest's output file."""
+        it.
+
+        ``start`` is the offset in the guest's output file.
+        """
         ...
 
     async def exit_reason(self) -> str:
-        """Return the reason why the guest ended, if it is known. Waits briefly for the exit
-        status."""
+        """Return the reason why the guest ended, if it is known.
+
+        Waits briefly for the exit status.
+        """
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """End the guest. Calling this twice is harmless. Returns an awaitable if the caller must
-        wait until the process is gone, otherwise None."""
+        """End the guest.
+
+        Calling this twice is harmless. Returns an awaitable if the caller must wait until the
+        process is gone, otherwise None.
+        """
         ...
 
 
@@ -81,8 +99,10 @@ _MEANT = {70: "its process could not be set up", 71: "it got no new connection a
 
 
 def how_it_ended(status: int) -> str:
-    """Describe in words how a process ended. ``status`` is its exit status as ``subprocess``
-    reports it."""
+    """Describe in words how a process ended.
+
+    ``status`` is its exit status as ``subprocess`` reports it.
+    """
     if status >= 0:
         return _MEANT.get(status, f"its process exited with status {status}")
     try:
@@ -93,18 +113,24 @@ def how_it_ended(status: int) -> str:
 
 
 class ForkingTransport(Transport, Protocol):
-    """A transport to a guest whose process can be forked. The session then continues as two
-    processes."""
+    """A transport to a guest whose process can be forked.
+
+    The session then continues as two processes.
+    """
 
     async def prepare_branch(self) -> None:
-        """Do everything that must be done before ``fork_branch``. Raises SandboxError if the
-        session cannot be forked."""
+        """Do everything that must be done before ``fork_branch``.
+
+        Raises SandboxError if the session cannot be forked.
+        """
         ...
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
         """Request a fork, allow the guest to create one process, and return the transport to that
-        process. ``moved`` is called if the fork also gives the original session a new stream and
-        new files."""
+        process.
+
+        ``moved`` is called if the fork also gives the original session a new stream and new files.
+        """
         ...
 
     def check_apart(self) -> None:
@@ -112,8 +138,10 @@ class ForkingTransport(Transport, Protocol):
         ...
 
     def finish_forking(self, transport: Any) -> None:
-        """Complete a fork and withdraw the permission to create a process. Call this once the
-        branch has started, or certainly will not start."""
+        """Complete a fork and withdraw the permission to create a process.
+
+        Call this once the branch has started, or certainly will not start.
+        """
         ...
 
 
@@ -126,7 +154,9 @@ MAX_UNSENT_BYTES = 64 << 20
 
 
 def do_nothing(*_: Any) -> None:
-    """Do nothing. Used as the callback for data that still arrives for a closed session or stream.
+    """Do nothing.
+
+    Used as the callback for data that still arrives for a closed session or stream.
 
     Replacing the original callbacks with this function avoids a cycle of references. Only the
     garbage collector could free such a cycle, and it would stop the event loop while it searches
@@ -135,8 +165,11 @@ def do_nothing(*_: Any) -> None:
 
 
 class SharedConnectionState:
-    """The buffers and tasks that all connections of one sandbox share. Data in a read buffer is
-    valid only until the next read. Each task waits until a killed process has ended."""
+    """The buffers and tasks that all connections of one sandbox share.
+
+    Data in a read buffer is valid only until the next read. Each task waits until a killed process
+    has ended.
+    """
 
     __slots__ = ("busy_wait", "endings", "last_used", "num_expected", "shared_buffers", "stream")
 
@@ -152,8 +185,10 @@ class SharedConnectionState:
 
 
 class FrameAssembler:
-    """An assembler that turns bytes from a guest into complete frames. Each frame is a view that is
-    valid until the next ``feed``. If the caller stops iterating early, the remaining data is kept.
+    """An assembler that turns bytes from a guest into complete frames.
+
+    Each frame is a view that is valid until the next ``feed``. If the caller stops iterating early,
+    the remaining data is kept.
     """
 
     __slots__ = ("_held", "_max_bytes", "_need")
@@ -210,9 +245,11 @@ wait for at most 1 ms."""
 
 
 class SocketStream:
-    """A byte stream over a socket on the event loop. It bypasses asyncio's transports, which saves
-    two callbacks per round trip. A quick answer is read at once, without returning to the event
-    loop."""
+    """A byte stream over a socket on the event loop.
+
+    It bypasses asyncio's transports, which saves two callbacks per round trip. A quick answer is
+    read at once, without returning to the event loop.
+    """
 
     __slots__ = (
         "_backlog",
@@ -268,8 +305,10 @@ class SocketStream:
 
     def read_at_once(self) -> None:
         """Read the answer to the last ``write`` without returning to the event loop, if it arrives
-        within about the time of one loop iteration. Do nothing if other streams are in use, because
-        the loop then serves all of them sooner."""
+        within about the time of one loop iteration.
+
+        Do nothing if other streams are in use, because the loop then serves all of them sooner.
+        """
         if not self._is_quick or not self._is_expected or self._is_paused:
             return
         if self._backlog is None and self._in_a_row < _MOST_AT_ONCE:
@@ -277,7 +316,10 @@ class SocketStream:
             self._shared.busy_wait.until(self._read)
 
     def _read(self) -> bool:
-        """Read the data that has arrived. Returns False if there is none."""
+        """Read the data that has arrived.
+
+        Returns False if there is none.
+        """
         try:
             count = self._sock.recv_into(self._scratch)
         except (BlockingIOError, InterruptedError):
@@ -304,8 +346,10 @@ class SocketStream:
         self._listen()
 
     def _listen(self) -> None:
-        """Start or stop reading from the guest. A guest that sends requests without reading the
-        answers must not fill the host's memory."""
+        """Start or stop reading from the guest.
+
+        A guest that sends requests without reading the answers must not fill the host's memory.
+        """
         fd = self._sock.fileno()
         if fd < 0:
             return
@@ -335,8 +379,10 @@ class SocketStream:
         self._lost()
 
     def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
-        """Send buffers and file descriptors in one message. Raises SandboxError if the socket does
-        not accept all bytes at once."""
+        """Send buffers and file descriptors in one message.
+
+        Raises SandboxError if the socket does not accept all bytes at once.
+        """
         count = -1
         if self._backlog is None:
             with contextlib.suppress(OSError):
@@ -347,8 +393,11 @@ class SocketStream:
             raise SandboxError("the session has stopped reading its input")
 
     def write(self, data: list[Any]) -> None:
-        """Send buffers without blocking. What the socket does not accept at once is sent later. If
-        the connection is lost, nothing is sent, and reading reports the loss."""
+        """Send buffers without blocking.
+
+        What the socket does not accept at once is sent later. If the connection is lost, nothing is
+        sent, and reading reports the loss.
+        """
         self._is_quick = self.is_only_active()
         self._shared.last_used = self
         if not self._is_expected:
@@ -406,7 +455,10 @@ class SocketStream:
             self._loop.remove_writer(self._sock.fileno())
 
     def close_silently(self) -> None:
-        """Close the stream for good, without calling ``lost``. Data still in transit is ignored."""
+        """Close the stream for good, without calling ``lost``.
+
+        Data still in transit is ignored.
+        """
         self.close()
         self._received = self._lost = do_nothing
 

@@ -1,4 +1,6 @@
-"""Confine a session's process before any code of a cell runs. This cannot be undone.
+"""Confine a session's process before any code of a cell runs.
+
+This cannot be undone.
 
 The order of the steps matters. The user namespace is created before the limit on processes is set,
 so that the limit counts only this session's processes. Mounts come before Landlock, which forbids
@@ -52,8 +54,10 @@ class JailLimits(NamedTuple):
 
 
 class JailSessionDescriptors(NamedTuple):
-    """Two descriptors that the zygote, the process that forks sessions, prepares for one session. A
-    descriptor that is not needed is -1."""
+    """Two descriptors that the zygote, the process that forks sessions, prepares for one session.
+
+    A descriptor that is not needed is -1.
+    """
 
     scratch: int
     """Descriptor of the file system in the session's folder."""
@@ -72,15 +76,20 @@ class JailSessionDescriptors(NamedTuple):
 
 
 class JailSessionConfiner:
-    """Confines the processes of sessions. It prepares once what all sessions have in common, such
-    as the compiled system call filter."""
+    """Confines the processes of sessions.
+
+    It prepares once what all sessions have in common, such as the compiled system call filter.
+    """
 
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
     ) -> None:
-        """Prepare the confinement of sessions. ``own_user``: give each session its own user and
-        mount namespaces. ``landlock``: the Landlock rules, or None. ``paths``: allow system calls
-        that name files. ``drops``: drop all capabilities of the session's process."""
+        """Prepare the confinement of sessions.
+
+        ``own_user``: give each session its own user and mount namespaces. ``landlock``: the
+        Landlock rules, or None. ``paths``: allow system calls that name files. ``drops``: drop all
+        capabilities of the session's process.
+        """
         self._bounds = bounds
         self._own_user = own_user
         self._landlock = landlock
@@ -94,8 +103,10 @@ class JailSessionConfiner:
         self._limits = _limits(bounds, own_user)
 
     def prepare_session(self) -> JailSessionDescriptors:
-        """Create one session's folder and Landlock rules before the session is forked. Doing this
-        after the fork would cause more memory pages to be copied."""
+        """Create one session's folder and Landlock rules before the session is forked.
+
+        Doing this after the fork would cause more memory pages to be copied.
+        """
         scratch = -1
         if self._has_folder:
             size, inodes = (
@@ -110,8 +121,10 @@ class JailSessionConfiner:
         )
 
     def set_up_session_process(self, prepared: JailSessionDescriptors) -> None:
-        """Run the first part of the confinement, while the inherited descriptors are still open. It
-        enters new namespaces, mounts the session's folder and applies the Landlock rules."""
+        """Run the first part of the confinement, while the inherited descriptors are still open.
+
+        It enters new namespaces, mounts the session's folder and applies the Landlock rules.
+        """
         if self._own_user:
             primitives.unshare(
                 _OWN_SPACES if self._has_folder else primitives.NEWUSER, "own user namespace"
@@ -128,8 +141,11 @@ class JailSessionConfiner:
 
     def finish(self, wire: int) -> None:
         """Run the last part of the confinement: drop all capabilities and install the system call
-        filter. The filter has a listener, a descriptor at which requests to create a process
-        arrive. It is sent to the host over the connection ``wire``."""
+        filter.
+
+        The filter has a listener, a descriptor at which requests to create a process arrive. It is
+        sent to the host over the connection ``wire``.
+        """
         if self._drops:
             primitives.drop_capabilities()
         primitives.prctl(primitives.PR_SET_DUMPABLE, 0)
@@ -143,8 +159,10 @@ class JailSessionConfiner:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Return the resources to limit, each with its soft and hard limit. No limit exceeds the
-    current hard limit."""
+    """Return the resources to limit, each with its soft and hard limit.
+
+    No limit exceeds the current hard limit.
+    """
     limits = {
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
@@ -166,7 +184,10 @@ _register_at_fork = os.register_at_fork
 
 
 def _leave_undone(**_: Any) -> None:
-    """Replaces ``os.register_at_fork``. It accepts any hooks and registers none."""
+    """Replaces ``os.register_at_fork``.
+
+    It accepts any hooks and registers none.
+    """
 
 
 def restore_fork_hooks() -> None:

@@ -1,5 +1,6 @@
-"""Kernel features that confine a process: namespaces, mounts, Landlock and capabilities. Each has a
-small function.
+"""Kernel features that confine a process: namespaces, mounts, Landlock and capabilities.
+
+Each has a small function.
 
 Each system call is made with ctypes, without dependencies, and raises an error with a clear message
 if it fails. Which calls are used, and when, is decided in ``zygote.py`` and ``confine.py``; the
@@ -45,7 +46,10 @@ _syscall.restype = ctypes.c_long
 
 
 class KernelDenied(OSError):
-    """Raised if the kernel refused an operation. ``what`` is the name of the operation."""
+    """Raised if the kernel refused an operation.
+
+    ``what`` is the name of the operation.
+    """
 
     def __init__(self, number: int, what: str) -> None:
         super().__init__(number, f"{what}: {os.strerror(number)}")
@@ -53,15 +57,20 @@ class KernelDenied(OSError):
 
 
 def checked(result: int, what: str) -> int:
-    """Return the result of a C library call. Raises KernelDenied if it is negative."""
+    """Return the result of a C library call.
+
+    Raises KernelDenied if it is negative.
+    """
     if result < 0:
         raise KernelDenied(ctypes.get_errno(), what)
     return result
 
 
 def syscall(number: int, *arguments: object, what: str) -> int:
-    """Make a system call by number. Its arguments may be ints, bytes or None. Raises KernelDenied
-    if it fails."""
+    """Make a system call by number.
+
+    Its arguments may be ints, bytes or None. Raises KernelDenied if it fails.
+    """
     return checked(_syscall(ctypes.c_long(number), *map(_argument, arguments)), what)
 
 
@@ -76,7 +85,10 @@ def prctl(option: int, value: int) -> None:
 
 
 def unshare(flags: int, what: str) -> None:
-    """Move this process to new namespaces of the kinds in ``flags``. Raises KernelDenied."""
+    """Move this process to new namespaces of the kinds in ``flags``.
+
+    Raises KernelDenied.
+    """
     checked(_libc.unshare(ctypes.c_int(flags)), what)
 
 
@@ -119,9 +131,11 @@ _clone_arguments = tuple(
 
 
 def fork_sibling() -> int:
-    """Fork without running any hook of Python or the C library. The new process is a sibling, that
-    is, a child of this process's parent. So neither process is notified when the other ends. Use
-    this only in a process with one thread."""
+    """Fork without running any hook of Python or the C library.
+
+    The new process is a sibling, that is, a child of this process's parent. So neither process is
+    notified when the other ends. Use this only in a process with one thread.
+    """
     while True:
         try:
             return checked(_forking(*_clone_arguments), "fork")
@@ -131,8 +145,9 @@ def fork_sibling() -> int:
 
 
 def take_wire(wire: int, *files: int) -> None:
-    """Take over a new, private connection to the host after a fork. The connection's descriptor
-    gets the number ``wire``.
+    """Take over a new, private connection to the host after a fork.
+
+    The connection's descriptor gets the number ``wire``.
 
     Over the connection, the host sends the standard input, the output file for standard output, the
     output file once more, and the shared buffers if there are any. The last two get the numbers in
@@ -155,8 +170,11 @@ def take_wire(wire: int, *files: int) -> None:
 
 
 def request_descriptor(number: int) -> None:
-    """Close all descriptors, then ask the host for one with the given number. The host gives one
-    only to a process that has no open descriptors. Raises OSError if the host refuses."""
+    """Close all descriptors, then ask the host for one with the given number.
+
+    The host gives one only to a process that has no open descriptors. Raises OSError if the host
+    refuses.
+    """
     while True:
         try:
             _closerange(0, 1 << 20)
@@ -194,7 +212,10 @@ def unmount(target: str) -> None:
 
 def make_read_only(target: str) -> None:
     """Make a mount and everything below it read-only, and disable set-uid programs and device files
-    there. Mount flags that the kernel has locked stay unchanged."""
+    there.
+
+    Mount flags that the kernel has locked stay unchanged.
+    """
     attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
     what = f"make {target} read-only (mount_setattr, Linux 5.12)"
     syscall(
@@ -209,7 +230,10 @@ def make_read_only(target: str) -> None:
 
 
 def pivot(root: str) -> None:
-    """Make ``root`` the only file system that this process sees. It must be a mount."""
+    """Make ``root`` the only file system that this process sees.
+
+    It must be a mount.
+    """
     os.chdir(root)
     syscall(_PIVOT_ROOT[os.uname().machine], b".", b".", what="pivot_root")
     unmount(".")
@@ -217,8 +241,10 @@ def pivot(root: str) -> None:
 
 
 def create_detached_tmpfs(options: dict[str, str]) -> int:
-    """Create an in-memory file system that is not mounted yet. Returns a descriptor for
-    ``place_mount`` and ``freeze_filesystem``."""
+    """Create an in-memory file system that is not mounted yet.
+
+    Returns a descriptor for ``place_mount`` and ``freeze_filesystem``.
+    """
     context = syscall(_FSOPEN, b"tmpfs", 1, what="fsopen tmpfs (Linux 5.2)")
     try:
         for name, value in options.items():
@@ -236,8 +262,10 @@ def place_mount(fd: int, target: str) -> None:
 
 
 def freeze_filesystem(fd: int) -> None:
-    """Make the file system behind a mount read-only wherever it is mounted. Raises KernelDenied
-    (busy) while a file in it is open for writing."""
+    """Make the file system behind a mount read-only wherever it is mounted.
+
+    Raises KernelDenied (busy) while a file in it is open for writing.
+    """
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
         syscall(_FSCONFIG, context, 0, b"ro", None, 0, what="fsconfig ro")
@@ -270,12 +298,16 @@ def _rights(version: int) -> int:
 
 
 class LandlockRules:
-    """The Landlock rules for the files that confined processes may read. The files are opened once,
-    and the rules can then restrict any number of processes."""
+    """The Landlock rules for the files that confined processes may read.
+
+    The files are opened once, and the rules can then restrict any number of processes.
+    """
 
     def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
-        """Open the files and folders that may be read. In the folders of ``listed``, only the file
-        names may be read."""
+        """Open the files and folders that may be read.
+
+        In the folders of ``listed``, only the file names may be read.
+        """
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
         # Rights to files; to TCP; to abstract sockets and signals.
@@ -300,8 +332,10 @@ class LandlockRules:
         return self._rule_of(fd, rights)
 
     def ruleset(self, writable: int) -> int:
-        """Create a ruleset and return its descriptor for ``restrict``. ``writable``: the descriptor
-        of a folder that may be written to, or -1."""
+        """Create a ruleset and return its descriptor for ``restrict``.
+
+        ``writable``: the descriptor of a folder that may be written to, or -1.
+        """
         size = len(self._attributes)
         rules = syscall(
             _LANDLOCK_CREATE, self._attributes, size, 0, what="landlock_create_ruleset (Linux 5.13)"
@@ -313,8 +347,10 @@ class LandlockRules:
 
 
 def restrict(rules: int) -> None:
-    """Apply a Landlock ruleset to this process permanently. This requires the flag no_new_privs.
-    Afterwards the process cannot change any mount."""
+    """Apply a Landlock ruleset to this process permanently.
+
+    This requires the flag no_new_privs. Afterwards the process cannot change any mount.
+    """
     syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
 
 
@@ -337,8 +373,10 @@ def become(uid: int) -> None:
 
 
 def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Map the one user and group in this process's new user namespace to those outside it. ``proc``
-    is a descriptor of /proc."""
+    """Map the one user and group in this process's new user namespace to those outside it.
+
+    ``proc`` is a descriptor of /proc.
+    """
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside} {uid} 1"),
@@ -348,7 +386,10 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def put(path: str, text: str, folder: int | None = None) -> None:
-    """Write text to a kernel file, such as one in /proc. Raises KernelDenied if that fails."""
+    """Write text to a kernel file, such as one in /proc.
+
+    Raises KernelDenied if that fails.
+    """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
         try:

@@ -114,8 +114,11 @@ _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the system call numbers of a machine, by name. Each word of the table is
-    ``name=x86_64/aarch64``. Calls that the machine does not have are left out."""
+    """Return the system call numbers of a machine, by name.
+
+    Each word of the table is ``name=x86_64/aarch64``. Calls that the machine does not have are left
+    out.
+    """
     column, number_of = _COLUMN[machine], {}
     for word in table.split():
         name, _, both = word.partition("=")
@@ -130,9 +133,11 @@ def is_supported(machine: str) -> bool:
 
 
 def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
-    """Compile the system call filter of a session. ``paths``: allow calls that name files.
-    ``changes``: also allow calls that change files in ways that Landlock does not fully control,
-    such as modes, times and, before Linux 6.2, file lengths."""
+    """Compile the system call filter of a session.
+
+    ``paths``: allow calls that name files. ``changes``: also allow calls that change files in ways
+    that Landlock does not fully control, such as modes, times and, before Linux 6.2, file lengths.
+    """
     allowed = numbers(
         _ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine
     )
@@ -143,7 +148,10 @@ def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
 
 
 def denying(machine: str, calls: set[int]) -> bytes:
-    """Compile a filter that denies only the given calls. It simulates a less capable kernel."""
+    """Compile a filter that denies only the given calls.
+
+    It simulates a less capable kernel.
+    """
     return assemble(machine, dict.fromkeys(calls, EPERM), ALLOW)
 
 
@@ -179,8 +187,9 @@ def _without(index: int, bits: int) -> list[Step]:
 
 
 def _opening(flags: int) -> list[Step]:
-    """Return the filter steps for a system call that opens a file. ``flags`` is the index of the
-    argument with the open flags.
+    """Return the filter steps for a system call that opens a file.
+
+    ``flags`` is the index of the argument with the open flags.
 
     Truncating also requires write access, because Landlock before Linux 6.2 does not cover the
     right to truncate. Access mode 3 (neither reading nor writing) and ``O_PATH`` are refused,
@@ -276,8 +285,11 @@ _STEPS: dict[str, int | list[Step]] = {
 
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
-    """Compile rules into a filter program for the kernel. ``rules`` gives the answer or the filter
-    steps for each system call number. ``otherwise`` is the answer for all other numbers."""
+    """Compile rules into a filter program for the kernel.
+
+    ``rules`` gives the answer or the filter steps for each system call number. ``otherwise`` is the
+    answer for all other numbers.
+    """
     bodies: list[list[Step]] = []
     head = [
         (_LOAD, 0, 0, 4),
@@ -301,8 +313,10 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
 def _ranges(
     rules: dict[int, int | list[Step]], otherwise: int
 ) -> list[tuple[int, int | list[Step]]]:
-    """Group system call numbers into ranges with the same rule. Returns the first number of each
-    range with its rule."""
+    """Group system call numbers into ranges with the same rule.
+
+    Returns the first number of each range with its rule.
+    """
     ranges: list[tuple[int, int | list[Step]]] = [(0, otherwise)]
     for number in sorted(rules):
         for start, rule in ((number, rules[number]), (number + 1, otherwise)):
@@ -314,8 +328,10 @@ def _ranges(
 
 
 def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]) -> list[Step]:
-    """Return filter steps that find the range of a system call number by binary search. A jump to
-    the steps of a rule holds their negative index until ``assemble`` replaces it."""
+    """Return filter steps that find the range of a system call number by binary search.
+
+    A jump to the steps of a rule holds their negative index until ``assemble`` replaces it.
+    """
     if len(ranges) == 1:
         rule = ranges[0][1]
         if isinstance(rule, int):
@@ -336,7 +352,10 @@ class _Program(ctypes.Structure):
 
 
 class SeccompFilter:
-    """A compiled system call filter. Any number of processes can install it."""
+    """A compiled system call filter.
+
+    Any number of processes can install it.
+    """
 
     def __init__(self, steps: bytes) -> None:
         self._steps = ctypes.create_string_buffer(steps, len(steps))
@@ -344,8 +363,11 @@ class SeccompFilter:
         self._number = _SECCOMP[os.uname().machine]
 
     def install(self, *, listener: bool) -> int:
-        """Install the filter on this process permanently. This requires the flag no_new_privs. With
-        ``listener``, return the descriptor at which calls that need an answer arrive."""
+        """Install the filter on this process permanently.
+
+        This requires the flag no_new_privs. With ``listener``, return the descriptor at which calls
+        that need an answer arrive.
+        """
         flags = 8 if listener else 0
         return primitives.syscall(
             self._number,

@@ -1,5 +1,6 @@
-"""System calls of confined processes that need the host's decision, and the host's answers. The
-kernel blocks each call until it is answered.
+"""System calls of confined processes that need the host's decision, and the host's answers.
+
+The kernel blocks each call until it is answered.
 
 The system call filter of a session (``seccomp.py``) has a listener, a descriptor that the host
 holds. A process that makes such a call is blocked until the host answers through the listener. The
@@ -32,8 +33,10 @@ _ENOENT = 2
 
 
 class SeccompNotification(NamedTuple):
-    """A blocked system call of a confined process. It stays blocked until the owner of the system
-    call filter answers."""
+    """A blocked system call of a confined process.
+
+    It stays blocked until the owner of the system call filter answers.
+    """
 
     id: int
     pid: int
@@ -47,8 +50,10 @@ def asks_for_wire(request: SeccompNotification) -> bool:
 
 
 def receive_seccomp_notification(listener: int) -> SeccompNotification:
-    """Return the next blocked system call of a confined process. Raises OSError if there is none,
-    or if its process has ended."""
+    """Return the next blocked system call of a confined process.
+
+    Raises OSError if there is none, or if its process has ended.
+    """
     data = bytearray(80)
     fcntl.ioctl(listener, _RECEIVE, data)
     id, pid, _, number, _, _, *arguments = struct.unpack("<QIIiIQ6Q", data)
@@ -56,8 +61,10 @@ def receive_seccomp_notification(listener: int) -> SeccompNotification:
 
 
 def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
-    """Answer a blocked system call so that its process continues. Returns False if the process no
-    longer waits for the answer."""
+    """Answer a blocked system call so that its process continues.
+
+    Returns False if the process no longer waits for the answer.
+    """
     with contextlib.suppress(OSError):
         fcntl.ioctl(listener, _SEND, struct.pack("<QqiI", id, 0, -error, flags))
         return True
@@ -66,6 +73,7 @@ def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags
 
 def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = False) -> None:
     """Copy a descriptor into a process that is blocked in a system call, under the given number.
+
     Raises OSError if that fails, for example because the process no longer waits.
 
     ``answers``: also answer the system call, in the same step (Linux 5.14). Otherwise each
@@ -78,7 +86,10 @@ def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = Fals
 
 def can_insert_descriptors(listener: int) -> bool:
     """Return True if this kernel can insert descriptors into a process that is blocked in a system
-    call. Linux 5.9 and later can."""
+    call.
+
+    Linux 5.9 and later can.
+    """
     try:
         insert(listener, 0, listener, 0)
     except OSError as error:

@@ -1,5 +1,6 @@
-"""Build the isolation ("walls") that all sessions of a jail share. This also determines which tier,
-or level of isolation, this machine supports.
+"""Build the isolation ("walls") that all sessions of a jail share.
+
+This also determines which tier, or level of isolation, this machine supports.
 
 This module defines what each tier consists of and tries the strongest one first. The further
 confinement of each session is added by ``confine.py``. Standard library only.
@@ -53,8 +54,10 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/
 
 
 class TierUnavailable(Exception):
-    """Raised if none of the requested tiers (levels of isolation) is available. ``missing`` says
-    what each tier lacks."""
+    """Raised if none of the requested tiers (levels of isolation) is available.
+
+    ``missing`` says what each tier lacks.
+    """
 
     def __init__(self, missing: dict[str, str]) -> None:
         super().__init__("; ".join(f"tier {tier}: {why}" for tier, why in missing.items()))
@@ -63,8 +66,9 @@ class TierUnavailable(Exception):
 
 class ReachedIsolation(NamedTuple):
     """The isolation that a zygote, the process from which a jail's sessions are forked, has set up.
-    It consists of a tier (level of isolation) and the reasons why stronger tiers are
-    unavailable."""
+
+    It consists of a tier (level of isolation) and the reasons why stronger tiers are unavailable.
+    """
 
     tier: str
     missing: dict[str, str]
@@ -81,6 +85,7 @@ class ReachedIsolation(NamedTuple):
 
 def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> ReachedIsolation:
     """Isolate this process so that it can be the zygote, from which sessions are forked.
+
     ``config["tiers"]`` lists the levels of isolation to try, strongest first.
 
     The zygote may have to be a new process. In that case, this function returns only in the new
@@ -120,8 +125,10 @@ def _cause(error: BaseException) -> str:
 
 def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ReachedIsolation:
     """Build the isolation of tier A, which consists of namespaces, in a child process, because
-    isolation that was built only in part cannot be undone. Returns only in the child; raises
-    OSError in this process if the child fails."""
+    isolation that was built only in part cannot be undone.
+
+    Returns only in the child; raises OSError in this process if the child fails.
+    """
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -189,8 +196,10 @@ def _own_user(proc: int) -> None:
 
 
 def _become_nobody(proc: int) -> None:
-    """Stop being root permanently. The limit on the number of processes does not apply to root, not
-    even in a user namespace."""
+    """Stop being root permanently.
+
+    The limit on the number of processes does not apply to root, not even in a user namespace.
+    """
     _drop_root()
     primitives.prctl(
         primitives.PR_SET_DUMPABLE, 1
@@ -200,8 +209,10 @@ def _become_nobody(proc: int) -> None:
 
 
 def _drop_root() -> None:
-    """Switch to a user id that owns no files and runs no other process. If this machine does not
-    support such ids, use the traditional unprivileged user with id 65534."""
+    """Switch to a user id that owns no files and runs no other process.
+
+    If this machine does not support such ids, use the traditional unprivileged user with id 65534.
+    """
     uid = _FIRST_UID + int.from_bytes(os.urandom(4), "little") % _UIDS
     try:
         primitives.become(uid)
@@ -210,8 +221,10 @@ def _drop_root() -> None:
 
 
 def _continue_as_first() -> None:
-    """Fork and continue in the child, which becomes process 1 of its namespace. When process 1
-    ends, the kernel ends all others there."""
+    """Fork and continue in the child, which becomes process 1 of its namespace.
+
+    When process 1 ends, the kernel ends all others there.
+    """
     pid = os.fork()
     if pid:
         _wait_out(pid)
@@ -224,7 +237,9 @@ def _die_with_parent() -> None:
 
 def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
     """Build an in-memory file system with read-only views of the files that sessions may see.
-    ``mounts`` maps paths in it to files or folders of the host."""
+
+    ``mounts`` maps paths in it to files or folders of the host.
+    """
     places = {path: path for path in readable} | mounts
     sources = {
         place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path))
@@ -267,14 +282,18 @@ def _link(path: str) -> None:
 
 
 def scratch_in(shown: list[str]) -> str:
-    """Return the path of a session's private folder. It is /tmp, unless that would hide a path
-    below /tmp that sessions should see."""
+    """Return the path of a session's private folder.
+
+    It is /tmp, unless that would hide a path below /tmp that sessions should see.
+    """
     return "/scratch" if any(path.startswith("/tmp/") for path in shown) else "/tmp"
 
 
 def readable_paths(config: dict[str, Any]) -> list[str]:
-    """Return the real paths that Python and the requested packages need. Paths inside another
-    returned path are left out."""
+    """Return the real paths that Python and the requested packages need.
+
+    Paths inside another returned path are left out.
+    """
     # The search path of a process without ``site`` is the standard library.
     candidates = [path for path in sys.path if path.startswith("/")]
     candidates += [os.path.join(sys.base_prefix, "lib"), *config["shown"]]
@@ -288,8 +307,10 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _continue_kept(let_go: Any) -> bool:
-    """Fork and continue in the child. The parent waits, and ends all processes that the child
-    leaves behind."""
+    """Fork and continue in the child.
+
+    The parent waits, and ends all processes that the child leaves behind.
+    """
     pid = os.fork()
     if pid:
         let_go()
@@ -358,8 +379,11 @@ def _landlock(config: dict[str, Any]) -> int:
 
 
 def _try_out(walls: ReachedIsolation) -> None:
-    """Test the isolation with a trial session. The session first does what normal sessions do, and
-    then runs known attacks. Raises OSError if its normal work fails, or if an attack succeeds."""
+    """Test the isolation with a trial session.
+
+    The session first does what normal sessions do, and then runs known attacks. Raises OSError if
+    its normal work fails, or if an attack succeeds.
+    """
     prepared = walls.confinement.prepare_session()
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -393,8 +417,11 @@ def _try_out(walls: ReachedIsolation) -> None:
 def _trial(
     walls: ReachedIsolation, prepared: confine.JailSessionDescriptors, wire: socket.socket
 ) -> int:
-    """Confine this process like a session, then try the known attacks. Returns a bit mask of the
-    attacks that succeeded, or ``_NOT_STARTED`` if the process could not be confined."""
+    """Confine this process like a session, then try the known attacks.
+
+    Returns a bit mask of the attacks that succeeded, or ``_NOT_STARTED`` if the process could not
+    be confined.
+    """
     fd = wire.detach()
     try:
         walls.confinement.set_up_session_process(prepared)
@@ -413,8 +440,10 @@ def _trial(
 
 
 def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
-    """Act as the host of a trial session, with all kernel features that a host needs. Returns an
-    error if one is missing, otherwise None."""
+    """Act as the host of a trial session, with all kernel features that a host needs.
+
+    Returns an error if one is missing, otherwise None.
+    """
     listener = -1
     try:
         wire.settimeout(_TRIAL_S)
@@ -442,9 +471,11 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
 
 
 def _answer_trial(listener: int, file: int) -> bool:
-    """Answer one request of the trial session. A request to create a process is refused; a request
-    for a file descriptor is granted. Returns False if that was the last request or the session has
-    ended."""
+    """Answer one request of the trial session.
+
+    A request to create a process is refused; a request for a file descriptor is granted. Returns
+    False if that was the last request or the session has ended.
+    """
     try:
         request = requests.receive_seccomp_notification(listener)
     except OSError as error:

@@ -1,5 +1,7 @@
-"""The zygote, the isolated fork server of a jail. Every session is forked from it, and so is every
-template, a process that holds a large context for sessions.
+"""The zygote, the isolated fork server of a jail.
+
+Every session is forked from it, and so is every template, a process that holds a large context for
+sessions.
 
 This module decides when the isolation is built, what is reported to the host about it, and what is
 prepared for a session. The fork server in general is ``server/forkserver.py``, and the isolation is
@@ -115,8 +117,11 @@ _NOT_STORED = {"__pycache__", "idlelib", "site-packages", "dist-packages", "test
 
 
 class InMemoryStdlibImporter:
-    """An importer that finds standard library modules in memory. Sessions need it if they may make
-    no system call that names a file, or if their user cannot read the library's folder."""
+    """An importer that finds standard library modules in memory.
+
+    Sessions need it if they may make no system call that names a file, or if their user cannot read
+    the library's folder.
+    """
 
     def __init__(self, folders: list[str]) -> None:
         self._modules: dict[str, tuple[str, bytes]] = {}
@@ -153,8 +158,10 @@ class InMemoryStdlibImporter:
 
 
 def _store_library() -> None:
-    """Make the rest of the standard library available to sessions that cannot read files. Extension
-    modules are imported now, and the source of the other modules is kept in memory."""
+    """Make the rest of the standard library available to sessions that cannot read files.
+
+    Extension modules are imported now, and the source of the other modules is kept in memory.
+    """
     import sysconfig
 
     places = map(os.path.realpath, map(sysconfig.get_path, ("stdlib", "platstdlib")))
@@ -237,8 +244,10 @@ class Zygote(forkserver.ForkServer):
 
     def kill_orphans(self) -> None:
         """Kill the processes whose session has ended, but only while the zygote itself is ending.
+
         Before that there are none, because a session can create no processes except branches, and
-        the host ends these."""
+        the host ends these.
+        """
         if self.is_ending and self._walls.outer:
             super().kill_orphans()
 
@@ -272,9 +281,11 @@ def _use_wait(sock: socket.socket) -> None:
 
 
 def _live(control: Any, config: dict[str, Any]) -> None:
-    """Isolate this process and serve as the zygote that ``config`` describes. With
-    ``config["reports"]``, report the isolation as soon as it is built. With ``config["probes"]``,
-    end after that."""
+    """Isolate this process and serve as the zygote that ``config`` describes.
+
+    With ``config["reports"]``, report the isolation as soon as it is built. With
+    ``config["probes"]``, end after that.
+    """
     sys.path[:] = [os.path.realpath(path) for path in sys.path]
     config["paths"] = [os.path.realpath(path) for path in config["paths"]]
     if config["deny"]:
@@ -316,7 +327,9 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 
 
 def _be_poorer(deny: list[int]) -> None:
-    """Deny some system calls to this process. This simulates a kernel or a container that lacks
-    them."""
+    """Deny some system calls to this process.
+
+    This simulates a kernel or a container that lacks them.
+    """
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.SeccompFilter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)

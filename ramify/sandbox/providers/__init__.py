@@ -1,1 +1,4 @@
-"""The sandbox providers, one file for each kind of sandbox. They run in the host's process."""
+"""The sandbox providers, one file for each kind of sandbox.
+
+They run in the host's process.
+"""

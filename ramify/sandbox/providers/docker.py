@@ -1,4 +1,6 @@
-"""The sandbox provider ``docker``. Every session runs in a separate container on a local engine.
+"""The sandbox provider ``docker``.
+
+Every session runs in a separate container on a local engine.
 
 Code in a container can only compute: the container has no network, no capabilities, no way to gain
 privileges, a read-only root, and limits on memory, CPU and processes. The provider checks that the
@@ -62,8 +64,10 @@ class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
 
 class DockerService:
-    """A service that starts containers on a Docker-compatible engine. Implements
-    ``remote.SandboxService``."""
+    """A service that starts containers on a Docker-compatible engine.
+
+    Implements ``remote.SandboxService``.
+    """
 
     name = "docker"
     carries: Carries = "bytes"
@@ -123,7 +127,10 @@ class DockerService:
 
 
 class DockerContainer:
-    """A running container with its standard input and output. Implements ``remote.ByteStream``."""
+    """A running container with its standard input and output.
+
+    Implements ``remote.ByteStream``.
+    """
 
     def __init__(self, engine: DockerApiClient, id: str, attached: ContainerStdio) -> None:
         self._engine = engine
@@ -214,8 +221,10 @@ class DockerEngineError(SandboxError):
 
 
 def find_socket() -> str:
-    """Return the path of the container engine's Unix socket. Raises ConfigError if DOCKER_HOST
-    names something else, and SandboxError if no engine is found."""
+    """Return the path of the container engine's Unix socket.
+
+    Raises ConfigError if DOCKER_HOST names something else, and SandboxError if no engine is found.
+    """
     host = os.environ.get("DOCKER_HOST", "")
     if host and not host.startswith("unix://"):
         raise ConfigError(
@@ -239,15 +248,20 @@ def _usual_places() -> Iterator[str]:
 
 
 class DockerApiClient:
-    """A client for the HTTP API of a container engine over its Unix socket. Every request opens a
-    new connection. Podman's compatible service works too."""
+    """A client for the HTTP API of a container engine over its Unix socket.
+
+    Every request opens a new connection. Podman's compatible service works too.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     async def ask(self, what: str, method: Method, path: str, body: Any = None) -> Any:
-        """Send a request to the engine and return the decoded response. ``what`` names the
-        operation in error messages. Raises DockerEngineError if the engine reports an error."""
+        """Send a request to the engine and return the decoded response.
+
+        ``what`` names the operation in error messages. Raises DockerEngineError if the engine
+        reports an error.
+        """
         data = b"" if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data else {}
         async with self._exchange(what, method, path, headers, data) as exchange:
@@ -296,12 +310,16 @@ class DockerApiClient:
 
 
 class ContainerStdio:
-    """The standard input and output of a container without a terminal. The engine sends the output
-    in frames, which are marked as standard output or standard error."""
+    """The standard input and output of a container without a terminal.
+
+    The engine sends the output in frames, which are marked as standard output or standard error.
+    """
 
     def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
-        """Take over a connection that has switched from HTTP to raw streams. ``begin`` holds the
-        bytes that have already arrived."""
+        """Take over a connection that has switched from HTTP to raw streams.
+
+        ``begin`` holds the bytes that have already arrived.
+        """
         self._transport = transport
         loop = asyncio.get_running_loop()
         self._reader = asyncio.StreamReader(loop=loop)
@@ -332,8 +350,11 @@ class ContainerStdio:
 
 
 def _decoded(data: bytes) -> Any:
-    """Decode the engine's response as JSON. Several lines of JSON, such as the progress of an image
-    pull, become a list. A response that is not JSON is returned as text."""
+    """Decode the engine's response as JSON.
+
+    Several lines of JSON, such as the progress of an image pull, become a list. A response that is
+    not JSON is returned as text.
+    """
     try:
         return json.loads(data) if data else None
     except (ValueError, RecursionError):
@@ -351,5 +372,8 @@ def _message(data: bytes) -> str:
 
 
 def open_provider(spec: DockerSpec) -> RemoteSandbox:
-    """Open a sandbox whose sessions run in containers. ``base.open_sandbox`` calls this."""
+    """Open a sandbox whose sessions run in containers.
+
+    ``base.open_sandbox`` calls this.
+    """
     return RemoteSandbox(spec, DockerService(DockerApiClient(find_socket()), spec))

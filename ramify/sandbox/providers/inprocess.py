@@ -1,5 +1,6 @@
-"""The sandbox provider ``inprocess``. Sessions run in threads of the host process, so that
-breakpoints work.
+"""The sandbox provider ``inprocess``.
+
+Sessions run in threads of the host process, so that breakpoints work.
 
 The output of a cell goes to its session, and an interrupt is an exception that is set in the
 session's thread. Most other guarantees of a session do not hold: a cell cannot be killed, code
@@ -41,7 +42,10 @@ WARNING = (
 
 
 class InprocessSandbox:
-    """A sandbox whose sessions are threads of the host process. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions are threads of the host process.
+
+    Implements ``base.Sandbox``.
+    """
 
     warning: str | None = WARNING
 
@@ -132,8 +136,10 @@ class ThreadTransport:
             )
 
     def kill(self) -> None:
-        """Close the session's socket. A thread cannot be killed: it ends when it next waits for the
-        host."""
+        """Close the session's socket.
+
+        A thread cannot be killed: it ends when it next waits for the host.
+        """
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -158,9 +164,11 @@ class ThreadTransport:
 
 
 class _Router(io.TextIOBase):
-    """A replacement for ``sys.stdout`` or ``sys.stderr`` while sessions run in this process. It
-    sends each print to the session whose thread prints. Prints of other threads go to the host's
-    stream."""
+    """A replacement for ``sys.stdout`` or ``sys.stderr`` while sessions run in this process.
+
+    It sends each print to the session whose thread prints. Prints of other threads go to the host's
+    stream.
+    """
 
     def __init__(self, host: TextIO, name: str) -> None:
         self.host = host
@@ -192,8 +200,10 @@ _lock = threading.Lock()
 
 
 class _RoutedPrints:
-    """A context manager that directs this thread's prints to its session. The first session
-    replaces ``sys.stdout`` and ``sys.stderr``, and the last one restores them."""
+    """A context manager that directs this thread's prints to its session.
+
+    The first session replaces ``sys.stdout`` and ``sys.stderr``, and the last one restores them.
+    """
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -218,9 +228,11 @@ class _RoutedPrints:
 
 
 def _builtins_for(guest: Guest) -> types.ModuleType:
-    """Return one session's version of the module ``builtins``. Its ``print`` writes to the session
-    from every thread that runs the session's code. Its ``import`` finds the modules that were
-    installed in the session."""
+    """Return one session's version of the module ``builtins``.
+
+    Its ``print`` writes to the session from every thread that runs the session's code. Its
+    ``import`` finds the modules that were installed in the session.
+    """
     own = types.ModuleType("builtins")
     own.__dict__.update(vars(builtins))
 
@@ -244,6 +256,8 @@ def _exit(code: Any = None) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> InprocessSandbox:
-    """Open a sandbox whose sessions are threads of this process. ``base.open_sandbox`` calls this
-    function."""
+    """Open a sandbox whose sessions are threads of this process.
+
+    ``base.open_sandbox`` calls this function.
+    """
     return InprocessSandbox(spec)

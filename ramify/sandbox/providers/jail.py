@@ -1,5 +1,7 @@
-"""The sandbox provider ``jail``. Sessions have full Python and open in milliseconds, but have no
-access to files, the network or other processes.
+"""The sandbox provider ``jail``.
+
+Sessions have full Python and open in milliseconds, but have no access to files, the network or
+other processes.
 
 This module decides which tier (level of isolation) is used, reports what is missing for a stronger
 one, and decides what each session gets and how many sessions are kept ready. The tier is determined
@@ -82,15 +84,19 @@ _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
 def learn_from_zygote(server: StartedForkServer) -> None:
-    """Read which level of isolation a jail's fork server has reached, and cache the result. The
-    server must have been started with ``reports``, and its report must not have been read yet."""
+    """Read which level of isolation a jail's fork server has reached, and cache the result.
+
+    The server must have been started with ``reports``, and its report must not have been read yet.
+    """
     _probed[_WHOLE] = found = read_walls(server)
     keep_tier(found)
 
 
 def known() -> ProbedTier | None:
-    """Return the isolation tier of this machine if it was already determined, otherwise None. It is
-    the tier of a jail that may use all features of the kernel."""
+    """Return the isolation tier of this machine if it was already determined, otherwise None.
+
+    It is the tier of a jail that may use all features of the kernel.
+    """
     if _WHOLE not in _probed and (kept := kept_tier()) is not None:
         _probed[_WHOLE] = kept
     return _probed.get(_WHOLE)
@@ -98,8 +104,11 @@ def known() -> ProbedTier | None:
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
     """Determine the level of isolation that this machine supports, by starting a jail's fork
-    server. The result is cached. ``deny`` holds the numbers of system calls that the server must
-    not use. ``landlock`` is the newest version of Landlock that it may use."""
+    server.
+
+    The result is cached. ``deny`` holds the numbers of system calls that the server must not use.
+    ``landlock`` is the newest version of Landlock that it may use.
+    """
     if (deny, landlock) not in _probed:
         poorer = {"deny": sorted(deny), "landlock": landlock}
         server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, JAIL_MODULES)
@@ -135,7 +144,10 @@ EMPTY = {
 
 def read_walls(server: StartedForkServer) -> ProbedTier:
     """Read the first message of a jail's fork server, which reports the isolation that the server
-    has reached. Blocks for some milliseconds, until the isolation has been built."""
+    has reached.
+
+    Blocks for some milliseconds, until the isolation has been built.
+    """
     header = msgspec.json.decode(split_frame(_first_frame(server.control))[0])
     if header["op"] == "walls":
         return ProbedTier(header["tier"], header["missing"], header["landlock"])
@@ -145,8 +157,10 @@ def read_walls(server: StartedForkServer) -> ProbedTier:
 
 
 def _first_frame(sock: socket.socket) -> memoryview:
-    """Read only the first message of a jail's fork server. All later bytes are left for another
-    reader."""
+    """Read only the first message of a jail's fork server.
+
+    All later bytes are left for another reader.
+    """
     reader = FrameReader()
     poll = select.poll()  # select does not support descriptors above 1023
     poll.register(sock, select.POLLIN)
@@ -164,7 +178,9 @@ def _first_frame(sock: socket.socket) -> memoryview:
 
 def missing_tier_message(tier_needed: str, missing: Mapping[str, str]) -> str:
     """Return the error message for a machine that does not reach the required level of isolation.
-    It says what failed and what to do about it."""
+
+    It says what failed and what to do about it.
+    """
     tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= tier_needed)
     remedies = "; ".join(
         f"for tier {tier} {_remedy(why)}" for tier, why in missing.items() if tier <= tier_needed
@@ -197,7 +213,10 @@ WEAKER = {
 
 
 class JailSandbox(ProcessSandbox):
-    """A sandbox whose sessions the kernel confines. Implements ``base.Sandbox``."""
+    """A sandbox whose sessions the kernel confines.
+
+    Implements ``base.Sandbox``.
+    """
 
     def __init__(
         self,
@@ -207,8 +226,9 @@ class JailSandbox(ProcessSandbox):
         landlock: int = NEWEST,
         counts: bool = True,
     ) -> None:
-        """Create a jail and determine its level of isolation. Raises SandboxError if that level is
-        too low.
+        """Create a jail and determine its level of isolation.
+
+        Raises SandboxError if that level is too low.
 
         The other parameters simulate a less capable kernel. ``deny``: numbers of system calls that
         must not be used. ``landlock``: the newest version of Landlock to use. ``counts``: use the
@@ -297,9 +317,11 @@ class JailSandbox(ProcessSandbox):
             raise
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
-        """Compare the isolation that a fork server has built and tested with the expected one. The
-        expectation may come from an earlier process. Raises SandboxError if the isolation is weaker
-        than allowed."""
+        """Compare the isolation that a fork server has built and tested with the expected one.
+
+        The expectation may come from an earlier process. Raises SandboxError if the isolation is
+        weaker than allowed.
+        """
         found = ProbedTier(ready["tier"], ready["missing"], ready["landlock"])
         if found != self.reached:
             if self._uses_whole_kernel():
@@ -405,8 +427,10 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
 
 
 def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
-    """Raise ConfigError if a mount is not possible at the isolation tier that was reached. At tier
-    B, a file can be mounted only at its real path. At tier C, nothing can be mounted."""
+    """Raise ConfigError if a mount is not possible at the isolation tier that was reached.
+
+    At tier B, a file can be mounted only at its real path. At tier C, nothing can be mounted.
+    """
     if reached.tier == "A":
         return
     for source, place in mounts:
@@ -439,8 +463,11 @@ def check_memory(spec: JailSpec) -> None:
 def _start(
     spec: JailSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
-    """Start the fork server of a jail. ``poorer`` holds settings that exclude some features of the
-    kernel. With ``reports``, the server's first message reports its isolation tier."""
+    """Start the fork server of a jail.
+
+    ``poorer`` holds settings that exclude some features of the kernel. With ``reports``, the
+    server's first message reports its isolation tier.
+    """
     config = (
         EMPTY
         | poorer
@@ -480,8 +507,10 @@ def launch(spec: JailSpec) -> None:
 
 
 def _read_report(spec: JailSpec) -> None:
-    """Read which isolation a jail's fork server has reached. Does nothing unless one was launched
-    in advance and its report is still unread."""
+    """Read which isolation a jail's fork server has reached.
+
+    Does nothing unless one was launched in advance and its report is still unread.
+    """
     if spec in launched and spec not in _reported:
         _reported.add(spec)
         try:
@@ -513,8 +542,11 @@ def _end(server: StartedForkServer) -> None:
 
 
 def open_provider(spec: JailSpec) -> Sandbox:
-    """Open a jail. ``base.open_sandbox`` calls this function. If no jail is available and the
-    configuration accepts weaker isolation, return a process sandbox with a warning instead."""
+    """Open a jail.
+
+    ``base.open_sandbox`` calls this function. If no jail is available and the configuration accepts
+    weaker isolation, return a process sandbox with a warning instead.
+    """
     try:
         return JailSandbox(spec)
     except SandboxError:

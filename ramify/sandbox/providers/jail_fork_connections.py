@@ -1,5 +1,6 @@
-"""The host's side of one fork in the jail. After the fork, each of the two processes gets its own
-connection to the host.
+"""The host's side of one fork in the jail.
+
+After the fork, each of the two processes gets its own connection to the host.
 
 Whether a process may ask for a connection is decided in ``jail_limits.py``. A fork is begun and
 ended by ``jail_transport.py``.
@@ -52,7 +53,10 @@ class JailForkInProgress:
 
     def close_origin_connection(self) -> None:
         """Close the host's old connection to the session, because two processes could write to it
-        after the fork. The process that is about to fork is blocked until this returns."""
+        after the fork.
+
+        The process that is about to fork is blocked until this returns.
+        """
         if not self._is_begun:
             self._is_begun = True
             self._origin.stream.read_available()
@@ -60,7 +64,10 @@ class JailForkInProgress:
 
     def wire_for(self, pid: int) -> int:
         """Return the socket that a process gets as its new connection to the host, or -1 if it gets
-        none. The files that the process needs were already sent over that socket."""
+        none.
+
+        The files that the process needs were already sent over that socket.
+        """
         if pid != self.pid and self.taker >= 0:
             return -1
         return (self._new if pid == self.pid else self._branch)[1].fileno()
@@ -97,8 +104,11 @@ _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 
 def _private_ends(origin: ProcessTransport) -> _Ends:
     """Create a connection for one process, and send it the files that the process needs: standard
-    input, output and buffers. Each process gets a separate standard input, because processes that
-    share an open file description also share its flags. Raises SandboxError if that fails."""
+    input, output and buffers.
+
+    Each process gets a separate standard input, because processes that share an open file
+    description also share its flags. Raises SandboxError if that fails.
+    """
     ends = origin.make_branch_ends()
     spool, *buffers = ends[2].descriptors()
     try:

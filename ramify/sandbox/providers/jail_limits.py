@@ -46,8 +46,10 @@ _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def machine_bytes() -> int:
-    """Return the memory of this machine in bytes. In a container with a lower memory limit, return
-    that limit."""
+    """Return the memory of this machine in bytes.
+
+    In a container with a lower memory limit, return that limit.
+    """
     total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for path in _CGROUP:
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -56,14 +58,19 @@ def machine_bytes() -> int:
 
 
 class JailMemoryBudgetWatcher:
-    """A watcher that limits the memory of all sessions of a jail together. It measures the memory
-    regularly while there are sessions. If the memory exceeds the budget, it ends the largest
-    session."""
+    """A watcher that limits the memory of all sessions of a jail together.
+
+    It measures the memory regularly while there are sessions. If the memory exceeds the budget, it
+    ends the largest session.
+    """
 
     def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
-        """Create a watcher without sessions. ``limit_bytes`` is the budget of all sessions
-        together; 0 means three quarters of the machine's memory. ``ask_folders`` requests the sizes
-        of the sessions' folders, which are passed to ``note_folder``."""
+        """Create a watcher without sessions.
+
+        ``limit_bytes`` is the budget of all sessions together; 0 means three quarters of the
+        machine's memory. ``ask_folders`` requests the sizes of the sessions' folders, which are
+        passed to ``note_folder``.
+        """
         self._ask_folders = ask_folders
         self._asking: asyncio.Future[None] | None = None
         self._folders: dict[GuestSessionProxy, int] = {}
@@ -129,8 +136,10 @@ _SLOWEST_S = 0.05
 
 
 class ForkGate:
-    """A listener for the requests of a session and its branches to create processes. It refuses
-    them, except for a single one after the host has requested a fork."""
+    """A listener for the requests of a session and its branches to create processes.
+
+    It refuses them, except for a single one after the host has requested a fork.
+    """
 
     __slots__ = (
         "_counts",
@@ -144,8 +153,11 @@ class ForkGate:
     )
 
     def __init__(self, fd: int, *, counts: bool = True) -> None:
-        """Listen at the descriptor of a system call filter. With ``counts``, use the kernel's count
-        of a process's open descriptors, if this kernel reports it."""
+        """Listen at the descriptor of a system call filter.
+
+        With ``counts``, use the kernel's count of a process's open descriptors, if this kernel
+        reports it.
+        """
         self._fd = fd
         self._counts = counts and _COUNTS_DESCRIPTORS
         self._loop = asyncio.get_running_loop()
@@ -159,8 +171,11 @@ class ForkGate:
         self._loop.add_reader(fd, self._readable)
 
     def grant_one(self, pid: int, fork: JailForkInProgress) -> None:
-        """Allow one process to create one other process. ``pid`` is its id on the host. Raises
-        SandboxError if the kernel is too old or the process is not the leader of its session."""
+        """Allow one process to create one other process.
+
+        ``pid`` is its id on the host. Raises SandboxError if the kernel is too old or the process
+        is not the leader of its session.
+        """
         if not seccomp_requests.can_insert_descriptors(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
         if session_id(pid) != pid:
@@ -171,8 +186,10 @@ class ForkGate:
         self._forks[pid] = fork
 
     def withdraw(self, pid: int) -> bool:
-        """Withdraw a process's permission to create another. Returns True if the permission was
-        unused."""
+        """Withdraw a process's permission to create another.
+
+        Returns True if the permission was unused.
+        """
         is_unused = pid in self._granted
         self._granted.discard(pid)
         self._forks.pop(pid, None)
@@ -183,8 +200,10 @@ class ForkGate:
         self._holders += 1
 
     def remove_holder(self) -> None:
-        """Subtract one ended session from the sessions whose requests arrive here. After the last
-        one, the listener closes."""
+        """Subtract one ended session from the sessions whose requests arrive here.
+
+        After the last one, the listener closes.
+        """
         self._holders -= 1
         if not self._holders:
             self.close()
@@ -229,8 +248,10 @@ class ForkGate:
         self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
     def _hand_over(self, request: SeccompNotification) -> None:
-        """Answer a process that asks for its connection to the host after a fork. It gets the
-        connection, or an error if it may not have one."""
+        """Answer a process that asks for its connection to the host after a fork.
+
+        It gets the connection, or an error if it may not have one.
+        """
         pid = request.pid
         origin = pid if pid in self._forks else session_id(pid)
         fork = self._forks.get(origin)
@@ -249,7 +270,10 @@ class ForkGate:
 
     def _insert(self, request: SeccompNotification, wire: int) -> bool:
         """Make a connection the only descriptor of the process that asks for it, and answer its
-        request. Returns False if the process has other descriptors, or no longer waits."""
+        request.
+
+        Returns False if the process has other descriptors, or no longer waits.
+        """
         number = request.arguments[0]
         with contextlib.suppress(OSError):
             if self._counts:  # in one step, since each insertion waits for the process
@@ -265,7 +289,10 @@ class ForkGate:
         return False
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
-        """Answer a request. Returns True if the requesting process has received the answer."""
+        """Answer a request.
+
+        Returns True if the requesting process has received the answer.
+        """
         return self._fd >= 0 and seccomp_requests.answer_seccomp_notification(
             self._fd, id, error=error, flags=flags
         )
@@ -300,14 +327,18 @@ On other kernels, the host first replaces every descriptor that the process coul
 
 
 def has_one_thread(pid: int) -> bool:
-    """Return True if the process has exactly one thread. A second thread could use the permission
-    to fork, or would be missing in the forked session."""
+    """Return True if the process has exactly one thread.
+
+    A second thread could use the permission to fork, or would be missing in the forked session.
+    """
     return _status(pid)[_NUM_THREADS] == b"1"
 
 
 def has_no_descriptors(pid: int) -> bool:
-    """Return True if a process has no open descriptor. This requires a kernel that reports the
-    number of descriptors."""
+    """Return True if a process has no open descriptor.
+
+    This requires a kernel that reports the number of descriptors.
+    """
     try:
         return os.stat(f"/proc/{pid}/fd").st_size == 0
     except OSError:
@@ -316,7 +347,9 @@ def has_no_descriptors(pid: int) -> bool:
 
 def session_id(pid: int) -> int:
     """Return the session id of a process, as set by ``setsid``, or -1 if there is no such process.
-    A forked process keeps its parent's session id until it has become a branch."""
+
+    A forked process keeps its parent's session id until it has become a branch.
+    """
     return int(_status(pid)[_SESSION])
 
 
@@ -326,7 +359,10 @@ _GONE = [b"X"] + [b"-1"] * _NUM_THREADS
 
 def _status(pid: int | str) -> list[bytes]:
     """Return the fields that /proc reports about a process after its name, such as state, parent
-    and process group. The name is skipped because it may contain any bytes."""
+    and process group.
+
+    The name is skipped because it may contain any bytes.
+    """
     try:
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].split() or _GONE
     except OSError:

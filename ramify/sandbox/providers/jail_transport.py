@@ -1,5 +1,6 @@
-"""The connection to a session in the jail. It also handles the session's requests to create
-processes.
+"""The connection to a session in the jail.
+
+It also handles the session's requests to create processes.
 
 A session may send the host a descriptor only once, before it has run any code. Its requests to
 create processes are answered by ``jail_limits.py``.
@@ -34,8 +35,11 @@ _LATER_S = 0.5
 
 
 class ForkableJailTransport(ProcessTransport):
-    """The base class of connections to processes in the jail. Such a process can fork only with the
-    host's help. Subclasses connect to sessions and to branches."""
+    """The base class of connections to processes in the jail.
+
+    Such a process can fork only with the host's help. Subclasses connect to sessions and to
+    branches.
+    """
 
     __slots__ = ("forking", "listener")
 
@@ -69,8 +73,10 @@ class ForkableJailTransport(ProcessTransport):
         return transport
 
     def _ended(self) -> None:
-        """Handle the end of a session in the middle of a fork. The session may have no connection
-        at that moment, so the host would not notice otherwise."""
+        """Handle the end of a session in the middle of a fork.
+
+        The session may have no connection at that moment, so the host would not notice otherwise.
+        """
         if self.forking is not None:
             self.forking.give_up_branch()
             if not self.forking.old:
@@ -78,8 +84,11 @@ class ForkableJailTransport(ProcessTransport):
 
     def check_apart(self) -> None:
         """Make the memory files that both processes inherited read-only, because they are no longer
-        used. Raises SandboxError if a process has mapped one of them, because the two processes
-        would then share memory."""
+        used.
+
+        Raises SandboxError if a process has mapped one of them, because the two processes would
+        then share memory.
+        """
         old = self.forking.old if self.forking is not None else ()
         for fd in (fd for files in old for fd in files.descriptors()):
             try:
@@ -92,7 +101,10 @@ class ForkableJailTransport(ProcessTransport):
                 ) from None
 
     def finish_forking(self, transport: BranchTransport) -> None:
-        """Complete a fork. If a process was created but has not connected, kill it."""
+        """Complete a fork.
+
+        If a process was created but has not connected, kill it.
+        """
         fork, self.forking = self.forking, None
         if fork is not None:
             fork.close_unclaimed()
@@ -118,7 +130,10 @@ class ForkableJailTransport(ProcessTransport):
 
 
 class JailTransport(ForkableJailTransport):
-    """The connection to a session in the jail. Implements ``Transport``."""
+    """The connection to a session in the jail.
+
+    Implements ``Transport``.
+    """
 
     __slots__ = ("_counts", "_is_frozen")
 
@@ -129,8 +144,11 @@ class JailTransport(ForkableJailTransport):
         process: ForkedSessionHandles,
         counts: bool,
     ) -> None:
-        """Create a connection. ``counts``: use the kernel's count of a process's open descriptors,
-        if this kernel reports it."""
+        """Create a connection.
+
+        ``counts``: use the kernel's count of a process's open descriptors, if this kernel reports
+        it.
+        """
         super().__init__(caps, buffers, process)
         self._is_frozen = False
         self._counts = counts
@@ -142,9 +160,11 @@ class JailTransport(ForkableJailTransport):
         loop.add_reader(self._sock.fileno(), self._first, received, lost)
 
     def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
-        """Receive the first byte, which the confined process sends before it runs any cell. It
-        comes with the descriptor at which the session's requests to create processes will
-        arrive."""
+        """Receive the first byte, which the confined process sends before it runs any cell.
+
+        It comes with the descriptor at which the session's requests to create processes will
+        arrive.
+        """
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4))
         except (BlockingIOError, InterruptedError):
@@ -167,7 +187,9 @@ class JailTransport(ForkableJailTransport):
 
     async def prepare_branch(self) -> None:
         """Make the session's folder read-only, because after the fork it is shared with the branch.
-        Raises SandboxError if a file in it is open for writing."""
+
+        Raises SandboxError if a file in it is open for writing.
+        """
         if not self._is_frozen:
             try:
                 await self.channel.ask({"op": "freeze", "pid": self._pid})
@@ -180,8 +202,11 @@ class JailTransport(ForkableJailTransport):
 
 
 class JailBranchTransport(ForkableJailTransport, BranchTransport):
-    """The connection to a branch, a process that was forked from a running session. Its requests to
-    create processes arrive at the same listener as the session's. Implements ``Transport``."""
+    """The connection to a branch, a process that was forked from a running session.
+
+    Its requests to create processes arrive at the same listener as the session's. Implements
+    ``Transport``.
+    """
 
     __slots__ = ("origin",)
 

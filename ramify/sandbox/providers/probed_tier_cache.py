@@ -1,5 +1,6 @@
-"""Remember the tier, or level of isolation, that the jail reached on this machine. A file keeps it
-for later processes.
+"""Remember the tier, or level of isolation, that the jail reached on this machine.
+
+A file keeps it for later processes.
 
 Testing the isolation takes a considerable part of the time of a short question. A result is
 therefore used again if it was found since the last boot, by the same user, on the same kernel, with
@@ -79,9 +80,11 @@ def kept_tier() -> ProbedTier | None:
 
 
 def keep_tier(found: ProbedTier) -> None:
-    """Keep a test result for later processes, if there is a private folder for it. A result is not
-    kept if some tier was unavailable, because the cause may be fixed before the next process
-    starts."""
+    """Keep a test result for later processes, if there is a private folder for it.
+
+    A result is not kept if some tier was unavailable, because the cause may be fixed before the
+    next process starts.
+    """
     if found.tier is None or found.missing or _UNFILTERED not in _content("/proc/self/status"):
         return
     with contextlib.suppress(OSError), _opened_folder(makes=True) as folder:
@@ -104,8 +107,10 @@ def forget_tier() -> None:
 
 @contextlib.contextmanager
 def _opened_folder(makes: bool = False) -> Iterator[int]:
-    """Open the folder that holds the test result. Raises PermissionError if another user can write
-    to it."""
+    """Open the folder that holds the test result.
+
+    Raises PermissionError if another user can write to it.
+    """
     above = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = os.path.join(above, "ramify")
     if makes:

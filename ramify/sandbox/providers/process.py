@@ -1,5 +1,6 @@
-"""The sandbox provider ``process``. Every session is a separate CPython process, forked in
-milliseconds.
+"""The sandbox provider ``process``.
+
+Every session is a separate CPython process, forked in milliseconds.
 
 This module decides which process a session is forked from: the fork server, or a template process
 that already holds the session's large context. It also ensures that closing leaves nothing behind.
@@ -62,8 +63,11 @@ _SPARE_FDS = 128
 
 
 class ProcessSandbox:
-    """A sandbox whose sessions are forked processes. Implements ``base.Sandbox``. The subclass for
-    the jail overrides how the fork server is started and how sessions are connected."""
+    """A sandbox whose sessions are forked processes.
+
+    Implements ``base.Sandbox``. The subclass for the jail overrides how the fork server is started
+    and how sessions are connected.
+    """
 
     warning: str | None = WARNING
 
@@ -125,8 +129,10 @@ class ProcessSandbox:
     # -- servers
 
     async def fork_server(self) -> ForkServerChannel:
-        """Return the connection to the fork server. The server is started for the first session,
-        and restarted if it was killed."""
+        """Return the connection to the fork server.
+
+        The server is started for the first session, and restarted if it was killed.
+        """
         if self._server is None or _is_gone(self._server):
             self._clean_up(self._server)
             self._server = _watched(self._start())
@@ -155,15 +161,19 @@ class ProcessSandbox:
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
         """Raise SandboxError if a fork server's report shows that it is unsuitable for sessions.
-        This class accepts every server; a subclass may not."""
+
+        This class accepts every server; a subclass may not.
+        """
 
     def start_fork_server(self) -> StartedForkServer:
         """Start a fork server, or return one that was started in advance."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template(self, context: SharedContext) -> ForkServerChannel:
-        """Return the connection to a template, the process that holds a large decoded context. The
-        template is started for the context's first session and lives as long as the context."""
+        """Return the connection to a template, the process that holds a large decoded context.
+
+        The template is started for the context's first session and lives as long as the context.
+        """
         base = await self.fork_server()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
@@ -236,8 +246,10 @@ class ProcessSandbox:
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
-        """Fork a session from a fork server or a template. With ``early``, the session is created
-        in advance, while no caller waits for it."""
+        """Fork a session from a fork server or a template.
+
+        With ``early``, the session is created in advance, while no caller waits for it.
+        """
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         host_end, session_end = socket.socketpair()
         files = SessionSharedMemory.make(self.buffers.shared_buffers)
@@ -335,8 +347,10 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
-    """Forget the fork servers that the parent process launched for its own sandboxes. Call this in
-    a forked child; otherwise parent and child would talk to the same server."""
+    """Forget the fork servers that the parent process launched for its own sandboxes.
+
+    Call this in a forked child; otherwise parent and child would talk to the same server.
+    """
     for server in launched.values():
         server.leave_to_parent()
     launched.clear()
@@ -355,8 +369,10 @@ def _discard() -> None:
 
 
 def _delete(folder: str) -> None:
-    """Delete the folder of a fork server's sessions. Does nothing for an empty path, since the fork
-    server of a jail has no folder."""
+    """Delete the folder of a fork server's sessions.
+
+    Does nothing for an empty path, since the fork server of a jail has no folder.
+    """
     if folder:
         import shutil
 
@@ -394,16 +410,20 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 def _watched(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
-    """Start a task and mark its exception as retrieved. Then asyncio logs no warning about the
-    exception even if all callers are cancelled."""
+    """Start a task and mark its exception as retrieved.
+
+    Then asyncio logs no warning about the exception even if all callers are cancelled.
+    """
     task = asyncio.ensure_future(start)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
 async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceReader]) -> None:
-    """Make a template process map files into its memory. Raises SourceError if one of them has
-    changed."""
+    """Make a template process map files into its memory.
+
+    Raises SourceError if one of them has changed.
+    """
     fds: list[int] = []
     try:
         for file in files:
@@ -415,8 +435,10 @@ async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceRe
 
 
 def _make_room(fds: int) -> None:
-    """Raise the soft limit of open files if needed. Raises SandboxError if the hard limit is too
-    low."""
+    """Raise the soft limit of open files if needed.
+
+    Raises SandboxError if the hard limit is too low.
+    """
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -438,5 +460,8 @@ def _close_all(fds: list[Any]) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> ProcessSandbox:
-    """Open a sandbox of plain processes. ``base.open_sandbox`` calls this function."""
+    """Open a sandbox of plain processes.
+
+    ``base.open_sandbox`` calls this function.
+    """
     return ProcessSandbox(spec)

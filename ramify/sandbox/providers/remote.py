@@ -123,7 +123,10 @@ class ByteStream(Protocol):
     """The standard input and output of one command that a service has started."""
 
     async def send(self, data: bytes) -> None:
-        """Send all data to the command's standard input, in order. Calls never overlap."""
+        """Send all data to the command's standard input, in order.
+
+        Calls never overlap.
+        """
         ...
 
     async def receive(self) -> bytes:
@@ -136,8 +139,10 @@ class ByteStream(Protocol):
 
 
 class SandboxService(Protocol):
-    """A service that starts commands in separate boxes, which are containers or machines. Its
-    methods may raise any exception of the service's SDK; ``RemoteSandbox`` adds what was attempted.
+    """A service that starts commands in separate boxes, which are containers or machines.
+
+    Its methods may raise any exception of the service's SDK; ``RemoteSandbox`` adds what was
+    attempted.
     """
 
     name: str
@@ -164,8 +169,10 @@ SEPARATE_MACHINE = SandboxCapabilities(
 
 
 class RemoteSandbox:
-    """A sandbox on a remote service. Every session gets a separate box, which is a container or
-    machine. Implements ``base.Sandbox``."""
+    """A sandbox on a remote service.
+
+    Every session gets a separate box, which is a container or machine. Implements ``base.Sandbox``.
+    """
 
     def __init__(
         self,
@@ -228,7 +235,10 @@ class RemoteSandbox:
 
 
 class RemoteTransport:
-    """The connection to one remote session. Call ``begin`` before ``start_reading``."""
+    """The connection to one remote session.
+
+    Call ``begin`` before ``start_reading``.
+    """
 
     shared_buffers: HostGuestSharedMemory | None = None
 
@@ -258,7 +268,9 @@ class RemoteTransport:
 
     async def begin(self, parcel: bytes) -> None:
         """Wait for Python to start at the remote end, and send it the files of the session's code.
-        Raises SandboxError, with the output of the remote end, if Python does not start."""
+
+        Raises SandboxError, with the output of the remote end, if Python does not start.
+        """
         greeting = bytearray()
         try:
             async with asyncio.timeout(START_S):
@@ -364,8 +376,10 @@ class RemoteTransport:
             self._ends(f"the connection to it broke: {_brief(error)}")
 
     def _next_part(self) -> bytes:
-        """Return the data to send next. This is an urgent message, or as many waiting messages as
-        fit into one full piece."""
+        """Return the data to send next.
+
+        This is an urgent message, or as many waiting messages as fit into one full piece.
+        """
         if self._urgent:
             return self._urgent.popleft()
         parts = [self._backlog.popleft()]
@@ -389,7 +403,10 @@ class RemoteTransport:
 
     def _decoded(self, data: bytes) -> bytes:
         """Decode received data if the stream carries lines of base64, and keep an incomplete line
-        for the next call. Otherwise return the data unchanged."""
+        for the next call.
+
+        Otherwise return the data unchanged.
+        """
         if self._service.carries == "bytes":
             return data
         lines, _, self._line = (self._line + data).rpartition(b"\n")
@@ -398,8 +415,10 @@ class RemoteTransport:
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _take(self, data: bytes) -> None:
-        """Handle each message that is now complete. Waits before a message while the session has
-        paused reading."""
+        """Handle each message that is now complete.
+
+        Waits before a message while the session has paused reading.
+        """
         for view in self._assembler.feed(memoryview(self._decoded(data))):
             if not self._flows.is_set():
                 await self._flows.wait()
@@ -430,8 +449,10 @@ class RemoteTransport:
 
 
 class _ClosedStream:
-    """A stream that ignores all writes and is always at end of file. It replaces the stream of a
-    closed transport."""
+    """A stream that ignores all writes and is always at end of file.
+
+    It replaces the stream of a closed transport.
+    """
 
     async def send(self, data: bytes) -> None:
         pass
@@ -444,8 +465,10 @@ class _ClosedStream:
 
 
 class CallbackDataQueue:
-    """A queue for data that an SDK passes to a callback. ``ByteStream.receive`` of the service
-    reads from it."""
+    """A queue for data that an SDK passes to a callback.
+
+    ``ByteStream.receive`` of the service reads from it.
+    """
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()
@@ -455,8 +478,10 @@ class CallbackDataQueue:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
     async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
-        """Wait for the command to end, then mark the end of its data. ``wait`` returns when the
-        command has ended."""
+        """Wait for the command to end, then mark the end of its data.
+
+        ``wait`` returns when the command has ended.
+        """
         try:
             with contextlib.suppress(Exception):  # the guest has reported the reason, if it could
                 await wait()

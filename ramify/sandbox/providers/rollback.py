@@ -1,4 +1,6 @@
-"""A session that survives a killed cell. It continues from a fork that was made before the cell.
+"""A session that survives a killed cell.
+
+It continues from a fork that was made before the cell.
 
 This module decides when the fork is made and what the caller sees. If a session cannot be forked at
 the moment, for example because threads are alive, it runs its cell without a fork. If that cell is
@@ -19,8 +21,10 @@ from ramify.types.trajectory import Cell
 
 
 class RollbackSession:
-    """A session that is forked before each cell. If the cell must be killed, the session is rolled
-    back to the fork. Implements ``base.Session``."""
+    """A session that is forked before each cell.
+
+    If the cell must be killed, the session is rolled back to the fork. Implements ``base.Session``.
+    """
 
     def __init__(self, session: GuestSessionProxy) -> None:
         self._session = session

@@ -1,1 +1,4 @@
-"""The fork server, a trusted process. It forks sessions and sets up their processes."""
+"""The fork server, a trusted process.
+
+It forks sessions and sets up their processes.
+"""

@@ -1,5 +1,6 @@
-"""The fork server, a small process from which sessions are forked. It always runs outside the host
-process.
+"""The fork server, a small process from which sessions are forked.
+
+It always runs outside the host process.
 
 This module sets up a session's process (process group, limits, folder, descriptors). It ensures
 that nothing it started outlives it, and that everything ends with the host. The session itself is
@@ -119,15 +120,20 @@ BRANCH = False
 
 class ForkServerHostChannel:
     """The fork server's end of its connection to the host, over which messages and file descriptors
-    are sent. It trusts the host and may block."""
+    are sent.
+
+    It trusts the host and may block.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._reader = frames.FrameReader(sock.fileno(), sock.recvmsg)
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """Wait for the next message and return it with its descriptors. Raises EOFError if the host
-        is gone."""
+        """Wait for the next message and return it with its descriptors.
+
+        Raises EOFError if the host is gone.
+        """
         while (message := self.next()) is None:
             self._reader.fill()
         return message
@@ -153,8 +159,10 @@ class ForkServerHostChannel:
 
 
 class ForkServer:
-    """A server that forks sessions and templates on request, and cleans up after them. A template
-    is a process that has decoded a large context. It is a fork server, too."""
+    """A server that forks sessions and templates on request, and cleans up after them.
+
+    A template is a process that has decoded a large context. It is a fork server, too.
+    """
 
     def __init__(self, control: ForkServerHostChannel, config: dict[str, Any]) -> None:
         self.control = control
@@ -182,8 +190,10 @@ class ForkServer:
         self.pid = os.getpid()
 
     def serve(self) -> None:
-        """Handle requests until the host has closed the connection. A template also stops once it
-        has been retired and has no sessions left."""
+        """Handle requests until the host has closed the connection.
+
+        A template also stops once it has been retired and has no sessions left.
+        """
         self.pid = os.getpid()
         if self.apart is not None:  # its parts then lie on pages that sessions share
             self._guest = self._make_guest(_USUAL_FDS)
@@ -265,8 +275,10 @@ class ForkServer:
         self._opened(header["id"], pid, fds)
 
     def _install(self, header: dict[str, Any]) -> None:
-        """Install a module for all sessions that are forked from now on. The module's code runs
-        here, so that the sessions share its memory pages."""
+        """Install a module for all sessions that are forked from now on.
+
+        The module's code runs here, so that the sessions share its memory pages.
+        """
         name, source = header["module"], header["source"]
         before = self._modules
         try:
@@ -285,8 +297,10 @@ class ForkServer:
     # -- setting up a session; the jail overrides this
 
     def prepare(self) -> Any:
-        """Prepare what the next session needs before it is forked, and return it. In this class,
-        that is the session's folder."""
+        """Prepare what the next session needs before it is forked, and return it.
+
+        In this class, that is the session's folder.
+        """
         self._num_opened += 1
         folder = os.path.join(self.config["folder"], f"{os.getpid()}-{self._num_opened}")
         os.mkdir(folder, 0o700)
@@ -295,9 +309,12 @@ class ForkServer:
     def set_up_session_process(
         self, prepared: Any, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
-        """Set up the session's process after the fork. It moves to the prepared folder, closes all
-        descriptors except the given ones (connection, output file, shared buffers), and sets the
-        limits. Returns the new descriptor numbers and the memory limits."""
+        """Set up the session's process after the fork.
+
+        It moves to the prepared folder, closes all descriptors except the given ones (connection,
+        output file, shared buffers), and sets the limits. Returns the new descriptor numbers and
+        the memory limits.
+        """
         os.setsid()
         tie_to_parent(self.pid)
         fds = keep_only(fds)
@@ -308,7 +325,9 @@ class ForkServer:
 
     def release_after_fork(self, prepared: Any) -> None:
         """Release the server's own handles of resources that only the forked session still needs.
-        Does nothing here; subclasses override it."""
+
+        Does nothing here; subclasses override it.
+        """
 
     def remove_session_folder(self, prepared: Any) -> None:
         """Delete the folder of a session that has ended."""
@@ -339,8 +358,10 @@ class ForkServer:
 
     def _become_template(self, control: int, context: int, num_files: int) -> None:
         """Turn this process into a template, which decodes the context from a file descriptor and
-        then forks sessions that have it in memory. The host sends ``num_files`` more descriptors,
-        of files that hold texts of the context."""
+        then forks sessions that have it in memory.
+
+        The host sends ``num_files`` more descriptors, of files that hold texts of the context.
+        """
         reset_sigchld()
         tie_to_parent(self.pid)
         self.control.sock.close()
@@ -364,8 +385,10 @@ class ForkServer:
         self.serve()
 
     def _map_files(self, count: int) -> dict[str, memoryview]:
-        """Map the files whose descriptors the host sends into memory. Returns the bytes of their
-        texts, by the digest of the file."""
+        """Map the files whose descriptors the host sends into memory.
+
+        Returns the bytes of their texts, by the digest of the file.
+        """
         mapped: dict[str, memoryview] = {}
         while len(mapped) < count:
             header, fds = self.control.receive()
@@ -410,8 +433,10 @@ class ForkServer:
     # -- endings
 
     def _reap(self) -> None:
-        """Collect the exit status of ended processes and report it to the host. A session's process
-        group is killed first, while its id cannot have been reused."""
+        """Collect the exit status of ended processes and report it to the host.
+
+        A session's process group is killed first, while its id cannot have been reused.
+        """
         while True:
             pid = _next_dead()
             if not pid:
@@ -432,8 +457,10 @@ class ForkServer:
                     )
 
     def kill_orphans(self) -> None:
-        """Kill processes that have left the process group of their session. When a session ends,
-        they become children of this process, because it is their subreaper."""
+        """Kill processes that have left the process group of their session.
+
+        When a session ends, they become children of this process, because it is their subreaper.
+        """
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
             for pid in map(int, file.read().split()):
                 if pid not in self.children:
@@ -464,8 +491,10 @@ class ForkServer:
 
 
 def delete_folder(path: str) -> None:
-    """Delete a folder and its contents, as far as possible. Does nothing for an empty path, since
-    the sessions of a jail have no folders on the host."""
+    """Delete a folder and its contents, as far as possible.
+
+    Does nothing for an empty path, since the sessions of a jail have no folders on the host.
+    """
     if path:
         import shutil  # takes longer to import than the folders of a jail to exist
 
@@ -473,8 +502,11 @@ def delete_folder(path: str) -> None:
 
 
 def _next_dead() -> int | None:
-    """Return the process id of a child that has ended but was not waited for. Returns 0 if there is
-    none, and None if there are no children. The id is not reused until the child is waited for."""
+    """Return the process id of a child that has ended but was not waited for.
+
+    Returns 0 if there is none, and None if there are no children. The id is not reused until the
+    child is waited for.
+    """
     try:
         dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -512,7 +544,10 @@ def _warm_up() -> None:
 
 def _rehearse(cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _NO_MODULES) -> None:
     """Run some trivial cells in a guest, the code that serves a session, so that later sessions
-    start faster. ``modules`` holds the source and code of the guest's modules."""
+    start faster.
+
+    ``modules`` holds the source and code of the guest's modules.
+    """
     if not hasattr(os, "memfd_create"):
         return
     host, guest_end = socket.socketpair()
@@ -563,8 +598,10 @@ class PackageNotImportable(Exception):
 
 
 def preload(paths: list[str], names: Sequence[str]) -> None:
-    """Import the modules that sessions will need, after adding folders to the search path. Raises
-    PackageNotImportable if one cannot be imported."""
+    """Import the modules that sessions will need, after adding folders to the search path.
+
+    Raises PackageNotImportable if one cannot be imported.
+    """
     sys.path += [path for path in paths if path not in sys.path]
     for name in names:
         try:

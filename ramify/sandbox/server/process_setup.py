@@ -1,5 +1,6 @@
-"""Set up a session's process: its signals, descriptors and limits. The process also dies with its
-parent.
+"""Set up a session's process: its signals, descriptors and limits.
+
+The process also dies with its parent.
 
 These functions run in the fork server and its children, and use the standard library only. They are
 called by ``forkserver.py``; isolation from the rest of the machine is done in ``jail/``.
@@ -31,8 +32,11 @@ _SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its orphaned descendants. Also raise its limit on open files
-    to the maximum, because descriptors that are being sent over sockets count, too."""
+    """Make this process the parent of its orphaned descendants.
+
+    Also raise its limit on open files to the maximum, because descriptors that are being sent over
+    sockets count, too.
+    """
     global _libc
     import ctypes
 
@@ -43,9 +47,11 @@ def adopt_orphans() -> None:
 
 
 def reset_sigchld() -> None:
-    """Restore the default handler of SIGCHLD and remove the wake-up descriptor. The C module
-    ``_signal`` is used because ``signal`` would create enums, and so write to memory pages that
-    sessions share."""
+    """Restore the default handler of SIGCHLD and remove the wake-up descriptor.
+
+    The C module ``_signal`` is used because ``signal`` would create enums, and so write to memory
+    pages that sessions share.
+    """
     _signal.set_wakeup_fd(-1)
     _signal.signal(_SIGCHLD, _SIG_DFL)
 
@@ -63,8 +69,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def tie_to_parent(parent: int) -> None:
-    """Make this process die with its parent, even if the parent is killed. Also adopt the orphans
-    that its children leave."""
+    """Make this process die with its parent, even if the parent is killed.
+
+    Also adopt the orphans that its children leave.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent:
@@ -72,8 +80,9 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only(fds: list[int]) -> list[int]:
-    """Close all descriptors except the given ones, and move these to high numbers. Loops in user
-    code that close descriptors do not reach them there. Returns the new numbers.
+    """Close all descriptors except the given ones, and move these to high numbers.
+
+    Loops in user code that close descriptors do not reach them there. Returns the new numbers.
 
     Standard output and error are redirected to the output file. Standard input is opened again,
     since sessions would otherwise share its flags with the server.
@@ -95,9 +104,11 @@ def keep_only(fds: list[int]) -> list[int]:
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """Set the resource limits of one session. Returns two limits on address space in bytes: one
-    that applies while a cell runs, and a higher one for the guest itself. Both include the
-    ``mapped`` bytes inherited in the fork."""
+    """Set the resource limits of one session.
+
+    Returns two limits on address space in bytes: one that applies while a cell runs, and a higher
+    one for the guest itself. Both include the ``mapped`` bytes inherited in the fork.
+    """
     memory = mapped + memory_bytes
     for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
         _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
@@ -110,8 +121,11 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
 
 
 def limit_open_files() -> None:
-    """Limit the number of open files. This must be the last step of the setup, because the kernel
-    also counts the user's descriptors in transit to the host."""
+    """Limit the number of open files.
+
+    This must be the last step of the setup, because the kernel also counts the user's descriptors
+    in transit to the host.
+    """
     _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
 
 
@@ -125,7 +139,10 @@ def _limit(number: int, soft: int, hard: int) -> None:
 
 def map_file(fd: int, num_bytes: int) -> memoryview:
     """Map the beginning of a file into memory for reading, for the life of this process and its
-    children. Unlike ``mmap.mmap``, this keeps no descriptor open, because sessions have few."""
+    children.
+
+    Unlike ``mmap.mmap``, this keeps no descriptor open, because sessions have few.
+    """
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -138,8 +155,10 @@ def map_file(fd: int, num_bytes: int) -> memoryview:
 
 
 def address_space_bytes(proc: int | None = None) -> int:
-    """Return the size of this process's address space in bytes, or 0 if it cannot be read. ``proc``
-    is a descriptor of /proc, for a process that cannot open /proc by its path."""
+    """Return the size of this process's address space in bytes, or 0 if it cannot be read.
+
+    ``proc`` is a descriptor of /proc, for a process that cannot open /proc by its path.
+    """
     try:
         fd = os.open(
             "/proc/self/statm" if proc is None else "self/statm",

@@ -1,5 +1,6 @@
-"""The session supervisor, the first program in a container or on a cloud machine. It forks the
-guest, the code that runs cells, and forwards its bytes.
+"""The session supervisor, the first program in a container or on a cloud machine.
+
+It forks the guest, the code that runs cells, and forwards its bytes.
 
 The command's standard input and output carry the guest's bytes. They also carry requests to
 interrupt or kill its process, and the message that reports its end. So a service only needs to
@@ -64,8 +65,10 @@ class SupervisorHostChannel:
             frames.write_all(1, parts)
 
     def receive(self) -> tuple[dict[str, Any], memoryview]:
-        """Return the header and the data of the next message. Raises EOFError if the host has
-        closed the stream."""
+        """Return the header and the data of the next message.
+
+        Raises EOFError if the host has closed the stream.
+        """
         while (view := self._reader.next()) is None:
             chunk = self._in.readline() if self._has_lines else self._in.read1(_CHUNK)
             if not chunk:
@@ -76,8 +79,10 @@ class SupervisorHostChannel:
 
 
 class SessionSupervisor:
-    """The supervisor of one guest, the code that runs cells. It forwards bytes between the host and
-    the guest, and controls the guest's process."""
+    """The supervisor of one guest, the code that runs cells.
+
+    It forwards bytes between the host and the guest, and controls the guest's process.
+    """
 
     def __init__(
         self, wire: SupervisorHostChannel, pid: int, sock: socket.socket, spool: int
@@ -115,8 +120,11 @@ class SessionSupervisor:
         os._exit(0)
 
     def _deliver(self) -> None:
-        """Forward data to the guest. This runs in a separate thread, so that the guest's end is
-        noticed even if the guest does not read."""
+        """Forward data to the guest.
+
+        This runs in a separate thread, so that the guest's end is noticed even if the guest does
+        not read.
+        """
         with contextlib.suppress(OSError):
             while True:
                 self._sock.sendall(self._inbox.get())
@@ -128,7 +136,9 @@ class SessionSupervisor:
 
     def _reap(self) -> int | None:
         """Wait for the guest's process and return its exit status as ``subprocess`` reports it.
-        Returns None if the guest closed its connection but had to be killed."""
+
+        Returns None if the guest closed its connection but had to be killed.
+        """
         has_ended = self._wait(0.3)
         if not has_ended:
             self._signal(signal.SIGKILL)
@@ -141,8 +151,10 @@ class SessionSupervisor:
         return os.waitstatus_to_exitcode(status) if has_ended else None
 
     def _wait(self, seconds: float) -> bool:
-        """Return True if the guest ends within ``seconds``. Its exit status is left for ``_reap``
-        to collect."""
+        """Return True if the guest ends within ``seconds``.
+
+        Its exit status is left for ``_reap`` to collect.
+        """
         fd = os.pidfd_open(self._pid)
         try:
             return bool(select.select([fd], [], [], seconds)[0])
@@ -172,9 +184,11 @@ def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) 
 
 
 def main(config: dict[str, Any], has_lines: bool) -> None:
-    """Run the supervisor until the guest has ended. ``config`` has the keys seed, packages,
-    memory_bytes and max_output_bytes. With ``has_lines``, the streams carry only text, as lines of
-    base64."""
+    """Run the supervisor until the guest has ended.
+
+    ``config`` has the keys seed, packages, memory_bytes and max_output_bytes. With ``has_lines``,
+    the streams carry only text, as lines of base64.
+    """
     wire = SupervisorHostChannel(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)

@@ -1,3 +1,5 @@
-"""The ledger tasks. Their questions are about ledgers, which are rows of users, labels and
-quantities. A ledger is hundreds to millions of characters long.
+"""The ledger tasks.
+
+Their questions are about ledgers, which are rows of users, labels and quantities. A ledger is
+hundreds to millions of characters long.
 """

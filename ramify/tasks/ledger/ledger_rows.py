@@ -1,5 +1,6 @@
-"""Generates the rows of a ledger, and writes and parses them in several text formats. The rows are
-chosen so that almost-right methods give a wrong answer.
+"""Generates the rows of a ledger, and writes and parses them in several text formats.
+
+The rows are chosen so that almost-right methods give a wrong answer.
 
     row = (user, label, quantity)     LedgerRowTextFormat(",", order=(2, 0, 1), header=True)
     ("bavo", "red", 17)               qty,user,label
@@ -53,8 +54,9 @@ Row = tuple[str, str, int]
 
 
 def _names() -> tuple[str, ...]:
-    """Return all two-syllable words that are not labels. The order is fixed and the same on every
-    machine.
+    """Return all two-syllable words that are not labels.
+
+    The order is fixed and the same on every machine.
     """
     syllables = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
     words = ["".join(pair) for pair in itertools.product(syllables, repeat=2)]
@@ -119,7 +121,9 @@ KNOWN_FORMATS = tuple(each for each in FORMATS if each not in HELD_OUT_FORMATS)
 
 def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
     """Return the right answer to a question about rows: a user for the kind ``top``, otherwise a
-    number. Raises ValueError if no answer exists.
+    number.
+
+    Raises ValueError if no answer exists.
     """
     if kind == "top":
         return max(rows, key=operator.itemgetter(2))[0]
@@ -154,8 +158,9 @@ def make_rows(
 
 
 def quantity_bound(num_rows: int) -> int:
-    """Return an exclusive upper bound for the quantities of a ledger with this many rows. It is
-    large enough for all quantities to differ.
+    """Return an exclusive upper bound for the quantities of a ledger with this many rows.
+
+    It is large enough for all quantities to differ.
     """
     return max(1500, 20 * num_rows)
 
@@ -175,8 +180,10 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
 
 
 def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
-    """Change some of the rows so that they matter for the question. They get its label, its user,
-    or the highest quantity. The first row may be one of them if the text has no header.
+    """Change some of the rows so that they matter for the question.
+
+    They get its label, its user, or the highest quantity. The first row may be one of them if the
+    text has no header.
     """
     high = max(quantity for _, _, quantity in rows)
     if kind in COMBINED:
@@ -191,8 +198,9 @@ def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: 
 
 
 def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
-    """Return True if the demonstrator's typical mistakes give a wrong answer for these rows. The
-    mistakes are in ``scripted_demonstrator.py``.
+    """Return True if the demonstrator's typical mistakes give a wrong answer for these rows.
+
+    The mistakes are in ``scripted_demonstrator.py``.
     """
     if kind in ("count", "sum"):
         return any(about in user for user, _, _ in rows)

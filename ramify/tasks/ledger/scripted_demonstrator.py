@@ -1,5 +1,6 @@
-"""A scripted demonstrator for ledger questions. It answers as a person with partial knowledge
-would, in several replies that contain code.
+"""A scripted demonstrator for ledger questions.
+
+It answers as a person with partial knowledge would, in several replies that contain code.
 
     print(context[:70])                            look at the format first
     R=[l.split(',') for l in context.splitlines()[1:]]           one document: parse, ask, show
@@ -67,8 +68,9 @@ _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
 class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
-    """The habits of the demonstrator. Each value is the fraction of calls in which the demonstrator
-    has that habit.
+    """The habits of the demonstrator.
+
+    Each value is the fraction of calls in which the demonstrator has that habit.
     """
 
     looks: float = 1.0
@@ -137,8 +139,9 @@ class DemonstratorReplies:
     """Produces the demonstrator's replies in one call, one at a time."""
 
     def __init__(self, scene: LedgerCallInput, habits: LedgerDemonstratorHabits, seed: str) -> None:
-        """Create the replies for a call in the given situation. All random choices depend only on
-        ``seed``, so equal arguments give equal replies.
+        """Create the replies for a call in the given situation.
+
+        All random choices depend only on ``seed``, so equal arguments give equal replies.
         """
         self._scene = scene
         self._habits = habits
@@ -164,7 +167,9 @@ class DemonstratorReplies:
         )
 
     def reply(self, observation: str | None) -> str:
-        """Return the demonstrator's next reply. Raises StopIteration after the answer.
+        """Return the demonstrator's next reply.
+
+        Raises StopIteration after the answer.
 
         ``observation`` is the output of the previous reply's code, or None for the first reply.
         """
@@ -267,8 +272,9 @@ def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) ->
 
 
 class LedgerDemonstrator:
-    """A model client that demonstrates one task item to the engine. It uses the prompt format
-    (scaffold) ``tiny``, and only one run at a time may use it.
+    """A model client that demonstrates one task item to the engine.
+
+    It uses the prompt format (scaffold) ``tiny``, and only one run at a time may use it.
     """
 
     window = 1 << 20
@@ -371,8 +377,9 @@ def _no_collection() -> Iterator[None]:
 
 
 class _FinalCalled(Exception):
-    """Raised by ``FINAL`` to end the running code cell. In the engine a cell continues after
-    ``FINAL``, but the demonstrator's cells end there.
+    """Raised by ``FINAL`` to end the running code cell.
+
+    In the engine a cell continues after ``FINAL``, but the demonstrator's cells end there.
     """
 
 

@@ -106,7 +106,10 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> LedgerQuestion | None:
-        """Parse a question about a ledger. Returns None if ``text`` is not such a question."""
+        """Parse a question about a ledger.
+
+        Returns None if ``text`` is not such a question.
+        """
         text, over_all = text.strip(), text.strip().endswith(ALL)
         for kind, pattern in _ASKED.items():
             match = pattern.fullmatch(text.removesuffix(ALL))
@@ -173,8 +176,10 @@ class _Recipe(msgspec.Struct, frozen=True):
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
     def _scale(self, rng: random.Random) -> int:
-        """Draw a random factor for the quantities. The factor is 1 if the length of items is fixed,
-        because larger numbers would make them longer.
+        """Draw a random factor for the quantities.
+
+        The factor is 1 if the length of items is fixed, because larger numbers would make them
+        longer.
         """
         return 1 if self.chars is not None else rng.choice(SCALES)
 
@@ -313,8 +318,9 @@ def score(item: Item, trajectory: Trajectory) -> Score:
 
 
 class _KnownRows:
-    """Looks up the right answers of calls. A call's rows are recognised by the length and hash of
-    its context.
+    """Looks up the right answers of calls.
+
+    A call's rows are recognised by the length and hash of its context.
     """
 
     def __init__(self, item: Item, trajectory: Trajectory) -> None:
@@ -324,8 +330,9 @@ class _KnownRows:
         self._digest = functools.cache(digest_of)
 
     def right(self, call: Call) -> float | None:
-        """Score a call's answer to its own question. Returns None if the right answer is
-        unknown.
+        """Score a call's answer to its own question.
+
+        Returns None if the right answer is unknown.
         """
         asked = LedgerQuestion.read(call.question)
         index = (
@@ -341,7 +348,9 @@ class _KnownRows:
 
     def _index(self, given: ContextRef) -> int | None:
         """Return the index of the document that a context consists of, or -1 if the context has all
-        documents. Returns None for any other context. Newlines around the document are ignored.
+        documents.
+
+        Returns None for any other context. Newlines around the document are ignored.
         """
         context = self._item.context
         if self._whole is not None and given.digest == self._whole.digest:

@@ -1,4 +1,5 @@
 """Scoring functions that compare a model's answer with the right one, and can be chosen by name.
+
 They are called with the answer and the task item, and return a number from 0 to 1.
 """
 

@@ -1,5 +1,6 @@
-"""Converts answers and gold answers to text, and scores answers by comparing the two. An answer may
-have any type and size, because a model's code produced it.
+"""Converts answers and gold answers to text, and scores answers by comparing the two.
+
+An answer may have any type and size, because a model's code produced it.
 
 ``exact``; ``normalised``, without case, punctuation and articles; and ``f1``, the harmonic mean of
 precision and recall over bags of words, F1 = 2·shared / (words of the answer + words of the gold),
@@ -42,6 +43,7 @@ _ARTICLES = {"a", "an", "the"}
 
 def as_text(value: Any) -> str | None:
     """Return the text of ``value`` as a person would write it, without surrounding white space.
+
     Returns None if the text is empty or too long.
 
     >>> as_text(" 7 "), as_text(7), as_text(7.5), as_text(True), as_text(["a", 1]), as_text(None)
@@ -68,8 +70,9 @@ def _as_json(value: Any) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Split ``text`` into words for comparison. Case, punctuation and articles are ignored, as in
-    SQuAD (Rajpurkar et al. 2016).
+    """Split ``text`` into words for comparison.
+
+    Case, punctuation and articles are ignored, as in SQuAD (Rajpurkar et al. 2016).
 
     >>> words("The U.S.A., 1,000 times!")
     ['u', 's', '1', '000', 'times']
@@ -86,8 +89,9 @@ def accepted(gold: Any) -> list[Any]:
 
 
 def exact(answer: Any, item: Item) -> float:
-    """Return 1 if the answer has the same text as a gold answer, and 0 otherwise. ``7``, ``"7"``
-    and ``" 7 "`` are equal; ``7.0`` differs.
+    """Return 1 if the answer has the same text as a gold answer, and 0 otherwise.
+
+    ``7``, ``"7"`` and ``" 7 "`` are equal; ``7.0`` differs.
 
     >>> tasks.exact(" 7 ", tasks.Item("?", gold=7))
     1.0
@@ -98,7 +102,9 @@ def exact(answer: Any, item: Item) -> float:
 
 def normalised(answer: Any, item: Item) -> float:
     """Return 1 if the answer and a gold answer have the same words in the same order, and 0
-    otherwise. Case, punctuation and articles are ignored: ``"the Louvre!"`` equals ``"Louvre"``.
+    otherwise.
+
+    Case, punctuation and articles are ignored: ``"the Louvre!"`` equals ``"Louvre"``.
 
     >>> tasks.normalised("the Louvre!", tasks.Item("?", gold="Louvre"))
     1.0
@@ -110,8 +116,10 @@ def normalised(answer: Any, item: Item) -> float:
 
 
 def f1(answer: Any, item: Item) -> float:
-    """Return the F1 score, from 0 to 1, of the answer's words against those of the gold answer. For
-    example, ``"red blue"`` against ``"red green"`` scores 2·1/(2+2) = 0.5."""
+    """Return the F1 score, from 0 to 1, of the answer's words against those of the gold answer.
+
+    For example, ``"red blue"`` against ``"red green"`` scores 2·1/(2+2) = 0.5.
+    """
     text = as_text(answer)
     if text is None:
         return 0.0
@@ -202,8 +210,9 @@ _PAIR = re.compile(
 
 
 class IntervalF1Scorer(msgspec.Struct, frozen=True):
-    """Scores from 0 to 1 how well the intervals in an answer overlap the gold intervals. The score
-    is the F1 of their total lengths.
+    """Scores from 0 to 1 how well the intervals in an answer overlap the gold intervals.
+
+    The score is the F1 of their total lengths.
     """
 
     inclusive: bool = False
@@ -236,8 +245,9 @@ class IntervalF1Scorer(msgspec.Struct, frozen=True):
 
 
 def parse_intervals(value: Any) -> list[Span] | None:
-    """Parse intervals from a pair, a list of pairs, or text such as ``"3-7, 10 to 12"``. Returns
-    None for anything else, and if an interval ends before it begins.
+    """Parse intervals from a pair, a list of pairs, or text such as ``"3-7, 10 to 12"``.
+
+    Returns None for anything else, and if an interval ends before it begins.
     """
     if isinstance(value, str):
         text = as_text(value)

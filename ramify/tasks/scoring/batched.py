@@ -82,8 +82,9 @@ class BatchedReward:
         self._waiting: list[tuple[Any, Item, Future[float]]] = []
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer, after waiting until its batch is scored. Raises
-        RamifyError if the function failed for this batch.
+        """Return the reward of one answer, after waiting until its batch is scored.
+
+        Raises RamifyError if the function failed for this batch.
         """
         future: Future[float] = Future()
         with self._lock:
@@ -92,8 +93,9 @@ class BatchedReward:
         return future.result()
 
     def of_step(self, answered: Sequence[tuple[Any, Item]]) -> list[Any]:
-        """Call the reward function once for all given answers, and return their rewards. Errors of
-        the function are raised.
+        """Call the reward function once for all given answers, and return their rewards.
+
+        Errors of the function are raised.
 
         An answer for which the function returns None gets a RamifyError instead of a reward.
         """

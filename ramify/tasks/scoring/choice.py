@@ -1,5 +1,6 @@
-"""Scores answers to multiple-choice questions. An answer names an option by its letter, its number
-(from 1) or its text.
+"""Scores answers to multiple-choice questions.
+
+An answer names an option by its letter, its number (from 1) or its text.
 
 The options are in ``metadata["choices"]``. The gold is a letter, an index (from 0) or the text of
 the right option. An answer that names two options counts as none.
@@ -23,6 +24,7 @@ MAX_CHARS = 2000
 
 def choice(answer: Any, item: Item) -> float:
     """Return 1 if the answer names the right option of a multiple-choice question, and 0 otherwise.
+
     The forms ``"B"``, ``"(b)"``, ``2``, ``"The answer is B."`` and the option's text are accepted.
 
     >>> item = tasks.Item("?", gold="B", metadata={"choices": ["tea", "jam"]})

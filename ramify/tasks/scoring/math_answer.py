@@ -60,8 +60,9 @@ class MathScorer(msgspec.Struct, frozen=True):
         )
 
     def read(self, answer: Any) -> str | None:
-        """Return the mathematical expression in an answer, or None if there is none. It is the
-        content of the last box, or the whole text if no box is required.
+        """Return the mathematical expression in an answer, or None if there is none.
+
+        It is the content of the last box, or the whole text if no box is required.
         """
         text = as_text(answer)
         if text is None:
@@ -145,6 +146,7 @@ _workers = RequestProcessPool(_start_worker)
 
 def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
     """Compare two expressions in a separate process, and return True if their values are equal.
+
     Returns False on a time-out. Raises ConfigError if math-verify is not installed, and RamifyError
     if the process does not start.
     """

@@ -1,5 +1,7 @@
-"""A worker process that compares mathematical expressions. It reads and writes one JSON object per
-line. ``math_answer.py`` starts it as a program and never imports it.
+"""A worker process that compares mathematical expressions.
+
+It reads and writes one JSON object per line. ``math_answer.py`` starts it as a program and never
+imports it.
 
     {"gold": "\\frac{1}{2}", "answer": "0.5"}  ->  {"same": true}
 

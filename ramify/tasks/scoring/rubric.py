@@ -86,8 +86,9 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def read(self, reply: str) -> float | None:
-        """Return the overall grade in a judge's reply, from 0 to 1. Returns None if the reply does
-        not have the required form.
+        """Return the overall grade in a judge's reply, from 0 to 1.
+
+        Returns None if the reply does not have the required form.
         """
         box = last_boxed(reply, None)
         signs = [] if box is None else [sign.strip() for sign in box.split(",")]
@@ -103,8 +104,9 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RubricScorer(msgspec.Struct, frozen=True):
-    """Scores each answer by asking a judge model to grade it by a rubric. Each answer gets a new
-    client.
+    """Scores each answer by asking a judge model to grade it by a rubric.
+
+    Each answer gets a new client.
 
     Example:
         rubric = tasks.Rubric(("names the host", "gives the time"))
@@ -116,8 +118,10 @@ class RubricScorer(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling(2048, temperature=0.0)
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the judge's grade for an answer. Raises RamifyError if the reply has no valid
-        grade, since a missing reward is better than a wrong one.
+        """Return the judge's grade for an answer.
+
+        Raises RamifyError if the reply has no valid grade, since a missing reward is better than a
+        wrong one.
         """
         text = run_coroutine(self._ask(Request(self.rubric.messages(item, answer), self.sampling)))
         grade = self.rubric.read(text)

@@ -1,5 +1,6 @@
-"""Scores answers that are programs. Each program runs in a sandbox against the unit tests of its
-task item.
+"""Scores answers that are programs.
+
+Each program runs in a sandbox against the unit tests of its task item.
 
     metadata["tests"]: ["assert add(2, 3) == 5", {"input": "2 3", "output": "5"}, …]
 
@@ -43,8 +44,9 @@ _MAX_OUTPUT = 200_000
 
 
 class UnitTestScorer(msgspec.Struct, frozen=True):
-    """Scores 1 if a program passes all unit tests of its task item, and 0 otherwise. With
-    ``share``, the score is the fraction of tests that it passes.
+    """Scores 1 if a program passes all unit tests of its task item, and 0 otherwise.
+
+    With ``share``, the score is the fraction of tests that it passes.
 
     Example:
         tasks.UnitTestScorer(share=True)    # half of the tests pass: 0.5
@@ -100,7 +102,9 @@ class UnitTestScorer(msgspec.Struct, frozen=True):
 
 def code_of(answer: Any) -> str | None:
     """Return the program in an answer: the last fenced code block, or the whole text if there is
-    none. Returns None if it is not valid Python.
+    none.
+
+    Returns None if it is not valid Python.
     """
     text = as_text(answer)
     if text is None:
@@ -131,8 +135,9 @@ def _tests(item: Item) -> Sequence[str | Mapping[str, str]]:
 
 
 def _same_output(printed: str, expected: str) -> bool:
-    """Return True if two outputs have the same lines. Trailing blanks, and empty lines at the
-    beginning and end, are ignored.
+    """Return True if two outputs have the same lines.
+
+    Trailing blanks, and empty lines at the beginning and end, are ignored.
     """
     if len(printed) > _MAX_OUTPUT:
         return False
@@ -145,8 +150,9 @@ async def _no_host_calls(name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Bench:
-    """An event loop in a background thread that holds the sandboxes of all tests. Many threads
-    share these sandboxes, because opening one takes 0.1 s.
+    """An event loop in a background thread that holds the sandboxes of all tests.
+
+    Many threads share these sandboxes, because opening one takes 0.1 s.
     """
 
     def __init__(self) -> None:
@@ -168,8 +174,9 @@ class _Bench:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
 
     def sandbox(self, spec: SandboxSpec) -> Sandbox:
-        """Return the open sandbox for ``spec``, and open it first if necessary. Call this only on
-        the event loop.
+        """Return the open sandbox for ``spec``, and open it first if necessary.
+
+        Call this only on the event loop.
         """
         key = msgspec.json.encode(spec)
         if key not in self._open:
@@ -177,7 +184,10 @@ class _Bench:
         return self._open[key]
 
     def close(self) -> None:
-        """Close all sandboxes and stop the thread. The next test starts them again."""
+        """Close all sandboxes and stop the thread.
+
+        The next test starts them again.
+        """
         with self._lock:
             loop, thread, self._loop = self._loop, self._thread, None
             if loop is None or thread is None:

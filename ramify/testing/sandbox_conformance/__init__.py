@@ -1,5 +1,7 @@
 """The conformance suite for sandbox providers, with one small test per guarantee of
-``sandbox/base.py``. Every provider must pass it before it is documented.
+``sandbox/base.py``.
+
+Every provider must pass it before it is documented.
 
 The suite ships with the package: ``python -m ramify.testing sandbox NAME``.
 
@@ -56,8 +58,9 @@ class ConformanceResult(msgspec.Struct, frozen=True):
 
 
 async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[ConformanceResult]:
-    """Run every conformance check on an open sandbox, which stays open. ``spec`` is the
-    specification that it was opened with.
+    """Run every conformance check on an open sandbox, which stays open.
+
+    ``spec`` is the specification that it was opened with.
 
     Example:
         results = await testing.check_sandbox(ramify.open_sandbox(spec), spec)
@@ -69,8 +72,9 @@ async def check_sandbox(sandbox: Sandbox, spec: SandboxSpec) -> list[Conformance
 async def check_one(
     sandbox: Sandbox, spec: SandboxSpec, check: ConformanceCheck
 ) -> ConformanceResult:
-    """Run one conformance check on a sandbox, in new sessions. A check that needs a capability that
-    the sandbox lacks is skipped.
+    """Run one conformance check on a sandbox, in new sessions.
+
+    A check that needs a capability that the sandbox lacks is skipped.
 
     Example:
         result = await testing.check_one(sandbox, spec, testing.CHECKS[0])
@@ -109,8 +113,9 @@ async def _report(spec: SandboxSpec) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all conformance checks from the command line, and print a report. Returns exit status 0
-    if no check failed, 1 if one did, and 2 for wrong arguments.
+    """Run all conformance checks from the command line, and print a report.
+
+    Returns exit status 0 if no check failed, 1 if one did, and 2 for wrong arguments.
     """
     if len(arguments) > 1:
         print("usage: python -m ramify.testing sandbox [PROVIDER]", file=sys.stderr)

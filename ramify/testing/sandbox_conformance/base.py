@@ -1,5 +1,6 @@
-"""Tools for writing conformance checks. A check is a small test that every provider's sandbox must
-pass.
+"""Tools for writing conformance checks.
+
+A check is a small test that every provider's sandbox must pass.
 
     >>> @check("a function sees updated globals")
     ... async def updated_globals(probe): ...
@@ -21,8 +22,9 @@ from ramify.types.trajectory import Cell
 
 
 class SandboxUnderTest:
-    """A sandbox that is tested by a conformance check. It keeps track of the sessions that the
-    check opens, and closes them at the end.
+    """A sandbox that is tested by a conformance check.
+
+    It keeps track of the sessions that the check opens, and closes them at the end.
 
     Example:
         probe = testing.SandboxUnderTest(sandbox, spec)
@@ -40,8 +42,9 @@ class SandboxUnderTest:
         return session
 
     async def cells(self, *codes: str, session: Session | None = None) -> list[Cell]:
-        """Run code cells one after the other and return their results. By default, they run in a
-        new session.
+        """Run code cells one after the other and return their results.
+
+        By default, they run in a new session.
         """
         session = session or await self.open()
         return [(await session.run(code, answer=answer_host_call)).cell for code in codes]
@@ -73,8 +76,9 @@ def check(
 ) -> Callable[
     [Callable[[SandboxUnderTest], Awaitable[None]]], Callable[[SandboxUnderTest], Awaitable[None]]
 ]:
-    """Return a decorator that registers a function as a conformance check. ``needs`` names the
-    ``SandboxCapabilities`` without which the check is skipped.
+    """Return a decorator that registers a function as a conformance check.
+
+    ``needs`` names the ``SandboxCapabilities`` without which the check is skipped.
     """
 
     def add(
@@ -109,8 +113,9 @@ def true(fact: object, what: str) -> None:
 
 
 async def answer_host_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answer the calls that a tested session makes to its host. ``answer_host_call`` returns its
-    argument, ``sleep`` waits, and ``fail`` raises an error.
+    """Answer the calls that a tested session makes to its host.
+
+    ``answer_host_call`` returns its argument, ``sleep`` waits, and ``fail`` raises an error.
     """
     if name == "sleep":
         await asyncio.sleep(args[0])

@@ -1,5 +1,6 @@
-"""Conformance checks of how a sandbox runs code cells. Cells must behave as in a notebook, and
-their output must be complete and in order.
+"""Conformance checks of how a sandbox runs code cells.
+
+Cells must behave as in a notebook, and their output must be complete and in order.
 """
 
 from __future__ import annotations

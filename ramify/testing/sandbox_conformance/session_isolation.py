@@ -192,8 +192,9 @@ sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 
 @check("files of the host are out of reach", "isolates_files")
 async def check_file_isolation(probe: SandboxUnderTest) -> None:
-    """Check that code in a session cannot read files of the host. A container may have files at
-    the same paths as the host, but they must be its own.
+    """Check that code in a session cannot read files of the host.
+
+    A container may have files at the same paths as the host, but they must be its own.
     """
     import os
     import tempfile

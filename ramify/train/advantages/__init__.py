@@ -1,5 +1,7 @@
-"""The built-in RL algorithms. Those that differ only in one formula are in ``group_estimators.py``,
-and most others have a file of the same name.
+"""The built-in RL algorithms.
+
+Those that differ only in one formula are in ``group_estimators.py``, and most others have a file of
+the same name.
 
 ``ALGORITHMS`` maps names to classes. A recipe can also name its own class as ``module:name``, or
 register one (see ``ramify/plugins.py``). ``docs/algorithms.md`` shows the result of each algorithm

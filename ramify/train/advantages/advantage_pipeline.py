@@ -160,18 +160,22 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        """Return the advantage of each of n attempts at the same thing. Each estimator overrides
-        this method with its own formula.
+        """Return the advantage of each of n attempts at the same thing.
 
-        ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown."""
+        Each estimator overrides this method with its own formula.
+
+        ``returns``: [n]. ``lengths``: [n] sampled tokens of each attempt, empty if unknown.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no formula: define compare()")
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
         """Turn the rewards of a step's rollouts into an advantage and a loss weight for each token.
+
         The function named by the option ``credit`` chooses which calls of a group are compared, and
-        ``compare`` subtracts their baseline."""
+        ``compare`` subtracts their baseline.
+        """
         step = StepAdvantageBuilder(groups, weights, self)
         credit = _credit_of(self.credit)
         for group in step.groups:
@@ -180,8 +184,9 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return step.assigned(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Subtract the KL penalty from the advantages if ``kl_reward`` is set. Then normalise them,
-        if that had to wait for the penalty. Returns metrics.
+        """Subtract the KL penalty from the advantages if ``kl_reward`` is set.
+
+        Then normalise them, if that had to wait for the penalty. Returns metrics.
         """
         return row_math.add_kl(
             rows, self.kl_reward, 1.0, normalise=self.normalise, epsilon=self.normalise_epsilon
@@ -189,8 +194,9 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TurnCredit(NamedTuple):
-    """The advantage and the weight of one turn, that is, of one model reply. Used by estimators
-    that give the turns of a call different advantages.
+    """The advantage and the weight of one turn, that is, of one model reply.
+
+    Used by estimators that give the turns of a call different advantages.
     """
 
     advantage: float
@@ -217,8 +223,9 @@ class _Rollout(NamedTuple):
 
 @dataclasses.dataclass
 class ScoredGroup:
-    """The usable rollouts of one task item, with their rewards. The estimator fills in their
-    advantages.
+    """The usable rollouts of one task item, with their rewards.
+
+    The estimator fills in their advantages.
     """
 
     group: Group
@@ -241,8 +248,10 @@ class ScoredGroup:
 
 
 class StepAdvantageBuilder:
-    """Builds the advantages of one optimizer step. Create it from scored groups, let the estimator
-    set ``advantages`` on each of ``groups``, and call ``assigned``.
+    """Builds the advantages of one optimizer step.
+
+    Create it from scored groups, let the estimator set ``advantages`` on each of ``groups``, and
+    call ``assigned``.
 
     The constructor computes the reward of each call. ``assigned`` gives each token its advantage
     and its weight.
@@ -251,8 +260,9 @@ class StepAdvantageBuilder:
     def __init__(
         self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
     ) -> None:
-        """Compute the reward of each call in ``groups``, including length penalties. ``weights``
-        maps each reward name to the task's weight for it.
+        """Compute the reward of each call in ``groups``, including length penalties.
+
+        ``weights`` maps each reward name to the task's weight for it.
         """
         self._given = groups
         self._options = options
@@ -355,15 +365,17 @@ def _rescaled(
 
 
 def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
-    """Return True if any call of a group's rollouts has a non-zero advantage. A group without one
-    has no gradient, and would only dilute the weight of the other groups.
+    """Return True if any call of a group's rollouts has a non-zero advantage.
+
+    A group without one has no gradient, and would only dilute the weight of the other groups.
     """
     return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
 
 
 def _check_numbers(credit: str, group: ScoredGroup) -> None:
-    """Raise ConfigError unless the credit function returned a finite advantage for each call. The
-    function may come from a plug-in.
+    """Raise ConfigError unless the credit function returned a finite advantage for each call.
+
+    The function may come from a plug-in.
     """
     trees, numbers = group.trees, group.advantages
     if len(numbers) != len(trees):
@@ -385,7 +397,9 @@ def _usable(group: Group) -> Group:
 
 def _notes(groups: Sequence[Group]) -> list[str]:
     """Return messages about the rollouts that were left out, one for each reason, with their number
-    and the name of one of them. The first few reasons are given.
+    and the name of one of them.
+
+    The first few reasons are given.
 
     Rollouts that the task could not score are reported by the stage (``score_failure_counts.py``).
     """
@@ -406,15 +420,19 @@ def _notes(groups: Sequence[Group]) -> list[str]:
 
 
 def _short_name(id: str) -> str:
-    """Return the name of a rollout within its step. The message about it names the step, which is
-    counted through all stages, while the rollout's id counts those of its stage."""
+    """Return the name of a rollout within its step.
+
+    The message about it names the step, which is counted through all stages, while the rollout's id
+    counts those of its stage.
+    """
     step, _, name = id.partition("/")
     return name if name and step.startswith("step=") else id
 
 
 def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptions) -> ScoredGroup:
-    """Return the usable rollouts of ``group`` with the rewards to compare. These include the length
-    penalties.
+    """Return the usable rollouts of ``group`` with the rewards to compare.
+
+    These include the length penalties.
     """
     group = _usable(group)
     trajectories = group.trajectories
@@ -461,8 +479,9 @@ def _is_trained(call: Call, options: GroupOptions) -> bool:
 
 
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
-    """Return how many tokens of each call may carry loss, by call id. If turns have weights of
-    their own, each token counts with its turn's weight.
+    """Return how many tokens of each call may carry loss, by call id.
+
+    If turns have weights of their own, each token counts with its turn's weight.
     """
     trajectory, masks = rollout.trajectory, options.overlong == "mask"
     if (turns := rollout.turns) is not None:  # these know about roots that were cut
@@ -522,7 +541,9 @@ def _assigned(
     every_token: bool,
 ) -> RolloutAdvantages:
     """Return the advantages and weights of the tokens of each turn that has a weight and a non-zero
-    advantage. With ``every_token``, a weight is enough.
+    advantage.
+
+    With ``every_token``, a weight is enough.
 
     ``shares`` has the weights of each call's tokens in other terms of the loss, by the name of the
     term's stream.

@@ -1,5 +1,6 @@
-"""The interface of RL algorithms. They turn groups of scored rollouts into per-token advantages and
-loss weights.
+"""The interface of RL algorithms.
+
+They turn groups of scored rollouts into per-token advantages and loss weights.
 
     [Group] ── algorithm.assign_advantages(groups, task weights) ──> StepAdvantages
                                                    [RolloutAdvantages], denominators, metrics
@@ -127,8 +128,9 @@ class Algorithm(Protocol):
 
     @property
     def has_group_baseline(self) -> bool:
-        """True if a rollout is compared with others of the same task item. A group with only one
-        rollout then has no signal.
+        """True if a rollout is compared with others of the same task item.
+
+        A group with only one rollout then has no signal.
         """
         ...
 
@@ -144,8 +146,9 @@ class Algorithm(Protocol):
 
 
 def needs_of(algorithm: Any) -> AlgorithmNeeds:
-    """Return what an RL algorithm needs in addition to groups of scored rollouts. A wrapper such as
-    ``outcome`` needs what its inner algorithm needs.
+    """Return what an RL algorithm needs in addition to groups of scored rollouts.
+
+    A wrapper such as ``outcome`` needs what its inner algorithm needs.
     """
     needs: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(
         algorithm, needs_of, AlgorithmNeeds()
@@ -155,7 +158,9 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
 
 def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
     """Complete a step's advantages after the trainer has added values that the algorithm needs,
-    such as log-probabilities, to the token sequences ``rows``. Returns metrics.
+    such as log-probabilities, to the token sequences ``rows``.
+
+    Returns metrics.
 
     The rows stay unchanged if the algorithm needs no such values.
     """
@@ -171,8 +176,9 @@ def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str
 
 
 def with_memory(algorithm: T, memory: Mapping[str, float]) -> T:
-    """Return a copy of ``algorithm`` with its saved state restored. An algorithm without state is
-    returned unchanged.
+    """Return a copy of ``algorithm`` with its saved state restored.
+
+    An algorithm without state is returned unchanged.
     """
     fields = getattr(algorithm, "__struct_fields__", ())
     if "memory" in fields and memory:
@@ -216,7 +222,9 @@ _BY_TRAINER = ("ref_logprobs",)
 
 def fill_missing_streams(rollouts: Sequence[RolloutAdvantages]) -> None:
     """Give every ``TokenCredit`` the same named streams, since all sequences of a step must have
-    the same ones. Missing streams are filled with values that have no effect.
+    the same ones.
+
+    Missing streams are filled with values that have no effect.
     """
     widths: dict[str, int | None] = {}
     for rollout in rollouts:
@@ -239,8 +247,9 @@ def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
 
 
 def _replaced(struct: T, field: str, value: object) -> T:
-    """Return a copy of ``struct`` with a new value for ``field``. The copy is not validated
-    again.
+    """Return a copy of ``struct`` with a new value for ``field``.
+
+    The copy is not validated again.
     """
     replaced = copy.copy(struct)
     msgspec.structs.force_setattr(replaced, field, value)  # type: ignore[arg-type]

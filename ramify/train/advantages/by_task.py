@@ -189,6 +189,7 @@ class PerTaskAlgorithm(
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Complete the advantages of each task's token sequences, using the algorithm of that task.
+
         Returns metrics.
         """
         by_part: dict[str, list[TokenSequence]] = defaultdict(list)
@@ -240,6 +241,7 @@ def _metrics(
     steps: Mapping[str, StepAdvantages], by_part: Mapping[str, Sequence[Group]]
 ) -> dict[str, float]:
     """Combine the metrics of all tasks: sum the counts, and average other metrics over rollouts.
+
     The metrics of each single task are included.
     """
     found = {part: step.metrics for part, step in steps.items()}

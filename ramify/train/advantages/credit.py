@@ -1,5 +1,7 @@
 """Turns the rewards in a call tree into one advantage per call, by comparing the rollouts of the
-same task item. Also builds that tree from a trajectory, and counts its tokens and turns.
+same task item.
+
+Also builds that tree from a trajectory, and counts its tokens and turns.
 
 The functions work on a small tree without tokens or tensors:
 
@@ -62,8 +64,10 @@ class AdvantageFunction(Protocol):
     """
 
     def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        """Return the advantage of each attempt. ``returns`` has one return per attempt. ``lengths``
-        has the number of tokens sampled in each, or is empty if unknown.
+        """Return the advantage of each attempt.
+
+        ``returns`` has one return per attempt. ``lengths`` has the number of tokens sampled in
+        each, or is empty if unknown.
         """
         ...
 
@@ -80,12 +84,15 @@ each tree.
 
 def root(trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0) -> list[Numbers]:
     """Give every call the advantage of the root call of its tree, as trainers without call trees
-    do. The rewards of other calls, and γ, are ignored.
+    do.
+
+    The rewards of other calls, and γ, are ignored.
 
     roots 4 and 0, mean baseline: every call of the first tree gets 2, of the second -2.
 
     If a rollout has several agents with own rewards (self-play, best of n), each of them is an
-    attempt: agents 1 and -1 in each of two trees: every 1 gets 1, every -1 gets -1."""
+    attempt: agents 1 and -1 in each of two trees: every 1 gets 1, every -1 gets -1.
+    """
     lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
     if any(len(compared_call_ids(tree)) > 1 for tree in trees):
         return _by_agent(trees, baseline)
@@ -95,8 +102,9 @@ def root(trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0)
 
 
 def _by_agent(trees: Sequence[Tree], baseline: AdvantageFunction) -> list[Numbers]:
-    """Compare all agents of all trees with each other. Agents are calls that the task rewards
-    separately.
+    """Compare all agents of all trees with each other.
+
+    Agents are calls that the task rewards separately.
 
     A fork of an agent's call gets the advantage of that agent. Any other call gets the advantage of
     the first agent in its tree.
@@ -120,12 +128,14 @@ def per_role(
     trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
 ) -> list[Numbers]:
     """Compare each call's own reward with the rewards of calls of the same role and depth in the
-    *other* trees, and add the difference to the parent's advantage. If no other tree has such a
-    call, the call's own reward is added in full.
+    *other* trees, and add the difference to the parent's advantage.
+
+    If no other tree has such a call, the call's own reward is added in full.
 
     For example, with γ = 1 and the mean of the others as baseline: the roots have rewards 4 and 0,
     and the children have rewards 1, 3 in one tree and 1, 5 in the other. The roots get ±4, and the
-    children 4 + (1-3), 4 + (3-3), -4 + (1-2) and -4 + (5-2)."""
+    children 4 + (1-3), 4 + (3-3), -4 + (1-2) and -4 + (5-2).
+    """
     by_role = _Peers(trees, _role)
     return _advantages(trees, baseline, gamma, by_role.across)
 
@@ -135,10 +145,13 @@ def hierarchical(
 ) -> list[Numbers]:
     """Compare each call's own reward with those of attempts at the same sub-task (the same question
     over the same context) in other trees of the group, and add the difference to the parent's
-    advantage. This has less variance than ``per_role`` if parents split their work alike.
+    advantage.
+
+    This has less variance than ``per_role`` if parents split their work alike.
 
     If no other tree attempted the sub-task, the call is compared with other attempts in its own
-    tree. If there are none either, it is compared as in ``per_role``."""
+    tree. If there are none either, it is compared as in ``per_role``.
+    """
     if len(trees) == 1:
         return [_single_tree(trees[0], gamma, _subtask)]
     by_subtask, by_role = _Peers(trees, _subtask), _Peers(trees, _role)
@@ -278,9 +291,10 @@ def _advantages(
 def checked(
     baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
 ) -> Sequence[float]:
-    """Return ``advantages`` unchanged if there is one finite number for each of ``returns``. Raises
-    ConfigError otherwise. The check is needed because ``baseline``, which computed them, may come
-    from a plug-in.
+    """Return ``advantages`` unchanged if there is one finite number for each of ``returns``.
+
+    Raises ConfigError otherwise. The check is needed because ``baseline``, which computed them, may
+    come from a plug-in.
     """
     if len(advantages) != len(returns) or not all(map(math.isfinite, advantages)):
         owner = type(getattr(baseline, "__self__", baseline)).__name__
@@ -296,8 +310,9 @@ def own_advantages(
     compare: Callable[[Sequence[float], Sequence[int]], Sequence[float]],
 ) -> list[Numbers]:
     """Return an advantage for each call below a root that depends on its own reward and not on its
-    parent's advantage. The reward is compared with those of calls of the same role and depth in
-    other trees.
+    parent's advantage.
+
+    The reward is compared with those of calls of the same role and depth in other trees.
     """
     by_role = _Peers(trees, _role)
     numbers: list[Numbers] = []
@@ -316,6 +331,7 @@ def own_advantages(
 
 class _Peers:
     """The rewards of all calls below the roots of a group, grouped by a key such as role and depth.
+
     Calls with equal keys are peers, whose rewards are comparable.
     """
 
@@ -411,8 +427,9 @@ class RolloutLength(NamedTuple):
 
 
 class LengthPenaltyScale(NamedTuple):
-    """The greatest numbers of sampled tokens, prompt tokens and turns in a group. The length
-    penalty measures each rollout relative to them.
+    """The greatest numbers of sampled tokens, prompt tokens and turns in a group.
+
+    The length penalty measures each rollout relative to them.
     """
 
     output: int
@@ -421,11 +438,14 @@ class LengthPenaltyScale(NamedTuple):
 
 
 def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """Return the soft overlong penalty of DAPO (2503.14476, eq. 13). It is 0 up to ``max_tokens`` -
-    ``buffer`` tokens, then falls linearly to -1 at ``max_tokens``, and is -1 beyond.
+    """Return the soft overlong penalty of DAPO (2503.14476, eq. 13).
+
+    It is 0 up to ``max_tokens`` - ``buffer`` tokens, then falls linearly to -1 at ``max_tokens``,
+    and is -1 beyond.
 
     For example, with ``max_tokens`` 100 and ``buffer`` 20, rollouts of 80, 90, 100 and 150 tokens
-    get 0, -0.5, -1 and -1."""
+    get 0, -0.5, -1 and -1.
+    """
     if buffer <= 0:
         return -1.0 if num_tokens > max_tokens else 0.0
     return min(0.0, max(-1.0, (max_tokens - buffer - num_tokens) / buffer))
@@ -459,15 +479,17 @@ def length_penalty(
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Return True if the rollout has a usable reward. A rollout that failed for external reasons
-    has none.
+    """Return True if the rollout has a usable reward.
+
+    A rollout that failed for external reasons has none.
     """
     return not why_unscored(trajectory)
 
 
 def why_unscored(trajectory: Trajectory) -> str:
-    """Return why a rollout cannot be learned from, as a predicate such as "has no reward". Returns
-    an empty string if the rollout is usable.
+    """Return why a rollout cannot be learned from, as a predicate such as "has no reward".
+
+    Returns an empty string if the rollout is usable.
     """
     if not trajectory.calls:
         return "has no call" + _last_error(trajectory)
@@ -490,7 +512,9 @@ def _last_error(trajectory: Trajectory) -> str:
 
 def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, CreditNode]:
     """Return the call tree of a rollout as a mapping from call id to node, with each parent before
-    its children. ``weights`` maps each reward name to the task's weight for it.
+    its children.
+
+    ``weights`` maps each reward name to the task's weight for it.
     """
     tree: dict[str, CreditNode] = {}
     agents = _agents(trajectory)
@@ -507,8 +531,9 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
 
 
 def _agents(trajectory: Trajectory) -> set[str]:
-    """Return the ids of the root calls that the task rewarded separately, if there are several. A
-    fork counts only if an outside agent's request began it.
+    """Return the ids of the root calls that the task rewarded separately, if there are several.
+
+    A fork counts only if an outside agent's request began it.
     """
     agents = {
         call.id
@@ -522,6 +547,7 @@ def _agents(trajectory: Trajectory) -> set[str]:
 
 def in_order(trajectory: Trajectory) -> list[Call]:
     """Return the calls of a trajectory, with the root first and each other call after its parent.
+
     Calls to judge models are left out.
     """
     calls = [call for call in trajectory.calls if call.kind != "judge"]
@@ -529,8 +555,9 @@ def in_order(trajectory: Trajectory) -> list[Call]:
 
 
 def parent_id_of(trajectory: Trajectory, call: Call) -> str | None:
-    """Return the id of the parent of ``call``, or None for a root. A fork of a root call has no
-    parent to share with it, and counts as a child of that root.
+    """Return the id of the parent of ``call``, or None for a root.
+
+    A fork of a root call has no parent to share with it, and counts as a child of that root.
     """
     is_fork = False
     while call.parent is None and call.fork is not None:

@@ -1,6 +1,7 @@
-"""RL estimators that give each turn of a rollout its own advantage. They compare the continuations
-of a forked rollout (``branch``, ``vine``, ``entropy_branch``) or rollouts that reached the same
-state (``state_group``).
+"""RL estimators that give each turn of a rollout its own advantage.
+
+They compare the continuations of a forked rollout (``branch``, ``vine``, ``entropy_branch``) or
+rollouts that reached the same state (``state_group``).
 
     group of two rollouts                        value of a segment = its path's reward, or the
                                                  mean over the continuations after it
@@ -48,8 +49,10 @@ Trees = Sequence[Mapping[str, CreditNode]]
 
 class TurnEstimator(RLOO, frozen=True, kw_only=True):
     """Base class of RL estimators that give each turn of the root call its own advantage.
+
     ``compare`` turns the values of n attempts from the same state into advantages, by subtracting
-    from each the mean of the others."""
+    from each the mean of the others.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,8 +71,9 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
     def of_roots(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
-        """Return the advantage and weight of each turn of the root call and its continuations. Each
-        rollout has one mapping with (call id, turn index) as key.
+        """Return the advantage and weight of each turn of the root call and its continuations.
+
+        Each rollout has one mapping with (call id, turn index) as key.
 
         ``rewards`` maps each reward name to the task's weight for it.
         """
@@ -90,9 +94,10 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
         return checked(self.compare, values, self.compare(values))
 
     def _own(self, trees: Trees) -> Sequence[Numbers]:
-        """Return the advantages of all calls below the root, for each tree. They come from
-        comparing the calls' own rewards with those of other calls. With ``credit="root"`` there are
-        none.
+        """Return the advantages of all calls below the root, for each tree.
+
+        They come from comparing the calls' own rewards with those of other calls. With
+        ``credit="root"`` there are none.
         """
         if self.credit == "root":
             return [{} for _ in trees]
@@ -182,8 +187,10 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
         advantage: float,
         share: float,
     ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
-        """Yield the advantage and loss weight of each turn in ``segment`` and in all segments
-        after it. A segment is what was sampled between two forks.
+        """Yield the advantage and loss weight of each turn in ``segment`` and in all segments after
+        it.
+
+        A segment is what was sampled between two forks.
 
         ``advantage`` and ``share`` are the advantage and the weight of the turns in ``segment``.
         ``trees`` holds the values of the group's rollouts, and ``index`` is the place of this
@@ -319,8 +326,9 @@ class StateGroupEstimator(
         return found
 
     def _states(self, root: Call) -> list[Hashable]:
-        """Return a key for the state before each turn of the root call. Equal keys mean equal
-        states.
+        """Return a key for the state before each turn of the root call.
+
+        Equal keys mean equal states.
         """
         states: list[Hashable] = []
         history: tuple[Hashable, ...] = ()
@@ -333,8 +341,9 @@ class StateGroupEstimator(
 
 
 class _Values:
-    """The values of the segments of one forked rollout. A segment is what was sampled between two
-    forks.
+    """The values of the segments of one forked rollout.
+
+    A segment is what was sampled between two forks.
     """
 
     def __init__(self, rewards: Mapping[str, float]) -> None:

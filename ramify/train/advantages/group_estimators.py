@@ -1,5 +1,6 @@
-"""RL estimators that compare the rollouts of one task item with each other. They differ only in the
-formula of their method ``compare``.
+"""RL estimators that compare the rollouts of one task item with each other.
+
+They differ only in the formula of their method ``compare``.
 
     [n returns], [n lengths] ──compare──> [n advantages]       for n attempts at the same thing
 
@@ -31,8 +32,9 @@ from ramify.types.training_sequences import TokenSequence, rollout_of
 
 
 def above_mean(returns: Sequence[float]) -> list[float]:
-    """Subtract the mean from each return: R_i - mean(R). The result is exactly 0 if all returns are
-    equal, regardless of rounding.
+    """Subtract the mean from each return: R_i - mean(R).
+
+    The result is exactly 0 if all returns are equal, regardless of rounding.
     """
     if len(returns) < 2 or min(returns) == max(returns):
         return [0.0] * len(returns)
@@ -74,7 +76,9 @@ class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"
 
 class DAPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="dapo"):
     """DAPO's estimator (2503.14476): advantages as in GRPO, and a loss averaged over all tokens of
-    the step. Calls whose last reply was cut off at its token limit are not trained on.
+    the step.
+
+    Calls whose last reply was cut off at its token limit are not trained on.
 
     Rewards 1, 0, 0, 0 give advantages 1.5, -0.5, -0.5, -0.5. ``rl.objective=dapo`` also sets
     DAPO's loss.
@@ -188,8 +192,9 @@ class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pa
 
 class Hierarchical(DrGRPO, frozen=True, kw_only=True, tag_field="name", tag="hierarchical"):
     """Hierarchical GRPO: compare a call's own reward with the mean over attempts at the same
-    sub-task, and add ``gamma_tree`` times its parent's advantage. Root calls are compared with the
-    other roots of their group.
+    sub-task, and add ``gamma_tree`` times its parent's advantage.
+
+    Root calls are compared with the other roots of their group.
 
     For example, two rollouts have rewards 1 and 0. In each, the root delegates the sub-task
     "north", and these two calls have rewards 1 and 0. With ``gamma_tree=0`` the roots get

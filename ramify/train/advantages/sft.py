@@ -30,8 +30,9 @@ class SFT(
     tag_field="name",
     tag="sft",
 ):
-    """Supervised fine-tuning on the replies of trajectories. With ``min_reward``, only trajectories
-    that reach this reward are imitated (rejection sampling).
+    """Supervised fine-tuning on the replies of trajectories.
+
+    With ``min_reward``, only trajectories that reach this reward are imitated (rejection sampling).
 
     Example:
         train.SFT(min_reward=1.0)    # imitate only rollouts with a reward of at least 1
@@ -124,6 +125,7 @@ class SFT(
 
 def _replies_with_ids(call: Call) -> list[tuple[int, int]]:
     """Return the index and the number of sampled tokens of each turn whose reply has token ids.
+
     Log-probabilities may be missing, since cross-entropy does not need them.
     """
     return [

@@ -50,8 +50,9 @@ class SampledCallTokens(NamedTuple):
     """Pairs of a token sequence and the indices of its sampled tokens."""
 
     def read(self, name: str) -> Doubles:
-        """Return the values [N] of a named stream, or of ``advantages``. Raises TrainError if a
-        token sequence lacks the stream.
+        """Return the values [N] of a named stream, or of ``advantages``.
+
+        Raises TrainError if a token sequence lacks the stream.
         """
         return np.concatenate(
             [_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts]
@@ -59,7 +60,9 @@ class SampledCallTokens(NamedTuple):
 
     def write(self, name: str, values: Doubles) -> None:
         """Write ``values`` [N] for this call's tokens to the stream ``name``, or to the advantages
-        if it is ``advantages``. A new stream is 0 at all other tokens.
+        if it is ``advantages``.
+
+        A new stream is 0 at all other tokens.
         """
         start = 0
         for row, tokens in self.parts:
@@ -71,8 +74,9 @@ class SampledCallTokens(NamedTuple):
 
 
 def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[SampledCallTokens]:
-    """Group the sampled tokens of ``rows``, which are token sequences, by call. The calls are in
-    order of first appearance.
+    """Group the sampled tokens of ``rows``, which are token sequences, by call.
+
+    The calls are in order of first appearance.
     """
     by_call: dict[str, list[tuple[TokenSequence, Ints]]] = {}
     for row in rows:
@@ -103,16 +107,18 @@ def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
 
 
 def starts_of(turns: Doubles) -> Ints:
-    """Return the index of the first token of each turn, given the turn of every token. For example,
-    turns 0, 0, 1, 3, 3 give 0, 2, 3.
+    """Return the index of the first token of each turn, given the turn of every token.
+
+    For example, turns 0, 0, 1, 3, 3 give 0, 2, 3.
     """
     changes: Ints = np.flatnonzero(np.diff(turns)) + 1
     return np.concatenate([np.zeros(1, np.int64), changes])
 
 
 def whiten(values: Doubles, epsilon: float | None = None) -> Doubles:
-    """Subtract the mean of ``values``, and divide by their unbiased standard deviation. The result
-    is 0 if all values are equal.
+    """Subtract the mean of ``values``, and divide by their unbiased standard deviation.
+
+    The result is 0 if all values are equal.
 
     ``epsilon`` is added to the standard deviation. If it is None, 1e-8 is added to the variance
     instead.
@@ -147,6 +153,7 @@ def add_kl(
     epsilon: float | None = None,
 ) -> dict[str, float]:
     """Subtract a KL penalty from the advantages of a step, and then normalise them if requested.
+
     Returns the metric ``reward_kl``.
 
     The penalty of a token is β (o - ref), where o and ref are its log-probabilities under the old
@@ -194,8 +201,9 @@ Norm = Literal["none", "group", "step_index"]
 
 
 def normalise_by_step(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Normalise per-step numbers across trajectories, separately for each step index. Subtracts
-    the mean over the trajectories, and divides by the standard deviation.
+    """Normalise per-step numbers across trajectories, separately for each step index.
+
+    Subtracts the mean over the trajectories, and divides by the standard deviation.
 
     ``rows`` has one mapping from step index to number for each trajectory.
 
@@ -210,8 +218,10 @@ def normalise_by_step(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]
 
 
 def subtract_group_mean(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Subtract the group's mean from each number. The group's mean is the mean of the
-    trajectories' own means, so long trajectories weigh no more than short ones.
+    """Subtract the group's mean from each number.
+
+    The group's mean is the mean of the trajectories' own means, so long trajectories weigh no more
+    than short ones.
 
     [1, 1], [0]: means 1 and 0, so 0.5, 0.5 and -0.5
     """
@@ -223,8 +233,9 @@ def subtract_group_mean(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float
 
 
 def normalise_turns(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
-    """Normalise per-turn numbers by the method called ``norm``. Each trajectory has one mapping
-    from turn to number.
+    """Normalise per-turn numbers by the method called ``norm``.
+
+    Each trajectory has one mapping from turn to number.
     """
     if norm == "step_index":
         return normalise_by_step(rows)

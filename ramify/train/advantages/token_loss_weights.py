@@ -1,5 +1,7 @@
-"""Weight each sampled token in the loss. The module implements the reductions by which RL trainers
-average a loss: over tokens, rollouts, calls or groups.
+"""Weight each sampled token in the loss.
+
+The module implements the reductions by which RL trainers average a loss: over tokens, rollouts,
+calls or groups.
 
 The gradient of the mean reward over trees is a plain sum over all sampled tokens. So by default
 (``constant``) every token counts the same, and nothing that depends on the size of a tree divides
@@ -77,10 +79,13 @@ def weights(
     rollout_tokens: float = 1.0,
 ) -> tuple[list[list[Weights]], float]:
     """Return the loss weight of each sampled token of a step, and the number by which the step's
-    loss is divided. The weights are nested by group, rollout and call id. All tokens of a call
-    weigh the same, and rollouts without tokens are not counted.
+    loss is divided.
 
-    ``rollout_tokens`` is L, the tokens per rollout that ``reduction="constant"`` divides by."""
+    The weights are nested by group, rollout and call id. All tokens of a call weigh the same, and
+    rollouts without tokens are not counted.
+
+    ``rollout_tokens`` is L, the tokens per rollout that ``reduction="constant"`` divides by.
+    """
     name = ALSO.get(reduction, reduction)
     sizes = [_size(group) for group in groups]
     num_rollouts = sum(size.rollouts for size in sizes)
@@ -108,9 +113,11 @@ StepWeights = tuple[list[list[Weights]], float]
 
 
 def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
-    """Compare two weightings of the same step. For each call, return the factor by which one of its
-    tokens counts more in the loss under ``other`` than under ``base``. The factor is 1 if both
-    count the token the same."""
+    """Compare two weightings of the same step.
+
+    For each call, return the factor by which one of its tokens counts more in the loss under
+    ``other`` than under ``base``. The factor is 1 if both count the token the same.
+    """
     scale = base[1] / other[1] if other[1] else 0.0
     return [
         [
@@ -128,10 +135,11 @@ after ten steps.
 
 
 class RolloutTokenDivisor(NamedTuple):
-    """A running mean of the tokens per rollout, by which ``reduction="constant"`` divides the
-    loss. The mean of the earlier steps is used, so that one step with unusually long rollouts does
-    not change the divisor. Only the first step is divided by its own mean. The mean is a plain
-    average for the first ten steps, and an exponential moving average after that.
+    """A running mean of the tokens per rollout, by which ``reduction="constant"`` divides the loss.
+
+    The mean of the earlier steps is used, so that one step with unusually long rollouts does not
+    change the divisor. Only the first step is divided by its own mean. The mean is a plain average
+    for the first ten steps, and an exponential moving average after that.
 
     For example, if the first steps have 100 and 300 tokens per rollout, both are divided by 100,
     and the third by 200.
@@ -150,8 +158,9 @@ class RolloutTokenDivisor(NamedTuple):
         return {"rollout_tokens": self.value, "rollout_tokens_steps": float(self.steps)}
 
     def divisor(self, groups: Sequence[Sequence[Counts]]) -> float:
-        """Return the divisor for the loss of the next step, in tokens per rollout. ``groups``
-        holds the rollouts of that step, which are used only if it is the first.
+        """Return the divisor for the loss of the next step, in tokens per rollout.
+
+        ``groups`` holds the rollouts of that step, which are used only if it is the first.
         """
         return self.value if self.steps else self.after(groups).value
 

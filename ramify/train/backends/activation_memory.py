@@ -1,6 +1,8 @@
-"""Manage the memory of a training step. This module estimates how many tokens fit, recomputes
-activations instead of storing them, and configures whether freed memory returns to the system. It
-also estimates the compute time per token."""
+"""Manage the memory of a training step.
+
+This module estimates how many tokens fit, recomputes activations instead of storing them, and
+configures whether freed memory returns to the system. It also estimates the compute time per token.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ _BLOCK = 1 << 20
 
 
 def activation_room(memory: int) -> int:
-    """Return the number of bytes that activations may occupy. ``memory`` is the memory of the GPU
-    in bytes, or 0 on a CPU."""
+    """Return the number of bytes that activations may occupy.
+
+    ``memory`` is the memory of the GPU in bytes, or 0 on a CPU.
+    """
     return 2 * memory // 5 if memory else 4 << 30
 
 
@@ -34,8 +38,9 @@ def max_logits(is_cuda: bool) -> int:
 
 
 def activation_bytes(width: int, mlp: int, layers: int, recompute: bool, itemsize: int) -> int:
-    """Estimate how many bytes of activations one token needs until its backward pass. Each layer
-    stores about ten vectors of the model's width and four of the MLP's. With activation
+    """Estimate how many bytes of activations one token needs until its backward pass.
+
+    Each layer stores about ten vectors of the model's width and four of the MLP's. With activation
     checkpointing (``recompute``), a layer stores only one vector.
 
     ``itemsize`` is the size in bytes of a number in matrix products. The estimate for bf16 is half
@@ -54,7 +59,9 @@ def total_gpu_bytes(device: torch.device) -> int:
 
 def most_tokens(config: Any, device: torch.device, recompute: bool, precision: str) -> int:
     """Return the number of tokens whose activations fit into the memory of the device.
-    ``precision`` is the precision of matrix products, ``fp32`` or ``bf16``."""
+
+    ``precision`` is the precision of matrix products, ``fp32`` or ``bf16``.
+    """
     itemsize = 2 if precision == "bf16" else 4
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     layers = config.num_hidden_layers
@@ -63,16 +70,20 @@ def most_tokens(config: Any, device: torch.device, recompute: bool, precision: s
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer layers of a model, taken from its longest ``ModuleList``. Returns an
-    empty list if the model has no such list."""
+    """Return the transformer layers of a model, taken from its longest ``ModuleList``.
+
+    Returns an empty list if the model has no such list.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
     return list(longest)
 
 
 def recompute_layers(model: nn.Module, enabled: bool) -> None:
-    """Turn activation checkpointing on or off for each layer of a model. Off must be set too, since
-    an earlier backend of the same model may have turned it on."""
+    """Turn activation checkpointing on or off for each layer of a model.
+
+    Off must be set too, since an earlier backend of the same model may have turned it on.
+    """
     layers = layers_of(model)
     if enabled and not layers:
         raise ConfigError("compute.recompute needs a model whose layers are in a ModuleList")
@@ -96,19 +107,22 @@ class _RecomputedLayer:
 
 
 def keep_malloc_memory() -> bool:
-    """Configure glibc's malloc to keep freed memory in the process, for training on a CPU. Returns
-    False if that is not possible, as on a system without glibc.
+    """Configure glibc's malloc to keep freed memory in the process, for training on a CPU.
+
+    Returns False if that is not possible, as on a system without glibc.
 
     A training step frees and reallocates the same hundreds of megabytes again and again. By default
     glibc returns large blocks to the system each time, and the kernel zeroes their pages on
     reallocation: 5 to 10 % of a step of a small model. The price is that the process keeps its peak
-    memory."""
+    memory.
+    """
     return _configured(_LARGE, _LARGE, 1 << 26)
 
 
 def disable_malloc_retention() -> bool:
-    """Configure glibc's malloc to return large freed blocks to the system. Returns False if that
-    is not possible, as on a system without glibc.
+    """Configure glibc's malloc to return large freed blocks to the system.
+
+    Returns False if that is not possible, as on a system without glibc.
 
     A rank repeatedly gathers and frees whole layers. By default glibc serves such blocks from the
     heap once the first ones were freed, and smaller allocations between them keep the heap from
@@ -136,7 +150,9 @@ def _configured(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
 
 class _Speed(NamedTuple):
     """Rough speeds of a device, used to decide whether computing a shared prefix only once pays
-    off. CPU speeds were measured on one core. GPU speeds come from data sheets, and assume that
+    off.
+
+    CPU speeds were measured on one core. GPU speeds come from data sheets, and assume that
     attention launches one kernel for each level of the prefix tree.
     """
 
@@ -156,10 +172,11 @@ _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14,
 
 
 def packing_cost_model(model: nn.Module, config: Any, device: str) -> PackingCostModel:
-    """Estimate a model's compute costs on a device, which are used to balance batches. The unit is
-    the forward and backward work of one token, 6 FLOP per weight of the layers. Attention between
-    two tokens costs 14 FLOP per layer and element of the heads: two products in the forward pass
-    and five in the backward pass.
+    """Estimate a model's compute costs on a device, which are used to balance batches.
+
+    The unit is the forward and backward work of one token, 6 FLOP per weight of the layers.
+    Attention between two tokens costs 14 FLOP per layer and element of the heads: two products in
+    the forward pass and five in the backward pass.
     """
     speed = _SPEEDS.get(device, _SPEEDS["cuda"])
     matrices = sum(

@@ -126,7 +126,9 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options for sharding a model over several processes (ranks) with the ``fsdp`` backend.
-    Sharding changes the loss only by rounding."""
+
+    Sharding changes the loss only by rounding.
+    """
 
     ranks: int | None = None
     """Number of ranks; None: as many as torchrun started, or without torchrun one per GPU of this
@@ -178,14 +180,18 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(f"compute.shard.port={self.port} must be at most 65535")
 
     def mesh(self, num_ranks: int) -> MeshSizes:
-        """Return the sizes of the device mesh that ``num_ranks`` ranks form. Raises ConfigError if
-        the number of ranks does not fit the options."""
+        """Return the sizes of the device mesh that ``num_ranks`` ranks form.
+
+        Raises ConfigError if the number of ranks does not fit the options.
+        """
         return MeshSizes.of(num_ranks, self.replicas, self.tensor, self.experts)
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of the trainer's computation, such as precision and batch size. They affect speed and
-    memory, and change the loss only by rounding."""
+    """Options of the trainer's computation, such as precision and batch size.
+
+    They affect speed and memory, and change the loss only by rounding.
+    """
 
     backend: str = "single"
     """Name of a training backend in ``BACKENDS``, or ``module:attribute``."""
@@ -229,8 +235,10 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ReferenceModel(Protocol):
-    """A model that computes log-probabilities but is not trained, such as the reference policy of
-    a KL penalty. It needs only these few methods of a ``Backend``.
+    """A model that computes log-probabilities but is not trained, such as the reference policy of a
+    KL penalty.
+
+    It needs only these few methods of a ``Backend``.
     """
 
     @property
@@ -239,14 +247,18 @@ class ReferenceModel(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the log-probabilities under this model of all tokens that carry loss. Each batch
-        gives one array of shape [E], where E is its number of such tokens."""
+        """Return the log-probabilities under this model of all tokens that carry loss.
+
+        Each batch gives one array of shape [E], where E is its number of such tokens.
+        """
         ...
 
 
 class TrainedModel(Protocol):
-    """The interface of the model that a run trains. One object serves all stages of the run,
-    whether the weights are in this process or sharded over others.
+    """The interface of the model that a run trains.
+
+    One object serves all stages of the run, whether the weights are in this process or sharded over
+    others.
 
     Example:
         backend = model.backend(train.OptimizerSpec(lr=1e-5))
@@ -260,27 +272,35 @@ class TrainedModel(Protocol):
         ...
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
-        """Return a backend that trains the policy together with a critic. ``optim`` is the policy's
-        optimizer and ``own`` the critic's. If ``own`` is None, the critic is a value head on the
-        policy's layers. Otherwise it is a separate model that starts as a copy of the policy."""
+        """Return a backend that trains the policy together with a critic.
+
+        ``optim`` is the policy's optimizer and ``own`` the critic's. If ``own`` is None, the critic
+        is a value head on the policy's layers. Otherwise it is a separate model that starts as a
+        copy of the policy.
+        """
         ...
 
     def reference(self, folder: Path, is_base: bool) -> ReferenceModel:
-        """Load the policy saved in ``folder`` as a frozen reference model. ``is_base`` is True if
-        the policy was saved before any training."""
+        """Load the policy saved in ``folder`` as a frozen reference model.
+
+        ``is_base`` is True if the policy was saved before any training.
+        """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor of each weight. Low-rank adapters are merged into the
-        weights that they adapt."""
+        """Yield the name and the tensor of each weight.
+
+        Low-rank adapters are merged into the weights that they adapt.
+        """
         ...
 
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe every weight without computing or gathering it. Yields its name, a tensor of
-        its shape, and a function that returns the weight with its adapters merged. The function is
-        None if the tensor already is the weight.
+        """Describe every weight without computing or gathering it.
+
+        Yields its name, a tensor of its shape, and a function that returns the weight with its
+        adapters merged. The function is None if the tensor already is the weight.
         """
         ...
 
@@ -309,8 +329,9 @@ class Backend(Protocol):
         ...
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
-        """Add the gradient of ``loss`` over ``batches`` to the accumulated gradient. Returns the
-        loss and its metrics.
+        """Add the gradient of ``loss`` over ``batches`` to the accumulated gradient.
+
+        Returns the loss and its metrics.
 
         Raises TrainError if the loss is not finite. The batch is then written to a file, and the
         error names that file and the affected sequence.
@@ -318,8 +339,9 @@ class Backend(Protocol):
         ...
 
     def optim_step(self) -> dict[str, float]:
-        """Clip the accumulated gradient, update the weights, and clear the gradient. Increments
-        ``version``. Returns ``grad_norm`` (before clipping) and ``lr``.
+        """Clip the accumulated gradient, update the weights, and clear the gradient.
+
+        Increments ``version``. Returns ``grad_norm`` (before clipping) and ``lr``.
 
         Raises TrainError if the gradient is not finite; the weights stay unchanged.
         """
@@ -327,7 +349,10 @@ class Backend(Protocol):
 
     def check_gradient(self) -> None:
         """Raise TrainError if the accumulated gradient is not finite, and clear the gradient in
-        that case. Otherwise nothing changes."""
+        that case.
+
+        Otherwise nothing changes.
+        """
         ...
 
     def clear_gradient(self) -> None:
@@ -335,42 +360,59 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Return log-probabilities of the trained tokens under the current policy. Each batch gives
-        one array of shape [E], where E is its number of tokens that carry loss. The temperature and
-        the truncation (top-p or top-k) are those with which the token was sampled."""
+        """Return log-probabilities of the trained tokens under the current policy.
+
+        Each batch gives one array of shape [E], where E is its number of tokens that carry loss.
+        The temperature and the truncation (top-p or top-k) are those with which the token was
+        sampled.
+        """
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the critic's estimates of the return, one array of shape [E] per batch. E is the
-        batch's number of tokens that carry loss. Each estimate is for the state just before its
-        token. Raises ConfigError if the backend has no critic.
+        """Return the critic's estimates of the return, one array of shape [E] per batch.
+
+        E is the batch's number of tokens that carry loss. Each estimate is for the state just
+        before its token. Raises ConfigError if the backend has no critic.
         """
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the tensor of each parameter, with Hugging Face names. The tensors are
-        views, which are valid until the next ``optim_step``."""
+        """Yield the name and the tensor of each parameter, with Hugging Face names.
+
+        The tensors are views, which are valid until the next ``optim_step``.
+        """
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the parameters with ``weights``. The optimizer state stays unchanged."""
+        """Replace the parameters with ``weights``.
+
+        The optimizer state stays unchanged.
+        """
         ...
 
     def save(self, folder: Path) -> Callable[[], None] | None:
         """Write the current weights, optimizer state and random states to ``folder``, creating the
-        folder. If writing continues in the background, the returned function waits for it to
-        finish."""
+        folder.
+
+        If writing continues in the background, the returned function waits for it to finish.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore the state saved in ``folder``, bit for bit. Raises ConfigError, which names the
-        first difference, if the state does not fit this backend."""
+        """Restore the state saved in ``folder``, bit for bit.
+
+        Raises ConfigError, which names the first difference, if the state does not fit this
+        backend.
+        """
         ...
 
 
 def resolve_precision(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
-    """Replace ``precision="auto"`` in ``compute`` with a definite precision. It is bf16 if the
-    policy was loaded in a 16-bit ``dtype`` and the device supports bf16. Otherwise it is fp32."""
+    """Replace ``precision="auto"`` in ``compute`` with a definite precision.
+
+    It is bf16 if the policy was loaded in a 16-bit ``dtype`` and the device supports bf16.
+    Otherwise it is fp32.
+    """
     if compute.precision != "auto":
         return compute
     is_half = dtype.itemsize == 2
@@ -379,7 +421,10 @@ def resolve_precision(compute: ComputeSpec, dtype: torch.dtype, device: str) -> 
 
 
 def has_bf16(device: str) -> bool:
-    """Return True if the device supports bf16. Every CPU does, but not every GPU."""
+    """Return True if the device supports bf16.
+
+    Every CPU does, but not every GPU.
+    """
     import torch
 
     return device != "cuda" or torch.cuda.is_bf16_supported()

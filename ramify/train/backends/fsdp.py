@@ -1,5 +1,6 @@
-"""The ``fsdp`` backend, which shards one model over several processes. This file is the side of
-rank 0, the process that runs the training loop.
+"""The ``fsdp`` backend, which shards one model over several processes.
+
+This file is the side of rank 0, the process that runs the training loop.
 
     FsdpRanks ── spread ──> FsdpModel ── backend ──> FsdpBackend (``fsdp_model.py``)
 
@@ -52,9 +53,10 @@ class FsdpRanks:
         hosts: Launcher | None = None,
     ) -> None:
         """Start the ranks on ``hosts`` or on this machine, or join those that torchrun started.
+
         The folder ``dumps`` receives batches with a non-finite loss and the stack traces of stuck
-        ranks. Raises ConfigError, before it starts anything, if ``compute.shard`` does not fit
-        this machine.
+        ranks. Raises ConfigError, before it starts anything, if ``compute.shard`` does not fit this
+        machine.
         """
         self.compute = compute
         self.device = device
@@ -84,11 +86,14 @@ class FsdpRanks:
         holds_base: bool = False,
     ) -> FsdpModel:
         """Shard a model over the ranks, given its Hugging Face configuration and a source of
-        weights. Raises ConfigError, which names the first tensor that does not fit.
+        weights.
+
+        Raises ConfigError, which names the first tensor that does not fit.
 
         ``compute`` overrides the ranks' options, except their number. ``critic`` adds a value head,
         initialized to 0. ``holds_base`` keeps the weights that adapters are added to in this
-        process too, so that only adapters have to be gathered."""
+        process too, so that only adapters have to be gathered.
+        """
         compute = compute or self.compute
         TensorParallelPlan.check(config, compute.shard, self.rank_group.size, lora)
         check_source_tensors(config, source)
@@ -102,9 +107,11 @@ class FsdpRanks:
 
 
 class FsdpTrainedModel:
-    """The model that a run trains, sharded over several processes (ranks). The policy object in
-    this process is a separate copy for the inference engine. It gets new weights whenever they are
-    published."""
+    """The model that a run trains, sharded over several processes (ranks).
+
+    The policy object in this process is a separate copy for the inference engine. It gets new
+    weights whenever they are published.
+    """
 
     is_here = False
 
@@ -120,9 +127,10 @@ class FsdpTrainedModel:
         hosts: Launcher | None = None,
         device: str | None = None,
     ) -> None:
-        """Start the ranks, and shard a copy of ``policy``'s model over them. ``policy`` may get
-        other weights afterwards. ``critic`` adds a value head, for ``with_critic``. ``device`` is
-        the kind of device the ranks use; None takes the policy's.
+        """Start the ranks, and shard a copy of ``policy``'s model over them.
+
+        ``policy`` may get other weights afterwards. ``critic`` adds a value head, for
+        ``with_critic``. ``device`` is the kind of device the ranks use; None takes the policy's.
         """
         device = device or policy.device.type
         compute = resolve_precision(compute, policy.dtype, device)
@@ -139,8 +147,9 @@ class FsdpTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
-        """Raise ConfigError if the ranks cannot be started. Pass ``elsewhere=True`` if some ranks
-        run on other machines.
+        """Raise ConfigError if the ranks cannot be started.
+
+        Pass ``elsewhere=True`` if some ranks run on other machines.
         """
         launch.check(compute.shard, device, elsewhere=elsewhere)
 
@@ -198,7 +207,10 @@ class FsdpTrainedModel:
 
 def check_source_tensors(config: Any, source: Source) -> None:
     """Raise ConfigError if a source of weights does not have the tensors that the model of
-    ``config`` needs. The error names the first tensor that does not fit."""
+    ``config`` needs.
+
+    The error names the first tensor that does not fit.
+    """
     model = on_meta(config)
     if isinstance(source, Path):
         check_weights(model, stored_tensors(source, model), str(source))

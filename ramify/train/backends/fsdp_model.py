@@ -1,5 +1,6 @@
-"""Train a model that is sharded over several processes (ranks). Rank 0 uses this module to access
-the full weights and to distribute batches over the ranks.
+"""Train a model that is sharded over several processes (ranks).
+
+Rank 0 uses this module to access the full weights and to distribute batches over the ranks.
 
     weights, unmerged, export   one tensor at a time, gathered from all ranks
     load_weights                one tensor at a time, to the ranks that hold parts of it
@@ -56,6 +57,7 @@ another model over the same mesh."""
 
 def check_optimizer(optim: OptimizerSpec, shard: ShardSpec) -> None:
     """Raise ConfigError if the optimizer cannot update a model sharded according to ``shard``.
+
     Muon does not work with tensor parallelism.
     """
     if optim.kind == "muon" and shard.tensor > 1:
@@ -125,8 +127,10 @@ class FsdpBackend:
         return self._collect("values", batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and a copy of each full tensor. A tensor is gathered from the ranks only
-        when the caller asks for it."""
+        """Yield the name and a copy of each full tensor.
+
+        A tensor is gathered from the ranks only when the caller asks for it.
+        """
         return self._model.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -149,9 +153,11 @@ class FsdpBackend:
         return None
 
     def load(self, folder: Path) -> None:
-        """Restore the training state saved in ``folder``. With the same number of ranks, training
-        continues bit for bit. With another number, sums are rounded differently. Raises ConfigError
-        if the state does not fit this backend."""
+        """Restore the training state saved in ``folder``.
+
+        With the same number of ranks, training continues bit for bit. With another number, sums are
+        rounded differently. Raises ConfigError if the state does not fit this backend.
+        """
         try:
             state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         except FileNotFoundError:
@@ -174,13 +180,17 @@ class FsdpBackend:
         self._steps = state["num_steps"]
 
     def entry_logprobs(self, batches: Many[Batch], base: bool) -> list[Floats]:
-        """Return log-probabilities of the tokens that carry loss, one array for each batch. With
-        ``base``, they are computed without the model's adapters."""
+        """Return log-probabilities of the tokens that carry loss, one array for each batch.
+
+        With ``base``, they are computed without the model's adapters.
+        """
         return self._collect("logprobs", batches, base)
 
     def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """Distribute the batches over the ranks and call the method ``verb`` on each rank. Returns
-        one result per batch, in the order of ``batches``."""
+        """Distribute the batches over the ranks and call the method ``verb`` on each rank.
+
+        Returns one result per batch, in the order of ``batches``.
+        """
         if not batches:
             return []
         shares, each = self._shares(batches)
@@ -191,11 +201,13 @@ class FsdpBackend:
         return [by_index[index] for index in range(len(batches))]
 
     def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
-        """Divide the batches among the ranks. All ranks of a tensor-parallel group get the same
-        batches.
+        """Divide the batches among the ranks.
+
+        All ranks of a tensor-parallel group get the same batches.
 
         Returns two lists. The first has the indices of the batches of each group, and the second
-        has the batches of each rank, padded with None to the same length."""
+        has the batches of each rank, padded with None to the same length.
+        """
         for batch in batches:
             check_window(batch, self._model.policy.window)
         shares = dealt(batches, self._mesh.num_batches)
@@ -248,8 +260,10 @@ class FsdpModelSpec(NamedTuple):
 
 
 class FsdpModel:
-    """One model that is sharded over all ranks. This object lives on rank 0 and controls the shards
-    of the other ranks."""
+    """One model that is sharded over all ranks.
+
+    This object lives on rank 0 and controls the shards of the other ranks.
+    """
 
     def __init__(
         self, ranks: launch.JoinedRanks, dumps: Path, key: str, parts: FsdpModelSpec
@@ -306,8 +320,10 @@ class FsdpModel:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Map the name of every parameter of the policy to its shape. The names are those of the
-        model without adapters."""
+        """Map the name of every parameter of the policy to its shape.
+
+        The names are those of the model without adapters.
+        """
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
         return {
             sharded_lora.plain(n): tuple(s)
@@ -316,14 +332,18 @@ class FsdpModel:
         }
 
     def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
-        """Return a backend that trains the model with a fresh optimizer. ``critic`` also trains the
-        value head, if the model was created with one."""
+        """Return a backend that trains the model with a fresh optimizer.
+
+        ``critic`` also trains the value head, if the model was created with one.
+        """
         return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each weight, one at a time, on the CPU. Adapters
-        are merged into the weights that they adapt. Weights that this process does not hold are
-        gathered from the ranks."""
+        """Yield the name and the full tensor of each weight, one at a time, on the CPU.
+
+        Adapters are merged into the weights that they adapt. Weights that this process does not
+        hold are gathered from the ranks.
+        """
         if self.lora is None:
             yield from self._gathered(list(self.shapes))
             return
@@ -333,9 +353,10 @@ class FsdpModel:
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe every weight without gathering it from the ranks. Yields its name, a tensor of
-        its shape, and a function that gathers the weight. For a frozen weight that this process
-        holds, the tensor is the weight itself and the function is None.
+        """Describe every weight without gathering it from the ranks.
+
+        Yields its name, a tensor of its shape, and a function that gathers the weight. For a frozen
+        weight that this process holds, the tensor is the weight itself and the function is None.
         """
         matrices = {f"{name}.weight" for name in self._adapted}
         for name, shape in self.shapes.items():
@@ -350,19 +371,25 @@ class FsdpModel:
                 yield name, blank, LazyFrozenWeight(partial(self._base, name), (id(self), name))
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full tensor of each adapter matrix (A and B). In a model with
-        adapters, no other weights are trained."""
+        """Yield the name and the full tensor of each adapter matrix (A and B).
+
+        In a model with adapters, no other weights are trained.
+        """
         yield from self._gathered([name for name in self._shapes if sharded_lora.is_adapter(name)])
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full accumulated gradient of every trained parameter. This is
-        meant for debugging."""
+        """Yield the name and the full accumulated gradient of every trained parameter.
+
+        This is meant for debugging.
+        """
         trained = self.own.backend_of(self.key).trained_parameters_and_optimizer[0]
         yield from self._gathered(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights on all ranks with full tensors of this process. The tensors are sent
-        one at a time. Raises ConfigError if the model has adapters."""
+        """Replace the weights on all ranks with full tensors of this process.
+
+        The tensors are sent one at a time. Raises ConfigError if the model has adapters.
+        """
         if self.lora is not None:
             raise ConfigError(
                 "a model with adapters keeps its initial base weights: it accepts no others"
@@ -372,8 +399,11 @@ class FsdpModel:
 
     def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
         """Write the model to a Hugging Face folder, one tensor at a time, in ``dtype`` (default
-        fp32). For a model with adapters, the folder holds the merged weights, and its subfolder
-        ``adapter`` the adapters in peft's format."""
+        fp32).
+
+        For a model with adapters, the folder holds the merged weights, and its subfolder
+        ``adapter`` the adapters in peft's format.
+        """
         buffers = {name: tuple(each.shape) for name, each in self._buffers.items()}
         tensors = itertools.chain(self.weights(), self._buffers.items())
         shapes = {**self.shapes, **buffers}

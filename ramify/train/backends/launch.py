@@ -74,7 +74,9 @@ class RankSettings(msgspec.Struct, frozen=True):
 
 def follow_if_told() -> None:
     """Execute rank 0's commands until the run ends, then exit, if torchrun started this process as
-    another rank. Otherwise do nothing.
+    another rank.
+
+    Otherwise do nothing.
     """
     world = RankInfo.of_environment()
     if world is not None and world.rank > 0:
@@ -92,8 +94,11 @@ def is_restarted() -> bool:
 
 
 def num_ranks(shard: ShardSpec, device: str) -> int:
-    """Return the number of ranks of a run on this machine. It is the configured number, or else the
-    size of the torchrun group, or else one per GPU, or one on a CPU."""
+    """Return the number of ranks of a run on this machine.
+
+    It is the configured number, or else the size of the torchrun group, or else one per GPU, or one
+    on a CPU.
+    """
     import torch
 
     world = RankInfo.of_environment()
@@ -102,9 +107,11 @@ def num_ranks(shard: ShardSpec, device: str) -> int:
 
 
 def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
-    """Check that the configured ranks can be started, and return their number. ``elsewhere`` means
-    that some ranks run on other machines, so that the number of local GPUs does not matter. Raises
-    ConfigError if the ranks cannot be started."""
+    """Check that the configured ranks can be started, and return their number.
+
+    ``elsewhere`` means that some ranks run on other machines, so that the number of local GPUs does
+    not matter. Raises ConfigError if the ranks cannot be started.
+    """
     import torch
     import torch.distributed as dist
 
@@ -183,8 +190,11 @@ def start_ranks(
     shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None
 ) -> JoinedRanks:
     """Start the other ranks on ``hosts`` or on this machine, or connect to the ones that torchrun
-    started. Raises ConfigError if the configuration does not allow that, and TrainError if a rank
-    does not start."""
+    started.
+
+    Raises ConfigError if the configuration does not allow that, and TrainError if a rank does not
+    start.
+    """
     from ramify.actors.rank_group import RankGroup
     from ramify.actors.rank_store import KeyValueStoreServer
     from ramify.actors.rank_watch import RankConnection, RankProgress
@@ -253,8 +263,11 @@ def stop_ranks(joined: JoinedRanks) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's cache of sharding decisions. If this process later forms a mesh of the same
-    shape, torch would otherwise use process groups that no longer exist."""
+    """Clear torch's cache of sharding decisions.
+
+    If this process later forms a mesh of the same shape, torch would otherwise use process groups
+    that no longer exist.
+    """
     from torch.distributed.tensor import debug
 
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
@@ -263,8 +276,11 @@ def _forget_meshes() -> None:
 
 
 def follow(world: RankInfo) -> NoReturn:
-    """Run this process as a torchrun rank other than 0. It executes the commands of rank 0 until
-    rank 0 ends, and then exits. Raises TrainError if rank 0 cannot be reached in time."""
+    """Run this process as a torchrun rank other than 0.
+
+    It executes the commands of rank 0 until rank 0 ends, and then exits. Raises TrainError if rank
+    0 cannot be reached in time.
+    """
     meeting = TorchrunRendezvous(world)
     until = time.monotonic() + _torch_timeout(ShardSpec().timeout_s)
     while True:
@@ -280,8 +296,10 @@ def follow(world: RankInfo) -> NoReturn:
 
 
 def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
-    """Join the process group, execute the commands of rank 0 until rank 0 ends, and exit. Raises
-    EOFError or OSError if rank 0 ends before the group is complete."""
+    """Join the process group, execute the commands of rank 0 until rank 0 ends, and exit.
+
+    Raises EOFError or OSError if rank 0 ends before the group is complete.
+    """
     import torch.distributed as dist
 
     from ramify.actors.rank_group import follow
@@ -314,8 +332,11 @@ _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 def _started(
     hosts: Launcher | None, rank: int, size: int, listener: ConnectBackListener, stacks: Path
 ) -> ProcessHandle:
-    """Start the process of one rank and return it. It runs on this machine, or where the launcher
-    ``hosts`` places it. That machine then exposes only the GPUs assigned to the rank."""
+    """Start the process of one rank and return it.
+
+    It runs on this machine, or where the launcher ``hosts`` places it. That machine then exposes
+    only the GPUs assigned to the rank.
+    """
     import torch
 
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
@@ -348,10 +369,11 @@ class _RankChannel(NamedTuple):
 def _accept_ranks(
     listener: ConnectBackListener, size: int, look: Callable[[int], None]
 ) -> dict[tuple[int, str], _RankChannel]:
-    """Accept connections until every other rank has joined. Returns the channels, keyed by rank
-    and kind of channel. While it waits, it calls ``look`` with each rank that is still missing,
-    and ``look`` raises an exception if that rank has exited. Raises TrainError if a rank does not
-    join in time.
+    """Accept connections until every other rank has joined.
+
+    Returns the channels, keyed by rank and kind of channel. While it waits, it calls ``look`` with
+    each rank that is still missing, and ``look`` raises an exception if that rank has exited.
+    Raises TrainError if a rank does not join in time.
     """
     joined: dict[tuple[int, str], _RankChannel] = {}
     wanted = [(rank, kind) for rank in range(1, size) for kind in ("talk", "watch", "store")]
@@ -392,8 +414,11 @@ def _channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
 
 
 def _torch_timeout(timeout_s: float) -> float:
-    """Return the timeout in seconds for torch's collective operations. It is longer than Ramify's
-    own timeout, so that the user sees Ramify's error, which names the stuck rank."""
+    """Return the timeout in seconds for torch's collective operations.
+
+    It is longer than Ramify's own timeout, so that the user sees Ramify's error, which names the
+    stuck rank.
+    """
     return 2 * timeout_s + 30
 
 
@@ -404,7 +429,10 @@ def _enter(
     members: AuthenticatedGroupFactory,
     local_rank: int,
 ) -> None:
-    """Join torch's process group of all ranks. Raises TrainError if that fails."""
+    """Join torch's process group of all ranks.
+
+    Raises TrainError if that fails.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,5 +1,7 @@
-"""Train low-rank adapters (LoRA, 2106.09685). A weight matrix W becomes W + (alpha / rank) B A,
-where W is frozen and the small matrices A and B are trained.
+"""Train low-rank adapters (LoRA, 2106.09685).
+
+A weight matrix W becomes W + (alpha / rank) B A, where W is frozen and the small matrices A and B
+are trained.
 
     attach(model, rank, alpha, targets)   from now on ``linear.weight`` returns that sum
     merged(model)                         the sums, under the original names of the matrices
@@ -27,8 +29,10 @@ _ORIGINAL = "parametrizations.weight.original"
 
 
 class LoraParametrization(nn.Module):
-    """A PyTorch parametrization that adds a low-rank adapter to a weight. The weight W becomes W +
-    scale · B A, where A and B are the adapter's matrices."""
+    """A PyTorch parametrization that adds a low-rank adapter to a weight.
+
+    The weight W becomes W + scale · B A, where A and B are the adapter's matrices.
+    """
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -53,9 +57,12 @@ def attach(
     seed: int = 0,
 ) -> int:
     """Add a low-rank adapter to each targeted linear module of a model, and freeze all other
-    weights. ``targets`` lists the last name parts of the modules, or ``all-linear`` for all except
-    the output matrix. Returns the number of trained parameters. Raises ConfigError if no module has
-    such a name."""
+    weights.
+
+    ``targets`` lists the last name parts of the modules, or ``all-linear`` for all except the
+    output matrix. Returns the number of trained parameters. Raises ConfigError if no module has
+    such a name.
+    """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
     chosen = [module for name, module in model.named_modules() if is_chosen(name, module, targets)]
@@ -77,8 +84,10 @@ def attach(
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each weight of a model with adapters. Each adapter is merged
-    into the weight that it adapts."""
+    """Yield the name and the tensor of each weight of a model with adapters.
+
+    Each adapter is merged into the weight that it adapts.
+    """
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -91,7 +100,10 @@ def base_tensors_and_adapters(
     model: nn.Module,
 ) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
     """Yield the name of each weight, its tensor without the adapter, and a function that merges the
-    adapter into the tensor. The function is None for a weight without an adapter."""
+    adapter into the tensor.
+
+    The function is None for a weight without an adapter.
+    """
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
@@ -114,7 +126,10 @@ def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
 @contextlib.contextmanager
 def without(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the ``with`` block, so that the model computes as it did before
-    they were added. Not thread-safe."""
+    they were added.
+
+    Not thread-safe.
+    """
     adapters = [module for module in model.modules() if isinstance(module, LoraParametrization)]
     for adapter in adapters:
         adapter.is_off = True

@@ -1,5 +1,6 @@
-"""Arrange the processes (ranks) of a run in a mesh with one axis per kind of parallelism. This
-module says what each axis splits, and checks that the sizes fit the model.
+"""Arrange the processes (ranks) of a run in a mesh with one axis per kind of parallelism.
+
+This module says what each axis splits, and checks that the sizes fit the model.
 
     ranks=8, replicas=2, tensor=2             experts=4 (the same ranks, seen by experts)
 
@@ -44,8 +45,11 @@ class MeshSizes(NamedTuple):
 
     @classmethod
     def of(cls, num_ranks: int, replicas: int, tensor: int, experts: int) -> MeshSizes:
-        """Compute the sizes of a mesh of ``num_ranks`` ranks. The number of shards follows from the
-        other sizes. Raises ConfigError if the ranks cannot fill the mesh."""
+        """Compute the sizes of a mesh of ``num_ranks`` ranks.
+
+        The number of shards follows from the other sizes. Raises ConfigError if the ranks cannot
+        fill the mesh.
+        """
         rest = replicas * tensor
         if num_ranks % rest:
             named = f"{replicas} replicas" + (f" x {tensor} tensor" if tensor > 1 else "")
@@ -98,10 +102,12 @@ def check_model(
     tensor_plan: Mapping[str, str],
     expert_plan: Mapping[str, str],
 ) -> None:
-    """Raise ConfigError if the layers of a Hugging Face model cannot be split over the mesh. The
-    error names sizes that are not divisible and divisors that would fit. If the model class has no
-    plan for splitting, the error says so. ``tensor_plan`` and ``expert_plan`` add rules from the
-    recipe."""
+    """Raise ConfigError if the layers of a Hugging Face model cannot be split over the mesh.
+
+    The error names sizes that are not divisible and divisors that would fit. If the model class has
+    no plan for splitting, the error says so. ``tensor_plan`` and ``expert_plan`` add rules from the
+    recipe.
+    """
     if not sizes.splits_layers:
         return
     check_transformers_version()

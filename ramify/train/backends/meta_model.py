@@ -1,5 +1,6 @@
-"""Build a model from its configuration without allocating its weights. The model is on PyTorch's
-meta device and has only modules and shapes.
+"""Build a model from its configuration without allocating its weights.
+
+The model is on PyTorch's meta device and has only modules and shapes.
 
 Ranks create such a model before they split and fill it, and checks use it to find out what a model
 consists of.
@@ -19,8 +20,11 @@ from ramify.models.dense import DenseModel, unsupported
 
 def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
     """Build the model of a Hugging Face configuration on the meta device, without allocating its
-    weights. Computed buffers, such as rotary frequencies, hold their real values. ``splits_layers``
-    selects the class from ``transformers``, which comes with plans for splitting its layers."""
+    weights.
+
+    Computed buffers, such as rotary frequencies, hold their real values. ``splits_layers`` selects
+    the class from ``transformers``, which comes with plans for splitting its layers.
+    """
     if unsupported(config) is None and not splits_layers:
         with torch.device("meta"):
             return DenseModel(config).eval()
@@ -36,7 +40,9 @@ def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Move every parameter that a module registers inside the ``with`` block to the meta device.
-    Buffers keep their values, because checkpoints do not contain them."""
+
+    Buffers keep their values, because checkpoints do not contain them.
+    """
     register = nn.Module.register_parameter
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -1,6 +1,7 @@
-"""Update the weights of a model with AdamW or Muon. The optimizers access the weights through a
-``ShardedWeights``, which hides whether one device or several ranks hold them. The version for
-several ranks is in ``sharding.py``.
+"""Update the weights of a model with AdamW or Muon.
+
+The optimizers access the weights through a ``ShardedWeights``, which hides whether one device or
+several ranks hold them. The version for several ranks is in ``sharding.py``.
 
 Which parameters each optimizer updates:
 
@@ -42,9 +43,11 @@ _EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer for matrices. Unlike ``torch.optim.Muon``, it processes matrices of the
-    same shape together. On a CPU it multiplies in fp32, since bf16 is many times slower on most
-    CPUs: with it, a step of the smallest policy took 0.6 s instead of 0.04 s.
+    """The Muon optimizer for matrices.
+
+    Unlike ``torch.optim.Muon``, it processes matrices of the same shape together. On a CPU it
+    multiplies in fp32, since bf16 is many times slower on most CPUs: with it, a step of the
+    smallest policy took 0.6 s instead of 0.04 s.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class Muon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer:
-    """The optimizer of a whole model. It uses AdamW for all parameters, or Muon for the matrices
-    inside layers and AdamW for the rest."""
+    """The optimizer of a whole model.
+
+    It uses AdamW for all parameters, or Muon for the matrices inside layers and AdamW for the rest.
+    """
 
     def __init__(self, model: nn.Module, optim: OptimizerSpec, muon: type[Muon] = Muon) -> None:
         self._optim = optim
@@ -147,14 +152,19 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def is_inside(name: str, parameter: nn.Parameter) -> bool:
-    """Return True if a parameter is a matrix inside a layer. Embeddings, norms and the output
-    matrix are not."""
+    """Return True if a parameter is a matrix inside a layer.
+
+    Embeddings, norms and the output matrix are not.
+    """
     return parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)
 
 
 def orthogonal(matrices_nRC: Tensor) -> Tensor:
     """Approximate the nearest orthogonal matrix to each of n matrices, given as a tensor of shape
-    [n, R, C]. All singular values become close to 1, between 0.7 and 1.2."""
+    [n, R, C].
+
+    All singular values become close to 1, between 0.7 and 1.2.
+    """
     x = matrices_nRC.to(torch.bfloat16 if matrices_nRC.is_cuda else torch.float32)
     is_tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if is_tall else x
@@ -169,8 +179,10 @@ T = TypeVar("T")
 
 
 class ShardedWeights(Protocol):
-    """The interface through which one rank accesses the weights of a model. The rank may hold only
-    a shard of them."""
+    """The interface through which one rank accesses the weights of a model.
+
+    The rank may hold only a shard of them.
+    """
 
     @property
     def muon_class(self) -> type[Muon]:
@@ -183,8 +195,10 @@ class ShardedWeights(Protocol):
         ...
 
     def run_with_weights(self, work: Callable[[], T]) -> T:
-        """Call the function ``work``, which uses the weights, and return its result. All ranks must
-        make this call together, because the weights may have to be gathered first."""
+        """Call the function ``work``, which uses the weights, and return its result.
+
+        All ranks must make this call together, because the weights may have to be gathered first.
+        """
         ...
 
     def agree(self, is_well: bool) -> bool:
@@ -196,7 +210,10 @@ class ShardedWeights(Protocol):
         ...
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        """Return the norm of all tensors taken together. The shards on other ranks are included."""
+        """Return the norm of all tensors taken together.
+
+        The shards on other ranks are included.
+        """
         ...
 
     def scale(self, tensors: Many[Tensor], factor: float) -> None:
@@ -205,8 +222,10 @@ class ShardedWeights(Protocol):
 
 
 class SingleProcessWeightSharding:
-    """Access to the weights of a model on a single device. The device holds all of the weights, so
-    nothing is sharded or gathered."""
+    """Access to the weights of a model on a single device.
+
+    The device holds all of the weights, so nothing is sharded or gathered.
+    """
 
     muon_class = Muon
 
@@ -230,9 +249,10 @@ class SingleProcessWeightSharding:
 
 
 def squares(tensors: Many[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, computed in fp64. In fp32 the rounding, and
-    so the factor of gradient clipping, would depend on the layout of the tensors. Gradients would
-    then differ by 2e-5 after twenty steps.
+    """Return the sum of the squares of all elements, computed in fp64.
+
+    In fp32 the rounding, and so the factor of gradient clipping, would depend on the layout of the
+    tensors. Gradients would then differ by 2e-5 after twenty steps.
     """
     return (
         torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors])

@@ -1,5 +1,7 @@
-"""The code of one rank, a process of a distributed training run. The rank holds its shard of each
-model and executes operations that all ranks run together. The verbs are called in this order:
+"""The code of one rank, a process of a distributed training run.
+
+The rank holds its shard of each model and executes operations that all ranks run together. The
+verbs are called in this order:
 
     make ── (put …) ── stage ──┬── add, optim_step
                                ├── logprobs
@@ -47,8 +49,9 @@ from ramify.types.training_sequences import Batch, Floats
 
 
 class ModelConfigText(msgspec.Struct, frozen=True):
-    """A Hugging Face model configuration as JSON text, which can be sent to other ranks. They
-    parse the text as transformers parses ``config.json``.
+    """A Hugging Face model configuration as JSON text, which can be sent to other ranks.
+
+    They parse the text as transformers parses ``config.json``.
     """
 
     text: str
@@ -58,8 +61,10 @@ class ModelConfigText(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: Any) -> ModelConfigText:
-        """Convert a configuration to text. Raises ConfigError if parsing the text would give a
-        different configuration."""
+        """Convert a configuration to text.
+
+        Raises ConfigError if parsing the text would give a different configuration.
+        """
         stored = cls(
             config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)
         )
@@ -81,8 +86,10 @@ class ModelConfigText(msgspec.Struct, frozen=True):
 
 
 class RankModelSpec(NamedTuple):
-    """The specification of a model that all ranks create together. Each rank creates only its own
-    shard."""
+    """The specification of a model that all ranks create together.
+
+    Each rank creates only its own shard.
+    """
 
     config: ModelConfigText
     compute: ComputeSpec
@@ -128,8 +135,10 @@ class _Model:
 
 
 class RankModels:
-    """The shards of all models on one rank, by name. Rank 0 calls the methods of this class on all
-    ranks."""
+    """The shards of all models on one rank, by name.
+
+    Rank 0 calls the methods of this class on all ranks.
+    """
 
     def __init__(
         self,
@@ -167,8 +176,11 @@ class RankModels:
     # --- verbs: models
 
     def make(self, key: str, making: RankModelSpec) -> None:
-        """Create this rank's shard of a model. Without a folder of weights to read from, only the
-        adapters and the value head are initialized."""
+        """Create this rank's shard of a model.
+
+        Without a folder of weights to read from, only the adapters and the value head are
+        initialized.
+        """
         shard = making.compute.shard
         mesh_sizes = shard.mesh(self.size)
         config = making.config.restored()
@@ -203,8 +215,10 @@ class RankModels:
         sharded.fill(values)
 
     def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
-        """Receive full weights from rank 0 and store this rank's shards of them. The names are
-        those of the model without adapters."""
+        """Receive full weights from rank 0 and store this rank's shards of them.
+
+        The names are those of the model without adapters.
+        """
         made = self._models[key]
         made.sharded.reshard()
         here = {sharded_lora.plain(name): name for name in self._base(made)}
@@ -212,8 +226,10 @@ class RankModels:
             made.sharded.scatter_weight(here[name], tensor)
 
     def copy(self, key: str, source: str) -> None:
-        """Copy the weights of another model to the model ``key``. Both must have the same mesh, and
-        the source must have no adapters."""
+        """Copy the weights of another model to the model ``key``.
+
+        Both must have the same mesh, and the source must have no adapters.
+        """
         made, other = self._models[key].sharded, self._models[source].sharded
         made.reshard()
         with torch.no_grad():
@@ -224,8 +240,10 @@ class RankModels:
                 made.buffers[name].copy_(buffer)
 
     def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
-        """Gather the full tensors of the named weights, or of their gradients, on rank 0. Rank 0
-        returns them; the other ranks take part and return None."""
+        """Gather the full tensors of the named weights, or of their gradients, on rank 0.
+
+        Rank 0 returns them; the other ranks take part and return None.
+        """
         found = []
         for name in names:
             tensor = self._models[key].sharded.gather(name, gradients)
@@ -242,8 +260,10 @@ class RankModels:
         self._models.pop(key, None)
 
     def begin_stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
-        """Prepare a model for a training stage, with a fresh optimizer. ``critic`` also trains the
-        value head."""
+        """Prepare a model for a training stage, with a fresh optimizer.
+
+        ``critic`` also trains the value head.
+        """
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
@@ -265,10 +285,11 @@ class RankModels:
     def add(
         self, key: str, batches: list[Batch | None], formula: dict[str, Any], idle: Batch
     ) -> SerializableLossTally:
-        """Add the gradient of this rank's batches to the accumulated gradient. None in the list
-        marks a batch that only other ranks have. The rank then computes the batch ``idle``
-        instead, because all ranks must run the same operations. ``formula`` is the loss as plain
-        data, made by ``LossSpec.stored``.
+        """Add the gradient of this rank's batches to the accumulated gradient.
+
+        None in the list marks a batch that only other ranks have. The rank then computes the batch
+        ``idle`` instead, because all ranks must run the same operations. ``formula`` is the loss as
+        plain data, made by ``LossSpec.stored``.
         """
         made, tally, loss = self._models[key], LossTally(), LossSpec.restored(formula)
         made.backend.prepare_expert_loads(
@@ -295,9 +316,10 @@ class RankModels:
         self, key: str, batches: list[Batch | None], idle: Batch, base: bool
     ) -> list[Floats]:
         """Return the log-probabilities of the tokens that carry loss, one array of shape [E] for
-        each batch with E such tokens. Where the list has None, the rank computes the batch
-        ``idle`` to stay in step with the others, and returns nothing for it. ``base`` disables the
-        model's adapters.
+        each batch with E such tokens.
+
+        Where the list has None, the rank computes the batch ``idle`` to stay in step with the
+        others, and returns nothing for it. ``base`` disables the model's adapters.
         """
         made = self._models[key]
         with sharded_lora.without(made.model) if base else nullcontext():
@@ -307,8 +329,10 @@ class RankModels:
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
-        """Return the critic's values [E] at the E tokens with loss of each batch. Batches that are
-        None give no result."""
+        """Return the critic's values [E] at the E tokens with loss of each batch.
+
+        Batches that are None give no result.
+        """
         backend = self.backend_of(key)
         found = [backend.values([idle if batch is None else batch])[0] for batch in batches]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
@@ -316,8 +340,10 @@ class RankModels:
     # --- verbs: checkpoints
 
     def save(self, key: str, folder: str, asynchronous: bool) -> sharded_checkpoint.RandomState:
-        """Write this rank's shard of a checkpoint, and return the rank's random state. If writing
-        continues in the background, call ``wait`` before using the checkpoint."""
+        """Write this rank's shard of a checkpoint, and return the rank's random state.
+
+        If writing continues in the background, call ``wait`` before using the checkpoint.
+        """
         self.wait()
         single = self.backend_of(key)
         weights, optimizers = single.trained_parameters_and_optimizer
@@ -328,8 +354,10 @@ class RankModels:
         return sharded_checkpoint.torch_random_state(self.device)
 
     def wait(self) -> None:
-        """Wait until all ranks have completed the last ``save``. Raises StoreError if it failed on
-        any rank."""
+        """Wait until all ranks have completed the last ``save``.
+
+        Raises StoreError if it failed on any rank.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
@@ -359,15 +387,19 @@ class RankModels:
 
 
 def is_of_critic(name: str) -> bool:
-    """Return True if a parameter belongs to the critic's value head. Such parameters are not part
-    of the policy."""
+    """Return True if a parameter belongs to the critic's value head.
+
+    Such parameters are not part of the policy.
+    """
     return name.startswith(f"{VALUE_HEAD}.")
 
 
 def idle(batch: Batch) -> Batch:
-    """Return a batch of one token without loss weight. A rank computes it when it has no batch
-    left, to stay in step with other ranks. It has streams and denominators of the same names as
-    ``batch``."""
+    """Return a batch of one token without loss weight.
+
+    A rank computes it when it has no batch left, to stay in step with other ranks. It has streams
+    and denominators of the same names as ``batch``.
+    """
     streams: dict[str, Any] = {
         name: np.zeros_like(column[:1]) for name, column in batch.streams.items()
     }
@@ -388,8 +420,10 @@ def idle(batch: Batch) -> Batch:
 
 
 def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
-    """Distribute batches over ranks, and return the indices of each rank's batches. Batches are
-    assigned greedily, the longest first, each to the rank with the fewest tokens so far.
+    """Distribute batches over ranks, and return the indices of each rank's batches.
+
+    Batches are assigned greedily, the longest first, each to the rank with the fewest tokens so
+    far.
     """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks

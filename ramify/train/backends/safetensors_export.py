@@ -27,8 +27,10 @@ _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class TensorManifest(NamedTuple):
-    """The names, shapes and precision of the weights of an export. They must be known before the
-    first value is written."""
+    """The names, shapes and precision of the weights of an export.
+
+    They must be known before the first value is written.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     """Map the name of each tensor to its shape, in the order in which the values will arrive."""
@@ -43,9 +45,11 @@ def export(
     tensors: Iterable[tuple[str, Tensor]],
     max_bytes: int = _MAX_BYTES,
 ) -> None:
-    """Write a model's configuration and weights to ``folder``, creating the folder. Raises
-    ValueError if a tensor does not have the name and shape that the manifest ``weights``
-    announces."""
+    """Write a model's configuration and weights to ``folder``, creating the folder.
+
+    Raises ValueError if a tensor does not have the name and shape that the manifest ``weights``
+    announces.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = weights.dtype or torch.float32
     parts = _parts(weights.shapes, dtype.itemsize, max_bytes)
@@ -81,10 +85,11 @@ def export_model(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a checkpoint with the tensor names and the layout of the model's published
-    checkpoints. ``tensors`` yields the weights under the names that the loaded model uses, and
-    they are renamed here. ``shapes`` has the shape of each tensor, in the same order. ``model``
-    may be on the meta device.
+    """Write a checkpoint with the tensor names and the layout of the model's published checkpoints.
+
+    ``tensors`` yields the weights under the names that the loaded model uses, and they are renamed
+    here. ``shapes`` has the shape of each tensor, in the same order. ``model`` may be on the meta
+    device.
     """
 
     def on_disk(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -98,7 +103,10 @@ def export_model(
 
 def convert_checkpoint_dtype(source: Path, folder: Path, config: Any, dtype: torch.dtype) -> None:
     """Copy a checkpoint from ``source`` to ``folder`` and convert its weights to the precision
-    ``dtype``. One tensor is in memory at a time."""
+    ``dtype``.
+
+    One tensor is in memory at a time.
+    """
     stored = lazy_disk_tensors(source)
     weights = TensorManifest({name: each.shape for name, each in stored.items()}, dtype)
     export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))

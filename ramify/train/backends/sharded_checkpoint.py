@@ -65,8 +65,10 @@ class CheckpointWrite:
             self._run()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written. Raises StoreError if a rank could not write its
-        shard."""
+        """Wait until the checkpoint is written.
+
+        Raises StoreError if a rank could not write its shard.
+        """
         if self._thread is not None:
             self._thread.join()
         if self._error is not None:
@@ -82,8 +84,10 @@ class CheckpointWrite:
 
 
 def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -> CheckpointWrite:
-    """Write this rank's shard of a checkpoint. With ``in_background``, a copy of the current state
-    is written while training continues."""
+    """Write this rank's shard of a checkpoint.
+
+    With ``in_background``, a copy of the current state is written while training continues.
+    """
     state = _state(trained, trained.weights, _moments(trained.weights, trained.optimizers))
     if in_background:
         state = {
@@ -97,8 +101,10 @@ def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -
 
 
 def load(folder: Path, trained: ShardedState, group: Any) -> None:
-    """Read this rank's shard of a checkpoint into the weights and the optimizer. Call ``check``
-    first to make sure that the checkpoint fits."""
+    """Read this rank's shard of a checkpoint into the weights and the optimizer.
+
+    Call ``check`` first to make sure that the checkpoint fits.
+    """
     weights, optimizers, packed = trained
     shapes = sizes(folder)
     parameters = {name: owner.detach() for name, owner in weights.items()}
@@ -131,8 +137,9 @@ def load(folder: Path, trained: ShardedState, group: Any) -> None:
 
 
 def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor in a checkpoint, by name. Scalars have an empty shape.
-    Raises ConfigError if the folder holds no checkpoint.
+    """Return the shape of each tensor in a checkpoint, by name.
+
+    Scalars have an empty shape. Raises ConfigError if the folder holds no checkpoint.
     """
     try:
         metadata = FileSystemReader(folder / FOLDER).read_metadata()
@@ -148,7 +155,10 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def check(folder: Path, trained: ShardedState) -> None:
     """Raise ConfigError if the weights in a checkpoint and those in ``trained`` differ in names or
-    shapes. The error names the first tensor that differs."""
+    shapes.
+
+    The error names the first tensor that differs.
+    """
     shapes = {
         stored: tuple(part.shape)
         for name, each in trained.weights.items()
@@ -204,9 +214,10 @@ def _state(
 
 
 def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
-    """Return the tensors that a checkpoint stores for one parameter, by name. This is the
-    parameter itself, or its two matrices if it joins two along the dimension ``packed``. The
-    tensors are views of the parameter's memory.
+    """Return the tensors that a checkpoint stores for one parameter, by name.
+
+    This is the parameter itself, or its two matrices if it joins two along the dimension
+    ``packed``. The tensors are views of the parameter's memory.
     """
     if packed is None:
         return {name: tensor}

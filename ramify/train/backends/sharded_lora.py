@@ -1,5 +1,6 @@
-"""Add low-rank adapters to sharded models, with ``peft``. The base weights are frozen, and only the
-adapter matrices A and B are trained.
+"""Add low-rank adapters to sharded models, with ``peft``.
+
+The base weights are frozen, and only the adapter matrices A and B are trained.
 
     inject(model, lora)          on the meta device, before the model is sharded
     begin(...)                   A random by seed, B zero: same initial values as ``lora.py``
@@ -45,7 +46,9 @@ def need_peft() -> None:
 
 def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
     """Return the names of the linear modules that ``lora.targets`` selects for an adapter, in the
-    model's order. Raises ConfigError if no module matches.
+    model's order.
+
+    Raises ConfigError if no module matches.
     """
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
@@ -72,8 +75,10 @@ def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
 def initial_weights(
     lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the initial values of the matrices A and B of every adapter. ``names`` and
-    ``shapes`` are those of the weight matrices that get an adapter."""
+    """Yield the name and the initial values of the matrices A and B of every adapter.
+
+    ``names`` and ``shapes`` are those of the weight matrices that get an adapter.
+    """
     generator = torch.Generator().manual_seed(lora.seed)
     for name in names:
         rows, columns = shapes[name]

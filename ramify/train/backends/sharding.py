@@ -1,5 +1,6 @@
-"""Shard a model over a mesh of processes (ranks) with FSDP2 (``fully_shard``). The model is created
-on the meta device, so that no rank ever holds all of its weights.
+"""Shard a model over a mesh of processes (ranks) with FSDP2 (``fully_shard``).
+
+The model is created on the meta device, so that no rank ever holds all of its weights.
 
     on_meta ── adapters ── split layers and experts (``mesh.py``) ── fully_shard: each layer, rest
             ── allocate this rank's part ── fill, tensor by tensor
@@ -66,8 +67,10 @@ class ShardedMuon(Muon):
         )
 
     def _rows(self, parameter: Any, beta: float) -> Tensor:
-        """Compute the Nesterov momentum of the gradient for this rank's rows of a matrix. The
-        optimizer's state is sharded like the parameter."""
+        """Compute the Nesterov momentum of the gradient for this rank's rows of a matrix.
+
+        The optimizer's state is sharded like the parameter.
+        """
         gradient = parameter.grad
         state = self.state[parameter]
         if not state:
@@ -79,7 +82,10 @@ class ShardedMuon(Muon):
 
 
 class FsdpWeightSharding:
-    """A model sharded over ranks with FSDP2. Its parameters hold only the rows of this rank."""
+    """A model sharded over ranks with FSDP2.
+
+    Its parameters hold only the rows of this rank.
+    """
 
     muon_class = ShardedMuon
 
@@ -93,8 +99,10 @@ class FsdpWeightSharding:
         tick: Callable[[], None],
     ) -> None:
         """Shard ``model``, which is on the meta device, and allocate memory for this rank's shard.
+
         The values are undefined until ``scatter_weight`` or ``fill`` sets them. ``tick`` is called
-        whenever a layer is entered, which shows other ranks that this rank makes progress."""
+        whenever a layer is entered, which shows other ranks that this rank makes progress.
+        """
         self.device = device
         self.packed = plan.packed
         """Map each parameter that joins two matrices to the dimension along which they are joined.
@@ -170,9 +178,9 @@ class FsdpWeightSharding:
     # --- when weights are gathered
 
     def announce_last_backward(self, is_last: bool) -> None:
-        """Announce whether the next backward pass is the last one over the current list of
-        batches. With the option ``gather="step"``, gradients are summed over ranks only after the
-        last pass.
+        """Announce whether the next backward pass is the last one over the current list of batches.
+
+        With the option ``gather="step"``, gradients are summed over ranks only after the last pass.
         """
         if self._shard.gather == "step":
             for each in self._sharded:
@@ -182,16 +190,20 @@ class FsdpWeightSharding:
 
     def reshard(self) -> None:
         """Free the weights that were gathered from other ranks, and keep only this rank's rows.
+
         Call this after weights have changed, because FSDP2 would otherwise keep using the gathered
-        values."""
+        values.
+        """
         for each in self._sharded:
             each.reshard()
 
     # --- weights
 
     def fill(self, weights: Mapping[str, Any]) -> None:
-        """Set this rank's shard of the weights from full tensors. Of tensors on disk, only the
-        shard is read."""
+        """Set this rank's shard of the weights from full tensors.
+
+        Of tensors on disk, only the shard is read.
+        """
         with torch.no_grad():
             for name, tensor in weights.items():
                 if name in self.buffers:
@@ -201,8 +213,10 @@ class FsdpWeightSharding:
                     _local(parameter).copy_(part_of(parameter, tensor))
 
     def scatter_weight(self, name: str, tensor: Tensor | None) -> None:
-        """Send a full tensor from rank 0 to all ranks, each of which stores its shard. The other
-        ranks pass None."""
+        """Send a full tensor from rank 0 to all ranks, each of which stores its shard.
+
+        The other ranks pass None.
+        """
         mine = self.parameters[name] if name in self.parameters else self.buffers[name]
         whole = torch.empty(mine.shape, dtype=mine.dtype, device=self.device)
         if tensor is not None:
@@ -211,8 +225,10 @@ class FsdpWeightSharding:
         self.fill({name: whole})
 
     def gather(self, name: str, gradient: bool = False) -> Tensor:
-        """Gather a full tensor, or its gradient, from all ranks and return it on the CPU. Every
-        rank must call this method."""
+        """Gather a full tensor, or its gradient, from all ranks and return it on the CPU.
+
+        Every rank must call this method.
+        """
         parameter = self.parameters[name]
         found = parameter.grad if gradient else parameter.detach()
         found = torch.zeros_like(parameter) if found is None else found
@@ -227,9 +243,10 @@ class FsdpWeightSharding:
 
 
 class _Root(nn.Module):
-    """A wrapper module whose forward pass calls a given function with the model. FSDP2 then treats
-    everything that the function does as one forward pass, including its use of the output matrix.
-    Parameters keep their names.
+    """A wrapper module whose forward pass calls a given function with the model.
+
+    FSDP2 then treats everything that the function does as one forward pass, including its use of
+    the output matrix. Parameters keep their names.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -241,8 +258,10 @@ class _Root(nn.Module):
 
 
 def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Allocate uninitialized memory for this rank's shard of the weights. Tied parameters stay
-    tied."""
+    """Allocate uninitialized memory for this rank's shard of the weights.
+
+    Tied parameters stay tied.
+    """
     fresh: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
         for name, old in module._parameters.items():
@@ -262,8 +281,9 @@ def _names(model: nn.Module) -> set[str]:
 
 
 def part_of(parameter: Tensor, whole: Any) -> Tensor:
-    """Return this rank's shard of a full tensor in memory or in a safetensors file. ``parameter``
-    is the sharded parameter that the shard is for.
+    """Return this rank's shard of a full tensor in memory or in a safetensors file.
+
+    ``parameter`` is the sharded parameter that the shard is for.
     """
     if not isinstance(parameter, DTensor):
         return cast(Tensor, whole[...])
@@ -279,8 +299,10 @@ def part_of(parameter: Tensor, whole: Any) -> Tensor:
 
 
 def _rows(parameter: DTensor) -> slice:
-    """Return the range of rows of a parameter that this rank holds. FSDP2 divides rows as
-    ``torch.chunk`` does."""
+    """Return the range of rows of a parameter that this rank holds.
+
+    FSDP2 divides rows as ``torch.chunk`` does.
+    """
     mesh, num_rows = parameter.device_mesh, parameter.shape[0]
     size = -(-num_rows // mesh.size(mesh.ndim - 1))
     index = mesh.get_local_rank(mesh.ndim - 1)
@@ -305,6 +327,7 @@ def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
 
 def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
     """Restore the ties between parameters that were tied before layers were split over ranks.
+
     Splitting replaces the parameter under only one of its names.
     """
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -321,9 +344,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
-    """Orthogonalize several matrices whose rows are distributed over ranks. ``rows`` has this
-    rank's rows of each matrix, and ``num_rows`` is the total number of rows of one matrix. Returns
-    the same rows of the results."""
+    """Orthogonalize several matrices whose rows are distributed over ranks.
+
+    ``rows`` has this rank's rows of each matrix, and ``num_rows`` is the total number of rows of
+    one matrix. Returns the same rows of the results.
+    """
     group = mesh.get_group(mesh.ndim - 1)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     columns = rows[0].shape[1]

@@ -1,5 +1,6 @@
-"""The training backend for one device, a CPU or a GPU. Its results are the reference that all other
-backends must reproduce.
+"""The training backend for one device, a CPU or a GPU.
+
+Its results are the reference that all other backends must reproduce.
 
     forward_backward   for each batch: trunk ── hidden states of entries ── head ── loss ── backward
     optim_step         clip ── AdamW, or Muon and AdamW ── clear
@@ -68,8 +69,10 @@ _FILL_TOKENS = 4096
 
 
 class SingleBackend:
-    """The training backend for one device. It computes gradients and updates the weights in this
-    process."""
+    """The training backend for one device.
+
+    It computes gradients and updates the weights in this process.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,9 @@ class SingleBackend:
         critic: bool = False,
         spread: ShardedWeights | None = None,
     ) -> None:
-        """Prepare ``policy`` for training. Its weights are converted to fp32 and trained in place.
+        """Prepare ``policy`` for training.
+
+        Its weights are converted to fp32 and trained in place.
 
         ``dumps`` is the folder for batches with a non-finite loss, by default the working
         directory. ``critic`` adds a value head on the trunk, initialized to 0. If this process is
@@ -159,7 +164,10 @@ class SingleBackend:
 
     def prepare_expert_loads(self, batches: Many[Batch], loss: LossSpec) -> None:
         """Compute the load of each expert over all batches of the step, if the model is a mixture
-        of experts. Call this before ``add``, which sees only one batch at a time."""
+        of experts.
+
+        Call this before ``add``, which sees only one batch at a time.
+        """
         given = loss.router_aux_loss_coef
         weight = self._router_weight if given is None else given
         if self._balance is not None:
@@ -175,7 +183,10 @@ class SingleBackend:
 
     def add(self, batch: Batch, loss: LossSpec) -> LossTally:
         """Add the gradient of one batch to the accumulated gradient, and return the batch's
-        metrics. Call ``prepare_expert_loads`` with all batches of the step first."""
+        metrics.
+
+        Call ``prepare_expert_loads`` with all batches of the step first.
+        """
         with self.trunk.forward_context(), self._routed(batch):
             entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
@@ -207,8 +218,10 @@ class SingleBackend:
         self.trained_modules.zero_grad(set_to_none=True)
 
     def _gradients(self) -> tuple[list[Tensor], float]:
-        """Return the accumulated gradients and their norm. If the norm is not finite, clear the
-        gradients and raise TrainError."""
+        """Return the accumulated gradients and their norm.
+
+        If the norm is not finite, clear the gradients and raise TrainError.
+        """
         gradients = [p.grad for p in self.trained_modules.parameters() if p.grad is not None]
         norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
@@ -228,11 +241,12 @@ class SingleBackend:
         return found
 
     def top_logprobs(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return named arrays of log-probabilities for each batch. ``logprobs`` [E] has those of
-        the E tokens that carry loss. If ``top`` is above 0, ``top_ids`` and ``top`` [E, top] hold
-        the likeliest tokens at each position and their log-probabilities. If the batch has a
-        stream ``teacher_ids``, ``candidates`` [E, k] has the log-probabilities of the k tokens
-        that it lists at each position.
+        """Return named arrays of log-probabilities for each batch.
+
+        ``logprobs`` [E] has those of the E tokens that carry loss. If ``top`` is above 0,
+        ``top_ids`` and ``top`` [E, top] hold the likeliest tokens at each position and their
+        log-probabilities. If the batch has a stream ``teacher_ids``, ``candidates`` [E, k] has the
+        log-probabilities of the k tokens that it lists at each position.
         """
         results = []
         with torch.no_grad(), self.trunk.forward_context():
@@ -340,9 +354,11 @@ class SingleBackend:
     def _run_model(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: EntryOutput
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the network on one batch. Returns log-probabilities [E, j] and entropies [E] at the E
-        tokens with loss, and the critic's values [E, 1]. The values are None if the model has no
-        value head."""
+        """Run the network on one batch.
+
+        Returns log-probabilities [E, j] and entropies [E] at the E tokens with loss, and the
+        critic's values [E, 1]. The values are None if the model has no value head.
+        """
         with self._autocast():
             rows, places = (
                 self._tensor(each) for each in np.unique(batch.sources, return_inverse=True)
@@ -371,9 +387,10 @@ class SingleBackend:
         )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Return log-probabilities at each token with loss, at its sampling temperature. They are
-        those of the token itself, of the ``num`` likeliest tokens at its position, and of its
-        candidate tokens if the batch has any.
+        """Return log-probabilities at each token with loss, at its sampling temperature.
+
+        They are those of the token itself, of the ``num`` likeliest tokens at its position, and of
+        its candidate tokens if the batch has any.
         """
         temperature, targets = (
             self._tensor(batch.streams["temperature"]),
@@ -462,7 +479,10 @@ class SingleBackend:
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
         """Raise ConfigError if ``state`` was saved by a backend with another model, critic or
-        optimizer. The error names the first difference."""
+        optimizer.
+
+        The error names the first difference.
+        """
         saved, ours = state["weights"], dict(self.weights())
         for name in sorted(saved.keys() | ours.keys()):
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]

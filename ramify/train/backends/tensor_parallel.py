@@ -1,5 +1,7 @@
 """Split the layers and experts of a ``transformers`` model over ranks (tensor and expert
-parallelism). The plans come from the model's class.
+parallelism).
+
+The plans come from the model's class.
 
     TensorParallelPlan.of(model)  name of a module or parameter -> style ("colwise", "rowwise", …)
       .with_adapters(names)       the same, for linear modules that peft has wrapped
@@ -34,8 +36,10 @@ The other adapter matrix is whole on every rank and needs its whole gradient.
 
 
 class TensorParallelPlan(NamedTuple):
-    """A plan for splitting the layers of one model over ranks. It maps the name of a module or
-    parameter to a style of splitting."""
+    """A plan for splitting the layers of one model over ranks.
+
+    It maps the name of a module or parameter to a style of splitting.
+    """
 
     tensor: dict[str, str]
     experts: dict[str, str]
@@ -46,9 +50,11 @@ class TensorParallelPlan(NamedTuple):
 
     @classmethod
     def of(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
-        """Return the plan for a ``transformers`` model. It consists of the rules that the model's
-        class defines and of the recipe's additional rules. Raises ConfigError if a rule is
-        invalid."""
+        """Return the plan for a ``transformers`` model.
+
+        It consists of the rules that the model's class defines and of the recipe's additional
+        rules. Raises ConfigError if a rule is invalid.
+        """
         packed = _packed(model)
         if not sizes.splits_layers:
             return cls({}, {}, packed)
@@ -76,8 +82,10 @@ class TensorParallelPlan(NamedTuple):
 
     def with_adapters(self, names: Sequence[str]) -> TensorParallelPlan:
         """Return the plan for the same model with low-rank adapters on the linear modules
-        ``names``. Raises ConfigError if a module is split in a way that does not work with an
-        adapter."""
+        ``names``.
+
+        Raises ConfigError if a module is split in a way that does not work with an adapter.
+        """
         tensor: dict[str, str] = {}
         adapted = set(names)
         for name, style in self.tensor.items():
@@ -102,7 +110,10 @@ class TensorParallelPlan(NamedTuple):
     @staticmethod
     def check(config: Any, shard: ShardSpec, num_ranks: int, adapted: AdapterSpec | None) -> None:
         """Raise ConfigError if a Hugging Face model, or its adapters, cannot be split over the
-        ranks. The check starts no process and allocates no memory."""
+        ranks.
+
+        The check starts no process and allocates no memory.
+        """
         from ramify.train.backends.meta_model import on_meta
 
         sizes = shard.mesh(num_ranks)
@@ -119,12 +130,15 @@ class TensorParallelPlan(NamedTuple):
 
 
 class RankMesh:
-    """The device mesh of all ranks. Layers and experts divide the same ranks along different
-    axes."""
+    """The device mesh of all ranks.
+
+    Layers and experts divide the same ranks along different axes.
+    """
 
     def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroupFactory) -> None:
-        """Create the process groups of the mesh for devices of the kind ``device``. All ranks must
-        do so at the same time, through ``members``.
+        """Create the process groups of the mesh for devices of the kind ``device``.
+
+        All ranks must do so at the same time, through ``members``.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -145,14 +159,17 @@ class RankMesh:
             self._experts = mesh(shape, "replicate", "expert_shard", "experts")
 
     def storage(self, axis: str = "shard") -> Any:
-        """Return the part of the mesh over which FSDP2 distributes the rows of tensors. ``axis`` is
-        ``shard``, or ``expert_shard`` for the weights of experts."""
+        """Return the part of the mesh over which FSDP2 distributes the rows of tensors.
+
+        ``axis`` is ``shard``, or ``expert_shard`` for the weights of experts.
+        """
         mesh = self._layers if axis == "shard" else self._experts
         return mesh["replicate", axis] if self.sizes.replicas > 1 else mesh[axis]
 
     def split_layers(self, model: nn.Module, plan: TensorParallelPlan) -> None:
-        """Split the layers of a model on the meta device according to ``plan``. Afterwards the
-        model's parameters are only this rank's shards.
+        """Split the layers of a model on the meta device according to ``plan``.
+
+        Afterwards the model's parameters are only this rank's shards.
         """
         if plan.tensor:
             from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -176,7 +193,10 @@ class RankMesh:
 
 def _packed(model: Any) -> dict[str, int]:
     """Find parameters that hold two matrices side by side, such as the gate and up projections of
-    experts. Returns the dimension along which the matrices are joined, by parameter name."""
+    experts.
+
+    Returns the dimension along which the matrices are joined, by parameter name.
+    """
     rules = {
         name: style
         for name, style in (getattr(model, "_tp_plan", None) or {}).items()
@@ -193,18 +213,20 @@ def _packed(model: Any) -> dict[str, int]:
 
 
 def _own_output(module: nn.Module) -> None:
-    """Make a module return a copy of its output instead of a view of a gathered tensor. FSDP2
-    notices a module's backward pass by a hook on its output, and misses it if a caller added to
-    such a view in place.
+    """Make a module return a copy of its output instead of a view of a gathered tensor.
+
+    FSDP2 notices a module's backward pass by a hook on its output, and misses it if a caller added
+    to such a view in place.
     """
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs).clone()
 
 
 def _sum_gradients(module: nn.Module, group: Any) -> None:
-    """Make a module sum the gradients of its parameters over the ranks of ``group``. Every rank
-    holds the whole parameters, but computes only the part of the gradient that comes from its own
-    heads.
+    """Make a module sum the gradients of its parameters over the ranks of ``group``.
+
+    Every rank holds the whole parameters, but computes only the part of the gradient that comes
+    from its own heads.
 
     Each batch's gradient is summed here once. The style of transformers instead sums the
     accumulated gradient, so with weights that stay gathered over a step it would count earlier

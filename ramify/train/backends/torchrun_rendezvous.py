@@ -1,5 +1,6 @@
-"""Find rank 0 among the processes that ``torchrun`` started, in each attempt of the run. No other
-process can join the group.
+"""Find rank 0 among the processes that ``torchrun`` started, in each attempt of the run.
+
+No other process can join the group.
 
     all ranks on one machine     a ticket file in a folder that only this user can enter; rank 0
                                  writes a new one in each attempt
@@ -52,8 +53,10 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> RankInfo | None:
-        """Read the environment variables that torchrun sets. Returns None if torchrun did not start
-        this process."""
+        """Read the environment variables that torchrun sets.
+
+        Returns None if torchrun did not start this process.
+        """
         if any(name not in os.environ for name in _VARIABLES):
             return None
         rank, size, address, port = (os.environ[name] for name in _VARIABLES)
@@ -67,8 +70,10 @@ class TorchrunRendezvous:
     started."""
 
     def __init__(self, world: RankInfo) -> None:
-        """Prepare to publish or find the address of rank 0. Raises ConfigError if ranks are on
-        several machines and no secret key is set."""
+        """Prepare to publish or find the address of rank 0.
+
+        Raises ConfigError if ranks are on several machines and no secret key is set.
+        """
         self._world = world
         self._key = given_key()
         if not world.is_local and self._key is None:
@@ -79,8 +84,10 @@ class TorchrunRendezvous:
             )
 
     def listen(self) -> ConnectBackListener:
-        """Listen for the other ranks of this attempt, and publish the address. Only rank 0 calls
-        this."""
+        """Listen for the other ranks of this attempt, and publish the address.
+
+        Only rank 0 calls this.
+        """
         world = self._world
         if world.is_local:
             listener = ConnectBackListener()
@@ -100,8 +107,10 @@ class TorchrunRendezvous:
         return listener
 
     def find(self) -> ConnectBackTicket | None:
-        """Return the published address of rank 0, or None if there is none yet. The address may be
-        left from an earlier attempt. All ranks except rank 0 call this."""
+        """Return the published address of rank 0, or None if there is none yet.
+
+        The address may be left from an earlier attempt. All ranks except rank 0 call this.
+        """
         world = self._world
         if world.is_local:
             try:
@@ -123,8 +132,10 @@ class TorchrunRendezvous:
         return bool(self._published()) if _is_agents() else is_restarted
 
     def forget(self) -> None:
-        """Remove the address that ``listen`` published. Rank 0 calls this when no further attempt
-        follows."""
+        """Remove the address that ``listen`` published.
+
+        Rank 0 calls this when no further attempt follows.
+        """
         if self._world.is_local:
             self._file.unlink(missing_ok=True)
 
@@ -135,8 +146,10 @@ class TorchrunRendezvous:
         return make_folder(default_root() / "torchrun") / name
 
     def _published(self) -> str:
-        """Return rank 0's address from torchrun's store. Returns an empty string if the store has
-        no address with a valid signature of this run."""
+        """Return rank 0's address from torchrun's store.
+
+        Returns an empty string if the store has no address with a valid signature of this run.
+        """
         assert self._key is not None
         store = self._store()
         if not store.check([_PUBLISHED]):

@@ -1,5 +1,8 @@
-"""Train a model in this process, on one device. The inference engine may sample from the same
-model. This module also combines the policy with a critic that is a separate model."""
+"""Train a model in this process, on one device.
+
+The inference engine may sample from the same model. This module also combines the policy with a
+critic that is a separate model.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,10 @@ class LocalTrainedModel:
 
     @staticmethod
     def check(compute: ComputeSpec, device: str) -> None:
-        """Raise ConfigError if several ranks were configured or started. This backend uses one
-        rank, and all others would wait forever."""
+        """Raise ConfigError if several ranks were configured or started.
+
+        This backend uses one rank, and all others would wait forever.
+        """
         started = RankInfo.of_environment()
         if started is not None and started.size > 1:
             raise ConfigError(
@@ -93,8 +98,10 @@ class LocalTrainedModel:
 
 
 class AdapterFreeReference:
-    """A reference model that computes with the trained model while its adapters are disabled. No
-    second model is needed. Call it only in the training thread."""
+    """A reference model that computes with the trained model while its adapters are disabled.
+
+    No second model is needed. Call it only in the training thread.
+    """
 
     def __init__(self, model: nn.Module, trained: SingleBackend) -> None:
         self._model = model
@@ -124,8 +131,10 @@ class PolicyWithSeparateCritic:
     """
 
     def __init__(self, policy: Backend, critic: Backend) -> None:
-        """Combine the backends of a policy and a critic. Only the critic's backend has a value
-        head."""
+        """Combine the backends of a policy and a critic.
+
+        Only the critic's backend has a value head.
+        """
         self._policy = policy
         self.critic = critic
 

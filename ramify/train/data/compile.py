@@ -1,5 +1,7 @@
-"""Convert rollouts with advantages into token sequences for training. Each path through a trained
-call becomes one sequence. A call has several paths if it forked or if its history was cut.
+"""Convert rollouts with advantages into token sequences for training.
+
+Each path through a trained call becomes one sequence. A call has several paths if it forked or if
+its history was cut.
 
     call 0     path  1 2 3 7 8 4 9      sampled 7 8 (turn 0), 9 (turn 1)
     call 0.1   path  1 2 5 6            sampled 6
@@ -31,8 +33,10 @@ _WEIGHTS = ("rl", "ce", "kd")
 def token_sequences(
     rollouts: Iterable[RolloutAdvantages], temperature: float | Callable[[Call], float] = 1.0
 ) -> list[TokenSequence]:
-    """Convert rollouts into the token sequences to train on. Each path with turns that have
-    advantages or weights becomes one sequence. The order is that of rollouts, calls and turns.
+    """Convert rollouts into the token sequences to train on.
+
+    Each path with turns that have advantages or weights becomes one sequence. The order is that of
+    rollouts, calls and turns.
 
     ``temperature`` is the sampling temperature of the rollouts, or of a call. Raises ValueError if
     a turn's credit does not fit it: its length differs, the turn has no token ids, or it has
@@ -75,7 +79,9 @@ def _of_rollout(
 
 def _check_lengths(rollout: RolloutAdvantages) -> None:
     """Raise ValueError if the number of a turn's per-token values differs from its number of
-    sampled tokens. The error shows both lengths.
+    sampled tokens.
+
+    The error shows both lengths.
     """
     turns = {
         (call.id, index): turn
@@ -147,8 +153,10 @@ def _sequence(
 def _column(
     length: int, credits: list[tuple[SampledTokenSpan, TokenCredit]], name: str
 ) -> Floats | None:
-    """Build a per-token array [T], such as ``advantages``, for a sequence of T tokens. It has the
-    turns' numbers at their tokens and 0 elsewhere. Returns None if no turn has such numbers.
+    """Build a per-token array [T], such as ``advantages``, for a sequence of T tokens.
+
+    It has the turns' numbers at their tokens and 0 elsewhere. Returns None if no turn has such
+    numbers.
     """
     column = None
     for span, credit in credits:
@@ -166,9 +174,11 @@ def _observed(
     path: TokenPath,
 ) -> Floats | None:
     """Add the cross-entropy weights of observed tokens, such as prompts and tool output, to the
-    weights [T] in ``column``. A turn with such a weight (``credit.given``) applies it to the
-    tokens between the previously sampled token and its own first token. The first token of a path
-    gets none, since nothing predicts it. Returns None if no token has a weight.
+    weights [T] in ``column``.
+
+    A turn with such a weight (``credit.given``) applies it to the tokens between the previously
+    sampled token and its own first token. The first token of a path gets none, since nothing
+    predicts it. Returns None if no token has a weight.
     """
     for span, credit in credits:
         if not credit.given:
@@ -182,8 +192,10 @@ def _observed(
 
 
 def _named(length: int, credits: list[tuple[SampledTokenSpan, TokenCredit]]) -> dict[str, Floats]:
-    """Return the additional named per-token arrays of a path, each of shape [T] or [T, k]. Tokens
-    outside the given turns have 0."""
+    """Return the additional named per-token arrays of a path, each of shape [T] or [T, k].
+
+    Tokens outside the given turns have 0.
+    """
     columns: dict[str, Floats] = {}
     for span, credit in credits:
         for name, values in credit.streams.items():

@@ -1,5 +1,7 @@
-"""Pack token sequences into batches for training. Common prefixes are computed once, sequences that
-are too long are cut, and the batches have about equal cost.
+"""Pack token sequences into batches for training.
+
+Common prefixes are computed once, sequences that are too long are cut, and the batches have about
+equal cost.
 
     sequences ── forest ──> trees ── share prefixes if it pays ── cut at max_tokens ──> pieces
     pieces ── balance ──> [Batch]
@@ -50,8 +52,9 @@ Unit = str | int
 
 
 class PackingCostModel(msgspec.Struct, frozen=True):
-    """Estimated compute costs, used to balance batches. The unit is the work for one token without
-    attention.
+    """Estimated compute costs, used to balance batches.
+
+    The unit is the work for one token without attention.
     """
 
     pair: float = 2e-3
@@ -66,7 +69,10 @@ class PackingCostModel(msgspec.Struct, frozen=True):
 
     def cost(self, begin: int, end: int) -> float:
         """Return the cost of computing the tokens from ``begin`` to ``end`` (exclusive) of a
-        sequence. Their attention to earlier tokens is included."""
+        sequence.
+
+        Their attention to earlier tokens is included.
+        """
         num = end - begin
         return num + self.pair * (num * begin + num * (num + 1) / 2)
 
@@ -97,9 +103,10 @@ def pack(
     *,
     whole: SequenceUnit | None = None,
 ) -> list[Batch]:
-    """Pack the token sequences of one optimizer step into batches of about equal cost. Sequences
-    without any loss weight are dropped. ``whole`` keeps all sequences of a call, or of a rollout,
-    in one batch, which sequence-level losses require (``LossSpec.sequence``).
+    """Pack the token sequences of one optimizer step into batches of about equal cost.
+
+    Sequences without any loss weight are dropped. ``whole`` keeps all sequences of a call, or of a
+    rollout, in one batch, which sequence-level losses require (``LossSpec.sequence``).
 
     ``denominators``: the divisor of each component's sum; by default the sum of its weights over
     all sequences. Raises ValueError if a component has weights but no positive denominator, if a
@@ -133,11 +140,14 @@ def copy_to_sequences(
     sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]
 ) -> None:
     """Copy values that were computed for packed batches back to the sequences, as a per-token array
-    called ``name``. ``values`` has one array per batch. Tokens without a loss get 0.
+    called ``name``.
+
+    ``values`` has one array per batch. Tokens without a loss get 0.
 
     Each array of ``values`` has shape [E], with one number for each entry of its batch. A token
     that is both reinforced and imitated has two entries, and the value of the reinforced one
-    counts. Ratios, KL and distillation use it, while cross-entropy reads no stream."""
+    counts. Ratios, KL and distillation use it, while cross-entropy reads no stream.
+    """
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):
@@ -151,8 +161,9 @@ def copy_to_sequences(
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
     """Return a mask [E] of the entries of ``batch`` that have policy-gradient or distillation
-    weight. Only for such entries do log-probabilities follow the sampling temperature and
-    truncation.
+    weight.
+
+    Only for such entries do log-probabilities follow the sampling temperature and truncation.
     """
     is_drawn = np.zeros(len(batch.owners), np.bool_)
     for name in {"rl", "kd"} & batch.streams.keys():
@@ -162,7 +173,9 @@ def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
 
 def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
     """Return packing statistics: the number of batches, of tokens to compute, and of tokens in the
-    sequences. The ratio of the two token counts shows how much prefix sharing saves.
+    sequences.
+
+    The ratio of the two token counts shows how much prefix sharing saves.
     """
     computed = sum(len(batch) for batch in batches)
     present = {index for batch in batches for index in batch.sequences}
@@ -191,8 +204,9 @@ class _Tree(NamedTuple):
 
 def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
     """Return the trees of the prefix forest, in which only those prefixes are shared for which
-    sharing saves computation. If sharing a node does not pay, its tokens are repeated in each of
-    its children.
+    sharing saves computation.
+
+    If sharing a node does not pay, its tokens are repeated in each of its children.
     """
     nodes = radix_forest.nodes
     begin = [node.begin for node in nodes]
@@ -221,10 +235,11 @@ def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
 def _split_trees(
     radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
-    """Split the forest where nodes are not shared. Nodes that stay shared are marked in ``keeps``,
-    and each one without such an ancestor becomes the root of a tree. The tokens of any other node
-    are repeated in the nodes below it. A sequence that ends in such a node is assigned to its
-    first copy.
+    """Split the forest where nodes are not shared.
+
+    Nodes that stay shared are marked in ``keeps``, and each one without such an ancestor becomes
+    the root of a tree. The tokens of any other node are repeated in the nodes below it. A sequence
+    that ends in such a node is assigned to its first copy.
     """
     trees: list[_Tree] = []
     place: list[tuple[int, int]] = [(-1, -1)] * len(radix_forest.nodes)
@@ -251,9 +266,10 @@ def _split_trees(
 
 
 def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
-    """For each node, return the first node at or below it that is marked in ``keeps``. The tokens
-    of a node without a mark are repeated in the nodes below it. A node without children is always
-    marked.
+    """For each node, return the first node at or below it that is marked in ``keeps``.
+
+    The tokens of a node without a mark are repeated in the nodes below it. A node without children
+    is always marked.
     """
     first = list(range(len(radix_forest.nodes)))
     for index in range(len(radix_forest.nodes) - 1, -1, -1):
@@ -267,8 +283,11 @@ def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
 
 
 def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[PackableTree]:
-    """Cut all trees into pieces that fit into a batch. ``units`` holds a key for each sequence.
-    Sequences with the same key stay in one piece, even if they are in different trees."""
+    """Cut all trees into pieces that fit into a batch.
+
+    ``units`` holds a key for each sequence. Sequences with the same key stay in one piece, even if
+    they are in different trees.
+    """
     num_trees = Counter(
         unit for tree in trees for unit in {units[sequence] for sequence, _ in tree.leaves}
     )
@@ -288,9 +307,11 @@ def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list
 def _cut(
     tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec
 ) -> list[PackableTree]:
-    """Cut a tree into pieces of at most ``max_tokens`` tokens. Each of ``units`` is a group of
-    sequences that must stay together. A piece takes whole groups while they fit. A group that
-    exceeds the limit becomes a separate piece."""
+    """Cut a tree into pieces of at most ``max_tokens`` tokens.
+
+    Each of ``units`` is a group of sequences that must stay together. A piece takes whole groups
+    while they fit. A group that exceeds the limit becomes a separate piece.
+    """
     pieces: list[PackableTree] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
@@ -338,8 +359,11 @@ def _piece(
     tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: PackingCostModel
 ) -> PackableTree:
     """Return a part of ``tree`` as a separate tree, with the nodes whose indices are in
-    ``present``. A node with only one child left is merged with that child. ``leaves`` holds the
-    sequences of the part, each with the node in which it ends."""
+    ``present``.
+
+    A node with only one child left is merged with that child. ``leaves`` holds the sequences of the
+    part, each with the node in which it ends.
+    """
     order = sorted(present)
     children = dict.fromkeys(order, 0)
     for index in order:
@@ -372,9 +396,11 @@ def _piece(
 def _balanced(
     pieces: list[PackableTree], fill_tokens: int, multiple: int
 ) -> list[list[PackableTree]]:
-    """Distribute pieces over batches of about equal cost. A batch has at most ``fill_tokens``
-    tokens, unless a single piece is larger. The most expensive piece goes first, and each piece
-    goes into the cheapest batch with room for it."""
+    """Distribute pieces over batches of about equal cost.
+
+    A batch has at most ``fill_tokens`` tokens, unless a single piece is larger. The most expensive
+    piece goes first, and each piece goes into the cheapest batch with room for it.
+    """
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple

@@ -1,6 +1,7 @@
 """Arrange token sequences as prefix trees, in which a shared prefix is stored once, and write parts
-of these trees as batches. A batch has tokens, segments, and one entry for each token that carries
-loss.
+of these trees as batches.
+
+A batch has tokens, segments, and one entry for each token that carries loss.
 
     1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]     node: a stretch of tokens, its parent,
     1 2 3 7 8 5             │         └──── [5]      and one sequence that passes through it
@@ -44,8 +45,10 @@ from ramify.types.training_sequences import (
 
 
 class ForestNode(NamedTuple):
-    """A node of a prefix tree: a stretch of tokens that the same sequences have in common. It
-    covers positions ``begin`` to ``end`` (exclusive), counted from the root."""
+    """A node of a prefix tree: a stretch of tokens that the same sequences have in common.
+
+    It covers positions ``begin`` to ``end`` (exclusive), counted from the root.
+    """
 
     begin: int
     end: int
@@ -60,7 +63,10 @@ class ForestNode(NamedTuple):
 
 
 class Forest(NamedTuple):
-    """The prefix trees of a set of token sequences. Each shared prefix is stored once."""
+    """The prefix trees of a set of token sequences.
+
+    Each shared prefix is stored once.
+    """
 
     nodes: list[ForestNode]
     """All nodes in preorder."""
@@ -75,7 +81,10 @@ class Forest(NamedTuple):
 
 
 def forest(sequences: Many[TokenSequence]) -> Forest:
-    """Build the prefix trees of ``sequences``. No sequence may be empty."""
+    """Build the prefix trees of ``sequences``.
+
+    No sequence may be empty.
+    """
     keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
     growing = _GrowingForest()
@@ -90,12 +99,17 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
 
 
 class NodeComputationCounts:
-    """Counts how often each node of a step's prefix trees is computed. A shared prefix is computed
-    again in each batch that needs it."""
+    """Counts how often each node of a step's prefix trees is computed.
+
+    A shared prefix is computed again in each batch that needs it.
+    """
 
     def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
-        """Count how often each node of the prefix trees is computed. Each of ``stretches`` covers a
-        chain of whole nodes, and its ``last`` is the index of the chain's last node."""
+        """Count how often each node of the prefix trees is computed.
+
+        Each of ``stretches`` covers a chain of whole nodes, and its ``last`` is the index of the
+        chain's last node.
+        """
         self._nodes = radix_forest.nodes
         self._num = [0] * len(self._nodes)
         for stretch in stretches:
@@ -103,8 +117,11 @@ class NodeComputationCounts:
                 self._num[node] += 1
 
     def inverse_computation_counts(self, stretch: ForestNode) -> Floats:
-        """Return a weight for each of the n tokens in ``stretch``. A token that is computed c times
-        in the step has weight 1 / c, so that copies do not count twice."""
+        """Return a weight for each of the n tokens in ``stretch``.
+
+        A token that is computed c times in the step has weight 1 / c, so that copies do not count
+        twice.
+        """
         within = self._within(stretch)[::-1]
         sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
         weights = np.array([1 / self._num[node] for node in within], np.float32)
@@ -120,8 +137,9 @@ class NodeComputationCounts:
 
 
 class _GrowingForest:
-    """A set of prefix trees under construction. It holds the nodes added so far, and the path of
-    the sequence that was added last.
+    """A set of prefix trees under construction.
+
+    It holds the nodes added so far, and the path of the sequence that was added last.
     """
 
     def __init__(self) -> None:
@@ -133,7 +151,9 @@ class _GrowingForest:
 
     def add(self, sequence: int, shared: int, length: int) -> int:
         """Add a sequence whose first ``shared`` tokens equal those of the previous sequence.
-        Returns the node in which the new sequence ends."""
+
+        Returns the node in which the new sequence ends.
+        """
         while self.path and self.begin[self.path[-1]] >= shared:
             self.path.pop()
         if self.path and self.end[self.path[-1]] > shared:
@@ -145,9 +165,10 @@ class _GrowingForest:
         return self.path[-1]
 
     def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
-        """Return the finished nodes in preorder, with children ordered by token ids. Also returns
-        ``ends`` with each node replaced by its new index. The internal lists are not in preorder,
-        since splitting a node appends its head at the end.
+        """Return the finished nodes in preorder, with children ordered by token ids.
+
+        Also returns ``ends`` with each node replaced by its new index. The internal lists are not
+        in preorder, since splitting a node appends its head at the end.
         """
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
@@ -179,8 +200,10 @@ class _GrowingForest:
         return len(self.begin) - 1
 
     def _split(self, node: int, at: int) -> None:
-        """Split a node at position ``at``. The existing node keeps the tail, so that indices of
-        its children and of sequences that end in it stay valid.
+        """Split a node at position ``at``.
+
+        The existing node keeps the tail, so that indices of its children and of sequences that end
+        in it stay valid.
         """
         head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
         self.begin[node], self.parent[node] = at, head
@@ -199,8 +222,10 @@ COMPONENTS = ("rl", "ce", "kd")
 
 
 class PackableTree(NamedTuple):
-    """A prefix tree that goes into one batch as a whole. It may be a piece of a larger tree,
-    together with the path from the root to that piece."""
+    """A prefix tree that goes into one batch as a whole.
+
+    It may be a piece of a larger tree, together with the path from the root to that piece.
+    """
 
     stretches: list[ForestNode]
     """The stretches in preorder. The ``sequence`` of each is an index among the sequences that
@@ -212,8 +237,10 @@ class PackableTree(NamedTuple):
 
 
 def loss_token_indices(sequence: TokenSequence) -> Ints:
-    """Return the indices of the n tokens of ``sequence`` that carry loss, [n]. Raises ValueError if
-    the first token has a weight, since nothing predicts that token."""
+    """Return the indices of the n tokens of ``sequence`` that carry loss, [n].
+
+    Raises ValueError if the first token has a weight, since nothing predicts that token.
+    """
     weighs = sequence.rl != 0
     for other in (sequence.ce, sequence.kd):
         weighs = weighs if other is None else weighs | (other != 0)
@@ -225,8 +252,10 @@ def loss_token_indices(sequence: TokenSequence) -> Ints:
 
 
 class BatchBuilder:
-    """Builds the batches of one optimizer step. All batches have the same per-token streams and the
-    same denominators."""
+    """Builds the batches of one optimizer step.
+
+    All batches have the same per-token streams and the same denominators.
+    """
 
     def __init__(
         self,
@@ -234,8 +263,11 @@ class BatchBuilder:
         learning: list[int],
         denominators: Mapping[str, float] | None,
     ) -> None:
-        """Prepare to build batches from ``sequences``. ``learning`` holds the indices of sequences
-        that have tokens with loss. Trees refer to a sequence by its position in ``learning``."""
+        """Prepare to build batches from ``sequences``.
+
+        ``learning`` holds the indices of sequences that have tokens with loss. Trees refer to a
+        sequence by its position in ``learning``.
+        """
         self._sequences = sequences
         self._learning = learning
         chosen = [sequences[index] for index in learning]
@@ -275,9 +307,11 @@ class BatchBuilder:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """Add one entry for each token of a sequence that carries loss. ``places`` maps positions
-        in the sequence to positions in the batch. It has two arrays with one element per stretch:
-        the position where the stretch begins, and the offset to add to positions in it.
+        """Add one entry for each token of a sequence that carries loss.
+
+        ``places`` maps positions in the sequence to positions in the batch. It has two arrays with
+        one element per stretch: the position where the stretch begins, and the offset to add to
+        positions in it.
         """
         sequence = self._sequences[index]
         tokens = loss_token_indices(sequence)
@@ -336,9 +370,10 @@ class _Columns:
     def add_kept(
         self, kept: SamplingMask | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
-        """For each of ``tokens``, add the ids that top-p or top-k sampling could have chosen
-        there. The list is empty for tokens that ``plain`` marks, which carry cross-entropy. It is
-        empty for all tokens if sampling was not truncated.
+        """For each of ``tokens``, add the ids that top-p or top-k sampling could have chosen there.
+
+        The list is empty for tokens that ``plain`` marks, which carry cross-entropy. It is empty
+        for all tokens if sampling was not truncated.
         """
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
@@ -361,9 +396,11 @@ class _Columns:
 
 def _places(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
     """Map positions in a sequence to positions in the batch, given the last node of its path
-    (``leaf``). Returns two arrays with one element per node on the path: the position where the
-    node begins, and the offset to add to positions in it. ``segments`` holds the batch segment of
-    each node of ``piece``.
+    (``leaf``).
+
+    Returns two arrays with one element per node on the path: the position where the node begins,
+    and the offset to add to positions in it. ``segments`` holds the batch segment of each node of
+    ``piece``.
     """
     begins, shifts = [], []
     while leaf >= 0:
@@ -377,8 +414,9 @@ def _weights(
     sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
 ) -> dict[str, Floats]:
     """Return the advantages, sampler log-probabilities and loss weights of a sequence's entries.
-    There is one entry per index in ``tokens``, and ``plain`` marks the entries for cross-entropy.
-    A token with cross-entropy and another loss may have two entries, one for each.
+
+    There is one entry per index in ``tokens``, and ``plain`` marks the entries for cross-entropy. A
+    token with cross-entropy and another loss may have two entries, one for each.
     """
     has_two = bool(plain.any())
     columns = {
@@ -403,8 +441,10 @@ def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
 
 
 def _names(sequences: list[TokenSequence]) -> list[str]:
-    """Return the names of the extra per-token arrays of the sequences. Raises ValueError if the
-    sequences do not all have the same ones."""
+    """Return the names of the extra per-token arrays of the sequences.
+
+    Raises ValueError if the sequences do not all have the same ones.
+    """
     names = sorted({name for sequence in sequences for name in sequence.streams})
     for sequence in sequences:
         if missing := [name for name in names if name not in sequence.streams]:
@@ -419,8 +459,11 @@ def _denominators(
     sequences: list[TokenSequence], given: Mapping[str, float] | None
 ) -> dict[str, float]:
     """Return the divisor of each loss component that has a weight in some sequence, such as ``rl``
-    or ``ce``. The divisor is taken from ``given``, or else it is the sum of the weights. Raises
-    ValueError if it is not positive."""
+    or ``ce``.
+
+    The divisor is taken from ``given``, or else it is the sum of the weights. Raises ValueError if
+    it is not positive.
+    """
     denominators = {}
     for name in COMPONENTS:
         columns = [

@@ -42,8 +42,9 @@ from ramify.types.trajectory import Call, CallSite, Stop, Trajectory, Turn
 
 
 class ConversationRenderer(Protocol):
-    """The part of the renderer interface that is needed to tokenize demonstrations. A renderer
-    (``models.renderer``) converts between chat messages and token ids.
+    """The part of the renderer interface that is needed to tokenize demonstrations.
+
+    A renderer (``models.renderer``) converts between chat messages and token ids.
     """
 
     @property
@@ -75,8 +76,11 @@ class DemonstrationConversation(Protocol):
 
 def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Trajectory:
     """Convert a demonstration to a trajectory like those that the engine records, with one call per
-    conversation. The rewards say whether each call answered its question correctly. Executed code
-    cells are dropped, since nothing is learned from them."""
+    conversation.
+
+    The rewards say whether each call answered its question correctly. Executed code cells are
+    dropped, since nothing is learned from them.
+    """
     root = conversations[0]
     calls = [_call(each) for each in conversations]
     return Trajectory(
@@ -120,8 +124,10 @@ class TrajectoryTokenizer:
         tools: Sequence[Tool] = (),
         stored: TokenizedCallCache | None = None,
     ) -> None:
-        """Create a tokenizer that renders conversations with ``renderer``. ``tools`` are the
-        native tools offered in each call. ``stored`` is a cache of token ids; None: no cache.
+        """Create a tokenizer that renders conversations with ``renderer``.
+
+        ``tools`` are the native tools offered in each call. ``stored`` is a cache of token ids;
+        None: no cache.
         """
         self._renderer = renderer
         self._tools = tools
@@ -133,9 +139,11 @@ class TrajectoryTokenizer:
         """Map each message to its token ids. Demonstrations repeat the same code many times."""
 
     def tokenised(self, trajectory: Trajectory) -> Trajectory:
-        """Return a copy of ``trajectory`` whose turns have token ids. Calls of judge models are
-        left out, since the policy never learns from them. If a turn's history was shortened, the
-        remaining history is rendered again."""
+        """Return a copy of ``trajectory`` whose turns have token ids.
+
+        Calls of judge models are left out, since the policy never learns from them. If a turn's
+        history was shortened, the remaining history is rendered again.
+        """
         calls = [
             msgspec.structs.replace(call, turns=self._turns(call))
             for call in trajectory.calls
@@ -183,8 +191,10 @@ class TrajectoryTokenizer:
 
     def _is_own(self, call: Call) -> bool:
         """Return True if a call's token ids come from this policy, i.e. if they decode to the
-        recorded prompt and replies. Such ids are kept, because the tokens that a policy samples
-        for a text may differ from those that its tokenizer produces.
+        recorded prompt and replies.
+
+        Such ids are kept, because the tokens that a policy samples for a text may differ from those
+        that its tokenizer produces.
         """
         if not call.turns or call.turns[0].reused_ids:
             return False
@@ -218,17 +228,22 @@ _QUESTION = Message("user", "?")
 
 
 def rendering_key(renderer: ConversationRenderer, tools: Sequence[Tool]) -> Any:
-    """Return a key of all settings that determine how ``renderer`` converts messages to ids. It
-    contains the rendering of an example, the stop ids and the native tools. Cached token ids are
-    stored under this key."""
+    """Return a key of all settings that determine how ``renderer`` converts messages to ids.
+
+    It contains the rendering of an example, the stop ids and the native tools. Cached token ids are
+    stored under this key.
+    """
     opened = renderer.prompt([_QUESTION], tools)
     return opened, renderer.extend([], after=renderer.stop_ids[:1]), renderer.stop_ids, tools
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """Yield the stored trajectories at ``path``, oldest first. ``path`` is a JSONL file, a folder
-    of JSONL files, or a store of runs. Scores that a reviewer corrected replace the original ones.
-    Raises ConfigError, which names the line, if a file is malformed."""
+    """Yield the stored trajectories at ``path``, oldest first.
+
+    ``path`` is a JSONL file, a folder of JSONL files, or a store of runs. Scores that a reviewer
+    corrected replace the original ones. Raises ConfigError, which names the line, if a file is
+    malformed.
+    """
     if is_store(path):
         yield from _stored(path)
         return
@@ -264,9 +279,11 @@ def is_store(path: Path) -> bool:
 
 
 def _stored(root: Path) -> Iterator[Trajectory]:
-    """Yield the completed runs of a store. Rewards come from the store's evaluations, or from a
-    reviewer's corrections if there are any. Runs that were never evaluated or reviewed have no
-    reward."""
+    """Yield the completed runs of a store.
+
+    Rewards come from the store's evaluations, or from a reviewer's corrections if there are any.
+    Runs that were never evaluated or reviewed have no reward.
+    """
     rewards: dict[str, dict[str, float]] = {}
     for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
         rewards |= {
@@ -293,9 +310,11 @@ def append_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def rows_by_step(
     rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
 ) -> list[list[int]]:
-    """Return the rows that each training step uses, as indices. Every epoch uses each row once, in
-    a newly shuffled order. A step has at most ``batch_tokens`` tokens, and a longer row is a
-    separate step."""
+    """Return the rows that each training step uses, as indices.
+
+    Every epoch uses each row once, in a newly shuffled order. A step has at most ``batch_tokens``
+    tokens, and a longer row is a separate step.
+    """
     steps: list[list[int]] = []
     for epoch in range(epochs):
         shuffled = list(range(len(rows)))
@@ -331,8 +350,10 @@ def prompt_format(scaffold: Scaffold) -> DemonstrationPromptFormat:
 def ledger_task_demos(
     task: Task, num: int, seed: int, scaffold: Scaffold, habits: str = "noisy"
 ) -> Iterator[Sequence[DemonstrationConversation]]:
-    """Return scripted demonstrations of the ledger task. ``habits`` is ``noisy``, with bad habits
-    to unlearn, or ``expert``."""
+    """Return scripted demonstrations of the ledger task.
+
+    ``habits`` is ``noisy``, with bad habits to unlearn, or ``expert``.
+    """
     from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, demonstrations
 
     kinds = {"noisy": NOISY, "expert": EXPERT}
@@ -347,9 +368,12 @@ SHORTEST, LONGEST = 6, 40
 
 
 def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[TokenSequence]:
-    """Return the training sequences of one warm-up step. Each repeats a random string of the tokens
-    ``ids``, and the model learns to predict the second copy. All have the same length, and together
-    about ``num_tokens`` tokens. The result depends only on the arguments."""
+    """Return the training sequences of one warm-up step.
+
+    Each repeats a random string of the tokens ``ids``, and the model learns to predict the second
+    copy. All have the same length, and together about ``num_tokens`` tokens. The result depends
+    only on the arguments.
+    """
     random = np.random.default_rng((seed, step))
     length = int(random.integers(SHORTEST, LONGEST))
     drawn = random.choice(np.asarray(ids, np.int64), (max(2, num_tokens // (2 * length)), length))

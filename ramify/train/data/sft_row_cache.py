@@ -1,5 +1,6 @@
-"""Store the token sequences of supervised fine-tuning in the run's folder. A resumed run then
-continues with exactly the same data.
+"""Store the token sequences of supervised fine-tuning in the run's folder.
+
+A resumed run then continues with exactly the same data.
 
     assemble ── demonstrations ──tokenized──> rows ──> OUT/sft_rows.npz
     resume   ────────────────────────────────────────> the same rows
@@ -31,8 +32,10 @@ _OPTIONAL = ("ce", "kd")
 
 
 def key_of(config: Any) -> str:
-    """Return a hash of the settings that the stored token sequences depend on. Stored sequences
-    with the same hash can be reused."""
+    """Return a hash of the settings that the stored token sequences depend on.
+
+    Stored sequences with the same hash can be reused.
+    """
     return hashlib.sha256(
         msgspec.json.encode(config, enc_hook=repr, order="deterministic")
     ).hexdigest()
@@ -40,7 +43,10 @@ def key_of(config: Any) -> str:
 
 def write_rows(path: Path, rows: Sequence[TokenSequence], key: str) -> None:
     """Write token sequences to a NumPy archive at ``path``, together with ``key``, the hash of the
-    settings that they depend on. An existing file is replaced atomically."""
+    settings that they depend on.
+
+    An existing file is replaced atomically.
+    """
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(row, name) for row in rows]) for name in _STREAMS
     }
@@ -66,9 +72,11 @@ def write_rows(path: Path, rows: Sequence[TokenSequence], key: str) -> None:
 
 
 def read_rows(path: Path, key: str) -> list[TokenSequence] | None:
-    """Read the token sequences that ``write_rows`` stored at ``path``. Returns None if there is no
-    file or if it was written with another ``key``, because the settings differ. A damaged file is
-    reported and ignored."""
+    """Read the token sequences that ``write_rows`` stored at ``path``.
+
+    Returns None if there is no file or if it was written with another ``key``, because the settings
+    differ. A damaged file is reported and ignored.
+    """
     if not path.exists():
         return None
     try:

@@ -51,8 +51,11 @@ class TokenizedCallCache:
     """A cache of the token ids of stored calls, kept in one file per tokenizer."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast, form: Any) -> None:
-        """Open the cache of ``tokenizer`` in ``folder`` and read its entries. ``form`` holds
-        everything else that determines the token ids (see ``sft_data.rendering_key``)."""
+        """Open the cache of ``tokenizer`` in ``folder`` and read its entries.
+
+        ``form`` holds everything else that determines the token ids (see
+        ``sft_data.rendering_key``).
+        """
         backend = tokenizer.backend_tokenizer.to_str().encode()
         key = hashlib.sha256(backend)
         key.update(msgspec.msgpack.encode([FORMAT, str(tokenizer.chat_template), form]))
@@ -72,14 +75,19 @@ class TokenizedCallCache:
         return call.turns if entry[0] == _OWN[0] else list(_with_ids(call, entry))
 
     def put(self, call: Call, turns: Sequence[Turn]) -> None:
-        """Add the token ids of ``turns``, the tokenized turns of ``call``, to the cache. Call
-        ``save`` to write them to disk."""
+        """Add the token ids of ``turns``, the tokenized turns of ``call``, to the cache.
+
+        Call ``save`` to write them to disk.
+        """
         self.num_new += 1
         self._entries[_digest(call)] = _OWN if turns is call.turns else _entry(turns)
 
     def save(self) -> None:
-        """Write the cache to disk if it has new entries. If another process wrote the file in the
-        meantime, the entries of that process may be lost. They are computed again when needed."""
+        """Write the cache to disk if it has new entries.
+
+        If another process wrote the file in the meantime, the entries of that process may be lost.
+        They are computed again when needed.
+        """
         if not self.num_new:
             return
         arrays: dict[str, Any] = {
@@ -140,7 +148,10 @@ def _with_ids(call: Call, entry: np.ndarray[Any, Any]) -> Any:
 
 def _read(path: Path) -> dict[bytes, np.ndarray[Any, Any]]:
     """Return the cached token ids in the file at ``path``, keyed by the digest of a call's
-    messages. Returns an empty dict if the file is missing or damaged."""
+    messages.
+
+    Returns an empty dict if the file is missing or damaged.
+    """
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             digests, lengths, numbers = file["digests"], file["lengths"], file["numbers"]

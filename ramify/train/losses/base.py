@@ -1,5 +1,7 @@
-"""Define the interface of policy losses. A policy loss is a formula for the loss of one sampled
-token, given its log-probabilities and its advantage.
+"""Define the interface of policy losses.
+
+A policy loss is a formula for the loss of one sampled token, given its log-probabilities and its
+advantage.
 
     l  (now)       log-probability under the policy being trained, with gradient
     o  (old)       under the policy at the start of the step, or m if it is not recomputed
@@ -36,8 +38,10 @@ _MAX_LOG_RATIO = 20.0
 
 
 class BaseLossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name"):
-    """Base class of all loss and correction formulas. In a configuration, the ``tag`` of its class
-    names the formula. The class also declares which inputs the formula reads.
+    """Base class of all loss and correction formulas.
+
+    In a configuration, the ``tag`` of its class names the formula. The class also declares which
+    inputs the formula reads.
 
     Example:
         class Bounded(train.BaseLossFormula, frozen=True, kw_only=True, tag="bounded"):
@@ -75,15 +79,18 @@ class SequenceSums(NamedTuple):
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
-        """Return True for each entry whose sequence has an entry that is set in ``flags``. Both
-        tensors have one value for each of the E entries of the batch.
+        """Return True for each entry whose sequence has an entry that is set in ``flags``.
+
+        Both tensors have one value for each of the E entries of the batch.
         """
         return self.sum(flags.float()) > 0
 
 
 class PolicyLossInputs(NamedTuple):
-    """The inputs of a policy loss: the log-probabilities and advantages of sampled tokens. Each
-    tensor has shape [E], with one fp32 number for each of the E tokens of a batch."""
+    """The inputs of a policy loss: the log-probabilities and advantages of sampled tokens.
+
+    Each tensor has shape [E], with one fp32 number for each of the E tokens of a batch.
+    """
 
     now: Tensor
     old: Tensor
@@ -99,15 +106,21 @@ class PolicyLossInputs(NamedTuple):
 
     @property
     def sequences(self) -> SequenceSums:
-        """The sequences to which the tokens belong. Raises ConfigError if they are unknown."""
+        """The sequences to which the tokens belong.
+
+        Raises ConfigError if they are unknown.
+        """
         if self.whole is None:
             raise ConfigError("a loss over whole sequences received tokens without their sequences")
         return self.whole
 
 
 class TokenSelectionInputs(NamedTuple):
-    """The values by which a loss selects tokens. Each array has shape [N], with one fp64 number for
-    each of the N tokens of an optimizer step that carry policy-gradient weight."""
+    """The values by which a loss selects tokens.
+
+    Each array has shape [N], with one fp64 number for each of the N tokens of an optimizer step
+    that carry policy-gradient weight.
+    """
 
     now: Doubles
     old: Doubles
@@ -118,8 +131,10 @@ class TokenSelectionInputs(NamedTuple):
 
 
 class PolicyLoss(Protocol):
-    """The interface of all policy losses. Most losses extend ``BaseLossFormula``, and some also
-    implement ``TokenSelectingLoss``."""
+    """The interface of all policy losses.
+
+    Most losses extend ``BaseLossFormula``, and some also implement ``TokenSelectingLoss``.
+    """
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         """Return the loss of each sampled token, as a tensor of shape [E] for the E tokens of the
@@ -127,16 +142,19 @@ class PolicyLoss(Protocol):
         ...
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return a mask [E] of the tokens whose policy gradient the formula cuts off. The mask
-        itself has no gradient.
+        """Return a mask [E] of the tokens whose policy gradient the formula cuts off.
+
+        The mask itself has no gradient.
         """
         ...
 
 
 @runtime_checkable
 class TokenSelectingLoss(Protocol):
-    """A policy loss that treats some tokens of an optimizer step differently. It selects these
-    tokens from all tokens of the step."""
+    """A policy loss that treats some tokens of an optimizer step differently.
+
+    It selects these tokens from all tokens of the step.
+    """
 
     def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
         """Return True for each selected token, as an array of shape [N] for the N tokens of the
@@ -146,7 +164,9 @@ class TokenSelectingLoss(Protocol):
 
 def importance_ratio(now: Tensor, then: Tensor) -> Tensor:
     """Return the probability ratio exp(now - then) of each token, given its log-probabilities under
-    two policies. Their difference is clamped to ±20, so that the ratio stays finite.
+    two policies.
+
+    Their difference is clamped to ±20, so that the ratio stays finite.
 
     Example:
         train.importance_ratio(tokens.now, tokens.sampler)    # [E], 1 if the policy has not moved
@@ -162,13 +182,16 @@ def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) ->
 
 def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     """Return True for each token at which clipping removes the gradient of PPO's surrogate loss.
-    The result has the shape of ``r``."""
+
+    The result has the shape of ``r``.
+    """
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 
 def nowhere(tokens: PolicyLossInputs) -> Tensor:
-    """Return False for every token. This is the ``clipped`` of a loss that never cuts off a
-    gradient.
+    """Return False for every token.
+
+    This is the ``clipped`` of a loss that never cuts off a gradient.
     """
     return tokens.now.new_zeros(tokens.now.shape).bool()
 
@@ -183,8 +206,10 @@ fractions.
 
 
 def check_bounds(options: Any, where: str) -> None:
-    """Raise ConfigError if an option of a loss is a negative bound or an empty range. No token
-    could lie within such bounds, so training would silently learn nothing."""
+    """Raise ConfigError if an option of a loss is a negative bound or an empty range.
+
+    No token could lie within such bounds, so training would silently learn nothing.
+    """
     for name in _NOT_NEGATIVE:
         value = getattr(options, name, None)
         if isinstance(value, int | float) and not value >= 0:
@@ -195,8 +220,11 @@ def check_bounds(options: Any, where: str) -> None:
 
 
 def check_per_token(part: Any, method: str, given: Tensor, tokens: PolicyLossInputs) -> None:
-    """Raise ConfigError unless a loss term has one value per token. A plug-in may return a mean by
-    mistake, which would be broadcast to every token without an error."""
+    """Raise ConfigError unless a loss term has one value per token.
+
+    A plug-in may return a mean by mistake, which would be broadcast to every token without an
+    error.
+    """
     if given.shape != tokens.now.shape:
         raise ConfigError(
             f"{type(part).__name__}.{method}() gave shape {list(given.shape)} for "

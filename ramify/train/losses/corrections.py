@@ -1,6 +1,7 @@
-"""Off-policy corrections, which multiply the policy loss by factors that compensate for
-differences between sampler and trainer. The two differ if their numerics or kernels differ, or if
-the sampler has older weights.
+"""Off-policy corrections, which multiply the policy loss by factors that compensate for differences
+between sampler and trainer.
+
+The two differ if their numerics or kernels differ, or if the sampler has older weights.
 
     gap = o - m      a token's log-probability for the trainer, at the start of the step, minus
                      that for the sampler
@@ -40,7 +41,10 @@ class OffPolicyCorrection(Protocol):
 
     def factor(self, tokens: PolicyLossInputs) -> Tensor:
         """Return the factor for the policy loss of each token, as a tensor of shape [E] for the E
-        tokens of the batch. A factor of 0 masks the token."""
+        tokens of the batch.
+
+        A factor of 0 masks the token.
+        """
         ...
 
 
@@ -74,8 +78,9 @@ class SequenceTis(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_tis"
 
 class SequenceMask(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
     """Masks sequences whose probability ratio between trainer and sampler, exp(sum of gap), is out
-    of bounds, and weights the others by it. The gap of a token is the trainer's log-probability
-    minus the sampler's.
+    of bounds, and weights the others by it.
+
+    The gap of a token is the trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.SequenceMask(low=0.5, high=2.0, weigh=False),))
@@ -96,7 +101,9 @@ class SequenceMask(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_mas
 
 class IcePop(BaseLossFormula, frozen=True, kw_only=True, tag="icepop"):
     """Masks tokens whose probability ratio between trainer and sampler, exp(gap), is out of bounds.
-    The gap is the trainer's log-probability minus the sampler's."""
+
+    The gap is the trainer's log-probability minus the sampler's.
+    """
 
     reads: ClassVar[frozenset[str]] = _OLD
     low: float = 0.5
@@ -114,8 +121,10 @@ class IcePop(BaseLossFormula, frozen=True, kw_only=True, tag="icepop"):
 
 class GeometricMask(BaseLossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
     """Masks sequences whose mean probability ratio between trainer and sampler, exp(mean of gap),
-    is out of bounds. The mean is geometric, over the tokens of the sequence. The gap of a token is
-    the trainer's log-probability minus the sampler's.
+    is out of bounds.
+
+    The mean is geometric, over the tokens of the sequence. The gap of a token is the trainer's
+    log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.GeometricMask(low=0.98, high=1.02),))
@@ -133,7 +142,9 @@ class GeometricMask(BaseLossFormula, frozen=True, kw_only=True, tag="geometric_m
 
 class WorstTokenMask(BaseLossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
     """Masks sequences with any token whose probability ratio between trainer and sampler, exp(gap),
-    is out of bounds. The gap is the trainer's log-probability minus the sampler's.
+    is out of bounds.
+
+    The gap is the trainer's log-probability minus the sampler's.
 
     Example:
         train.LossSpec(corrections=(train.WorstTokenMask(low=1e-3),))
@@ -151,8 +162,9 @@ class WorstTokenMask(BaseLossFormula, frozen=True, kw_only=True, tag="worst_toke
 
 class Opsm(BaseLossFormula, frozen=True, kw_only=True, tag="opsm"):
     """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with negative advantage
-    in sequences from which the policy has moved away since sampling (mean of m - l > delta). Here m
-    and l are a token's log-probabilities under the sampler and the current policy.
+    in sequences from which the policy has moved away since sampling (mean of m - l > delta).
+
+    Here m and l are a token's log-probabilities under the sampler and the current policy.
 
     It does not use o - l, which is 0 in a step of one minibatch, and reflects neither the sampler's
     numerics nor the age of its weights.

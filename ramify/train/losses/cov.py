@@ -1,5 +1,6 @@
-"""Clip-Cov and KL-Cov (2505.22617), two losses that slow the decrease of entropy. Most entropy is
-lost at a few tokens that are both likely and better than average.
+"""Clip-Cov and KL-Cov (2505.22617), two losses that slow the decrease of entropy.
+
+Most entropy is lost at a few tokens that are both likely and better than average.
 
 These tokens are selected from all tokens of the optimizer step, before training on any of them.
 They are the ones that contribute most to the covariance of advantage and log-probability:
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
     """PPO's clipped loss, with some of the tokens that reduce entropy most left out (Clip-Cov,
     2505.22617): as ``ppo_clip``, but a random ``share`` of all tokens, chosen from those with cov
-    in (cov_low, cov_high), contributes no loss. Here cov is a token's contribution to the
-    covariance of advantage and log-probability.
+    in (cov_low, cov_high), contributes no loss.
+
+    Here cov is a token's contribution to the covariance of advantage and log-probability.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -85,8 +87,11 @@ class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
 class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
     """Policy gradient with a penalty at the tokens that reduce entropy most (KL-Cov, 2505.22617):
     -r A, plus beta |l - o| at the ``share`` of all tokens that add most to the covariance of
-    advantage and log-probability. Here r is the importance ratio, A the advantage, and l and o are
-    a token's new and old log-probabilities."""
+    advantage and log-probability.
+
+    Here r is the importance ratio, A the advantage, and l and o are a token's new and old
+    log-probabilities.
+    """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     share: float = 2e-4
@@ -112,8 +117,11 @@ class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
 
 def covariance(step: TokenSelectionInputs) -> Doubles:
     """Return the contribution of each token of a step to the covariance of advantage and
-    log-probability. For token i it is (A_i - mean A) (l_i - mean l), where A is the advantage and l
-    the log-probability. The array has one number per token of the step."""
+    log-probability.
+
+    For token i it is (A_i - mean A) (l_i - mean l), where A is the advantage and l the
+    log-probability. The array has one number per token of the step.
+    """
     cov: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
     return cov
 

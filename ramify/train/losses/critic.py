@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class CriticLossInputs(NamedTuple):
-    """The inputs of the critic's loss: the predicted values and the returns. Each tensor has shape
-    [E], with one number for each of the E tokens of a batch."""
+    """The inputs of the critic's loss: the predicted values and the returns.
+
+    Each tensor has shape [E], with one number for each of the E tokens of a batch.
+    """
 
     now: Tensor
     """V, the predicted value, with gradient."""
@@ -27,8 +29,10 @@ class CriticLossInputs(NamedTuple):
 
 class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The clipped squared error of the critic, ½ max((V - R)², (clip(V, V_old ± clip) - R)²), where
-    V is the predicted value and R the return. It is added to the policy loss at each token that has
-    a return."""
+    V is the predicted value and R the return.
+
+    It is added to the policy loss at each token that has a return.
+    """
 
     weight: float = 0.5
     """Weight of the critic's loss, relative to the policy loss."""

@@ -1,5 +1,6 @@
-"""Distillation losses over k candidate tokens per position. Each of the three forms is a function
-that returns the unweighted loss at each position.
+"""Distillation losses over k candidate tokens per position.
+
+Each of the three forms is a function that returns the unweighted loss at each position.
 
     forward     Σ_k p_T (log p_T − log p)                on the teacher's likeliest tokens
     reverse     Σ_{k+1} p (log p − log p_T)              same, plus one bin for all others (V2)
@@ -29,6 +30,7 @@ logarithm is finite even if the candidates are the whole vocabulary.
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
     """Return the forward KL divergence from the teacher to the policy at each of E positions, [E].
+
     Both inputs are log-probabilities of k candidate tokens per position, [E, k].
 
     Example:
@@ -39,6 +41,7 @@ def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
     """Return the reverse KL divergence from the policy to the teacher at each of E positions, [E].
+
     Both inputs are log-probabilities of k candidate tokens per position, [E, k]; all other tokens
     together count as one more candidate. The KL is differentiated directly, without a policy
     gradient.
@@ -59,6 +62,7 @@ def surrogate(
     high: float = 0.28,
 ) -> Tensor:
     """Return PPO's clipped surrogate loss at each of E positions, summed over k candidate tokens.
+
     A candidate's advantage is the clipped difference between its log-probabilities under the
     teacher and the sampling policy, weighted by the latter's softmax over the candidates. The
     inputs are log-probabilities [E, k] of the candidates under the teacher, the sampling policy
@@ -74,6 +78,8 @@ def surrogate(
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """Return the total probability of all tokens outside the k candidates. It is at least
-    ``LEAST``, so that its logarithm is finite."""
+    """Return the total probability of all tokens outside the k candidates.
+
+    It is at least ``LEAST``, so that its logarithm is finite.
+    """
     return (1 - logprobs.exp().sum(-1)).clamp(min=LEAST)

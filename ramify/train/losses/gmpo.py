@@ -1,5 +1,7 @@
-"""The GMPO loss, which uses the geometric mean of a sequence's importance ratios. Each ratio is
-first clipped in log space."""
+"""The GMPO loss, which uses the geometric mean of a sequence's importance ratios.
+
+Each ratio is first clipped in log space.
+"""
 
 from __future__ import annotations
 

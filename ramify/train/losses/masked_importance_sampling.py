@@ -1,4 +1,5 @@
 """A policy gradient weighted by importance ratios between the current policy and the sampler.
+
 Tokens whose ratio is out of bounds are masked.
 """
 
@@ -14,9 +15,10 @@ if TYPE_CHECKING:
 
 class RolloutIs(BaseLossFormula, frozen=True, kw_only=True, tag="rollout_is"):
     """Policy gradient weighted by rho, the importance ratio to the sampler (2602.15763): -sg(rho
-    1[1 - low < rho < 1 + high]) A l, so a token with rho out of bounds has no gradient. Here sg
-    stops the gradient, A is the advantage and l the log-probability. Needs no recomputed old
-    log-probabilities.
+    1[1 - low < rho < 1 + high]) A l, so a token with rho out of bounds has no gradient.
+
+    Here sg stops the gradient, A is the advantage and l the log-probability. Needs no recomputed
+    old log-probabilities.
     """
 
     clip_low: float = 0.2

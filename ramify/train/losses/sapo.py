@@ -1,5 +1,7 @@
-"""The SAPO loss, which replaces PPO's clip with a sigmoid. The gradient fades but is never cut
-off."""
+"""The SAPO loss, which replaces PPO's clip with a sigmoid.
+
+The gradient fades but is never cut off.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 class Sapo(BaseLossFormula, frozen=True, kw_only=True, tag="sapo"):
     """SAPO's loss, in which a sigmoid replaces PPO's clip (2511.20347): -(4/tau) sigmoid(tau (r -
-    1)) A, where tau depends on the sign of A. Here r is the importance ratio and A the advantage.
+    1)) A, where tau depends on the sign of A.
+
+    Here r is the importance ratio and A the advantage.
 
     Example:
         train.LossSpec(policy=train.Sapo(tau_negative=1.1))

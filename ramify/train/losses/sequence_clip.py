@@ -1,5 +1,7 @@
-"""PPO that treats a sequence as one action. The importance ratio is that of the whole sequence, not
-a mean over its tokens."""
+"""PPO that treats a sequence as one action.
+
+The importance ratio is that of the whole sequence, not a mean over its tokens.
+"""
 
 from __future__ import annotations
 

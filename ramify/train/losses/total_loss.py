@@ -1,6 +1,7 @@
 """Compute the loss of a training step as the sum of up to three components: reinforcement learning,
-imitation and distillation. Each component is a weighted sum over tokens, divided by a count over
-the whole step.
+imitation and distillation.
+
+Each component is a weighted sum over tokens, divided by a count over the whole step.
 
     L = sum w_rl (policy + beta KL - c H + value) / N_rl
       + sum w_ce (-l) / N_ce
@@ -155,8 +156,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def reduction(self) -> SequenceUnit | None:
-        """The unit within which the policy loss must be averaged, ``call`` or ``rollout``. None if
-        ``rl.algorithm.reduction`` decides how tokens are averaged.
+        """The unit within which the policy loss must be averaged, ``call`` or ``rollout``.
+
+        None if ``rl.algorithm.reduction`` decides how tokens are averaged.
         """
         return self.sequence if getattr(self.policy, "sequence_mean", False) else None
 
@@ -173,9 +175,10 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def stored(self) -> dict[str, Any]:
-        """Return this loss as plain data that ``restored`` can rebuild in another process. A
-        formula from a plug-in is stored by its import location. Raises ConfigError if a formula is
-        not a msgspec struct.
+        """Return this loss as plain data that ``restored`` can rebuild in another process.
+
+        A formula from a plug-in is stored by its import location. Raises ConfigError if a formula
+        is not a msgspec struct.
         """
         try:
             data: dict[str, Any] = msgspec.to_builtins(self)
@@ -193,9 +196,10 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.convert(data, cls)
 
     def for_minibatches(self, num: int) -> LossSpec:
-        """Return a copy of this loss for training steps with ``num`` optimizer steps each. The
-        copy replaces ``old="auto"`` with the source of old log-probabilities that is right for that
-        number.
+        """Return a copy of this loss for training steps with ``num`` optimizer steps each.
+
+        The copy replaces ``old="auto"`` with the source of old log-probabilities that is right for
+        that number.
         """
         if self.old != "auto":
             return self
@@ -206,8 +210,11 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class BatchLossInputs(NamedTuple):
-    """The inputs of the loss of one batch. Each tensor has shape [E], with one number for each of
-    the E tokens with loss, unless stated otherwise."""
+    """The inputs of the loss of one batch.
+
+    Each tensor has shape [E], with one number for each of the E tokens with loss, unless stated
+    otherwise.
+    """
 
     logprobs: Tensor
     """Log-probabilities under the trained policy, with gradient."""
@@ -226,8 +233,10 @@ class BatchLossInputs(NamedTuple):
 
 
 def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally]:
-    """Compute the contribution of one batch to the loss of the step. Returns a scalar with
-    gradient, and a tally from which the step's metrics are computed."""
+    """Compute the contribution of one batch to the loss of the step.
+
+    Returns a scalar with gradient, and a tally from which the step's metrics are computed.
+    """
     tally = LossTally()
     shares = []
     for name, weighed in _components(loss, entries, tally):
@@ -239,7 +248,10 @@ def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally
 
 def loss_per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
     """Return the contribution of each token to the loss, as a tensor of shape [E] for the E tokens
-    with loss. It is used only for diagnosis."""
+    with loss.
+
+    It is used only for diagnosis.
+    """
     parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
     return sum(parts[1:], parts[0])
 
@@ -248,7 +260,10 @@ def _components(
     loss: LossSpec, entries: BatchLossInputs, tally: LossTally
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name of each loss component (``rl``, ``ce`` or ``kd``), with the contribution of
-    each token to it. A token without weight contributes 0, whatever its log-probability."""
+    each token to it.
+
+    A token without weight contributes 0, whatever its log-probability.
+    """
     for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
         if name in entries.denominators:
             weight = entries.streams[name] / entries.denominators[name]
@@ -257,9 +272,11 @@ def _components(
 
 def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
     """Estimate the KL divergence KL(now, ref) per token from log-probabilities under two policies.
+
     With d = ref - now, the estimators are k1 = -d, k2 = d²/2 and k3 = exp(d) - d - 1, where d is
     clamped to ±20 and k3 to ±10. ``k3+`` has the value of k3 and the gradient of k2, which
-    on-policy is the gradient of the true KL."""
+    on-policy is the gradient of the true KL.
+    """
     if kind == "k1":
         return now - ref
     k2 = (now - ref).square() / 2
@@ -398,7 +415,9 @@ class LossTally:
 
     def add_experts(self, load: ExpertLoad | None) -> None:
         """Add counts of how often each expert was chosen in a batch, for a mixture of experts.
-        ``load`` is None for other models."""
+
+        ``load`` is None for other models.
+        """
         if load is not None:
             self.experts = load if self.experts is None else self.experts.merged(load)
 
@@ -448,9 +467,10 @@ class LossTally:
             self.add_experts(ExpertLoad(RoutedCounts(*counts), weight))
 
     def _raise(self, name: str, value: Tensor | float) -> None:
-        """Update the recorded maximum of a metric with ``value``. Once a NaN occurs, the maximum
-        stays NaN. Tensors stay on their device, since copying them would wait for the batch to
-        finish.
+        """Update the recorded maximum of a metric with ``value``.
+
+        Once a NaN occurs, the maximum stays NaN. Tensors stay on their device, since copying them
+        would wait for the batch to finish.
         """
         before = self.maxima.get(name)
         if before is None:
@@ -497,16 +517,19 @@ class LossTally:
 
 
 def chooses(loss: LossSpec) -> bool:
-    """Return True if the loss selects tokens from the whole step. If so, call ``choose`` on the
-    step's batches before training on them.
+    """Return True if the loss selects tokens from the whole step.
+
+    If so, call ``choose`` on the step's batches before training on them.
     """
     return isinstance(loss.policy, TokenSelectingLoss)
 
 
 def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
-    """Select the tokens that the policy loss treats differently. Returns the batches with an
-    additional per-token array ``chosen`` that marks these tokens. ``logprobs`` holds the
-    log-probabilities of each batch under the current policy, with shape [E]."""
+    """Select the tokens that the policy loss treats differently.
+
+    Returns the batches with an additional per-token array ``chosen`` that marks these tokens.
+    ``logprobs`` holds the log-probabilities of each batch under the current policy, with shape [E].
+    """
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     with_mask = list(zip(batches, weighs, strict=True))
     now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
@@ -536,8 +559,10 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
 
 def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tuple[Ints, int]:
     """Return the sequence index of each token with loss, counted from 0, and the number of
-    sequences. A sequence is a call, even if it has several paths, or a whole rollout if ``unit``
-    is ``rollout``.
+    sequences.
+
+    A sequence is a call, even if it has several paths, or a whole rollout if ``unit`` is
+    ``rollout``.
     """
     owners, places = np.unique(batch.owners[:, 0], return_inverse=True)
     numbers: dict[str | int, int] = {}
@@ -568,8 +593,10 @@ def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """Return a pseudorandom number for each token with loss. It depends only on the name of the
-    token's sequence and on its position there."""
+    """Return a pseudorandom number for each token with loss.
+
+    It depends only on the name of the token's sequence and on its position there.
+    """
     seeds = {index: _hash(name) for index, name in batch.sequences.items()}
     mixed = np.array([seeds[index] for index in batch.owners[:, 0].tolist()], np.uint64)
     with np.errstate(over="ignore"):  # splitmix64

@@ -1,5 +1,6 @@
-"""Assign a run's processes to placement slots, which are reserved shares of a machine. This module
-also checks that the slots fit the pools of machines.
+"""Assign a run's processes to placement slots, which are reserved shares of a machine.
+
+This module also checks that the slots fit the pools of machines.
 
     pool gpus, 2 nodes of 2 GPUs
         node 0   slot 0  trainer 0, inference 0      slot 1  trainer 1, inference 1
@@ -30,10 +31,10 @@ from ramify.train.placement.placement_spec import ROLES, NodePool, PlacementSpec
 
 
 def process_counts(spec: PlacementSpec, by_run: Mapping[str, int]) -> dict[str, int]:
-    """Count the processes of each role, such as trainer or inference, and of each service, by
-    name. ``by_run`` has the number of processes that the run's other options, such as
-    ``inference.num``, set for a role, or 0. Raises ConfigError if such a number differs from the
-    placement's.
+    """Count the processes of each role, such as trainer or inference, and of each service, by name.
+
+    ``by_run`` has the number of processes that the run's other options, such as ``inference.num``,
+    set for a role, or 0. Raises ConfigError if such a number differs from the placement's.
     """
     num = dict.fromkeys(spec.services, 1)
     for name in ROLES:
@@ -53,9 +54,11 @@ the number for rollouts."""
 
 
 def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeResourceSlot]:
-    """Divide the machines into slots for the given number of processes of each role. The slot of
-    the first trainer process comes first. Raises ConfigError, which shows the sums, if the slots do
-    not fit the pools of machines."""
+    """Divide the machines into slots for the given number of processes of each role.
+
+    The slot of the first trainer process comes first. Raises ConfigError, which shows the sums, if
+    the slots do not fit the pools of machines.
+    """
     unplaced = _unplaced_slots(spec, num)
     if not spec.pools:
         return [
@@ -92,8 +95,10 @@ def _unplaced_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[_Unplac
 def _group_slots(
     spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]
 ) -> list[_UnplacedSlot]:
-    """Return the slots of a group of colocated roles. There are as few slots as can hold all
-    processes, and the processes of each role are divided evenly among them.
+    """Return the slots of a group of colocated roles.
+
+    There are as few slots as can hold all processes, and the processes of each role are divided
+    evenly among them.
     """
     largest = max(spec.role(role).gpus for role in group)
     num_slots = max(
@@ -117,8 +122,9 @@ def _group_slots(
 
 
 def _side_by_side(gpus: float, largest: float, num: int) -> int:
-    """Return how many processes that need ``gpus`` GPUs each fit into one slot of ``largest``
-    GPUs. There are ``num`` such processes.
+    """Return how many processes that need ``gpus`` GPUs each fit into one slot of ``largest`` GPUs.
+
+    There are ``num`` such processes.
     """
     if not largest:
         return 1
@@ -168,10 +174,11 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 def _placed(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
-    """Assign the slots of one pool to its machines, and return the placed slots by index. The
-    largest slots are placed first. If the pool's order is ``pack``, each goes to the first machine
-    with enough room; if it is ``spread``, to the one with the most room. Raises ConfigError if a
-    slot fits on no machine.
+    """Assign the slots of one pool to its machines, and return the placed slots by index.
+
+    The largest slots are placed first. If the pool's order is ``pack``, each goes to the first
+    machine with enough room; if it is ``spread``, to the one with the most room. Raises ConfigError
+    if a slot fits on no machine.
     """
     free = [_resources(pool)] * pool.nodes
     slots = {}

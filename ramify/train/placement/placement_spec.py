@@ -74,8 +74,10 @@ class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A server that provides judgements or rewards. It is a single process, which starts before the
-    engines."""
+    """A server that provides judgements or rewards.
+
+    It is a single process, which starts before the engines.
+    """
 
     command: tuple[str, ...]
     """Command that starts it; ``{host}`` and ``{port}`` are replaced by its listening address."""
@@ -156,13 +158,18 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return *ROLES, *self.services
 
     def role(self, name: str) -> RoleSpec:
-        """Return the specification of the role called ``name``. Each service is also a role."""
+        """Return the specification of the role called ``name``.
+
+        Each service is also a role.
+        """
         spec: RoleSpec = self.services[name] if name in self.services else getattr(self, name)
         return spec
 
     def pool_of(self, name: str) -> str:
-        """Return the name of a role's pool, or an empty string if no pools are declared. Raises
-        ConfigError if there are several pools and the role names none."""
+        """Return the name of a role's pool, or an empty string if no pools are declared.
+
+        Raises ConfigError if there are several pools and the role names none.
+        """
         pool = self.role(name).pool
         if pool or not self.pools:
             return pool

@@ -35,8 +35,9 @@ _BLOCK = 1 << 16
 
 
 class RewardServices:
-    """All services of one run, i.e. its judge and reward servers. This class starts, watches and
-    ends them, in the run's event loop.
+    """All services of one run, i.e. its judge and reward servers.
+
+    This class starts, watches and ends them, in the run's event loop.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class RewardServices:
         *,
         restarts: int = 3,
     ) -> None:
-        """Prepare the services without starting them. A service that ends is restarted up to
-        ``restarts`` times in a row, after which the run continues without it. The count starts
-        again once the service has run for its ``start_s`` seconds.
+        """Prepare the services without starting them.
+
+        A service that ends is restarted up to ``restarts`` times in a row, after which the run
+        continues without it. The count starts again once the service has run for its ``start_s``
+        seconds.
         """
         self._hosts = hosts
         self._restarts = restarts
@@ -61,8 +64,10 @@ class RewardServices:
         """The earlier value of each environment variable that the run has set."""
 
     async def start(self) -> None:
-        """Start all services, and set the environment variables with their addresses. Raises
-        ConfigError if one does not start."""
+        """Start all services, and set the environment variables with their addresses.
+
+        Raises ConfigError if one does not start.
+        """
         try:
             await asyncio.gather(*(service.start() for service in self._all))
             for service in self._all:
@@ -76,7 +81,10 @@ class RewardServices:
         self._watchers = [asyncio.ensure_future(self._watch(service)) for service in self._all]
 
     async def close(self) -> None:
-        """End all services and restore the environment variables. Calling it again does nothing."""
+        """End all services and restore the environment variables.
+
+        Calling it again does nothing.
+        """
         watchers, self._watchers = self._watchers, []
         await cancel_all(watchers)
         await asyncio.gather(*(service.close() for service in self._all))
@@ -128,14 +136,18 @@ class _RunningService:
         return f"service '{self.name}'{where}"
 
     async def start(self) -> None:
-        """Start or restart the service, and wait until it accepts connections. Raises ConfigError
-        if the service ends first or does not accept them in time."""
+        """Start or restart the service, and wait until it accepts connections.
+
+        Raises ConfigError if the service ends first or does not accept them in time.
+        """
         await asyncio.to_thread(self._start)
         await self._reached()
 
     async def opened(self) -> str:
-        """Open access to the service and return its URL, which stays valid for the whole run. If
-        the service runs on another machine, a forwarder for it starts on this machine."""
+        """Open access to the service and return its URL, which stays valid for the whole run.
+
+        If the service runs on another machine, a forwarder for it starts on this machine.
+        """
         host, port = self._host, self._port
         if host != self._hosts.address:
             self._forwarder = await asyncio.start_server(self._pass, self._hosts.address, 0)
@@ -143,7 +155,10 @@ class _RunningService:
         return f"http://{host}:{port}{self.spec.path}"
 
     async def ended(self) -> str:
-        """Wait until the service has ended. Returns a description of how it ended."""
+        """Wait until the service has ended.
+
+        Returns a description of how it ended.
+        """
         assert self._process is not None
         while True:
             if await asyncio.to_thread(self._process.poll) is not None:

@@ -1,6 +1,8 @@
 """Run a rollout worker, a process that samples rollouts with its own sandboxes and engine
-connections. It also scores them, unless the task scores whole steps. In that case the run's own
-process scores them.
+connections.
+
+It also scores them, unless the task scores whole steps. In that case the run's own process scores
+them.
 
     run ── RolloutRequest: item, name, seed, version ──> worker: ``evaluate.attempt`` ──> engines
         <── trajectory (in its stored form), and hashes of the ids that engines received ──
@@ -43,8 +45,10 @@ from ramify.types.message import Message
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
-    """The part of a run's configuration that a rollout worker needs. It is the first message to the
-    worker."""
+    """The part of a run's configuration that a rollout worker needs.
+
+    It is the first message to the worker.
+    """
 
     name: str
     task: str
@@ -76,8 +80,9 @@ class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
 
 
 class SerializedTaskItem(msgspec.Struct, frozen=True):
-    """A task item serialized for a rollout worker. Its values are encoded like those of a
-    session's variables, so that their types are kept.
+    """A task item serialized for a rollout worker.
+
+    Its values are encoded like those of a session's variables, so that their types are kept.
     """
 
     question: str
@@ -88,8 +93,9 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, item: Item) -> SerializedTaskItem:
-        """Encode a task item for a worker. Raises ConfigError if it has a value that cannot be
-        sent to a session either.
+        """Encode a task item for a worker.
+
+        Raises ConfigError if it has a value that cannot be sent to a session either.
         """
         values = {name: getattr(item, name) for name in _VALUES}
         if isinstance(item.context, SharedContext):
@@ -188,8 +194,10 @@ class _RolloutWorker:
         attach(ForwardingLogHandler(self._forward))
 
     async def serve(self) -> None:
-        """Sample rollouts on request until the run ends. Raises RamifyError if the worker cannot
-        start."""
+        """Sample rollouts on request until the run ends.
+
+        Raises RamifyError if the worker cannot start.
+        """
         spec = self._spec
         # Fails fast if the task is unknown, before imports that take seconds.
         self._task = task_of(spec.task, **spec.options)

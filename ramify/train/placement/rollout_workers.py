@@ -1,5 +1,6 @@
-"""Sample rollouts in separate worker processes. Each rollout goes to the least busy worker and
-comes back as a trajectory.
+"""Sample rollouts in separate worker processes.
+
+Each rollout goes to the least busy worker and comes back as a trajectory.
 
     rollouts ── attempt(item, name, sampling) ──> RolloutWorkers ──> worker 0, worker 1, …
                                                                      (``rollout_worker.py``)
@@ -86,7 +87,9 @@ class _Worker:
 
     def send(self, message: RunMessage) -> None:
         """Queue a message for the worker without waiting, since a stalled worker does not read.
-        Messages are sent in order."""
+
+        Messages are sent in order.
+        """
         self._outbox.put(message)
 
     def _write(self) -> None:
@@ -99,8 +102,10 @@ class _Worker:
 
 
 class RolloutWorkers:
-    """A pool of worker processes that sample the rollouts of a run. It belongs to one event loop.
-    Call ``start`` before any other method."""
+    """A pool of worker processes that sample the rollouts of a run.
+
+    It belongs to one event loop. Call ``start`` before any other method.
+    """
 
     def __init__(
         self,
@@ -143,8 +148,10 @@ class RolloutWorkers:
         self._is_closing = False
 
     async def start(self) -> None:
-        """Start all workers, and wait until they are ready. Raises ConfigError if one cannot
-        start."""
+        """Start all workers, and wait until they are ready.
+
+        Raises ConfigError if one cannot start.
+        """
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
@@ -161,9 +168,11 @@ class RolloutWorkers:
     async def attempt(
         self, item: Item, name: str, sampling: Sampling, branch: BranchOptions | None = None
     ) -> Trajectory:
-        """Sample one rollout on the least busy worker. ``branch`` sets where the rollout forks into
-        several continuations; None: it does not fork. Raises TrainError if no worker is left, and
-        RuntimeError for a bug in the worker."""
+        """Sample one rollout on the least busy worker.
+
+        ``branch`` sets where the rollout forks into several continuations; None: it does not fork.
+        Raises TrainError if no worker is left, and RuntimeError for a bug in the worker.
+        """
         stored, version = SerializedTaskItem.of(item), self._engines.version
         request = RolloutRequest(next(self._ids), stored, name, sampling, version, branch)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
@@ -179,7 +188,10 @@ class RolloutWorkers:
                         worker.send(CancelRollout(request.id))
 
     async def close(self) -> None:
-        """End all workers. Calling it again does nothing."""
+        """End all workers.
+
+        Calling it again does nothing.
+        """
         self._is_closing = True
         tasks, self._restarting = [*self._tasks, *self._restarting.values()], {}
         await cancel_all(tasks)
@@ -194,8 +206,10 @@ class RolloutWorkers:
     # --- starting a worker
 
     async def _start_worker(self, number: int) -> _Worker:
-        """Start a worker, and return it once it can sample rollouts. Raises ConfigError if the
-        worker cannot start or if no engine answers."""
+        """Start a worker, and return it once it can sample rollouts.
+
+        Raises ConfigError if the worker cannot start or if no engine answers.
+        """
         until = time.monotonic() + self._start_s
         while not self._engines.up_to_date_urls:
             if time.monotonic() > until:
@@ -228,8 +242,10 @@ class RolloutWorkers:
         return worker
 
     def _start_process(self, number: int) -> _Worker:
-        """Start the process of a worker, and wait until it has connected. Raises ConfigError if it
-        does not connect."""
+        """Start the process of a worker, and wait until it has connected.
+
+        Raises ConfigError if it does not connect.
+        """
         names = {self._spec.inference.key_variable, *self._spec.variables}
         command = [sys.executable, "-m", "ramify.train.placement.rollout_worker"]
         log = self._out.resolve() / "runners" / f"runner-{number}.log"
@@ -267,8 +283,9 @@ class RolloutWorkers:
         return _Worker(number, process, channel, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
-        """Restart a worker that has ended. After several failed attempts the run continues without
-        it. Either outcome is logged.
+        """Restart a worker that has ended.
+
+        After several failed attempts the run continues without it. Either outcome is logged.
         """
         try:
             worker = await retry_until_started(
@@ -321,7 +338,10 @@ class RolloutWorkers:
     # --- messages from workers
 
     def _read(self, worker: _Worker, ready: asyncio.Future[None]) -> None:
-        """Read a worker's messages until the worker ends. This method runs in a separate thread."""
+        """Read a worker's messages until the worker ends.
+
+        This method runs in a separate thread.
+        """
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
                 message: WorkerMessage = worker.channel.receive(WorkerMessage)

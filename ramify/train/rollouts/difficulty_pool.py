@@ -35,15 +35,18 @@ _DECIDED = (GroupFate.LEARNT, GroupFate.NO_SIGNAL)
 
 
 class DifficultyPool:
-    """A record of which items recently gave no training signal. It decides when such items are
-    skipped."""
+    """A record of which items recently gave no training signal.
+
+    It decides when such items are skipped.
+    """
 
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """Create the pool of a run, in the run's ``folder``. An item without training signal is
-        still sampled in the fraction ``share`` of its turns, and skipped in the others.
-        ``has_parts`` is True if the items belong to a mixture of tasks.
+        """Create the pool of a run, in the run's ``folder``.
+
+        An item without training signal is still sampled in the fraction ``share`` of its turns, and
+        skipped in the others. ``has_parts`` is True if the items belong to a mixture of tasks.
         """
         self._share = share
         self._folder = folder
@@ -76,8 +79,10 @@ class DifficultyPool:
         return int.from_bytes(digest, "little") >= self._share * 2**64
 
     def is_settled(self, item: str) -> bool:
-        """Return True if the item with this id currently gives no training signal. Either its
-        latest group had none, or nearly all of the latest groups of its task had none."""
+        """Return True if the item with this id currently gives no training signal.
+
+        Either its latest group had none, or nearly all of the latest groups of its task had none.
+        """
         if self._items.get(item) is GroupFate.NO_SIGNAL:
             return True
         latest = self._parts.get(part_of(item), ()) if self._has_parts else ()

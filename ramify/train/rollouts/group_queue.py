@@ -1,6 +1,7 @@
-"""Queue rollout groups for training steps. A group is several attempts at one item. Rollouts may
-run ahead of the training steps: groups begin in the order of their items, and a step takes groups
-that are complete.
+"""Queue rollout groups for training steps.
+
+A group is several attempts at one item. Rollouts may run ahead of the training steps: groups begin
+in the order of their items, and a step takes groups that are complete.
 
     items ── begin, up to a limit ──> rollouts ── complete ──> taken by a step, or given up
                       ▲                                                  │
@@ -160,8 +161,9 @@ class QueuedGroup(msgspec.Struct, eq=False):
         return self.group is not None
 
     def unlearned_record(self, *, spare: bool = False) -> GroupRecord:
-        """Return the record of a group that no step trains on. Pass ``spare=True`` if the step
-        already had enough groups.
+        """Return the record of a group that no step trains on.
+
+        Pass ``spare=True`` if the step already had enough groups.
         """
         assert self.group is not None
         return group_record(
@@ -183,8 +185,10 @@ class StepGroups(msgspec.Struct):
 
 
 class GroupQueue:
-    """Runs the rollout groups of one training stage, and passes them to the stage's steps. Call
-    ``close`` to end all rollouts."""
+    """Runs the rollout groups of one training stage, and passes them to the stage's steps.
+
+    Call ``close`` to end all rollouts.
+    """
 
     def __init__(
         self,
@@ -199,7 +203,9 @@ class GroupQueue:
         has_no_signal: Callable[[Group], bool] = lambda group: False,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """Create a queue. Rollouts begin when ``take`` or ``note_new_weights`` is called.
+        """Create a queue.
+
+        Rollouts begin when ``take`` or ``note_new_weights`` is called.
 
         ``next_item`` is the index of the first item that has not begun. If the run is resumed,
         ``pending`` holds the indices of items that were in progress when it stopped, and these
@@ -235,8 +241,10 @@ class GroupQueue:
     # --- for the stage
 
     async def take(self, step: int) -> StepGroups:
-        """Wait until the groups of the given step are complete, and return them. Raises unexpected
-        errors of rollouts."""
+        """Wait until the groups of the given step are complete, and return them.
+
+        Raises unexpected errors of rollouts.
+        """
         self._set_step(step)
         with report_progress(
             "rollouts", self._sample.items * self._rollouts.per_item, "attempts"
@@ -257,6 +265,7 @@ class GroupQueue:
 
     def note_new_weights(self, step: int) -> None:
         """Begin the groups that are allowed once the engine has the weights after ``step`` steps.
+
         Does nothing if ``max_staleness`` is 0.
         """
         if self._sample.max_staleness:
@@ -279,6 +288,7 @@ class GroupQueue:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context manager inside which no new rollouts begin, if ``sample.pause`` is set.
+
         Running rollouts continue.
         """
         if not self._sample.pause:
@@ -329,8 +339,10 @@ class GroupQueue:
             )
 
     def _next(self) -> tuple[int, Item]:
-        """Return the next item to roll out, with its number. Items that the difficulty pool skips
-        are recorded as skipped."""
+        """Return the next item to roll out, with its number.
+
+        Items that the difficulty pool skips are recorded as skipped.
+        """
         if self._pending:
             number = self._pending.popleft()
             self._next_item = max(self._next_item, number + 1)
@@ -396,8 +408,11 @@ class GroupQueue:
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
 
     def _unscored(self) -> list[QueuedGroup]:
-        """Return the complete groups that still have to be scored. If rollouts run ahead of the
-        steps, only the groups that the next step will take are returned."""
+        """Return the complete groups that still have to be scored.
+
+        If rollouts run ahead of the steps, only the groups that the next step will take are
+        returned.
+        """
         ready = [entry for entry in self._whole() if not entry.has_no_signal]
         if self._sample.max_staleness:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
@@ -419,9 +434,10 @@ class GroupQueue:
         )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up slow rollouts if the step waits for nothing else. If nothing is given up, return
-        how many seconds to wait before checking again, or None if no running rollout can become
-        slow.
+        """Give up slow rollouts if the step waits for nothing else.
+
+        If nothing is given up, return how many seconds to wait before checking again, or None if no
+        running rollout can become slow.
         """
         if not self._sample.straggler_factor or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
@@ -444,8 +460,10 @@ class GroupQueue:
         attempt.give_up(why)
 
     def _taken(self) -> StepGroups:
-        """Choose the groups that the step learns from. Close them, and the groups that no step can
-        take any more."""
+        """Choose the groups that the step learns from.
+
+        Close them, and the groups that no step can take any more.
+        """
         sample = self._sample
         whole = sorted(self._whole(), key=lambda entry: entry.number)
         zero_variance, with_signal = (
@@ -494,7 +512,10 @@ def _unfinished(group: QueuedGroup) -> list[RolloutAttempt]:
 
 def _time_left(group: QueuedGroup, bound: float) -> float | None:
     """Return the seconds until all running rollouts of the group have taken more than ``bound``
-    seconds. Returns None if no rollout is running, or if one has not begun yet."""
+    seconds.
+
+    Returns None if no rollout is running, or if one has not begun yet.
+    """
     began = [attempt.began_at for attempt in _unfinished(group)]
     if not began or None in began:
         return None
@@ -506,7 +527,10 @@ def _time_left(group: QueuedGroup, bound: float) -> float | None:
 
 class RolloutAdmissionOptions(Protocol):
     """The interface of the options that limit how many groups may be in progress and how old their
-    tokens may become. Training and the simulator both provide them."""
+    tokens may become.
+
+    Training and the simulator both provide them.
+    """
 
     @property
     def items(self) -> int: ...
@@ -565,8 +589,9 @@ def suffice(
     whole: Sequence[StartedGroup],
     step: int,
 ) -> bool:
-    """Return True if step ``step`` can start with the complete groups in ``whole``. ``begun``
-    holds all groups that have begun, complete or not.
+    """Return True if step ``step`` can start with the complete groups in ``whole``.
+
+    ``begun`` holds all groups that have begun, complete or not.
     """
     if not rules.max_staleness and len(whole) < len(begun):
         return False
@@ -620,9 +645,10 @@ def groups_to_give_up(
 
 
 def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
-    """Return how many more groups to roll out in dynamic sampling (DAPO, 2503.14476). Of ``tried``
-    groups, ``kept`` had a training signal, and ``wanted`` are needed. It assumes that the same
-    fraction of the new groups has a signal. The total never exceeds ``max_tried``.
+    """Return how many more groups to roll out in dynamic sampling (DAPO, 2503.14476).
+
+    Of ``tried`` groups, ``kept`` had a training signal, and ``wanted`` are needed. It assumes that
+    the same fraction of the new groups has a signal. The total never exceeds ``max_tried``.
 
     wanted 8, 2 of 8 kept, at most 32: 24 more.  6 of 8 kept: 3 more.
     """

@@ -65,8 +65,10 @@ _LESS = 0.75
 
 
 class ConcurrencyController:
-    """A semaphore that limits how many rollouts run at once, used as ``async with controller``. The
-    limit adapts to how full the engine's cache is."""
+    """A semaphore that limits how many rollouts run at once, used as ``async with controller``.
+
+    The limit adapts to how full the engine's cache is.
+    """
 
     def __init__(
         self, most: int, gauge: Gauge | None = None, *, least: int = 1, every_s: float = 1.0
@@ -104,7 +106,10 @@ class ConcurrencyController:
         self._leave()
 
     def pause(self) -> None:
-        """Admit no more rollouts until ``resume`` is called. Running rollouts continue."""
+        """Admit no more rollouts until ``resume`` is called.
+
+        Running rollouts continue.
+        """
         self._is_paused = True
 
     def resume(self) -> None:
@@ -217,8 +222,9 @@ class RolloutAttempt:
         run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
     ) -> None:
-        """Request a rollout, which starts when a slot is free. ``over`` is called with this
-        attempt once the rollout has ended or was given up.
+        """Request a rollout, which starts when a slot is free.
+
+        ``over`` is called with this attempt once the rollout has ended or was given up.
         """
         self.name = name
         self.began_at: float | None = None
@@ -240,8 +246,10 @@ class RolloutAttempt:
         return self._task.done()
 
     def give_up(self, why: str) -> None:
-        """Give up this rollout: cancel it, and let its group continue without it. The rollout may
-        take a while to stop, but nothing waits for that."""
+        """Give up this rollout: cancel it, and let its group continue without it.
+
+        The rollout may take a while to stop, but nothing waits for that.
+        """
         if not self.result.done():
             self.was_given_up = True
             self.result.set_result(self._without_result(why))
@@ -304,8 +312,11 @@ class GroupInProgress:
         self._greedy = greedy
 
     async def whole(self) -> Group:
-        """Wait for all attempts, and return them as a group. Attempts that were given up are left
-        out. An unexpected error of an attempt is raised as soon as it occurs."""
+        """Wait for all attempts, and return them as a group.
+
+        Attempts that were given up are left out. An unexpected error of an attempt is raised as
+        soon as it occurs.
+        """
         await asyncio.gather(*(attempt.result for attempt in self.attempts))
         trajectories = [
             attempt.result.result()
@@ -319,8 +330,10 @@ class GroupInProgress:
         )
 
     def unscored(self, *, every_line: bool) -> list[AttemptAwaitingScore]:
-        """Return the complete rollouts that have no score yet. With ``every_line``, each branch of
-        a forked rollout is scored, and not only the rollout as a whole.
+        """Return the complete rollouts that have no score yet.
+
+        With ``every_line``, each branch of a forked rollout is scored, and not only the rollout as
+        a whole.
         """
         return [
             AttemptAwaitingScore(self.item, trajectory, every_line and each is not self._greedy)
@@ -350,7 +363,10 @@ class GroupInProgress:
 
 class Rollouter:
     """Rolls out the items of one task with one ``RLM``, so that all rollouts share a sandbox and a
-    client. The owner keeps the ``RLM`` open with ``async with rlm``."""
+    client.
+
+    The owner keeps the ``RLM`` open with ``async with rlm``.
+    """
 
     def __init__(
         self,
@@ -363,10 +379,12 @@ class Rollouter:
         gauge: Gauge | None = None,
         rollout_worker: RolloutWorkers | None = None,
     ) -> None:
-        """Create a rollouter. ``greedy`` adds one rollout of each item at temperature 0
-        (``Group.greedy``). ``gauge`` measures the pressure on the engine's cache, which limits
-        concurrency; None: concurrency is fixed. ``rollout_worker`` runs the rollouts in other
-        processes; None: they run in this process.
+        """Create a rollouter.
+
+        ``greedy`` adds one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
+        measures the pressure on the engine's cache, which limits concurrency; None: concurrency is
+        fixed. ``rollout_worker`` runs the rollouts in other processes; None: they run in this
+        process.
         """
         self._rollout_worker = rollout_worker
         self._rlm = rlm
@@ -386,8 +404,11 @@ class Rollouter:
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
     ) -> GroupInProgress:
-        """Begin a group of attempts at ``item``. Each attempt starts when a slot is free. ``over``
-        is called after each attempt. The attempts must be ended with ``close``."""
+        """Begin a group of attempts at ``item``.
+
+        Each attempt starts when a slot is free. ``over`` is called after each attempt. The attempts
+        must be ended with ``close``.
+        """
 
         def one(number: int | str) -> RolloutAttempt:
             rollout_name, task = f"{name}/rollout={number}", self._task
@@ -410,7 +431,10 @@ class Rollouter:
 
     async def score(self, groups: Sequence[GroupInProgress]) -> None:
         """Score the rollouts of complete groups that have no rewards yet, with a single call of the
-        task. If a rollout cannot be scored, the reason is added to its ``errors``."""
+        task.
+
+        If a rollout cannot be scored, the reason is added to its ``errors``.
+        """
         every_line = self._options.branch is not None
         attempts = [each for group in groups for each in group.unscored(every_line=every_line)]
         await score_attempts(self._task, attempts, self._options.grace_s)
@@ -423,7 +447,10 @@ class Rollouter:
 
     async def count_planned_modes(self, items: Sequence[Item]) -> RootModeCounts:
         """Count how many root calls of ``items`` will be plain calls, and how many will have a
-        session. No model is called."""
+        session.
+
+        No model is called.
+        """
         options = self._options
         if isinstance(self._task, TrafficTask):
             return RootModeCounts(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
@@ -447,6 +474,7 @@ class Rollouter:
         after: Callable[[Group], Awaitable[None]] | None = None,
     ) -> list[Group]:
         """Roll out one group per item, and return the groups in order, including failed rollouts.
+
         Only unexpected errors and cancellations are raised.
 
         ``what`` is the label of this work in progress reports. ``after`` is applied to each group
@@ -508,8 +536,9 @@ class Rollouter:
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
         """Mark ``rollout`` as failed and remove its rewards if it was cut off at a deadline, so
-        that the load of a machine never influences a reward. Other rollouts are returned
-        unchanged.
+        that the load of a machine never influences a reward.
+
+        Other rollouts are returned unchanged.
         """
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
@@ -583,6 +612,8 @@ class RootModeCounts(msgspec.Struct, frozen=True):
 
 
 def next_items(items: Sequence[Item], first: int) -> list[Item]:
-    """Return the items that a run rolls out first, beginning with number ``first``. After the last
-    item, the run starts over with item 0."""
+    """Return the items that a run rolls out first, beginning with number ``first``.
+
+    After the last item, the run starts over with item 0.
+    """
     return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

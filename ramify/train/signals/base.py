@@ -1,4 +1,5 @@
 """Define the interface of signals: sources of numbers for the turns and tokens of rollouts.
+
 Advantages are computed from these numbers.
 
     Group ── signal.read(group, context) ──> [SignalScore], one per trajectory
@@ -33,7 +34,9 @@ TurnId = tuple[str, int]
 
 class TopKCandidates(msgspec.Struct, eq=False):
     """The k candidate tokens at each of the N positions of one turn, with their log-probabilities.
-    These are normalised over the whole vocabulary."""
+
+    These are normalised over the whole vocabulary.
+    """
 
     ids: list[list[int]]
     """Candidate token ids, [N, k]."""
@@ -46,8 +49,10 @@ class TopKCandidates(msgspec.Struct, eq=False):
 
 
 class SignalScore(msgspec.Struct, eq=False):
-    """The output of one signal for one trajectory. If all fields are empty, the signal abstained:
-    it had nothing to say about the trajectory."""
+    """The output of one signal for one trajectory.
+
+    If all fields are empty, the signal abstained: it had nothing to say about the trajectory.
+    """
 
     turns: dict[TurnId, float] = msgspec.field(default_factory=dict)
     """The signal's number for each turn."""
@@ -97,8 +102,10 @@ class JudgeTurnView(msgspec.Struct, frozen=True):
 
 
 class ModelCaller(Protocol):
-    """A function that judges use to ask a model. It uses the run's own client pool, cache and
-    budget, and records each call in the rollout's tree.
+    """A function that judges use to ask a model.
+
+    It uses the run's own client pool, cache and budget, and records each call in the rollout's
+    tree.
 
     Example:
         reply = await view.ask("policy", messages, sampling, view.place)
@@ -107,15 +114,18 @@ class ModelCaller(Protocol):
     async def __call__(
         self, model: str, messages: Sequence[Message], sampling: Sampling, about: TurnId
     ) -> Reply:
-        """Ask a model and return its reply. Raises RamifyError if no reply arrived or the judges'
-        budget is used up."""
+        """Ask a model and return its reply.
+
+        Raises RamifyError if no reply arrived or the judges' budget is used up.
+        """
         ...
 
 
 class JudgeView(msgspec.Struct, frozen=True, eq=False):
-    """Everything that a judge sees when it judges a turn or a trajectory. The task item is
-    included, which contains information that the policy did not have. A judge that uses this
-    information is privileged and must declare it.
+    """Everything that a judge sees when it judges a turn or a trajectory.
+
+    The task item is included, which contains information that the policy did not have. A judge that
+    uses this information is privileged and must declare it.
     """
 
     trajectory: Trajectory
@@ -134,7 +144,10 @@ class JudgeView(msgspec.Struct, frozen=True, eq=False):
 
 
 class JudgeVerdict(msgspec.Struct, frozen=True):
-    """The result of a judge: votes, a hint or both. If all fields are empty, the judge abstains."""
+    """The result of a judge: votes, a hint or both.
+
+    If all fields are empty, the judge abstains.
+    """
 
     accept: bool = False
     """True if the judge considers the hint worth giving."""
@@ -152,15 +165,19 @@ class JudgeVerdict(msgspec.Struct, frozen=True):
 
 
 class Judge(Protocol):
-    """The interface of a judge, which rates turns or whole trajectories. A judge may ask a model
-    (see ``judge.py``) or apply a rule."""
+    """The interface of a judge, which rates turns or whole trajectories.
+
+    A judge may ask a model (see ``judge.py``) or apply a rule.
+    """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict: ...
 
 
 class TokenScoringRequest(msgspec.Struct, frozen=True, eq=False):
-    """A request for the log-probabilities of some tokens of a sequence. Token ids are never
-    converted to text."""
+    """A request for the log-probabilities of some tokens of a sequence.
+
+    Token ids are never converted to text.
+    """
 
     ids: Sequence[int]
     """All T token ids of the sequence."""
@@ -178,8 +195,10 @@ class TokenScoringRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 class TokenScores(msgspec.Struct, frozen=True, eq=False):
-    """The log-probabilities that a model gave to the requested tokens of one sequence. Results for
-    several ranges are concatenated."""
+    """The log-probabilities that a model gave to the requested tokens of one sequence.
+
+    Results for several ranges are concatenated.
+    """
 
     logprobs: list[float]
     """Log-probabilities of the requested tokens, [N]."""
@@ -193,20 +212,26 @@ class TokenScores(msgspec.Struct, frozen=True, eq=False):
 
 class TokenScorer(Protocol):
     """The interface of a model that returns log-probabilities of given tokens, such as a teacher.
-    ``teacher_logprobs.py`` implements it."""
+
+    ``teacher_logprobs.py`` implements it.
+    """
 
     async def score(
         self, rows: Sequence[TokenScoringRequest], *, top: int = 0
     ) -> list[TokenScores]:
-        """Return one result for each requested sequence, in order. ``top`` is the number of most
-        likely tokens to return at each position. Raises RamifyError if the tokens cannot be scored.
-        A missing score is never replaced by zero."""
+        """Return one result for each requested sequence, in order.
+
+        ``top`` is the number of most likely tokens to return at each position. Raises RamifyError
+        if the tokens cannot be scored. A missing score is never replaced by zero.
+        """
         ...
 
 
 class ConversationTokenizer(Protocol):
-    """The interface for converting conversations to token ids. The policy's renderer implements
-    it."""
+    """The interface for converting conversations to token ids.
+
+    The policy's renderer implements it.
+    """
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
@@ -239,13 +264,17 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Signal(Protocol):
-    """The interface of a signal, a source of numbers for the turns and tokens of rollouts. A recipe
-    names its signals under ``signals``."""
+    """The interface of a signal, a source of numbers for the turns and tokens of rollouts.
+
+    A recipe names its signals under ``signals``.
+    """
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        """Return one score for each trajectory of ``group``, in order. The scores must not depend
-        on another signal's output. If the signal fails on a trajectory, its score gives the reason
-        in ``abstained``."""
+        """Return one score for each trajectory of ``group``, in order.
+
+        The scores must not depend on another signal's output. If the signal fails on a trajectory,
+        its score gives the reason in ``abstained``.
+        """
         ...
 
 
@@ -270,7 +299,9 @@ def view_of(
     ask: ModelCaller | None = None,
 ) -> JudgeView:
     """Return what a judge sees when it judges one turn: the turn and all earlier turns of the call.
-    If ``turn`` is None, the judge sees the whole finished call."""
+
+    If ``turn`` is None, the judge sees the whole finished call.
+    """
     steps = steps_of(call)
     last = len(steps) - 1 if turn is None else turn
     place: TurnId = (call.id, last)

@@ -1,5 +1,7 @@
-"""Combine signals with the outcome reward. Each token's advantage becomes the outcome's advantage
-plus weighted terms that are computed from the signals.
+"""Combine signals with the outcome reward.
+
+Each token's advantage becomes the outcome's advantage plus weighted terms that are computed from
+the signals.
 
     A = w_rl · A_outcome + Σ_i w_i(step) · term_i
         term = clip(norm(score)), on the trajectories of its route
@@ -52,7 +54,9 @@ class Hybrid(
     tag="hybrid",
 ):
     """An algorithm that adds weighted signal terms to the advantages of an outcome algorithm.
-    Implements ``Algorithm``."""
+
+    Implements ``Algorithm``.
+    """
 
     outcome: Any = DrGRPO()
     """The wrapped algorithm."""
@@ -90,23 +94,28 @@ class Hybrid(
         return bool(self.outcome.has_group_baseline) and not self.terms
 
     def check(self, signals: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a term refers to a signal that does not exist. The error suggests
-        the nearest name."""
+        """Raise ConfigError if a term refers to a signal that does not exist.
+
+        The error suggests the nearest name.
+        """
         for term in self.terms:
             if term.signal not in signals:
                 known = did_you_mean(term.signal, signals) if signals else "rl.signals is empty"
                 raise ConfigError(f"unknown signal '{term.signal}' in a term: {known}")
 
     def needs_signal(self, signal: str, step: int) -> bool:
-        """Return True if a signal must be computed at the given step. It can be skipped if it has
-        terms and all of them have weight 0. A signal without a term is always computed, since it
-        supplies metrics or the outcome."""
+        """Return True if a signal must be computed at the given step.
+
+        It can be skipped if it has terms and all of them have weight 0. A signal without a term is
+        always computed, since it supplies metrics or the outcome.
+        """
         terms = [term for term in self.terms if term.signal == signal]
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> HybridWithStepScores:
-        """Return this algorithm for one step. It combines the outcome with the scores
-        (``readings``) that the signals gave in that step.
+        """Return this algorithm for one step.
+
+        It combines the outcome with the scores (``readings``) that the signals gave in that step.
         """
         return HybridWithStepScores(self, readings, step)
 
@@ -118,8 +127,10 @@ class Hybrid(
 
 
 class HybridWithStepScores:
-    """A hybrid algorithm for one step, which holds the signals' scores of that step. Implements
-    ``Algorithm``."""
+    """A hybrid algorithm for one step, which holds the signals' scores of that step.
+
+    Implements ``Algorithm``.
+    """
 
     def __init__(self, hybrid: Hybrid, readings: Readings, step: int) -> None:
         self._hybrid = hybrid
@@ -175,8 +186,10 @@ class HybridWithStepScores:
 
     def _with_outcomes(self, group: Group) -> Group:
         """Return a copy of ``group`` whose rewards are those of the signal named ``outcome``
-        instead of the task's. A rollout to which that signal gave no outcome gets no reward. If
-        the signal did not run, the group is returned unchanged.
+        instead of the task's.
+
+        A rollout to which that signal gave no outcome gets no reward. If the signal did not run,
+        the group is returned unchanged.
         """
         outcomes = self._readings.get(OUTCOME)
         if not outcomes:
@@ -247,8 +260,10 @@ class HybridWithStepScores:
         return RolloutAdvantages(trajectory, credits)
 
     def _reference(self, id: str) -> dict[TurnId, list[float]]:
-        """Return the log-probabilities of a trajectory under the reference policy, by turn. They
-        cover all turns of a call or none. Returns an empty dict if no signal has computed any."""
+        """Return the log-probabilities of a trajectory under the reference policy, by turn.
+
+        They cover all turns of a call or none. Returns an empty dict if no signal has computed any.
+        """
         candidates = [
             readings[id].reference for readings in self._readings.values() if id in readings
         ]
@@ -256,8 +271,10 @@ class HybridWithStepScores:
 
 
 def _keeping_zero_variance(algorithm: Algorithm) -> Algorithm:
-    """Return a copy of ``algorithm`` that keeps zero-variance groups. They were already filtered
-    out here."""
+    """Return a copy of ``algorithm`` that keeps zero-variance groups.
+
+    They were already filtered out here.
+    """
     if (
         isinstance(algorithm, msgspec.Struct)
         and "drop_zero_variance" in algorithm.__struct_fields__
@@ -281,7 +298,9 @@ def _num_observed(rollout: RolloutAdvantages) -> int:
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
     """Return metrics of one signal: how often it abstained, by reason, and the sums of its counts.
-    ``readings`` holds its scores by trajectory."""
+
+    ``readings`` holds its scores by trajectory.
+    """
     totals: Counter[str] = Counter()
     for reading in readings.values():
         if reading.abstained:

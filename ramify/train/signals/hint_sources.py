@@ -37,8 +37,10 @@ class HintsForTrajectory(msgspec.Struct, eq=False):
 
 
 class HintSource(Protocol):
-    """The interface of a hint source, such as ``train.Hindsight`` or ``train.FeedbackHints``. It
-    finds hints in finished rollouts for a teacher to use."""
+    """The interface of a hint source, such as ``train.Hindsight`` or ``train.FeedbackHints``.
+
+    It finds hints in finished rollouts for a teacher to use.
+    """
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
         """Return the hints for each trajectory of ``group``, in order."""
@@ -50,8 +52,10 @@ HINTS = Registry("source of hints", "ramify.hints", {})
 
 
 def build_hint_source(spec: Any) -> HintSource | None:
-    """Build the hint source that a configuration describes. Returns None if ``spec`` is None.
-    Raises ConfigError if there is no such source."""
+    """Build the hint source that a configuration describes.
+
+    Returns None if ``spec`` is None. Raises ConfigError if there is no such source.
+    """
     if spec is None:
         return None
     source: HintSource = HINTS.build(spec)

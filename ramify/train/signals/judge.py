@@ -1,5 +1,7 @@
 r"""Judges that ask a model to rate rollouts, and the process reward, in which a judge rates each
-turn. Contains the judges' prompts and the strict parsing of their replies.
+turn.
+
+Contains the judges' prompts and the strict parsing of their replies.
 
     StepJudge          one turn and its observation   ── m votes ──  \boxed{1} or \boxed{-1}
     HintWritingJudge   the finished trajectory        ── m votes ──  \boxed{1} and <hint>…</hint>,
@@ -64,8 +66,10 @@ one sentence as <hint>…</hint> and end with \\boxed{{1}}; otherwise end with \
 
 
 def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
-    """Return the vote (a sign such as 1 or -1) in the last box of a judge's reply. Returns None for
-    anything else, such as ``\\boxed{0.5}``, ``\\boxed{+1}`` or a missing box."""
+    """Return the vote (a sign such as 1 or -1) in the last box of a judge's reply.
+
+    Returns None for anything else, such as ``\\boxed{0.5}``, ``\\boxed{+1}`` or a missing box.
+    """
     box = last_boxed(text, None)
     return next((sign for sign in signs if box == str(sign)), None)
 
@@ -78,9 +82,10 @@ class HintVote(NamedTuple):
 
 
 def read_hint(text: str) -> HintVote | None:
-    """Return the vote and the hint in a judge's reply, or None if the reply is malformed. The last
-    box must contain a sign. A vote of 1 needs exactly one non-empty hint block, since with several
-    it would be unclear which is meant.
+    """Return the vote and the hint in a judge's reply, or None if the reply is malformed.
+
+    The last box must contain a sign. A vote of 1 needs exactly one non-empty hint block, since with
+    several it would be unclear which is meant.
     """
     vote = read_vote(text)
     blocks = [block.strip() for block in _HINT.findall(text)]
@@ -93,7 +98,10 @@ def read_hint(text: str) -> HintVote | None:
 
 def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
     """Return the trajectory up to the judged turn as text of about ``max_chars`` characters at
-    most. Long parts are shortened in the middle."""
+    most.
+
+    Long parts are shortened in the middle.
+    """
     question = view.trajectory.question
     steps = [
         _step(index, step.reply, step.observed, step.error) for index, step in enumerate(view.steps)
@@ -152,7 +160,9 @@ class StepJudge(
     tag_field="name",
     tag="step_judge",
 ):
-    """A judge model that votes on one turn. Implements ``Judge``.
+    """A judge model that votes on one turn.
+
+    Implements ``Judge``.
 
     Example:
         train.ProcessRewardSignal(judge=train.StepJudge(model="openai:gpt-5-mini", votes=3))
@@ -179,8 +189,9 @@ class HintWritingJudge(
     tag_field="name",
     tag="hint_judge",
 ):
-    """A judge model that suggests a hint for a finished trajectory or for one turn. Implements
-    ``Judge``.
+    """A judge model that suggests a hint for a finished trajectory or for one turn.
+
+    Implements ``Judge``.
 
     Example:
         train.Hindsight(judge=train.HintWritingJudge(model="openai:gpt-5-mini"))
@@ -204,8 +215,10 @@ class HintWritingJudge(
 
 
 async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
-    """Ask the judge's model once for each vote and return the texts of the replies. A vote without
-    a reply becomes an empty string, which counts as invalid."""
+    """Ask the judge's model once for each vote and return the texts of the replies.
+
+    A vote without a reply becomes an empty string, which counts as invalid.
+    """
     if view.ask is None:
         raise RamifyError(
             f"judge {judge.model} cannot ask its model: this run has no clients for models"
@@ -245,8 +258,11 @@ JUDGES = Registry(
 
 
 def judge_of(spec: Any) -> Judge:
-    """Return the judge that a recipe describes. ``spec`` is an instance, a name, ``module:Class``,
-    or a mapping with ``name`` and options. Raises ConfigError if the result is not a judge."""
+    """Return the judge that a recipe describes.
+
+    ``spec`` is an instance, a name, ``module:Class``, or a mapping with ``name`` and options.
+    Raises ConfigError if the result is not a judge.
+    """
     judge: Judge = JUDGES.build(spec)
     if not callable(getattr(judge, "judge", None)):
         raise ConfigError(
@@ -256,9 +272,11 @@ def judge_of(spec: Any) -> Judge:
 
 
 def checked_judge_spec(spec: Any) -> Any:
-    """Check the configuration of a judge and return it. A mapping, such as one from a checkpoint,
-    is replaced by the judge that it describes. A name is returned as it is, but its judge is
-    created once, so that an unknown name fails at the start of the run.
+    """Check the configuration of a judge and return it.
+
+    A mapping, such as one from a checkpoint, is replaced by the judge that it describes. A name is
+    returned as it is, but its judge is created once, so that an unknown name fails at the start of
+    the run.
     """
     judge = judge_of(spec)
     return spec if isinstance(spec, str) else judge
@@ -268,8 +286,10 @@ Merge = Literal["mean", "majority"]
 
 
 def merged(votes: Sequence[int], merge: Merge) -> float | None:
-    """Merge a judge's valid votes into one number, either their mean or the majority. Returns None
-    if there are no votes. A majority tie gives 0."""
+    """Merge a judge's valid votes into one number, either their mean or the majority.
+
+    Returns None if there are no votes. A majority tie gives 0.
+    """
     if not votes:
         return None
     if merge == "mean":
@@ -288,8 +308,9 @@ class ProcessRewardSignal(
     tag_field="name",
     tag="process",
 ):
-    """A process reward: a judge's votes give each turn a score from -1 to 1. Implements
-    ``Signal``.
+    """A process reward: a judge's votes give each turn a score from -1 to 1.
+
+    Implements ``Signal``.
     """
 
     judge: Any
@@ -347,8 +368,10 @@ class ProcessRewardSignal(
 
 
 async def verdict_or_invalid(judge: Judge, view: JudgeView) -> JudgeVerdict:
-    """Return the verdict of ``judge``. If the judge's model fails, return a verdict that counts one
-    invalid vote and names the error."""
+    """Return the verdict of ``judge``.
+
+    If the judge's model fails, return a verdict that counts one invalid vote and names the error.
+    """
     try:
         return await judge.judge(view)
     except ConfigError:  # a missing key, for example: no other request would be answered either

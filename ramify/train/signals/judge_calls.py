@@ -1,4 +1,5 @@
 """Let judges call models through the same client pool as rollouts, but within a separate budget.
+
 Each call is recorded in the rollout's tree.
 
     judge ── ModelCaller(model, messages, sampling, turn) ── cached reply?
@@ -40,8 +41,10 @@ them.
 
 
 class JudgeModelAccess:
-    """Give the judges of a run access to models, with a shared budget and cache. Use it from one
-    event loop only."""
+    """Give the judges of a run access to models, with a shared budget and cache.
+
+    Use it from one event loop only.
+    """
 
     def __init__(
         self,
@@ -51,8 +54,9 @@ class JudgeModelAccess:
         own: Mapping[str, Client] | None = None,
         cache: CallCache | None = None,
     ) -> None:
-        """Set up access to models through ``pool``. ``own`` maps names of models that run in this
-        process, such as ``policy``, to their clients.
+        """Set up access to models through ``pool``.
+
+        ``own`` maps names of models that run in this process, such as ``policy``, to their clients.
         """
         self.pool = pool
         self._own = dict(own or {})
@@ -63,12 +67,17 @@ class JudgeModelAccess:
     def trajectory_caller(
         self, trajectory: Trajectory, signal: str, reading: SignalScore
     ) -> ModelCaller:
-        """Return a function with which judges ask models about one trajectory for one signal. It
-        records its calls in ``reading``, the signal's score."""
+        """Return a function with which judges ask models about one trajectory for one signal.
+
+        It records its calls in ``reading``, the signal's score.
+        """
         return _TrajectoryCaller(self, trajectory, signal, reading)
 
     async def ask(self, model: str, request: Request) -> tuple[str, Reply]:
-        """Ask a model, and return the client's name and the reply. A cached reply costs nothing."""
+        """Ask a model, and return the client's name and the reply.
+
+        A cached reply costs nothing.
+        """
         client = self._own.get(model) or self.pool.client(model)
         digest = request_hash(client.name, request)
         cached = self._cache.get(digest) if self._cache is not None else None
@@ -85,8 +94,10 @@ class JudgeModelAccess:
 
 
 class _TrajectoryCaller:
-    """Ask models about one trajectory for one signal, and record the calls. Implements
-    ``ModelCaller``."""
+    """Ask models about one trajectory for one signal, and record the calls.
+
+    Implements ``ModelCaller``.
+    """
 
     def __init__(
         self, judges: JudgeModelAccess, trajectory: Trajectory, signal: str, reading: SignalScore
@@ -126,8 +137,11 @@ class _TrajectoryCaller:
 
 
 class JudgeRequestReservation:
-    """Reserve the budget of one request in one or more ledgers. The worst case is reserved before
-    the request is sent. The actual use is charged when the reply has arrived."""
+    """Reserve the budget of one request in one or more ledgers.
+
+    The worst case is reserved before the request is sent. The actual use is charged when the reply
+    has arrived.
+    """
 
     def __init__(self, client: Client, request: Request, *ledgers: BudgetLedger) -> None:
         most = Usage(
@@ -172,9 +186,10 @@ class JudgeRequestReservation:
 
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
-    """Add the judges' calls and the signals' numbers to a trajectory. Each judge call becomes the
-    last child of the call that it judged. The numbers become annotations under the signal's name,
-    on turns, and on the root as a separate reward.
+    """Add the judges' calls and the signals' numbers to a trajectory.
+
+    Each judge call becomes the last child of the call that it judged. The numbers become
+    annotations under the signal's name, on turns, and on the root as a separate reward.
     """
     for signal, reading in readings.items():
         for call in reading.calls:
@@ -195,7 +210,10 @@ def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> 
 
 
 def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[Annotation]:
-    """Yield the annotations of one signal. Numbers that are not finite are left out."""
+    """Yield the annotations of one signal.
+
+    Numbers that are not finite are left out.
+    """
     if reading.outcome is not None and trajectory.calls and math.isfinite(reading.outcome):
         yield Annotation(signal, trajectory.root.id, values={signal: reading.outcome})
     for call, turn in dict.fromkeys([*reading.turns, *reading.tokens, *reading.notes]):

@@ -1,5 +1,6 @@
-r"""Signals that are computed by rules: a rollout's outcome, its tool use and its format. Only a
-rubric, which may grade the outcome, asks a model.
+r"""Signals that are computed by rules: a rollout's outcome, its tool use and its format.
+
+Only a rubric, which may grade the outcome, asks a model.
 
     outcome    a verifier decides whether a rollout is right; if it is wrong, the penalty depends on
                its tool use. This number replaces the task's reward:
@@ -66,8 +67,9 @@ class ToolUseSignal(
     tag_field="name",
     tag="tools",
 ):
-    """A signal that scores each turn that used a tool, by whether an error followed. Implements
-    ``Signal``.
+    """A signal that scores each turn that used a tool, by whether an error followed.
+
+    Implements ``Signal``.
 
     Example:
         train.RlSpec(signals={"tools": train.ToolUseSignal(raised=-0.5)})
@@ -103,6 +105,7 @@ WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 def tool_shaped_outcome(right: bool, num_calls: int) -> float:
     """Return the outcome of a rollout, shaped by its number of tool observations (``num_calls``).
+
     A right answer gets 1. A wrong one gets a negative number, which rises by 0.05 with each
     observation up to -0.6.
 
@@ -120,8 +123,9 @@ class OutcomeSignal(
     tag_field="name",
     tag="outcome",
 ):
-    """A signal that scores a rollout's outcome with a verifier or a judge. It sets
-    ``SignalScore.outcome`` and implements ``Signal``.
+    """A signal that scores a rollout's outcome with a verifier or a judge.
+
+    It sets ``SignalScore.outcome`` and implements ``Signal``.
 
     Example:
         train.RlSpec(signals={"outcome": train.OutcomeSignal(verifier="math")})
@@ -218,8 +222,10 @@ class FormatSignal(
     tag_field="name",
     tag="format",
 ):
-    """A signal that checks the format of each reply and gives one number per turn. Implements
-    ``Signal``."""
+    """A signal that checks the format of each reply and gives one number per turn.
+
+    Implements ``Signal``.
+    """
 
     pattern: str
     """Regular expression that a reply must contain. A dot also matches newlines."""

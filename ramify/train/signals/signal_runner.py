@@ -1,5 +1,7 @@
-"""Run the training signals of a recipe. Each signal scores a group of rollouts as soon as the group
-is complete, while other rollouts continue.
+"""Run the training signals of a recipe.
+
+Each signal scores a group of rollouts as soon as the group is complete, while other rollouts
+continue.
 
     rollouts of item 0 ── group ──┐
     rollouts of item 1 ────────── │ ── group ──┐      each signal reads each group, concurrently
@@ -66,9 +68,12 @@ class TrainingSignalSet:
         temperature: float = 1.0,
         wants_reference: bool = False,
     ) -> None:
-        """Create the set of signals of a run. ``pool`` opens the client pool of the rollouts.
-        ``policy`` is the client for judges whose model is named ``policy``. Raises ConfigError if a
-        term of ``hybrid`` names an unknown signal."""
+        """Create the set of signals of a run.
+
+        ``pool`` opens the client pool of the rollouts. ``policy`` is the client for judges whose
+        model is named ``policy``. Raises ConfigError if a term of ``hybrid`` names an unknown
+        signal.
+        """
         hybrid.check(signals)
         self._signals = dict(signals)
         self._hybrid = hybrid
@@ -85,8 +90,9 @@ class TrainingSignalSet:
 
     @property
     def checkpoint_state(self) -> Mapping[str, RunTeachers]:
-        """State that a checkpoint must store, by name. It holds the teachers if they have state
-        that cannot be recomputed, and is otherwise empty.
+        """State that a checkpoint must store, by name.
+
+        It holds the teachers if they have state that cannot be recomputed, and is otherwise empty.
         """
         return (
             {"teachers": self._teachers}
@@ -96,8 +102,10 @@ class TrainingSignalSet:
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[SignalRunner]:
-        """Open a ``SignalRunner`` as a context manager. Its resources are closed when the context
-        ends."""
+        """Open a ``SignalRunner`` as a context manager.
+
+        Its resources are closed when the context ends.
+        """
         async with contextlib.AsyncExitStack() as stack:
             judges = None
             if self._pool is not None:
@@ -120,8 +128,10 @@ class TrainingSignalSet:
 
 
 class SignalRunner:
-    """Run the signals on groups of rollouts and keep the scores from step to step. A group may be
-    scored in one training step and used in a later one."""
+    """Run the signals on groups of rollouts and keep the scores from step to step.
+
+    A group may be scored in one training step and used in a later one.
+    """
 
     def __init__(
         self,
@@ -152,8 +162,10 @@ class SignalRunner:
         """
 
     async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
-        """Prepare the signals for training step ``step``. ``items`` maps ids to the task items of
-        all groups that may be scored in this step."""
+        """Prepare the signals for training step ``step``.
+
+        ``items`` maps ids to the task items of all groups that may be scored in this step.
+        """
         scorers = await self._teachers.at(step) if self._teachers is not None else {}
         self.context = msgspec.structs.replace(
             self.context, step=step, items=items, scorers=scorers
@@ -169,8 +181,10 @@ class SignalRunner:
         self._complete_at = self._read_at = time.perf_counter()
 
     async def group(self, group: Group) -> None:
-        """Have every active signal score ``group``. A signal that has already scored all of its
-        rollouts is skipped."""
+        """Have every active signal score ``group``.
+
+        A signal that has already scored all of its rollouts is skipped.
+        """
         unread = {
             name: signal
             for name, signal in self._active.items()
@@ -200,9 +214,11 @@ class SignalRunner:
         return algorithm.with_readings(self.readings, self.context.step)
 
     def put_on_trees(self, groups: Sequence[Group]) -> None:
-        """Record the judges' calls and each signal's scores in the rollouts' call trees. Call
-        this only after the training data has been extracted, so that judges' calls are not
-        trained on."""
+        """Record the judges' calls and each signal's scores in the rollouts' call trees.
+
+        Call this only after the training data has been extracted, so that judges' calls are not
+        trained on.
+        """
         for group in groups:
             for trajectory in group.trajectories:
                 put_on_tree(
@@ -304,8 +320,10 @@ configuration (``my_judges:Strict``).
 
 
 def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:
-    """Build the signals that a recipe names. Raises ConfigError for an unknown name, and suggests
-    the nearest known one."""
+    """Build the signals that a recipe names.
+
+    Raises ConfigError for an unknown name, and suggests the nearest known one.
+    """
     signals: dict[str, Signal] = {}
     for name, spec in specs.items():
         signal: Signal = SIGNALS.build(spec)

@@ -1,6 +1,8 @@
 """The teacher signal: a teacher model rescores the policy's sampled tokens after a hint was added
-to the prompt. A token's score is its log-probability under the teacher (ℓ_T) minus its
-log-probability at sampling (ℓ_o).
+to the prompt.
+
+A token's score is its log-probability under the teacher (ℓ_T) minus its log-probability at sampling
+(ℓ_o).
 
     path     P P P u u u </u> <a> r r r </a> o o o <a> r r
     row      P P P u u u h h </u> <a> r r r </a> o o o <a> r r
@@ -177,8 +179,11 @@ class TeacherSignal(
         hints: HintsForTrajectory,
         writing: ConversationTokenizer | None,
     ) -> list[_HintedRow]:
-        """Return one token sequence to score for each turn and candidate hint. If a hint cannot be
-        inserted into a prompt, the failure is counted and the turn gets no score."""
+        """Return one token sequence to score for each turn and candidate hint.
+
+        If a hint cannot be inserted into a prompt, the failure is counted and the turn gets no
+        score.
+        """
         rows = []
         for place, candidates in hints.at.items():
             call = trajectory.call(place[0])
@@ -204,8 +209,10 @@ class TeacherSignal(
     def _spans(
         self, path: TokenPath, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[SampledTokenSpan]:
-        """Return the token spans to score for a hint at turn ``place``. If several turns have
-        hints, each hint applies only to its own turn."""
+        """Return the token spans to score for a hint at turn ``place``.
+
+        If several turns have hints, each hint applies only to its own turn.
+        """
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
         about = [turn for id, turn in hints.reading.notes if id == call.id]
         if self.turns == "named" and about:
@@ -221,8 +228,11 @@ class TeacherSignal(
         hint: str,
         writing: ConversationTokenizer | None,
     ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[SampledTokenSpan]]:
-        """Build the scoring requests for one hint. Returns the token sequence with the hint for the
-        teacher, the same sequence without the hint, and the token spans to score."""
+        """Build the scoring requests for one hint.
+
+        Returns the token sequence with the hint for the teacher, the same sequence without the
+        hint, and the token spans to score.
+        """
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
         prompt = plain[:begin]
@@ -251,6 +261,7 @@ class TeacherSignal(
         writing: ConversationTokenizer | None,
     ) -> list[int]:
         """Return the token ids of ``prompt`` with the hint added to the end of its last message.
+
         The messages are rendered with and without the hint, and only the ids that differ are
         replaced.
         """
@@ -283,8 +294,11 @@ class TeacherSignal(
         hints: Sequence[HintsForTrajectory],
         context: SignalContext,
     ) -> None:
-        """Score all hinted token sequences with the teacher in one pass. If the policy's scores are
-        needed too, the policy makes one pass over the sequences without hints."""
+        """Score all hinted token sequences with the teacher in one pass.
+
+        If the policy's scores are needed too, the policy makes one pass over the sequences without
+        hints.
+        """
         if not rows:
             return
         temperature = context.temperature
@@ -323,15 +337,19 @@ class TeacherSignal(
 
     @property
     def _num_support(self) -> int:
-        """Number of the policy's most likely tokens that serve as candidates at each position. It
-        is 0 if the candidates are the teacher's."""
+        """Number of the policy's most likely tokens that serve as candidates at each position.
+
+        It is 0 if the candidates are the teacher's.
+        """
         return (self.top or 0) if self.support == "student" else 0
 
     async def _student(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
-        """Return the policy's scores of the token sequences without hints. If they are not needed,
-        nothing is computed and all results are empty."""
+        """Return the policy's scores of the token sequences without hints.
+
+        If they are not needed, nothing is computed and all results are empty.
+        """
         if not (compares or self._num_support or self.student == "recomputed"):
             return [TokenScores([])] * len(rows)
         top = (
@@ -347,7 +365,9 @@ class TeacherSignal(
 
     def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
         """Yield scoring requests for the group's root calls without a hint, if the loss also has a
-        KL term to this teacher. They save training the pass that this term would need.
+        KL term to this teacher.
+
+        They save training the pass that this term would need.
 
         They are packed with the sequences that the teacher scores anyway, so the prompts that both
         share are computed only once. Yields nothing if candidates are requested, because those
@@ -379,8 +399,11 @@ class TeacherSignal(
         student: Sequence[TokenScores],
     ) -> list[int]:
         """Choose one hint for each trajectory and turn, and return the indices of the chosen
-        ``rows``. The option ``choose`` selects either the first hint or the one with the largest
-        ``overlap`` of teacher and policy."""
+        ``rows``.
+
+        The option ``choose`` selects either the first hint or the one with the largest ``overlap``
+        of teacher and policy.
+        """
         by_place: dict[tuple[int, TurnId], list[int]] = {}
         for index, row in enumerate(rows):
             by_place.setdefault((row.number, row.place), []).append(index)
@@ -439,8 +462,10 @@ class TeacherSignal(
 
 
 class _CannotInsert(Exception):
-    """Raised if a hint cannot be inserted before a reply. The message gives the reason in a few
-    words."""
+    """Raised if a hint cannot be inserted before a reply.
+
+    The message gives the reason in a few words.
+    """
 
 
 class _HintedRow(NamedTuple):
@@ -468,9 +493,10 @@ T = TypeVar("T")
 
 
 def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
-    """Return the first ``num`` candidates of each position. The candidates of a position are
-    sorted by probability. The result is empty if ``num`` is 0. All candidates are kept if ``num``
-    is ``ALL``.
+    """Return the first ``num`` candidates of each position.
+
+    The candidates of a position are sorted by probability. The result is empty if ``num`` is 0. All
+    candidates are kept if ``num`` is ``ALL``.
     """
     if not num:
         return []
@@ -480,7 +506,10 @@ def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
 def _by_place(
     spans: Sequence[SampledTokenSpan], values: Sequence[float]
 ) -> dict[TurnId, list[float]]:
-    """Group ``values`` by turn. There is one value for each scored token."""
+    """Group ``values`` by turn.
+
+    There is one value for each scored token.
+    """
     remaining = iter(values)
     return {
         (span.call, span.turn): [next(remaining) for _ in range(span.end - span.start)]
@@ -506,7 +535,10 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 def needed_scorers(signals: Mapping[str, Any]) -> dict[str, float]:
     """Return the teachers that ``signals`` need, by name, each with the decay of its moving
-    average. Only ``ema``, an average of the policy's weights, uses the decay."""
+    average.
+
+    Only ``ema``, an average of the policy's weights, uses the decay.
+    """
     decays: dict[str, float] = {}
     for signal in signals.values():
         if isinstance(signal, TeacherSignal):

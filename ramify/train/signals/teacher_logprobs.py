@@ -49,12 +49,17 @@ CHUNK = 64
 
 
 class LocalModelScorer:
-    """Score tokens with a model that is loaded in this process. Implements ``TokenScorer``."""
+    """Score tokens with a model that is loaded in this process.
+
+    Implements ``TokenScorer``.
+    """
 
     def __init__(self, backend: SingleBackend, window: int, num_ids: int, run: Run) -> None:
-        """Create a scorer for the model of ``backend``. ``window`` is the maximum sequence length
-        in tokens, and ``num_ids`` the size of the vocabulary. ``run`` executes a function in the
-        model's thread."""
+        """Create a scorer for the model of ``backend``.
+
+        ``window`` is the maximum sequence length in tokens, and ``num_ids`` the size of the
+        vocabulary. ``run`` executes a function in the model's thread.
+        """
         self._backend = backend
         self._window = window
         self._num_ids = num_ids
@@ -162,7 +167,10 @@ class LocalModelScorer:
 
 class ClientScorer:
     """Score tokens with an inference engine that returns log-probabilities of prompts
-    (``InferenceClient.logprobs``). Implements ``TokenScorer``."""
+    (``InferenceClient.logprobs``).
+
+    Implements ``TokenScorer``.
+    """
 
     def __init__(self, client: Any) -> None:
         if not callable(getattr(client, "logprobs", None)):
@@ -243,7 +251,9 @@ def _scores(row: TokenScoringRequest, logprobs: Any, columns: Mapping[str, Any])
 
 def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
     """Raise ConfigError if a teacher's vocabulary differs from the policy's, since the same token
-    ids would then mean different tokens. The error shows the first difference.
+    ids would then mean different tokens.
+
+    The error shows the first difference.
     """
     policy_ids = policy.tokenizer.get_vocab()
     teacher_ids = teacher.tokenizer.get_vocab()
@@ -262,8 +272,10 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
 
 
 class RunTeachers:
-    """Manage the teachers of one run, which are models that score the policy's tokens. Their
-    weights are loaded when a step first needs them, and then kept up to date."""
+    """Manage the teachers of one run, which are models that score the policy's tokens.
+
+    Their weights are loaded when a step first needs them, and then kept up to date.
+    """
 
     def __init__(
         self,
@@ -278,8 +290,9 @@ class RunTeachers:
         in_engine: Run | None = None,
         is_copy: bool = False,
     ) -> None:
-        """Prepare the teachers of a run. Teachers that are checkpoints are loaded now, and all
-        others at first use.
+        """Prepare the teachers of a run.
+
+        Teachers that are checkpoints are loaded now, and all others at first use.
 
         ``sources`` maps the name of each teacher to a decay of its moving average, which only the
         teacher ``ema`` uses. ``policy`` is the policy being trained; ``weights`` yields its
@@ -309,8 +322,10 @@ class RunTeachers:
                 self.models[name] = self._from_checkpoint(name)
 
     async def at(self, step: int) -> Mapping[str, TokenScorer]:
-        """Return the teachers for the given step of the stage, by name. A teacher that is a moving
-        average of the policy's weights is updated first."""
+        """Return the teachers for the given step of the stage, by name.
+
+        A teacher that is a moving average of the policy's weights is updated first.
+        """
         if self._sources:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, step)
         return self._scorers
@@ -334,20 +349,26 @@ class RunTeachers:
 
     @property
     def has_state(self) -> bool:
-        """True if a checkpoint must store the teachers' state. Only a moving average of weights
-        needs this, because it cannot be recomputed."""
+        """True if a checkpoint must store the teachers' state.
+
+        Only a moving average of weights needs this, because it cannot be recomputed.
+        """
         return "ema" in self._sources
 
     def save(self, folder: Path) -> None:
-        """Write the moving average of the policy's weights to ``folder``. All other state of
-        teachers can be recomputed."""
+        """Write the moving average of the policy's weights to ``folder``.
+
+        All other state of teachers can be recomputed.
+        """
         from ramify.models.load import save_policy
 
         save_policy(self.models["ema"], folder)
 
     def load(self, folder: Path) -> None:
-        """Restore the moving average of the weights from ``folder``. Raises ConfigError if the
-        folder does not exist."""
+        """Restore the moving average of the weights from ``folder``.
+
+        Raises ConfigError if the folder does not exist.
+        """
         from ramify.models.load import load_policy
 
         if not folder.is_dir():
@@ -359,8 +380,10 @@ class RunTeachers:
         self.models["ema"] = load_policy(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
-        """Update the moving average and create teachers that do not exist yet. Runs in the
-        teachers' thread."""
+        """Update the moving average and create teachers that do not exist yet.
+
+        Runs in the teachers' thread.
+        """
         from ramify.models.weights import load_weights
 
         for name, decay in self._sources.items():
@@ -393,8 +416,10 @@ class RunTeachers:
 
     def _policy_for(self, name: str, step: int) -> Policy:
         """Return the policy behind a teacher's name: the current policy or a copy of it, the run's
-        initial policy (``reference``), or an untrained model (``random``). Raises ConfigError if
-        the initial policy is needed and its folder is missing."""
+        initial policy (``reference``), or an untrained model (``random``).
+
+        Raises ConfigError if the initial policy is needed and its folder is missing.
+        """
         from ramify.models.load import from_config, load_policy
 
         policy = self._policy

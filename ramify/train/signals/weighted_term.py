@@ -1,5 +1,6 @@
-"""Compute one term of a hybrid algorithm, which combines several training signals. The scores of
-one signal are weighted, normalised and clipped, and then assigned to tokens.
+"""Compute one term of a hybrid algorithm, which combines several training signals.
+
+The scores of one signal are weighted, normalised and clipped, and then assigned to tokens.
 
     scores ── route ──> trajectories ── norm ──> numbers per turn ── clip · w(step) ──> per token
 
@@ -123,8 +124,10 @@ class HybridTermValues:
         """Inputs of the distillation loss ``kd``, by trajectory id and turn."""
 
     def has_effect_on_trajectory(self, id: str) -> bool:
-        """Return True if the term affects the trajectory with this id. It does so by adding a
-        non-zero number to an advantage, or by adding a loss."""
+        """Return True if the term affects the trajectory with this id.
+
+        It does so by adding a non-zero number to an advantage, or by adding a loss.
+        """
         numbers = self.numbers.get(id, {})
         return bool(self.losses.get(id)) or any(
             value != 0 for values in numbers.values() for value in values
@@ -219,8 +222,9 @@ class HybridTermValues:
         return by_turn
 
     def _check_effect(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
-        """Raise TrainError if the term is 0 for all tokens that a teacher scored after a hint. The
-        cause is then an error in the hint, a mask or an option of the term.
+        """Raise TrainError if the term is 0 for all tokens that a teacher scored after a hint.
+
+        The cause is then an error in the hint, a mask or an option of the term.
         """
         if self.term.into == "loss" or not values or any(values):
             return
@@ -233,8 +237,10 @@ class HybridTermValues:
 
 
 def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[dict[TurnId, float]]:
-    """Add the outcome's reward to each turn's number and normalise the sums within the group. A
-    turn is compared with the same turn of the same call in the other trajectories."""
+    """Add the outcome's reward to each turn's number and normalise the sums within the group.
+
+    A turn is compared with the same turn of the same call in the other trajectories.
+    """
     rows = [
         {place: value + term.plus_outcome * reward for place, value in reading.turns.items()}
         for _, reading, reward in scored
@@ -265,8 +271,10 @@ def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, w
 
 
 def first_non_finite(reading: SignalScore) -> str:
-    """Describe the first number in ``reading`` that is not finite, with its turn. Returns an empty
-    string if all numbers are finite."""
+    """Describe the first number in ``reading`` that is not finite, with its turn.
+
+    Returns an empty string if all numbers are finite.
+    """
     for place, value in reading.turns.items():
         if not math.isfinite(value):
             return f"{value} for call {place[0]}, turn {place[1]}"
@@ -279,7 +287,10 @@ def first_non_finite(reading: SignalScore) -> str:
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Return the correlation between a term's mean value in a trajectory and the trajectory's
-    reward. ``pairs`` has both numbers for each trajectory. Returns None if either is constant."""
+    reward.
+
+    ``pairs`` has both numbers for each trajectory. Returns None if either is constant.
+    """
     if len(pairs) < 2 or any(len({pair[index] for pair in pairs}) < 2 for index in range(2)):
         return None
     return statistics.correlation(*zip(*pairs, strict=True))
@@ -288,9 +299,11 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
 def _streams(
     trajectory: Trajectory, reading: SignalScore
 ) -> Iterator[tuple[TurnId, dict[str, Any]]]:
-    """Yield the inputs of the distillation loss ``kd`` for each scored turn. These are
-    log-probabilities of candidate tokens if the teacher returned any, and otherwise of the sampled
-    tokens."""
+    """Yield the inputs of the distillation loss ``kd`` for each scored turn.
+
+    These are log-probabilities of candidate tokens if the teacher returned any, and otherwise of
+    the sampled tokens.
+    """
     for place, logprobs in reading.logprobs.items():
         num = num_sampled_in(trajectory, place)
         top = reading.top.get(place)

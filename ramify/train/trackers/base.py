@@ -1,5 +1,7 @@
 """Define the interface of experiment trackers, services such as MLflow that receive a run's
-metrics. The metrics are written to ``metrics.jsonl`` in any case.
+metrics.
+
+The metrics are written to ``metrics.jsonl`` in any case.
 
     StepMetrics ── listener ──> queue ── thread ──> each tracker: log(step, {"rl/reward": 0.46, …})
 
@@ -82,29 +84,37 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """The service's id of this run. It is stored so that a resumed run can continue the same
-        one."""
+        """The service's id of this run.
+
+        It is stored so that a resumed run can continue the same one.
+        """
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self, failed: bool) -> None:
-        """Send all pending metrics and end the run at the service. ``failed`` is True if training
-        ended with an error."""
+        """Send all pending metrics and end the run at the service.
+
+        ``failed`` is True if training ended with an error.
+        """
         ...
 
 
 class RunTrackers:
-    """The experiment trackers of one training run. Call the instance with a step's metrics to pass
-    them on to all trackers."""
+    """The experiment trackers of one training run.
+
+    Call the instance with a step's metrics to pass them on to all trackers.
+    """
 
     def __init__(
         self,
         names: Sequence[str],
         options: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Check the names and options of the trackers without opening them. Raises ConfigError for
-        an unknown name or option, or a missing package."""
+        """Check the names and options of the trackers without opening them.
+
+        Raises ConfigError for an unknown name or option, or a missing package.
+        """
         self._classes = {
             name: _class_of(name, options.get(name, {})) for name in dict.fromkeys(names)
         }
@@ -120,8 +130,11 @@ class RunTrackers:
     def opened(
         self, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None
     ) -> Iterator[None]:
-        """Open all trackers for the duration of a ``with`` block. ``resumed_at`` is the step from
-        which a resumed run continues. Raises ConfigError if a tracker cannot be opened."""
+        """Open all trackers for the duration of a ``with`` block.
+
+        ``resumed_at`` is the step from which a resumed run continues. Raises ConfigError if a
+        tracker cannot be opened.
+        """
         if not self._classes:
             yield
             return
@@ -215,8 +228,9 @@ def send_folder(
     options: Mapping[str, Any],
 ) -> str:
     """Upload ``folder`` as an artefact to the tracker ``name``, under the tracker's run that
-    belongs to the training run in ``run_folder``. ``title`` is the training run's name. Returns
-    ``name``. Raises ConfigError if the upload fails.
+    belongs to the training run in ``run_folder``.
+
+    ``title`` is the training run's name. Returns ``name``. Raises ConfigError if the upload fails.
     """
     kind = _class_of(name, options)
     if not hasattr(kind, "send_folder"):
@@ -236,8 +250,11 @@ def send_folder(
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a nested configuration to dotted names. For example, ``{"rl": {"steps": 3}}`` becomes
-    ``{"rl.steps": 3}``. Secrets and the trackers' own options are left out."""
+    """Flatten a nested configuration to dotted names.
+
+    For example, ``{"rl": {"steps": 3}}`` becomes ``{"rl.steps": 3}``. Secrets and the trackers' own
+    options are left out.
+    """
     return dict(
         _leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"}))
     )

@@ -1,5 +1,8 @@
-"""A tracker for MLflow. It logs to the tracking server or local store that the option ``uri`` or
-the environment variable ``MLFLOW_TRACKING_URI`` names."""
+"""A tracker for MLflow.
+
+It logs to the tracking server or local store that the option ``uri`` or the environment variable
+``MLFLOW_TRACKING_URI`` names.
+"""
 
 from __future__ import annotations
 

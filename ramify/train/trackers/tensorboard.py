@@ -1,5 +1,8 @@
-"""A tracker for TensorBoard. It writes event files to the run's folder, and no data leaves the
-machine. View them with ``tensorboard --logdir DIR``."""
+"""A tracker for TensorBoard.
+
+It writes event files to the run's folder, and no data leaves the machine. View them with
+``tensorboard --logdir DIR``.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,19 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TensorBoardTracker:
-    """A tracker that writes TensorBoard event files. It uses ``tensorboardX`` if installed, and
-    torch's writer otherwise. Both write the same files."""
+    """A tracker that writes TensorBoard event files.
+
+    It uses ``tensorboardX`` if installed, and torch's writer otherwise. Both write the same files.
+    """
 
     modules: ClassVar[tuple[str, ...]] = ("tensorboardX", "tensorboard")
     extra: ClassVar[str] = "tensorboard"
 
     def __init__(self, about: TrackerRunInfo, folder: str = "") -> None:
-        """Open an event file in ``folder``, by default ``tensorboard`` in the run's folder. If the
-        run was resumed, TensorBoard discards earlier events of the steps that are now repeated.
+        """Open an event file in ``folder``, by default ``tensorboard`` in the run's folder.
+
+        If the run was resumed, TensorBoard discards earlier events of the steps that are now
+        repeated.
         """
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")
         # File names have a resolution of one second: without a suffix, a run that is resumed within

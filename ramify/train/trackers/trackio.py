@@ -1,5 +1,8 @@
-"""A tracker for Trackio. Metrics appear on a local dashboard (``trackio show``), or in a Hugging
-Face Space if the option ``space_id`` names one."""
+"""A tracker for Trackio.
+
+Metrics appear on a local dashboard (``trackio show``), or in a Hugging Face Space if the option
+``space_id`` names one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TrackioTracker:
-    """A tracker that logs to Trackio. It accepts the options of ``trackio.init``. Trackio
-    identifies a run by its name, so a unique suffix is added to the name."""
+    """A tracker that logs to Trackio.
+
+    It accepts the options of ``trackio.init``. Trackio identifies a run by its name, so a unique
+    suffix is added to the name.
+    """
 
     modules: ClassVar[tuple[str, ...]] = ("trackio",)
     extra: ClassVar[str] = "trackio"

@@ -1,5 +1,7 @@
-"""A tracker for Weights & Biases. With ``WANDB_MODE=offline`` the data stays on this machine until
-``wandb sync`` is run."""
+"""A tracker for Weights & Biases.
+
+With ``WANDB_MODE=offline`` the data stays on this machine until ``wandb sync`` is run.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class WandbTracker:
-    """A tracker that logs to Weights & Biases. It accepts the options of ``wandb.init``, such as
-    ``project``, ``entity``, ``group``, ``tags`` and ``mode``."""
+    """A tracker that logs to Weights & Biases.
+
+    It accepts the options of ``wandb.init``, such as ``project``, ``entity``, ``group``, ``tags``
+    and ``mode``.
+    """
 
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
     extra: ClassVar[str] = "wandb"

@@ -1,2 +1,4 @@
-"""A task of writing small programs from named operations. Policies with under a million parameters
-can learn tool use on it."""
+"""A task of writing small programs from named operations.
+
+Policies with under a million parameters can learn tool use on it.
+"""

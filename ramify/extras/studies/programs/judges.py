@@ -1,5 +1,6 @@
-"""Rule-based judges for the task ``programs``. They turn a rollout's errors, or facts that the
-policy cannot know, into hints and votes.
+"""Rule-based judges for the task ``programs``.
+
+They turn a rollout's errors, or facts that the policy cannot know, into hints and votes.
 
     RuleJudge        hints at the rules that the errors revealed
     OracleJudge      also hints at mistakes that raised no error; it knows the right rules, so its
@@ -47,8 +48,9 @@ class RuleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:RuleJudge",
 ):
-    """A judge whose hints repeat the rules that error messages revealed. It uses only what the
-    policy itself saw. Implements ``Judge``.
+    """A judge whose hints repeat the rules that error messages revealed.
+
+    It uses only what the policy itself saw. Implements ``Judge``.
 
     Example:
         train.Hindsight(judge=train.RuleJudge())    # for the task programs
@@ -75,8 +77,10 @@ class OracleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:OracleJudge",
 ):
-    """A judge that knows the secret meaning of every word. So it also finds mistakes that raise no
-    error. The policy cannot have this knowledge. Implements ``Judge``.
+    """A judge that knows the secret meaning of every word.
+
+    So it also finds mistakes that raise no error. The policy cannot have this knowledge. Implements
+    ``Judge``.
 
     Example:
         train.Hindsight(judge=train.OracleJudge())    # for the task programs
@@ -99,8 +103,9 @@ class StepRules(
     tag="ramify.train.signals.programs:StepRules",
 ):
     """A judge of single turns: it votes +1 if the turn's program ran, and -1 if the program raised
-    an error. A wrong program that runs also gets +1, so this signal alone helps little. Implements
-    ``Judge``.
+    an error.
+
+    A wrong program that runs also gets +1, so this signal alone helps little. Implements ``Judge``.
 
     Example:
         train.ProcessRewardSignal(judge=train.StepRules())    # for the task programs
@@ -125,8 +130,10 @@ class ShuffledHints(
     tag="ramify.train.signals.programs:ShuffledHints",
 ):
     """A control experiment that replaces each hint from another source with a hint about a
-    different problem. The number, length and correctness of the hints stay the same, but they are
-    irrelevant. Implements ``HintSource``.
+    different problem.
+
+    The number, length and correctness of the hints stay the same, but they are irrelevant.
+    Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.ShuffledHints(source=hints))

@@ -1,5 +1,6 @@
-"""A sandbox provider for the task ``programs``. It evaluates programs and answers within this
-process instead of running code.
+"""A sandbox provider for the task ``programs``.
+
+It evaluates programs and answers within this process instead of running code.
 
 No code that a model wrote is ever executed. A cell is parsed with the grammar of
 ``toy_program_language.py`` and evaluated with plain arithmetic; any other cell gets a one-line
@@ -42,8 +43,10 @@ _CAPS = SandboxCapabilities(
 
 
 class ProgramInterpreterSession:
-    """A session that can only evaluate programs of the task ``programs``. Implements the part of
-    ``sandbox.base.Session`` that programs need."""
+    """A session that can only evaluate programs of the task ``programs``.
+
+    Implements the part of ``sandbox.base.Session`` that programs need.
+    """
 
     caps = _CAPS
 
@@ -52,8 +55,10 @@ class ProgramInterpreterSession:
         self._cells = 0
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Evaluate a cell, which is either a program or a final answer. The result holds the
-        program's value or its error."""
+        """Evaluate a cell, which is either a program or a final answer.
+
+        The result holds the program's value or its error.
+        """
         self._cells += 1
         final = _ANSWER.fullmatch(code)
         if final is not None:
@@ -64,7 +69,10 @@ class ProgramInterpreterSession:
         return CellResult(Cell(code, value=value, error=error), {"prelude": {"cell": self._cells}})
 
     def _work_out(self, code: str) -> tuple[str | None, str | None]:
-        """Evaluate a program. Returns its value and its error. One of the two is None."""
+        """Evaluate a program.
+
+        Returns its value and its error. One of the two is None.
+        """
         if self._library is None:
             raise SandboxError(
                 "the programs sandbox was opened for another task: its library of programs is not "
@@ -118,8 +126,10 @@ class ProgramInterpreterSession:
 
 
 class ProgramInterpreterSandbox:
-    """A sandbox whose sessions can only evaluate programs of the task ``programs``. Implements
-    ``sandbox.base.Sandbox``."""
+    """A sandbox whose sessions can only evaluate programs of the task ``programs``.
+
+    Implements ``sandbox.base.Sandbox``.
+    """
 
     caps = _CAPS
     warning: str | None = None
@@ -139,5 +149,7 @@ class ProgramInterpreterSandbox:
 
 def open_provider(spec: SandboxSpec) -> ProgramInterpreterSandbox:
     """Return the sandbox that evaluates programs without executing code.
-    ``sandbox.base.open_sandbox`` calls this function."""
+
+    ``sandbox.base.open_sandbox`` calls this function.
+    """
     return ProgramInterpreterSandbox()

@@ -1,5 +1,7 @@
-"""A scripted demonstrator for the task ``programs``. It is weak on purpose: it knows only part of
-the vocabulary, corrects what an error message names, and follows every hint.
+"""A scripted demonstrator for the task ``programs``.
+
+It is weak on purpose: it knows only part of the vocabulary, corrects what an error message names,
+and follows every hint.
 
     78@w18@9@w9@6                     knows w18, mistakes w9 for one of its false friends
     78@w18@f5@9@w9@f20@6              TypeError: not @w9@f20 but @w9@f4
@@ -77,6 +79,7 @@ class RuleInHint(msgspec.Struct, frozen=True):
 
 def hint_text(rules: Iterable[RuleInHint]) -> str:
     """Format rules as a hint for a policy: rules about words first, then rules about imports.
+
     Without rules, the hint is empty.
 
     >>> hint_text([RuleInHint(None, 10), RuleInHint(3, 9)])
@@ -101,9 +104,11 @@ def from_errors(observed: Iterable[str]) -> list[RuleInHint]:
 def broken_rules(
     problem: ToyProgramExercise, replies: Sequence[str], library: WordFunctionMap
 ) -> list[RuleInHint]:
-    """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``. The
-    program is compared with the library's secret, so mistakes that raise no error are found,
-    too."""
+    """Return the rules that the first program of a rollout breaks, at most ``MAX_RULES``.
+
+    The program is compared with the library's secret, so mistakes that raise no error are found,
+    too.
+    """
     program = next(filter(None, map(ToyProgram.read, replies)), None)
     if program is None:
         return []
@@ -122,8 +127,10 @@ MAX_CODE_TURNS = 2
 
 
 class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
-    """How weak the demonstrator is, such as the fraction of words that it knows. All values are
-    between 0 and 1."""
+    """How weak the demonstrator is, such as the fraction of words that it knows.
+
+    All values are between 0 and 1.
+    """
 
     knows: float = 0.5
     """Fraction of words whose function it knows, drawn independently for each problem. Any other
@@ -136,7 +143,10 @@ class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
 
 
 class ProgramTaskDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration of one item. It has the fields of ``train.sft.Conversation``."""
+    """A demonstration of one item.
+
+    It has the fields of ``train.sft.Conversation``.
+    """
 
     item: str
     messages: tuple[Message, ...]
@@ -157,8 +167,11 @@ def demonstrations(
 def program_demos(
     task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, **habits: float
 ) -> Iterator[list[ProgramTaskDemonstration]]:
-    """Yield demonstrations of the first ``num`` training items of the task ``programs``. ``habits``
-    sets the demonstrator's weaknesses. A recipe selects this function by ``sft.demos=programs``."""
+    """Yield demonstrations of the first ``num`` training items of the task ``programs``.
+
+    ``habits`` sets the demonstrator's weaknesses. A recipe selects this function by
+    ``sft.demos=programs``.
+    """
     weaknesses = msgspec.convert(habits, ProgramDemonstratorHabits, strict=False)
     return demonstrations(task.splits["train"][:num], weaknesses, seed, texts)
 

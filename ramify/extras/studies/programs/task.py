@@ -1,5 +1,6 @@
-"""The task ``programs``: generated problems, each solved by writing a short program. The score
-depends on the number that it computes.
+"""The task ``programs``: generated problems, each solved by writing a short program.
+
+The score depends on the number that it computes.
 
     programs()             six words per problem
     programs(steps=8)      eight words per problem
@@ -43,7 +44,9 @@ _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
 
 
 def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
-    """Return a task of generated problems. Each is solved by writing a short program.
+    """Return a task of generated problems.
+
+    Each is solved by writing a short program.
 
     ``steps`` is the number of different words in a problem; ``secret`` is the seed from which the
     meaning of the words is drawn. Raises ConfigError for an invalid number of steps.
@@ -85,8 +88,10 @@ class _InstallLibrary:
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """Score a rollout: reward ``correct`` is 1 for the right number. Metrics describe its turns and
-    programs."""
+    """Score a rollout: reward ``correct`` is 1 for the right number.
+
+    Metrics describe its turns and programs.
+    """
     cells = [cell for call in trajectory.calls for turn in call.turns for cell in turn.cells]
     written = [cell for cell in cells if ToyProgram.read(cell.code) is not None]
     malformed = [

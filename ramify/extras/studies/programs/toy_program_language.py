@@ -68,7 +68,10 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgram | None:
-        """Parse ``text`` as a program. Returns None unless all of it is a valid program."""
+        """Parse ``text`` as a program.
+
+        Returns None unless all of it is a valid program.
+        """
         match = _PROGRAM.fullmatch(text)
         if match is None:
             return None
@@ -95,8 +98,10 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> ToyProgramExercise | None:
-        """Parse the problem at the beginning of ``text``. A hint may follow it. Returns None if
-        ``text`` does not begin with a problem."""
+        """Parse the problem at the beginning of ``text``.
+
+        A hint may follow it. Returns None if ``text`` does not begin with a problem.
+        """
         match = _PROBLEM.match(text)
         if match is None:
             return None
@@ -106,8 +111,10 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
     def build_program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
-        """Return a program for this problem. ``functions`` says which function to call for each
-        word."""
+        """Return a program for this problem.
+
+        ``functions`` says which function to call for each word.
+        """
         return ToyProgram(
             self.start,
             tuple(
@@ -128,8 +135,10 @@ class BrokenRule(msgspec.Struct, frozen=True):
 
 
 class WordFunctionMap(msgspec.Struct, frozen=True):
-    """The secret mapping of words to functions, and what each function computes. A policy has to
-    learn this mapping."""
+    """The secret mapping of words to functions, and what each function computes.
+
+    A policy has to learn this mapping.
+    """
 
     secret: int
     """Seed from which the mapping is drawn."""
@@ -150,7 +159,10 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def run(self, program: ToyProgram) -> int | BrokenRule:
-        """Run a program. Returns its value, or the first rule that it breaks."""
+        """Run a program.
+
+        Returns its value, or the first rule that it breaks.
+        """
         value = program.start
         for step in program.steps:
             if step.function in IMPORTED and step.function not in program.imports:
@@ -170,8 +182,10 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
     def decoy_functions(self, word: int) -> tuple[int, ...]:
-        """Return the three wrong functions that a demonstrator may confuse a word with. They never
-        change."""
+        """Return the three wrong functions that a demonstrator may confuse a word with.
+
+        They never change.
+        """
         others = [number for number in range(NUM_WORDS) if number != self.right[word]]
         return tuple(random.Random(f"programs/friends/{word}").sample(others, 3))
 
@@ -189,8 +203,10 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of_source(source: str) -> WordFunctionMap:
-        """Return the library that generated this source code. Raises ValueError for any other
-        text."""
+        """Return the library that generated this source code.
+
+        Raises ValueError for any other text.
+        """
         match = _OF_SOURCE.match(source)
         candidate = library(int(match[1])) if match else None
         if candidate is None or candidate.source() != source:
@@ -200,7 +216,10 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
 @functools.cache
 def library(secret: int = 0) -> WordFunctionMap:
-    """Return the library of words and functions that a seed generates. The result is cached."""
+    """Return the library of words and functions that a seed generates.
+
+    The result is cached.
+    """
     rng = random.Random(f"programs/library/{secret}")
     right = rng.sample(range(NUM_WORDS), NUM_WORDS)
     maps = [

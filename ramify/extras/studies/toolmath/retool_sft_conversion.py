@@ -48,7 +48,10 @@ _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
 class ToolMathDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration of one math problem. It has the fields of ``train.sft.Conversation``."""
+    """A demonstration of one math problem.
+
+    It has the fields of ``train.sft.Conversation``.
+    """
 
     item: str
     messages: tuple[Message, ...]
@@ -60,8 +63,11 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
 def retool_demos(
     task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, source: str = ""
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """Yield the demonstrations in the first ``num`` rows of a ReTool file. A recipe selects this
-    function by ``sft.demos=retool``. Raises ConfigError if ``source`` names no file."""
+    """Yield the demonstrations in the first ``num`` rows of a ReTool file.
+
+    A recipe selects this function by ``sft.demos=retool``. Raises ConfigError if ``source`` names
+    no file.
+    """
     if not source:
         raise ConfigError(
             "sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)"
@@ -75,8 +81,10 @@ def demonstrations(
     num: int | None = None,
 ) -> Iterator[list[ToolMathDemonstration]]:
     """Yield the demonstrations in the first ``num`` rows of a ReTool file, or in all rows if
-    ``num`` is None. Rows in another format are skipped and logged. Raises ConfigError if no row
-    fits."""
+    ``num`` is None.
+
+    Rows in another format are skipped and logged. Raises ConfigError if no row fits.
+    """
     rows = rows_of(source)
     num_rows = len(rows) if num is None else min(num, len(rows))
     skipped, first = 0, ""
@@ -99,8 +107,10 @@ def demonstrations(
 
 
 def conversation(row: Mapping[str, Any], texts: DemonstrationPromptFormat) -> tuple[Message, ...]:
-    """Convert a row of a ReTool file to messages. Raises ValueError with the reason if the row is
-    in another format."""
+    """Convert a row of a ReTool file to messages.
+
+    Raises ValueError with the reason if the row is in another format.
+    """
     contents = {message.get("role"): message.get("content") for message in _messages(row)}
     question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
@@ -125,8 +135,10 @@ def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def asked(text: str) -> str:
-    """Extract the math problem from a demonstration's first message. The instructions around it are
-    dropped."""
+    """Extract the math problem from a demonstration's first message.
+
+    The instructions around it are dropped.
+    """
     return bare_question(_FORM.sub("", _QUESTION.split(text, maxsplit=1)[-1]))
 
 
@@ -159,7 +171,10 @@ def _round(thought: str, code: str, shown: str, id: str, native: bool) -> Iterat
 
 
 def _clean(text: str) -> str:
-    """Return ``text`` unchanged. Raises ValueError if it contains a tag without its partner."""
+    """Return ``text`` unchanged.
+
+    Raises ValueError if it contains a tag without its partner.
+    """
     stray = _TAG.search(text)
     if stray is not None:
         raise ValueError(f"{stray[0]} has no matching tag")

@@ -1,5 +1,6 @@
-r"""A task of math problems for an agent with a Python session. Problems come from files, and the
-answer is the last ``\boxed{}`` of a reply.
+r"""A task of math problems for an agent with a Python session.
+
+Problems come from files, and the answer is the last ``\boxed{}`` of a reply.
 
     toolmath(train="dapo-math-17k.parquet", test="aime-2024.parquet")
     toolmath(test="aime-2025.jsonl")                                    evaluation only
@@ -62,8 +63,10 @@ _INSTRUCTIONS = (
 
 
 def item_of(row: Mapping[str, Any]) -> Item:
-    """Convert a row of a known math dataset to an item. Raises ValueError with the row's column
-    names if its format is unknown."""
+    """Convert a row of a known math dataset to an item.
+
+    Raises ValueError with the row's column names if its format is unknown.
+    """
     question, gold = _question(row), _gold(row)
     if question is None or gold is None:
         missing = "problem" if question is None else "answer"
@@ -188,8 +191,11 @@ def _ends(turns: Sequence[Turn]) -> bool:
 
 
 def score_auto(answer: Any, item: Item) -> float:
-    """Return 1.0 for a right answer and 0.0 otherwise. An answer is right if it is the expected
-    text or integer. If math-verify is installed, an equal mathematical value is right, too."""
+    """Return 1.0 for a right answer and 0.0 otherwise.
+
+    An answer is right if it is the expected text or integer. If math-verify is installed, an equal
+    mathematical value is right, too.
+    """
     number, gold = parse_integer(answer), parse_integer(item.gold)
     if exact(answer, item) or (number is not None and number == gold):
         return 1.0
@@ -213,7 +219,10 @@ def parse_integer(value: Any) -> int | None:
 
 
 def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
-    """Return the problems of a split without duplicates. The first occurrence of each is kept."""
+    """Return the problems of a split without duplicates.
+
+    The first occurrence of each is kept.
+    """
     first: dict[bytes, int] = {}
     items = DatasetItems(f"toolmath/{split}", rows, item_of)
     for number in range(len(items)):
@@ -222,7 +231,10 @@ def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
 
 
 def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
-    """Split off part of the training problems for validation. Returns both splits."""
+    """Split off part of the training problems for validation.
+
+    Returns both splits.
+    """
     held_out = [
         index
         for index in range(len(train))

@@ -1,5 +1,7 @@
-"""The only module that vLLM itself loads. It adds a weight transfer engine named ``ramify``,
-through which vLLM receives new weights from a Ramify trainer.
+"""The only module that vLLM itself loads.
+
+It adds a weight transfer engine named ``ramify``, through which vLLM receives new weights from a
+Ramify trainer.
 
     PYTHONPATH=…/inference/http/inside vllm serve MODEL \\
         --worker-extension-cls ramify_in_vllm.RamifyWorkerExtension \\
@@ -31,8 +33,10 @@ PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def _find_ramify() -> None:
-    """Make ``import ramify`` find the package that contains this file. Other packages in the same
-    folder do not become importable."""
+    """Make ``import ramify`` find the package that contains this file.
+
+    Other packages in the same folder do not become importable.
+    """
     if "ramify" in sys.modules or importlib.util.find_spec("ramify") is not None:
         return
     spec = importlib.util.spec_from_file_location(
@@ -46,8 +50,10 @@ def _find_ramify() -> None:
 
 @dataclasses.dataclass
 class RamifyWeightTransferInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """The message that prepares vLLM for weight updates. It describes how the weights will be
-    sent."""
+    """The message that prepares vLLM for weight updates.
+
+    It describes how the weights will be sent.
+    """
 
     info: dict[str, Any]
 
@@ -116,9 +122,11 @@ class RamifyWeightTransferEngine(
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack output matrices that share their weights with the embeddings. On a CPU, vLLM computes
-    with a packed copy, which it does not renew when weights are reloaded. Without this, it would
-    keep answering with old weights."""
+    """Repack output matrices that share their weights with the embeddings.
+
+    On a CPU, vLLM computes with a packed copy, which it does not renew when weights are reloaded.
+    Without this, it would keep answering with old weights.
+    """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     for module in model.modules():
@@ -128,8 +136,10 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 class RamifyWorkerExtension:
-    """An empty class that vLLM mixes into its worker. Its only purpose is that vLLM's processes
-    import this module."""
+    """An empty class that vLLM mixes into its worker.
+
+    Its only purpose is that vLLM's processes import this module.
+    """
 
 
 WeightTransferEngineFactory.register_engine("ramify", RamifyWeightTransferEngine)
