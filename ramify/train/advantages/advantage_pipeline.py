@@ -481,7 +481,7 @@ def _is_trained(call: Call, options: GroupOptions) -> bool:
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
     """Return how many tokens of each call may carry loss, by call id.
 
-    If turns have weights of their own, each token counts with its turn's weight.
+    If turns have separate weights, each token counts with its turn's weight.
     """
     trajectory, masks = rollout.trajectory, options.overlong == "mask"
     if (turns := rollout.turns) is not None:  # these know about roots that were cut
