@@ -74,8 +74,8 @@ def write_rows(path: Path, rows: Sequence[TokenSequence], key: str) -> None:
 def read_rows(path: Path, key: str) -> list[TokenSequence] | None:
     """Read the token sequences that ``write_rows`` stored at ``path``.
 
-    Returns None if the file does not exist or was written with another ``key``, because the settings
-    differ. A damaged file is reported and ignored.
+    Returns None if the file does not exist, or if it was written with another ``key``, because the
+    settings differ. A damaged file is reported and ignored.
     """
     if not path.exists():
         return None
