@@ -64,6 +64,7 @@ from ramify.types.event import NoteAdded as NoteAdded
 from ramify.types.event import ReplyReceived as ReplyReceived
 from ramify.types.event import RequestStarted as RequestStarted
 from ramify.types.event import RunEnded as RunEnded
+from ramify.types.event import RunResumed as RunResumed
 from ramify.types.event import RunStarted as RunStarted
 from ramify.types.event import ScoreAdded as ScoreAdded
 from ramify.types.event import ToolAnswered as ToolAnswered

@@ -30,8 +30,8 @@ PUBLIC = {
         Client ConfigError DepthOptions DockerSpec Event JailSpec Limits MapResult McpTools
         MemoryStore Message ModeChosen Model ModelError NoteAdded OpenPage Picture
         PictureBytes PreparedContext Price ProgressState PromptPreview RLM RamifyError
-        ReplayDiverged ReplyReceived RequestStarted Result RunEnded RunOptions RunStarted
-        RunStore Sampling Sandbox SandboxCapabilities SandboxError SandboxSpec Scaffold
+        ReplayDiverged ReplyReceived RequestStarted Result RunEnded RunOptions RunResumed
+        RunStarted RunStore Sampling Sandbox SandboxCapabilities SandboxError SandboxSpec Scaffold
         ScoreAdded ScriptedClient Session SourceError Stop Store StoreError Suspended
         ToolAnswered TrainError Trajectory Turn Usage WeakSandboxWarning amap by_score
         evaluate inference load map open_sandbox plans ray subscribe tasks testing train
