@@ -229,10 +229,9 @@ class CommandParser(argparse.ArgumentParser):
         end = arguments.index("--") if "--" in arguments else len(arguments)
         namespace, unknown = self.parse_known_intermixed_args(arguments[:end])
         if unknown:
-            text = unknown_option(unknown[0], known)
-            if "FIELD=VALUE" in (self.usage or "") and "did you mean" not in text:
-                text += ": a field of the run has no dashes, as in rl.optim.lr=1e-4"
-            raise UsageError(text)
+            takes_fields = "FIELD=VALUE" in (self.usage or "")
+            advice = "a field of the run has no dashes, as in rl.optim.lr=1e-4"
+            raise UsageError(unknown_option(unknown[0], known, advice if takes_fields else ""))
         namespace.words += arguments[end + 1 :]
         return namespace
 
@@ -242,10 +241,11 @@ class _Format(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32, width=WIDTH)
 
 
-def unknown_option(given: str, known: Sequence[str]) -> str:
+def unknown_option(given: str, known: Sequence[str], otherwise: str = "") -> str:
     """Describe an option that a command does not have, and suggest a similar one from ``known``.
 
-    Options that are used more often come first in ``known``.
+    Options that are used more often come first in ``known``. If none is similar, the advice is
+    ``otherwise``.
     """
     name = given.partition("=")[0]
     # An option that was split, such as --token into --token-file, is nearer than a similar word.
@@ -255,7 +255,8 @@ def unknown_option(given: str, known: Sequence[str]) -> str:
         words = set(name.strip("-").split("-"))
         sharing = [option for option in known if words & set(option.strip("-").split("-"))]
         close = sharing if len(sharing) == 1 else [*filter(None, [nearest_name(name, known)])]
-    return f"unknown option {given}" + (f": did you mean {close[0]}?" if close else "")
+    advice = f"did you mean {close[0]}?" if close else otherwise
+    return f"unknown option {given}" + (f": {advice}" if advice else "")
 
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
