@@ -99,7 +99,7 @@ def call_error(call: str) -> str:
         name, rest = cli.split(words)
         if name in cli.COMMANDS:
             command = cli.command(name)
-            command.parser().parse(rest, [option.long for option in command.options])
+            command.parse(rest)
         elif name not in ("", "--version", "COMMAND"):
             return f"unknown command '{name}'"
     except (UsageError, ValueError) as error:

@@ -4,19 +4,19 @@ Each command declares its options in a table, and a usage error is reported in o
 
 This module also defines the exit codes, and parses values with units such as ``30d`` and ``2GB``.
 
-It builds on the standard library's ``argparse`` because start-up time matters: the usual frameworks
-take as long to import as a whole short question takes (see docs/log.md). Options may come before,
-between or after the positional words. They cannot be abbreviated, and the error for an unknown
-option suggests the nearest existing one.
+Start-up time and memory matter, so a plain command line is parsed here, and everything else, such
+as ``--help`` or a wrong option, by the standard library's ``argparse`` in ``argument_parser.py``.
+The usual frameworks take as long to import as a whole short question takes (see docs/log.md).
+Options may come before, between or after the positional words. They cannot be abbreviated, and the
+error for an unknown option suggests the nearest existing one.
 """
 
 from __future__ import annotations
 
-import argparse
 import enum
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ramify.cli.settings import VALUE_FORMS
 from ramify.cli.terminal_text import set_option_names, write_stderr
@@ -24,6 +24,9 @@ from ramify.errors import ConfigError, RunInUse, SourceError, UnknownRun
 from ramify.logging import configure_console
 from ramify.nearest_name import nearest_name
 from ramify.types.trajectory import Stop
+
+if TYPE_CHECKING:
+    from ramify.cli.argument_parser import CommandParser
 
 
 class ExitCode(enum.IntEnum):
@@ -74,7 +77,6 @@ def exit_codes_epilog() -> str:
     )
 
 
-WIDTH = 100
 _VERBOSE = "verbose"
 _RECORDS = "print log records to stderr; -vv prints more"
 
@@ -106,11 +108,13 @@ class CliOptionSpec(NamedTuple):
     def long(self) -> str:
         return "--" + self.name.replace("_", "-")
 
-    def add_to(self, parser: argparse.ArgumentParser) -> None:
+    def add_to(self, parser: CommandParser) -> None:
+        from ramify.cli.argument_parser import CountedSwitch, TwoFormSwitch
+
         names = [*filter(None, [self.short]), self.long]
         if self.kind is bool:
-            action: Any = argparse.BooleanOptionalAction if self.has_no else "store_true"
-            action = _CountedSwitch if self.name == _VERBOSE else action
+            action: Any = TwoFormSwitch if self.has_no else "store_true"
+            action = CountedSwitch if self.name == _VERBOSE else action
             parser.add_argument(*names, dest=self.name, action=action, default=None, help=self.help)
         elif self.kind is list:
             parser.add_argument(
@@ -124,12 +128,13 @@ class CliOptionSpec(NamedTuple):
             parser.add_argument(
                 *names,
                 dest=self.name,
-                type=self._value,
+                type=self.parse_value,
                 metavar=self.value_placeholder,
                 help=self.help,
             )
 
-    def _value(self, text: str) -> Any:
+    def parse_value(self, text: str) -> Any:
+        """Convert the text of a value to the option's type, or raise UsageError."""
         try:
             return self.kind(text)
         except ValueError:
@@ -170,8 +175,7 @@ class SubcommandSpec(NamedTuple):
 
         Raises UsageError for bad arguments.
         """
-        known = [form for option in self.options for form in option.long_forms]
-        values = vars(self.parser().parse(arguments, [*known, "--verbose", "--help"]))
+        values = self.parse(arguments)
         words = values.pop("words")
         # Records go to stderr as a command's own messages do.
         configure_console(write_stderr, values.pop("verbosity"))
@@ -182,16 +186,40 @@ class SubcommandSpec(NamedTuple):
             raise UsageError(f"unexpected argument '{words[self.max_words]}'")
         return self.run(words, **values)
 
+    def parse(self, arguments: list[str]) -> dict[str, Any]:
+        """Return the values of all options by name, with ``words`` and ``verbosity``.
+
+        Raises UsageError for bad arguments.
+        """
+        values = plain_values(self.options, arguments)
+        if values is not None:
+            return values
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        namespace, unknown = self.parser().parse_known_intermixed_args(arguments[:end])
+        if unknown:
+            known = [form for option in self.options for form in option.long_forms]
+            advice = "a field of the run has no dashes, as in rl.optim.lr=1e-4"
+            takes_fields = "FIELD=VALUE" in self.words
+            raise UsageError(
+                unknown_option(
+                    unknown[0], [*known, "--verbose", "--help"], advice if takes_fields else ""
+                )
+            )
+        namespace.words += arguments[end + 1 :]
+        return vars(namespace)
+
     def parser(self) -> CommandParser:
+        """Return the parser of ``argparse`` for this command, which also formats ``--help``."""
+        from ramify.cli.argument_parser import HIDDEN, CommandParser
+
         parser = CommandParser(
+            fail=_fail,
             prog=f"ramify {self.name}",
             description=self.about,
             epilog=self.epilog,
-            allow_abbrev=False,
-            formatter_class=_Format,
             usage=" ".join(filter(None, ["ramify", self.name, self.words, "[OPTIONS]"])),
         )
-        parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+        parser.add_argument("words", nargs="*", help=HIDDEN)
         for option in self.options:
             option.add_to(parser)
         parser.set_defaults(verbosity=0)
@@ -200,45 +228,46 @@ class SubcommandSpec(NamedTuple):
         return parser
 
 
-class _CountedSwitch(argparse.BooleanOptionalAction):
-    """A ``--verbose`` switch that can be repeated.
+def _fail(message: str) -> NoReturn:
+    raise UsageError(message)
 
-    Once, it prints the command's own messages. Repeated, it also makes the log more verbose.
+
+def plain_values(
+    options: Sequence[CliOptionSpec], arguments: Sequence[str]
+) -> dict[str, Any] | None:
+    """Parse words and options, if each option has its full or short form and a plain value.
+
+    A plain value does not begin with a dash. Returns None for all other arguments.
     """
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        super().__call__(parser, namespace, values, option_string)
-        is_on = getattr(namespace, self.dest)
-        namespace.verbosity = namespace.verbosity + 1 if is_on else 0
-
-
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError instead of printing a message and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
-        raise UsageError(message.replace(": expected one argument", " needs a value"))
-
-    def parse(self, arguments: list[str], known: Sequence[str]) -> argparse.Namespace:
-        end = arguments.index("--") if "--" in arguments else len(arguments)
-        namespace, unknown = self.parse_known_intermixed_args(arguments[:end])
-        if unknown:
-            takes_fields = "FIELD=VALUE" in (self.usage or "")
-            advice = "a field of the run has no dashes, as in rl.optim.lr=1e-4"
-            raise UsageError(unknown_option(unknown[0], known, advice if takes_fields else ""))
-        namespace.words += arguments[end + 1 :]
-        return namespace
-
-
-class _Format(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32, width=WIDTH)
+    forms = {form: option for option in options for form in (option.long, option.short) if form}
+    values: dict[str, Any] = {option.name: None for option in options}
+    words: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-") or argument == "-":
+            words.append(argument)
+            continue
+        form, has_value, text = argument.partition("=")
+        option = forms.get(form)
+        if option is None or option.name == _VERBOSE or (has_value and form == option.short):
+            return None
+        if option.kind is bool:
+            if has_value:
+                return None
+            values[option.name] = True
+            continue
+        if not has_value:
+            text = next(rest, "-")
+            if text.startswith("-"):
+                return None
+        try:
+            value = text if option.kind is list else option.parse_value(text)
+        except UsageError:
+            return None
+        values[option.name] = (
+            [*(values[option.name] or ()), value] if option.kind is list else value
+        )
+    return {**values, "words": words, "verbosity": 0}
 
 
 def unknown_option(given: str, known: Sequence[str], otherwise: str = "") -> str:

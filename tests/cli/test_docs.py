@@ -33,7 +33,7 @@ def test_documented_commands_parse(line: str) -> None:
     words = shlex.split(line, comments=True)
     name, rest = split(words[words.index("ramify") + 1 :])
     spec = command(name)
-    given = vars(spec.parser().parse(rest, []))
+    given = spec.parse(rest)
     assert len(given["words"]) >= spec.min_words
 
 

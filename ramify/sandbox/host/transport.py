@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import mmap
 import signal
 import socket
 from collections import deque
@@ -180,7 +181,8 @@ class SharedConnectionState:
         """The connection that was used last, for reading or writing."""
         self.num_expected = 0
         """Number of connections that wait for an answer."""
-        self.stream = bytearray(SCRATCH_BYTES)
+        # Not a bytearray, whose pages would all be in memory before any is used.
+        self.stream = mmap.mmap(-1, SCRATCH_BYTES, access=mmap.ACCESS_COPY)
         self.shared_buffers = ScratchBuffer()
 
 
