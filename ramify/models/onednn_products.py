@@ -25,6 +25,10 @@ LEAST_ROWS = 16
 over ranks is computed by the same kernel as the whole batch."""
 
 
+_PACKED_FOR_ROWS = 64
+"""Number of rows for which the layout of packed weights is chosen. Others can use it, too."""
+
+
 @functools.cache
 def is_available() -> bool:
     """Return True if this build of PyTorch has the oneDNN operations that this module needs."""
@@ -61,10 +65,19 @@ def rounded_rows(num: int) -> int:
     return -(-num // step) * step
 
 
+def packed(weight_OI: Tensor) -> Tensor:
+    """Return a weight in oneDNN's own layout, in which products of 64 rows take 3 to 9 % less time.
+
+    Only the products of this module can use it.
+    """
+    return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_OI, _PACKED_FOR_ROWS))
+
+
 def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias`` [N, O], computed with oneDNN and without gradients.
 
     Both matrices must be contiguous or transposes of contiguous ones. Other layouts are very slow.
+    The weight may be ``packed``.
     """
     return cast(
         Tensor,

@@ -54,6 +54,19 @@ def test_other_tensors_are_left_to_pytorch():
     assert linear(torch.randn(256, 8).bfloat16(), half, None).dtype == torch.bfloat16
 
 
+@pytest.mark.skipif(not onednn_products.is_faster_on_cpu(), reason="not used on this CPU")
+@pytest.mark.parametrize("num", [1, 48, 64, 250, 1088])
+def test_packed_weights_change_no_bit(num: int):
+    torch.manual_seed(num)
+    x, weight, bias, more = (torch.randn(shape) for shape in ((num, 24), (24, 40), 40, (num, 40)))
+    packed = onednn_products.packed(weight.t())
+    for some_bias in (None, bias):
+        plain, ours = (onednn_products.product(x, w, some_bias) for w in (weight.t(), packed))
+        assert torch.equal(plain, ours)
+    plain, ours = (onednn_products.product_and_sum(x, w, bias, more) for w in (weight.t(), packed))
+    assert torch.equal(plain, ours)
+
+
 def test_few_numbers_of_rows_occur():
     assert [rounded_rows(num) for num in (1, 15, 16, 256, 257, 1000, 1024, 1025, 4000)] == [
         1, 15, 64, 256, 320, 1024, 1024, 1152, 4096,

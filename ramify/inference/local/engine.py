@@ -81,6 +81,8 @@ class LocalEngine:
         self._waiting: deque[GenerationState] = deque()
         self._has_cancelled = False
         self._slots = SlotTable(1, 1, reuse=room.reuse)
+        self._num_fitting_steps = 0
+        """Number of steps in which the running sequences cannot outgrow their slots."""
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, room.window))
 
     @property
@@ -195,19 +197,14 @@ class LocalEngine:
         )
         self._slots.append(slots, [len(owner.ids) for owner in owners], drawn.ids)
         finished = []
-        for index, owner in enumerate(owners):
-            owner.append(
-                drawn.ids[index],
-                drawn.logprobs[index],
-                drawn.kept[index],
-                self.version,
-                drawn.top[index],
-            )
-            if self.runner.routes:
-                owner.routes.append(self.runner.routes[index])
+        for slot, owner, id, logprob, kept, top in zip(slots, owners, *drawn, strict=True):
+            owner.append(id, logprob, kept, self.version, top)
             if owner.end is not None:
-                self._slots.release(slots[index])
+                self._slots.release(slot)
                 finished.append(owner)
+        if self.runner.routes:
+            for owner, routes in zip(owners, self.runner.routes, strict=True):
+                owner.routes.append(routes)
         return finished
 
     def _planned(self) -> EngineStep:
@@ -251,6 +248,9 @@ class LocalEngine:
         Each slot holds one sequence. If memory allows, each slot is as long as these sequences may
         become. Otherwise there are fewer slots, until shorter sequences make room for more.
         """
+        if self._num_fitting_steps and not self._waiting:
+            self._num_fitting_steps -= 1
+            return
         num_running = sum(owner is not None for owner in self._slots.owner)
         next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
@@ -275,6 +275,9 @@ class LocalEngine:
             # The sequences are short, so more and shorter slots let waiting ones begin.
             capacity = max(_LEAST_CAPACITY, 2 * needed)
             self._resize(self._fitting(capacity), capacity)
+        # Each step adds at most one token to a sequence.
+        are_all_admitted = not self._waiting
+        self._num_fitting_steps = max(self._slots.capacity - needed, 0) if are_all_admitted else 0
 
     def _rounded(self, num_tokens: int) -> int:
         """Round a number of tokens up to a power of two, and limit it to the longest possible
@@ -285,6 +288,7 @@ class LocalEngine:
         stay, lost = self._slots.resize(num_slots, capacity)
         self.runner.resize(stay, num_slots, capacity)
         self.num_preempted += len(lost)
+        self._num_fitting_steps = 0
         self._waiting.extendleft(reversed(lost))
 
     def _fitting(self, capacity: int) -> int:

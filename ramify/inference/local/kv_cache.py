@@ -144,12 +144,20 @@ class PrefillDecodeAttention:
     ``dense.CausalAttentionKernel``.
     """
 
-    def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
+    def __init__(
+        self, cache: KeyValueCache, step: EngineStep, wanted: Sequence[bool] | None = None
+    ) -> None:
+        """Prepare the attention of a step.
+
+        ``wanted`` says for each of its spans whether the last token is one of those that
+        ``at_wanted`` takes. By default, all are.
+        """
         self._cache = cache
         self._num_decoding = len(step.slots)
         self._write = cache.writer(self._rows_of(step))
         self._decoding = cache.decode_attention(step) if step.slots else None
-        self._chunks = [_chunk(cache, list(spans)) for _, spans in groupby(step.spans, _batch_key)]
+        spans = zip(step.spans, wanted or [True] * len(step.spans), strict=True)
+        self._chunks = [_chunk(cache, list(group)) for _, group in groupby(spans, _batch_key)]
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
@@ -166,6 +174,31 @@ class PrefillDecodeAttention:
             outputs.append(chunk(layer, q_THd[at], k_TKd[at], v_TKd[at], scale))
             start = at.stop
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def at_wanted(
+        self, layer: int, q_NHd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
+        """Return the attention output of the decoding tokens and the last tokens of wanted spans.
+
+        Only their queries are given, [N, H, d]. Keys and values are those of all tokens.
+        """
+        self._write(layer, k_TKd, v_TKd)
+        outputs = (
+            []
+            if self._decoding is None
+            else [self._decoding(layer, q_NHd[: self._num_decoding], scale)]
+        )
+        start, row = self._num_decoding, self._num_decoding
+        for chunk in self._chunks:
+            end = start + chunk.num_tokens
+            if chunk.num_wanted:
+                q_nHd = q_NHd[row : row + chunk.num_wanted]
+                outputs.append(
+                    chunk.at_ends(layer, q_nHd, k_TKd[start:end], v_TKd[start:end], scale)
+                )
+                row += chunk.num_wanted
+            start = end
+        return torch.cat(outputs) if outputs else q_NHd
 
     def _rows_of(self, step: EngineStep) -> Tensor:
         """Return the cache row of the first head of each of a step's tokens."""
@@ -261,17 +294,25 @@ class DecodeAttention:
         return self._attend(layer, q_nHd, scale).index_select(0, self._slots)
 
 
-def _batch_key(span: SlotTokenSpan) -> tuple[int, int]:
+_WantedSpan = tuple[SlotTokenSpan, bool]
+"""A span, and True if the output of its last token is wanted."""
+
+
+def _batch_key(each: _WantedSpan) -> tuple[int, int, bool]:
     """Return a grouping key.
 
     Spans with equal keys are computed together: whole prompts of equal length, or equally long
     beginnings of prompts.
     """
-    return (0, len(span.ids)) if span.start == 0 else (1, span.slot)
+    span, is_wanted = each
+    return (0, len(span.ids), is_wanted) if span.start == 0 else (1, span.slot, is_wanted)
 
 
-def _chunk(cache: KeyValueCache, spans: list[SlotTokenSpan]) -> _Prompts | _Chunk:
-    return _Prompts(spans) if spans[0].start == 0 else _Chunk(cache, spans[0])
+def _chunk(cache: KeyValueCache, group: list[_WantedSpan]) -> _Prompts | _Chunk:
+    spans, (is_wanted, *_) = zip(*group, strict=True)
+    if spans[0].start == 0:
+        return _Prompts(spans, is_wanted=is_wanted)
+    return _Chunk(cache, spans[0], is_wanted=is_wanted)
 
 
 class _Prompts:
@@ -280,21 +321,34 @@ class _Prompts:
     None of their tokens are cached yet, so the prompts attend only to their own keys and values.
     """
 
-    def __init__(self, spans: Sequence[SlotTokenSpan]) -> None:
+    def __init__(self, spans: Sequence[SlotTokenSpan], *, is_wanted: bool) -> None:
         self._num, self._length = len(spans), len(spans[0].ids)
         self.num_tokens = self._num * self._length
+        self.num_wanted = self._num if is_wanted else 0
 
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
+        return self._attend(q_THd, k_TKd, v_TKd, scale, is_causal=True)
+
+    def at_ends(
+        self, layer: int, q_nHd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
+        """Return the attention output of the last token of each prompt."""
+        return self._attend(q_nHd, k_TKd, v_TKd, scale, is_causal=False)
+
+    def _attend(
+        self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, *, is_causal: bool
+    ) -> Tensor:
         q, k, v = (
-            x.view(self._num, self._length, *x.shape[1:]).transpose(1, 2)
-            for x in (q_THd, k_TKd, v_TKd)
+            x.view(self._num, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THd, k_TKd, v_TKd)
         )
         is_cpu = q.device.type == "cpu"
         if not is_cpu:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_cpu)
+        o = F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=is_cpu
+        )
         return o.transpose(1, 2).flatten(0, 1)
 
 
@@ -304,8 +358,9 @@ class _Chunk:
     Each attends to the cache up to its own position.
     """
 
-    def __init__(self, cache: KeyValueCache, span: SlotTokenSpan) -> None:
+    def __init__(self, cache: KeyValueCache, span: SlotTokenSpan, *, is_wanted: bool) -> None:
         self.num_tokens = len(span.ids)
+        self.num_wanted = int(is_wanted)
         self._cache = cache
         self._slot = span.slot
         self._end = span.end
@@ -316,6 +371,15 @@ class _Chunk:
     def __call__(
         self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
+        return self._attend(layer, q_THd, scale, self._bias)
+
+    def at_ends(
+        self, layer: int, q_nHd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
+    ) -> Tensor:
+        """Return the attention output of the last token."""
+        return self._attend(layer, q_nHd, scale, None)
+
+    def _attend(self, layer: int, q_THd: Tensor, scale: float, bias: Tensor | None) -> Tensor:
         k, v = self._cache.keys_and_values(layer, self._slot, self._end)
         is_cpu = k.device.type == "cpu"
         if not is_cpu:  # there, a mask together with grouped heads leaves only the slow kernel
@@ -324,7 +388,7 @@ class _Chunk:
             q_THd.transpose(0, 1)[None],
             k[None],
             v[None],
-            attn_mask=self._bias,
+            attn_mask=bias,
             scale=scale,
             enable_gqa=is_cpu,
         )

@@ -427,7 +427,7 @@ class SinglePassRunner:
                 if is_wanted:
                     rows.append(end)
             rows_N = torch.tensor(rows, dtype=torch.long, device=self._layout.device)
-        h_ND = self._hidden(step, self._cache, rows_N)
+        h_ND = self._hidden(step, self._cache, rows_N, wanted)
         if self.routers is not None:
             self.routes = self.routers.recorded_experts(rows_N)
         return self._decoder.logits(h_ND)
@@ -444,9 +444,8 @@ class SinglePassRunner:
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
         cache = KeyValueCache(self._layout, 1, len(ids))
-        return self._decoder.logits(
-            self._hidden(EngineStep(spans=[SlotTokenSpan(0, 0, ids)]), cache, None)
-        )
+        step = EngineStep(spans=[SlotTokenSpan(0, 0, ids)])
+        return self._decoder.logits(self._hidden(step, cache, None, [True]))
 
     def _set_cache(self, cache: KeyValueCache) -> None:
         self._cache = cache
@@ -454,13 +453,20 @@ class SinglePassRunner:
         if self._record is not None and isinstance(self._decoder, DenseModel):
             self._graphs = DecodeGraphs(self._decoder, cache, self._record)
 
-    def _hidden(self, step: EngineStep, cache: KeyValueCache, rows_N: Tensor | None) -> Tensor:
+    def _hidden(
+        self,
+        step: EngineStep,
+        cache: KeyValueCache,
+        rows_N: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> Tensor:
         ids, positions = list(step.ids), list(step.positions)
         for span in step.spans:
             ids += span.ids
             positions += range(span.start, span.end)
         ids_T, positions_T = torch.tensor([ids, positions], device=self._layout.device)
-        return self._decoder.hidden(ids_T, positions_T, PrefillDecodeAttention(cache, step), rows_N)
+        attend = PrefillDecodeAttention(cache, step, wanted)
+        return self._decoder.hidden(ids_T, positions_T, attend, rows_N)
 
 
 class _PreparedRunner(SinglePassRunner):

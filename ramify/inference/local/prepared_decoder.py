@@ -19,12 +19,14 @@ head size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ramify.inference.local.kv_cache import PrefillDecodeAttention
 from ramify.models import onednn_products
 from ramify.models.dense import CausalAttentionKernel, DenseModel, DenseShape, frequencies
 
@@ -34,10 +36,15 @@ arithmetic dominates."""
 _LEAST_ROWS = 48
 """Minimum number of tokens at which matrix products may be faster with oneDNN than with PyTorch."""
 _FEW_ROWS = 256
-"""Number of tokens below which row counts are rounded up to multiples of 16. The larger multiples
-that are used otherwise would waste too much work."""
-_LEAST_MULTIPLICATIONS = 1 << 21
+"""Number of tokens below which row counts are rounded up to multiples of 16. Others are rounded up
+to multiples of 64."""
+_LEAST_MULTIPLICATIONS = 1 << 20
 """Minimum number of multiplications in a matrix product at which oneDNN is faster than PyTorch."""
+_USES_BEFORE_PACKING = 8
+"""Number of products by oneDNN before a weight is stored in oneDNN's own layout. That takes as long
+as 30 products then gain, and changes no bit of them."""
+_FIRST_POSITIONS = 256
+"""Number of positions for which rotations are computed at first."""
 _KEPT_SIZES = 16
 """Maximum number of different token counts for which workspaces are kept."""
 
@@ -65,14 +72,14 @@ class PreparedDecoder:
         self._seen: list[tuple[int, int]] = []
         """Address and version of each weight at the time it was copied."""
         self._layers: list[_PreparedLayer] = []
-        self._output_DV = torch.empty(0)
-        self._frequencies = frequencies(model.shape)
+        self._output: _Matrix | None = None
+        self._turns_P1d = _turns(frequencies(model.shape), _FIRST_POSITIONS)
         self._storage = torch.empty(0)
         self._rooms: dict[int, _Workspace] = {}
 
     def forget(self) -> None:
         """Drop the copies of the weights, because weights may have changed unnoticed."""
-        self._seen, self._layers, self._output_DV = [], [], torch.empty(0)
+        self._seen, self._layers, self._output = [], [], None
 
     def hidden(
         self,
@@ -96,31 +103,37 @@ class PreparedDecoder:
         if missing:
             ids_T, positions_T = F.pad(ids_T, (0, missing)), F.pad(positions_T, (0, missing))
         h_TD = F.embedding(ids_T, self._model.model.embed_tokens.weight)
-        angles = positions_T[:, None, None].float() * self._frequencies
-        turns_T1d = torch.polar(torch.ones(()).expand_as(angles), angles)
+        turns_T1d = self._turns_at(positions_T)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            qkv = _product(room.norm(h_TD), layer.qkv, layer.qkv_bias, room.qkv)
-            if qkv is not room.qkv:
-                room.qkv.copy_(qkv)
+            if layer.qkv.bias is None:
+                # The product is scaled instead of its input, since it is copied anyway.
+                torch.mul(layer.qkv.product(h_TD), room.inverse_rms(h_TD), out=room.qkv)
+            else:
+                room.qkv.copy_(layer.qkv.product(room.norm(h_TD)))
             if layer.head_scale is not None:
                 room.norm_heads().mul_(layer.head_scale)
             room.pairs.mul_(turns_T1d)
-            o_TD = attend(index, room.q[:num], room.k[:num], room.v[:num], 1.0).flatten(-2)
+            q, k, v = room.q[:num], room.k[:num], room.v[:num]
             if rows_N is not None and index == last:
+                all_q, q = q, q.index_select(0, rows_N)
+                h_TD = h_TD.index_select(0, rows_N)
+                if isinstance(attend, PrefillDecodeAttention):
+                    o_TD = attend.at_wanted(index, q, k, v, 1.0).flatten(-2)
+                else:
+                    o_TD = attend(index, all_q, k, v, 1.0).index_select(0, rows_N).flatten(-2)
                 num = len(rows_N)
                 room = self._workspace(num)
                 missing = room.num_rows - num
-                # Rows are taken twice where some are missing.
-                rows_N = torch.cat([rows_N, rows_N[-1:].expand(missing)]) if missing else rows_N
-                o_TD, h_TD = o_TD.index_select(0, rows_N), h_TD.index_select(0, rows_N)
-            elif missing:
+                h_TD = F.pad(h_TD, (0, 0, 0, missing)) if missing else h_TD
+            else:
+                o_TD = attend(index, q, k, v, 1.0).flatten(-2)
+            if missing:
                 o_TD = F.pad(o_TD, (0, 0, 0, missing))
-            h_TD = _with_product(h_TD, o_TD, layer.o, layer.o_bias)
-            gate_up = _product(room.norm(h_TD), layer.gate_up, layer.gate_up_bias, room.gate_up)
-            gate_TM, up_TM = gate_up.chunk(2, -1)
+            h_TD = layer.o.add_product(h_TD, o_TD)
+            gate_TM, up_TM = layer.gate_up.product(room.norm(h_TD)).chunk(2, -1)
             inner_TM = torch.mul(F.silu(gate_TM, inplace=True), up_TM, out=room.inner)
-            h_TD = _with_product(h_TD, inner_TM, layer.down, layer.down_bias)
+            h_TD = layer.down.add_product(h_TD, inner_TM)
         final_norm = self._model.model.norm
         if final_norm._forward_hooks:  # an observer of the model sees each step
             final_norm(h_TD[:num])
@@ -128,14 +141,12 @@ class PreparedDecoder:
 
     def logits(self, h_ND: Tensor) -> Tensor:
         """Return the fp32 logits [N, V] for N hidden states."""
-        if not self._layers:
+        if self._output is None:
             return self._model.logits(h_ND)
         num = len(h_ND)
-        if not _is_fast(num, self._output_DV):
-            return torch.mm(h_ND, self._output_DV)
         if missing := _rounded_rows(num) - num:
             h_ND = F.pad(h_ND, (0, 0, 0, missing))
-        return onednn_products.product(h_ND, self._output_DV.t())[:num]
+        return self._output.product(h_ND)[:num]
 
     def _is_prepared(self) -> bool:
         """Renew the copies if the weights have changed.
@@ -159,7 +170,16 @@ class PreparedDecoder:
     def _prepare(self) -> None:
         shape = self._model.shape
         self._layers = [_prepared(layer, shape) for layer in self._model.model.layers]
-        self._output_DV = _stored(self._model.lm_head.weight * self._model.model.norm.weight)
+        self._output = _Matrix(self._model.lm_head.weight * self._model.model.norm.weight)
+
+    def _turns_at(self, positions_T: Tensor) -> Tensor:
+        """Return the rotations of the rotary embedding at the given positions, [T, 1, d / 2]."""
+        try:
+            return self._turns_P1d.index_select(0, positions_T)
+        except IndexError:  # a position is beyond the table
+            num = 2 * int(positions_T.max())
+            self._turns_P1d = _turns(frequencies(self._model.shape), num)
+            return self._turns_P1d.index_select(0, positions_T)
 
     def _workspace(self, num: int) -> _Workspace:
         """Return buffers for the intermediate results of ``num`` tokens, or a few more if that
@@ -180,22 +200,62 @@ class PreparedDecoder:
         return room
 
 
+class _Matrix:
+    """A weight of a linear layer, stored in the orders in which products read it fastest."""
+
+    def __init__(self, weight_OI: Tensor, bias: Tensor | None = None) -> None:
+        self.bias = bias
+        self._least_rows = _least_rows(weight_OI.numel())
+        # Products with [in, out] are 1.2 to 1.4 times as fast as with [out, in].
+        self._weight_IO = weight_OI.t().contiguous()
+        self._for_onednn = self._weight_IO.t()
+        self._uses_left = _USES_BEFORE_PACKING
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight + bias``."""
+        if x.shape[0] >= self._least_rows:
+            return onednn_products.product(x, self._onednn_weight(), self.bias)
+        if self.bias is None:
+            return torch.mm(x, self._weight_IO)
+        return torch.addmm(self.bias, x, self._weight_IO)
+
+    def add_product(self, h: Tensor, x: Tensor) -> Tensor:
+        """Return ``h + x @ weight + bias``. ``h`` may be overwritten."""
+        if x.shape[0] >= self._least_rows:
+            return onednn_products.product_and_sum(
+                x.contiguous(), self._onednn_weight(), self.bias, h
+            )
+        h.addmm_(x, self._weight_IO)
+        return h if self.bias is None else h.add_(self.bias)
+
+    def _onednn_weight(self) -> Tensor:
+        if self._uses_left:
+            self._uses_left -= 1
+            if not self._uses_left:
+                self._for_onednn = onednn_products.packed(self._for_onednn)
+        return self._for_onednn
+
+
+def _least_rows(size: int) -> float:
+    """Return the minimum number of rows for which oneDNN multiplies by a weight of ``size`` numbers
+    faster than PyTorch, including the allocation of the result."""
+    if not onednn_products.is_faster_on_cpu():
+        return math.inf
+    return max(_LEAST_ROWS, _LEAST_MULTIPLICATIONS / size)
+
+
 class _PreparedLayer(NamedTuple):
-    qkv: Tensor
+    qkv: _Matrix
     """Joined query, key and value matrix [D, (H + 2 K) d], with the first norm's weight multiplied
     in."""
-    qkv_bias: Tensor | None
     head_scale: Tensor | None
     """Norm weights of queries and keys [H + K, d]. None if the model has none."""
-    o: Tensor
+    o: _Matrix
     """Attention output matrix [H d, D]."""
-    o_bias: Tensor | None
-    gate_up: Tensor
+    gate_up: _Matrix
     """Joined gate and up matrix [D, 2 M], with the second norm's weight multiplied in."""
-    gate_up_bias: Tensor | None
-    down: Tensor
+    down: _Matrix
     """Down matrix of the MLP [M, D]."""
-    down_bias: Tensor | None
 
 
 def _prepared(layer: Any, shape: DenseShape) -> _PreparedLayer:
@@ -227,16 +287,19 @@ def _prepared(layer: Any, shape: DenseShape) -> _PreparedLayer:
         None if mlp.gate_proj.bias is None else torch.cat([mlp.gate_proj.bias, mlp.up_proj.bias])
     )
     return _PreparedLayer(
-        _stored(torch.cat(qkv) * layer.input_layernorm.weight),
-        qkv_bias,
+        _Matrix(torch.cat(qkv) * layer.input_layernorm.weight, qkv_bias),
         head_scale,
-        _stored(attention.o_proj.weight),
-        attention.o_proj.bias,
-        _stored(gate_up * layer.post_attention_layernorm.weight),
-        gate_up_bias,
-        _stored(mlp.down_proj.weight),
-        mlp.down_proj.bias,
+        _Matrix(attention.o_proj.weight, attention.o_proj.bias),
+        _Matrix(gate_up * layer.post_attention_layernorm.weight, gate_up_bias),
+        _Matrix(mlp.down_proj.weight, mlp.down_proj.bias),
     )
+
+
+def _turns(frequencies_d: Tensor, num: int) -> Tensor:
+    """Return the rotations of the rotary embedding at the first ``num`` positions as complex
+    numbers, [P, 1, d / 2]."""
+    angles = torch.arange(num)[:, None, None].float() * frequencies_d
+    return torch.polar(torch.ones(()).expand_as(angles), angles)
 
 
 def _paired(rows: Tensor, size: int) -> Tensor:
@@ -246,51 +309,13 @@ def _paired(rows: Tensor, size: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-def _stored(weight: Tensor) -> Tensor:
-    """Return a weight as a contiguous [in, out] matrix.
-
-    Products with it are 1.2 to 1.4 times as fast as with [out, in].
-    """
-    return weight.t().contiguous()
-
-
 def _rounded_rows(num: int) -> int:
     """Round a number of tokens up to one of a few sizes, so that oneDNN can reuse the kernels that
     it compiles for each size."""
     if num < _LEAST_ROWS or not onednn_products.is_faster_on_cpu():
         return num
-    return -(-num // 16) * 16 if num < _FEW_ROWS else onednn_products.rounded_rows(num)
-
-
-def _is_fast(num_rows: int, weight_IO: Tensor) -> bool:
-    """Return True if oneDNN multiplies this many rows faster than PyTorch, including the allocation
-    of the result."""
-    return (
-        num_rows * weight_IO.numel() >= _LEAST_MULTIPLICATIONS
-        and num_rows >= _LEAST_ROWS
-        and onednn_products.is_faster_on_cpu()
-    )
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Return ``x @ weight + bias``.
-
-    If PyTorch computes it, the result is written to ``out``.
-    """
-    if _is_fast(len(x), weight):
-        return onednn_products.product(x, weight.t(), bias)
-    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
-
-
-def _with_product(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``h + x @ weight + bias``.
-
-    ``h`` may be overwritten.
-    """
-    if _is_fast(len(x), weight):
-        return onednn_products.product_and_sum(x.contiguous(), weight.t(), bias, h)
-    h.addmm_(x, weight)
-    return h if bias is None else h.add_(bias)
+    step = 16 if num < _FEW_ROWS else 64
+    return -(-num // step) * step
 
 
 class _Workspace:
@@ -304,17 +329,16 @@ class _Workspace:
     def width(shape: DenseShape) -> int:
         """Return how many floating-point numbers the buffers need per token."""
         heads = shape.num_heads + 2 * shape.num_kv_heads
-        return shape.width + heads * (shape.head_size + 1) + 3 * shape.mlp_width + 1
+        return shape.width + heads * (shape.head_size + 1) + shape.mlp_width + 1
 
     def __init__(self, storage: Tensor, num: int, shape: DenseShape) -> None:
         self.num_rows = num
         heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
         rotated = heads + kv_heads
         # Queries and keys come first: complex numbers begin at an even place.
-        mlp_width = shape.mlp_width
-        widths = ((rotated + kv_heads) * size, shape.width, 2 * mlp_width, mlp_width, 1, rotated)
+        widths = ((rotated + kv_heads) * size, shape.width, shape.mlp_width, 1, rotated)
         parts = torch.split(storage[: num * sum(widths)], [num * each for each in widths])
-        qkv, normed, gate_up, inner, rms, head_rms = (
+        qkv, normed, inner, rms, head_rms = (
             part.view(num, width) for part, width in zip(parts, widths, strict=True)
         )
         by_head = qkv.view(num, rotated + kv_heads, size)
@@ -323,7 +347,7 @@ class _Workspace:
         self.v = by_head[:, rotated:]
         self.pairs = torch.view_as_complex(by_head[:, :rotated].view(num, rotated, size // 2, 2))
         """Queries and keys as complex numbers, [T, H + K, d / 2]."""
-        self.gate_up, self.inner = gate_up, inner
+        self.inner = inner
         self._normed, self._rms = normed, rms
         self._rotated, self._head_rms = by_head[:, :rotated], head_rms[..., None]
         self._eps = torch.full((), shape.norm_eps)
@@ -333,13 +357,21 @@ class _Workspace:
 
         The next call overwrites the result.
         """
-        return torch.mul(h_TD, self._inverse_rms(h_TD, self._rms), out=self._normed)
+        return torch.mul(h_TD, self.inverse_rms(h_TD), out=self._normed)
 
     def norm_heads(self) -> Tensor:
         """Divide queries and keys in place by the root mean square of each head, and return
         them."""
-        return self._rotated.mul_(self._inverse_rms(self._rotated, self._head_rms))
+        return self._rotated.mul_(_inverse_rms(self._rotated, self._eps, self._head_rms))
 
-    def _inverse_rms(self, x: Tensor, out: Tensor) -> Tensor:
-        torch.linalg.vector_norm(x, 2, -1, True, out=out)
-        return torch.addcmul(self._eps, out, out, value=1 / x.shape[-1], out=out).rsqrt_()
+    def inverse_rms(self, h_TD: Tensor) -> Tensor:
+        """Return 1 / the root mean square of each row, [T, 1].
+
+        The next call overwrites it.
+        """
+        return _inverse_rms(h_TD, self._eps, self._rms)
+
+
+def _inverse_rms(x: Tensor, eps: Tensor, out: Tensor) -> Tensor:
+    torch.linalg.vector_norm(x, 2, -1, True, out=out)
+    return torch.addcmul(eps, out, out, value=1 / x.shape[-1], out=out).rsqrt_()

@@ -123,6 +123,10 @@ class RowSumAttention:
         self._shown = torch.arange(len(last)) * self._width + last_n
         """Place of each sequence's last position in the biases."""
         self._part_width = _part_width(self._width, cache.capacity)
+        self._tables = [
+            (keys.view(-1, self._part_width), rows[1])
+            for keys, rows in zip(cache.keys, cache.rows, strict=True)
+        ]
         self._rows: tuple[_RowSums, _RowSums] | None = None
         """Parts of rows of keys whose sums are scores [n, K, g, b, C / b], and rows of values whose
         sums are outputs [n, K, g, d]. They are known once the number of query heads is."""
@@ -149,10 +153,13 @@ class RowSumAttention:
         if self._rows is None:
             self._rows = self._rows_read(heads // self._cache.heads)
         key_rows, value_rows = self._rows
-        keys, values = self._cache.keys[layer], self._cache.rows[layer][1]
+        keys, values = self._tables[layer]
         num_parts = key_rows.num // (num * heads)
-        q = q_THd[:, :, None].expand(-1, -1, num_parts, -1).reshape(-1)
-        parts = key_rows.sums(keys.view(-1, self._part_width), q if scale == 1 else q * scale)
+        if num_parts > 1:
+            q = q_THd[:, :, None].expand(-1, -1, num_parts, -1).reshape(-1)
+        else:
+            q = q_THd.reshape(-1)
+        parts = key_rows.sums(keys, q if scale == 1 else q * scale)
         scores = parts.view(num, heads, -1)[..., : self._width]
         weights = (scores + self._bias_n1W).softmax(-1)
         return value_rows.sums(values, weights.view(-1)).view(q_THd.shape)
