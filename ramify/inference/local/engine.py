@@ -83,7 +83,8 @@ class LocalEngine:
         self._slots = SlotTable(1, 1, reuse=room.reuse)
         self._num_fitting_steps = 0
         """Number of steps in which the running sequences cannot outgrow their slots."""
-        self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, room.window))
+        self._is_allocated = False
+        """False until the first step, which allocates a cache that fits the first sequences."""
 
     @property
     def is_idle(self) -> bool:
@@ -252,7 +253,8 @@ class LocalEngine:
             self._num_fitting_steps -= 1
             return
         num_running = sum(owner is not None for owner in self._slots.owner)
-        next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
+        num_slots = self._slots.num_slots if self._is_allocated else self.room.slots
+        next_up = itertools.islice(self._waiting, max(num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
         needed = max((len(generation.ids) for generation in candidates), default=0)
         final_length = self._rounded(
@@ -264,7 +266,10 @@ class LocalEngine:
         if self._fitting(final_length) == self.room.slots:
             needed = max(needed, final_length)
         capacity = self._slots.capacity
-        if needed > capacity:
+        if not self._is_allocated:
+            capacity = min(max(_LEAST_CAPACITY, self._rounded(needed)), self._most_tokens())
+            self._resize(self._fitting(capacity), capacity)
+        elif needed > capacity:
             capacity = min(max(2 * capacity, self._rounded(needed)), self._most_tokens())
             self._resize(self._fitting(capacity), capacity)
         elif (
@@ -280,15 +285,16 @@ class LocalEngine:
         self._num_fitting_steps = max(self._slots.capacity - needed, 0) if are_all_admitted else 0
 
     def _rounded(self, num_tokens: int) -> int:
-        """Round a number of tokens up to a power of two, and limit it to the longest possible
+        """Round a number of tokens up to a multiple of 64, and limit it to the longest possible
         sequence."""
-        return min(1 << max(num_tokens - 1, 1).bit_length(), self._most_tokens())
+        return min(-(-num_tokens // 64) * 64, self._most_tokens())
 
     def _resize(self, num_slots: int, capacity: int) -> None:
         stay, lost = self._slots.resize(num_slots, capacity)
         self.runner.resize(stay, num_slots, capacity)
         self.num_preempted += len(lost)
         self._num_fitting_steps = 0
+        self._is_allocated = True
         self._waiting.extendleft(reversed(lost))
 
     def _fitting(self, capacity: int) -> int:

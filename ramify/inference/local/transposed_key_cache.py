@@ -190,9 +190,7 @@ def _part_width(width: int, capacity: int) -> int:
 
     Each part of a sum takes as long as 64 more positions.
     """
-    widths = [_LEAST_WIDTH]
-    while capacity % (2 * widths[-1]) == 0:
-        widths.append(2 * widths[-1])
+    widths = [each for each in range(_LEAST_WIDTH, capacity + 1, 32) if capacity % each == 0]
     return min(widths, key=lambda each: -(-width // each) * (each + 64))
 
 
