@@ -11,6 +11,7 @@ unless they are pinned by ``async with`` or by the synchronous API, which keeps 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -529,6 +530,4 @@ def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | N
 
 def new_id() -> str:
     """Return a unique id for a run that is not stored."""
-    import secrets
-
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"
