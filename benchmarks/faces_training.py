@@ -51,7 +51,7 @@ def figures(quick: bool) -> Iterator[Figure]:
         if not any(name.replace("_", " ") in said[out] for name in names)
     }
     yield Figure(named, float(len(right) - len(wrong)), f"of {len(right)}", wrong, least=12.0)
-    alarms = {out.name: said[out] for out in healthy if "no alarm" not in said[out].splitlines()}
+    alarms = {out.name: said[out] for out in healthy if "no alarms" not in said[out].splitlines()}
     yield Figure(silent, float(len(alarms)), f"of {len(healthy)}", alarms, 0.0)
 
 

@@ -14,11 +14,11 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 """Upper bounds (seconds) of the histogram of run durations."""
 _ABOUT = {
-    "ramify_requests_total": "Requests by path and HTTP status; 499: the client disconnected.",
-    "ramify_runs_total": "Ended runs by stop reason.",
-    "ramify_tokens_total": "Tokens used by ended runs, including sub-calls, by kind.",
-    "ramify_model_calls_total": "Model requests of ended runs.",
-    "ramify_cost_dollars_total": "Cost of ended runs in dollars, if prices are known.",
+    "ramify_requests_total": "HTTP requests by path and status; 499: the client disconnected.",
+    "ramify_runs_total": "Finished runs by stop reason.",
+    "ramify_tokens_total": "Tokens used by finished runs, including sub-calls, by kind.",
+    "ramify_model_calls_total": "Model requests made by finished runs.",
+    "ramify_cost_dollars_total": "Cost of finished runs in dollars; unknown prices count as 0.",
     "ramify_events_sent_total": "Events sent in streaming responses.",
 }
 _IN_FLIGHT = "ramify_runs_in_flight"
@@ -73,7 +73,7 @@ class ServerMetrics:
 
     def _histogram(self) -> list[str]:
         lines = [
-            f"# HELP {_DURATION} Seconds from question to answer.",
+            f"# HELP {_DURATION} Duration of finished runs in seconds, from question to answer.",
             f"# TYPE {_DURATION} histogram",
         ]
         total = 0

@@ -235,7 +235,7 @@ def _condition(part: str, name: str, sign: str, value: str, now: float) -> Condi
         try:
             bound = float(value.removeprefix("$").replace(",", ""))
         except ValueError:
-            why = f"{name} is compared with a number, not with {value}"
+            why = f"{name} needs a number, not {value}"
             raise _unreadable(part, why, f"{name}{sign}0.1") from None
         return lambda run: (found := number(run)) is not None and _COMPARE[sign](found, bound)
     if moment := _TIMES.get(name):
@@ -243,14 +243,14 @@ def _condition(part: str, name: str, sign: str, value: str, now: float) -> Condi
         if span is None:
             fix = f"{name}{sign}{'today' if is_equal else '7d'}"
             why = (
-                f"{name} is today, yesterday, an age such as 7d, 12h or 30m, or a date such as "
-                f"2026-11-20, not {value}"
+                f"{name} must be today, yesterday, an age such as 7d, 12h or 30m, or a date such "
+                f"as 2026-11-20, not {value}"
             )
             raise _unreadable(part, why, fix)
         return lambda run: _is_in(moment(run) or 0.0, sign, *span)
     text = _TEXTS.get(name)
     if text is None:
-        why = f"unknown field {name}: fields are {', '.join(FIELDS)}; words are put in quotes"
+        why = f"unknown field {name}: use one of {', '.join(FIELDS)}, or put the text in quotes"
         raise _unreadable(part, why, f"{_nearest(name)}{sign}{value}")
     if not is_equal:
         raise _unreadable(part, f"{name} is text, which has no order", f"{name}:{value}")

@@ -193,7 +193,7 @@ def _failing_score(values: Values, history: StageStepHistory, limit: float) -> s
         return ""
     return (
         f"the task's score failed for {failed:.0f} of {failed + scored:.0f} rollouts with an "
-        "answer, and nothing is learned from them: a score must return a number for every answer, "
+        "answer, so nothing is learned from them: a score must return a number for every answer, "
         "such as 0 for one that it cannot read"
     )
 
@@ -236,8 +236,8 @@ def _divergence(values: Values, history: StageStepHistory, limit: float) -> str:
     if values["post_kl"] < limit:
         return ""
     return (
-        f"one update moved the policy by a KL of {values['post_kl']:.3g} nats per token, so that "
-        "it no longer does what it had learned: lower rl.optim.lr (now "
+        f"one update moved the policy by a KL of {values['post_kl']:.3g} nats per token, so far "
+        "that it loses what it had learned: lower rl.optim.lr (now "
         f"{values.get('lr', 0.0):.3g}), or set rl.optim.max_grad_norm"
     )
 
@@ -248,8 +248,8 @@ def _stale(values: Values, history: StageStepHistory, limit: float) -> str:
     if age <= allowed:
         return ""
     return (
-        f"tokens were sampled by weights {age:.0f} steps old, and {allowed:.0f} are allowed: the "
-        "engine did not take the newest weights; check inference.weight_sync and the engine's log"
+        f"tokens were sampled with weights {age:.0f} steps old, but the limit is {allowed:.0f}: "
+        "the engine did not load the newest weights; check inference.weight_sync and the engine log"
     )
 
 
@@ -259,7 +259,7 @@ def _mismatch(values: Values, history: StageStepHistory, limit: float) -> str:
         return ""
     return (
         f"sampler and trainer differ by a KL of {values['mismatch_kl']:.3g} nats per token: the "
-        "engine is stale, or computes in another precision; check inference.weight_sync, "
+        "engine is stale, or uses a different precision; check inference.weight_sync, "
         "policy.dtype and compute.precision"
     )
 
@@ -270,7 +270,7 @@ def _template(values: Values, history: StageStepHistory, limit: float) -> str:
     if share < _CONTROL:
         return ""
     return (
-        f"{share:.0%} of replies have a control token inside, which should have ended them: the "
+        f"{share:.0%} of replies contain a control token that should have ended them: the "
         "chat template is not the one that the policy was trained with; check "
         "chat_template.jinja and the end token of policy.path"
     )
@@ -296,7 +296,7 @@ def _children(values: Values, history: StageStepHistory, limit: float) -> str:
         return ""
     return (
         f"{share:.0%} of {num:.0f} children were cut by a limit or failed, so parents get no "
-        "answers: raise limits (max_turns, max_calls, max_tokens), or check the models of depths"
+        "answers: raise limits (max_turns, max_calls, max_tokens), or check the models in depths"
     )
 
 
@@ -326,8 +326,8 @@ def _by_length(values: Values, history: StageStepHistory, limit: float) -> str:
     if len(last) <= RECENT or min(last) < limit:
         return ""
     return (
-        f"within groups the reward follows the length (correlation {last[-1]:.2f}): longer "
-        "rollouts are rewarded for being long; check the task's score, or set "
+        f"within groups, the reward tracks the length (correlation {last[-1]:.2f}): rollouts are "
+        "rewarded for being long; check the task's score, or set "
         "rl.algorithm.length_weight"
     )
 
@@ -384,8 +384,8 @@ def _cells(values: Values, history: StageStepHistory, limit: float) -> str:
     if share < limit or history.first.get("cell_errors", 1.0) < limit:
         return ""
     return (
-        f"{share:.0%} of the roots' cells raised from the first step on: the policy does not write "
-        "code that runs, or its session lacks something; look at rollouts "
+        f"{share:.0%} of root cells raised an error from the first step on: the policy does not "
+        "write code that runs, or its session lacks something; look at rollouts "
         "(schedule.save_rollouts_every) and at sandbox"
     )
 
@@ -396,8 +396,8 @@ def _entropy(values: Values, history: StageStepHistory, limit: float) -> str:
     if before <= 0 or now > limit * before:
         return ""
     return (
-        f"the entropy is {now:.3g}, and was {before:.3g} at first: the policy no longer explores; "
-        "lower rl.optim.lr, or set rl.loss.entropy or rl.loss.kl_beta"
+        f"the entropy is {now:.3g}, down from {before:.3g} at first: the policy no longer "
+        "explores; lower rl.optim.lr, or set rl.loss.entropy or rl.loss.kl_beta"
     )
 
 
@@ -409,8 +409,8 @@ def _spiral(values: Values, history: StageStepHistory, limit: float) -> str:
     if now < limit or before > now / 2:
         return ""
     return (
-        f"limits cut {now:.0%} of rollouts, and {before:.0%} at first: the policy is learning not "
-        "to stop; set rl.algorithm.overlong=punish, lower rl.optim.lr, or raise limits"
+        f"limits cut {now:.0%} of rollouts, up from {before:.0%} at first: the policy is learning "
+        "not to stop; set rl.algorithm.overlong=punish, lower rl.optim.lr, or raise limits"
     )
 
 
@@ -420,8 +420,8 @@ def _length(values: Values, history: StageStepHistory, limit: float) -> str:
     if before <= 0 or 1 / limit < now / before < limit:
         return ""
     return (
-        f"rollouts have {now:.4g} tokens, and had {before:.4g} at first: check that the reward "
-        "wants that; rl.algorithm.length_weight and max_rollout_tokens bound it"
+        f"rollouts have {now:.4g} tokens, compared with {before:.4g} at first: check whether the "
+        "reward should cause that; rl.algorithm.length_weight and max_rollout_tokens limit it"
     )
 
 

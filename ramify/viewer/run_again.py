@@ -156,14 +156,14 @@ class RunAgain:
     ) -> tuple[RunStore, str]:
         if len(self._running) >= MAX_RUNNING:
             raise ConfigError(
-                f"{MAX_RUNNING} runs that were started here are in progress: wait for one to end"
+                f"{MAX_RUNNING} runs started from this viewer are in progress: wait for one to end"
             )
         await self._estimate(located, wanted)
         for name, variable in self._lacking[located.key].items():
             if not wanted.keys.get(name):
                 raise ConfigError(
-                    f"{name} needs an API key: set {variable} where ramify view runs, or enter a "
-                    "key"
+                    f"{name} needs an API key: set {variable} in the environment of ramify view, "
+                    "or enter a key"
                 )
         own = AsyncExitStack()  # an RLM that has keys of the page ends with its run
         rlm = self._rlms[located.key]

@@ -1,7 +1,7 @@
 """Summarise a training run for its page: one sentence for each fact that matters, and the alarms of
 the automatic diagnosis.
 
-    curves of the run's last stage  ──> reward 0.09 → 0.11 in 3 steps · 58 % of rollouts cut · …
+    curves of the run's last stage  ──> reward 0.09 → 0.11 over 3 steps · 9 % of rollouts failed · …
     diagnoses of the doctor         ──> alarm: wrong sign since step 2
 
 A fact compares the last steps of the stage with its first ones, since single steps are noisy.
@@ -70,7 +70,7 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
         name, step = self.name.replace("_", " "), self.steps[-1]
         if self.ceased is None:
             return f"{name} since step {step:,}"
-        return f"{name} at step {step:,} (gone at step {self.ceased:,})"
+        return f"{name} at step {step:,} (cleared at step {self.ceased:,})"
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
@@ -126,13 +126,13 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
     else:
         loss = next((name for name in ("loss", "ce_loss") if name in own), "")
         if loss:
-            text = f"{_change(loss, own[loss])} of {stage}"
+            text = f"{_change(loss, own[loss])} ({stage})"
             yield TrainingFact(name="loss", text=text, metric=loss)
     cut = _late(own, "truncated_rollouts")
     if cut is not None:
         yield TrainingFact(
             name="cut",
-            text=f"{_percent(cut)} of rollouts cut" if cut else "no rollout cut",
+            text=f"{_percent(cut)} of rollouts truncated" if cut else "no rollouts truncated",
             tone="warn" if cut >= _MANY_CUT else "",
             metric="truncated_rollouts",
         )
@@ -150,7 +150,7 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
         all_groups = math.fsum(own["items"][-num:])
         yield TrainingFact(
             name="signal",
-            text=f"{having:.0f} of {all_groups:.0f} groups have a signal",
+            text=f"{having:.0f} of {all_groups:.0f} groups gave a learning signal",
             tone="warn" if having < _FEW_SIGNALS * all_groups else "",
             metric="groups_with_signal",
         )
@@ -183,7 +183,7 @@ def _change(name: str, values: Sequence[float]) -> str:
         return f"{name} {_short(values[0])} in the first step"
     num = num_averaged_steps(len(values))
     first, last = fmean(values[:num]), fmean(values[-num:])
-    return f"{name} {_short(first)} → {_short(last)} in {len(values):,} steps"
+    return f"{name} {_short(first)} → {_short(last)} over {len(values):,} steps"
 
 
 def _validation(curves: Curves) -> Iterator[TrainingFact]:
@@ -208,7 +208,7 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
     text = f"{'alarm' if len(found) == 1 else f'{len(found)} alarms'}: {names}"
     return TrainingFact(
         name="alarm",
-        text=text if found else "no alarm",
+        text=text if found else "no alarms",
         tone="bad" if lasts else "warn" if found else "good",
     )
 

@@ -385,7 +385,7 @@ class ViewServer:
         return data({"key": self._library.key_of_stored_run(store, id)})
 
     def _able(self) -> RunAgain:
-        self._refuse_if_open("running again spends money")
+        self._refuse_if_open("running a turn again costs money")
         if self._again is None:
             raise RequestRejected("this server cannot start runs", status=403)
         return self._again
@@ -399,7 +399,7 @@ class ViewServer:
             )
 
     async def _write_review(self, request: web.Request) -> web.Response:
-        self._refuse_if_open("a review is stored")
+        self._refuse_if_open("saving a review changes the store")
         wanted = await _decoded(request, SubmitReviewRequest)
         feed = self._feeds.run(self._library.find(wanted.key))
         await feed.refresh_watched()
@@ -413,7 +413,7 @@ class ViewServer:
         return data(await feed.call_locked(write))
 
     async def _write_verdicts(self, request: web.Request) -> web.Response:
-        self._refuse_if_open("a verdict is stored")
+        self._refuse_if_open("saving a label changes the store")
         wanted = await _decoded(request, LabelRunsRequest)
         if not 1 <= len(wanted.keys) <= MAX_LABELLED:
             raise RequestRejected(

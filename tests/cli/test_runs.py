@@ -292,8 +292,8 @@ def test_runs_are_filtered_sorted_and_grouped(stored: Shell) -> None:
 @pytest.mark.parametrize(
     ("filter", "said"),
     [
-        ("cots>1", "unknown field cots: fields are cost, tokens"),
-        ("when:soon", "when is today, yesterday, an age such as 7d"),
+        ("cots>1", "unknown field cots: use one of cost, tokens"),
+        ("when:soon", "when must be today, yesterday, an age such as 7d"),
         ("cost >0.1", "a comparison must not contain spaces; use cost>0.1"),
     ],
 )

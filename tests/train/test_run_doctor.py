@@ -91,7 +91,7 @@ def test_finding_is_reported_once_until_it_ceases() -> None:
     verdicts = steps(TrainingGuard(), {}, {}, {"entropy": 0.05}, {"entropy": 0.05}, {}, LOW)
     assert names(verdicts) == [[], [], ["entropy_collapse"], [], [], ["entropy_collapse"]]
     assert verdicts[2].found[0].text == (
-        "the entropy is 0.05, and was 1 at first: the policy no longer explores; lower "
+        "the entropy is 0.05, down from 1 at first: the policy no longer explores; lower "
         "rl.optim.lr, or set rl.loss.entropy or rl.loss.kl_beta"
     )
     alarms = [each.metrics.get("alarm_entropy_collapse") for each in verdicts]
@@ -177,7 +177,7 @@ def test_findings_of_another_policy_use_its_own_first_steps() -> None:
         {f"{name}entropy": 2.0, f"{name}approx_kl": 0.2},
     )
     assert names(found) == [[], [], ["entropy_collapse"], ["max_kl"]]
-    assert found[2].found[0].text.startswith("policy.children: the entropy is 0.15, and was 2")
+    assert found[2].found[0].text.startswith("policy.children: the entropy is 0.15, down from 2")
     kl = "the KL is 0.2, above guard.max_kl=0.1"
     assert [each.stop for each in found] == ["", "", "", f"policy.children: {kl}"]
 

@@ -79,8 +79,8 @@ def test_cause_of_a_wrong_answer_comes_first(
         page = shown.open(f"{server.url}#/compare/{sheets.right}/{sheets.wrong}")
         assert said(page) == [
             "A answers 120006 and B 91418: 28,588 less (−24 %).",
-            "Call 0.2, turn 1: the model says something else.",
-            "Call 0, turn 1: the same code gives something else, since call 0.2 does.",
+            "Call 0.2, turn 1: the model replies differently.",
+            "Call 0, turn 1: the same code gives a different result because of call 0.2.",
         ]
         numbers = page.locator(".numbers-apart").all_inner_texts()
         assert [" ".join(each.split()) for each in numbers] == [
@@ -93,7 +93,7 @@ def test_cause_of_a_wrong_answer_comes_first(
         assert not AXE.is_file() or violations(page) == []
         # The rest is folded.
         assert page.locator(".turn-row").count() == 0
-        page.get_by_role("button", name="all calls: 3 more").click()
+        page.get_by_role("button", name="all calls (3 more)").click()
         assert page.locator(".pair-row:visible .id").count() == 5
         page.locator("#parting a").click()
         page.locator(".side-head a", has_text="call 0.2").first.wait_for()
@@ -101,19 +101,19 @@ def test_cause_of_a_wrong_answer_comes_first(
 
 CASES = {
     "silent": [
-        "Both answer 7, though a sub-call answers something else.",
-        "Call 0.2, turn 1: the model says something else.",
+        "Both answer 7, although a sub-call answers differently.",
+        "Call 0.2, turn 1: the model replies differently.",
     ],
     "other": [
         "They were asked different questions. A answers 7 and B 120006: 119,999 more (17,000 "
         "times as much).",
-        "Call 0, turn 1: they were told something else.",
+        "Call 0, turn 1: their prompts differ.",
     ],
     "failed": [
         "A answers 7; B has no answer.",
         "Call 0: B ended before its first turn: scripted:reader: 400, the key is unknown",
     ],
-    "equal": ["Both are the same run: choose another one."],
+    "equal": ["Both sides are the same run: choose another one."],
 }
 
 
@@ -131,8 +131,8 @@ def test_one_call_of_two_thousand_differs(browser: Any, sheets: Sheets) -> None:
     with served(sheets.store.root) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/compare/{'/'.join(sheets.many)}")
         assert said(page) == [
-            "Both answer done, though a sub-call answers something else.",
-            "Call 0.1234, turn 1: the model says something else.",
+            "Both answer done, although a sub-call answers differently.",
+            "Call 0.1234, turn 1: the model replies differently.",
         ]
         assert page.locator(".pair-row:visible .id").all_inner_texts() == ["0.1234"]
         page.keyboard.press("o")
@@ -155,6 +155,6 @@ def test_run_in_progress_is_compared_so_far(browser: Any, sheets: Sheets, tmp_pa
             journal.append(
                 RequestStarted(call="0", turn=0, reused=0, prompt=ask, prompt_hash="0" * 64)
             )
-            page.get_by_role("button", name="read again").click()
+            page.get_by_role("button", name="refresh").click()
             page.locator(".note[role='status']").wait_for()
             photograph(page, "compare-live", tmp_path)

@@ -84,12 +84,12 @@ def test_matrix_shows_each_attempt_and_the_chosen_answer(
         assert (parts["expected"], parts["answer"]) == ("2", "3")
         assert parts["judges and scores"].strip() == "correct 0"
         card.locator(
-            ".card-parting", has_text=re.compile("Parts from .* at turn 2: the model says")
+            ".card-parting", has_text=re.compile("Diverges from .* at turn 2: the model replies")
         ).wait_for()
         photograph(page, f"matrix-{size[0]}", tmp_path)
         page.locator(".square").first.click()
         card.locator(".judged", has_text="Looks before it counts.").wait_for()
-        card.locator(".card-parting", has_text="The same turns as").wait_for()
+        card.locator(".card-parting", has_text="Same turns as").wait_for()
 
 
 def items_in_order(page: Any) -> list[str]:
@@ -141,8 +141,8 @@ def test_flips_against_another_evaluation(browser: Any, shown_world: Evaluated) 
     with served(shown_world.store.root) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/evaluation")
         opened(page)
-        page.get_by_label("compared with").select_option(index=1)
-        page.locator(".parting", has_text="1 got better and 0 worse").wait_for()
+        page.get_by_label("compare with").select_option(index=1)
+        page.locator(".parting", has_text="1 got better and 0 got worse").wait_for()
         page.locator(".facets button", has_text="flipped better").click()
         page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
         assert text(page, ".matrix-row .item-name").split()[:3] == ["words/test/0", "even", "↑"]
@@ -246,7 +246,9 @@ def test_an_open_page_labels_nothing(browser: Any, shown_world: Evaluated) -> No
         page = shown.open(f"{server.url}#/evaluation")
         opened(page)
         page.keyboard.press("1")
-        page.locator("#toast", has_text=re.compile("a verdict is stored, and this page")).wait_for()
+        page.locator(
+            "#toast", has_text=re.compile("saving a label changes the store, and this page")
+        ).wait_for()
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: scripts/setup, with npm")

@@ -95,7 +95,7 @@ def check_cells(page: Any) -> None:
     table.get_by_role("button", name="words, mint, 8k, scripted:m, direct: 0.000").click()
     page.locator(".cell-detail td", has_text="not fitting").first.wait_for()
     assert figure(page, "not right") == "3 not fitting"
-    money = page.locator("table[aria-label='scores against money, words · 1k · scripted:m']")
+    money = page.locator("table[aria-label='score by budget, words · 1k · scripted:m']")
     assert [each.inner_text() for each in money.locator("tr").all()] == [
         "words · 1k · scripted:m\t$0.2\t$0.25\t$0.3",
         "direct\t0.333\t0.333\t0.333",

@@ -90,13 +90,13 @@ def test_training_page(browser: Any, world: World, tmp_path: Path, size: tuple[i
             "reward",
             "validation",
             "entropy and KL",
-            "ratio",
+            "importance ratio",
             "tokens per second",
         ]
         assert [fact.inner_text() for fact in page.locator(".verdict li").all()] == [
             "reward 0.292 → 0.79 in 30 steps",
             "validation 0.85",
-            "no alarm",
+            "no alarms",
         ]
         assert text(page, ".constants") == "constant: depth0.rlm/turns 3"
         page.locator(".rest summary").click()
@@ -127,7 +127,7 @@ def test_training_page(browser: Any, world: World, tmp_path: Path, size: tuple[i
         assert text(page, ".badge.worth") == "correct 1 ✓"
         page.locator(".turn-head .small:not(.request)").first.click()
         page.locator(".tok.sampled").first.wait_for()
-        page.get_by_label("what the colour of a token says").select_option("advantage")
+        page.get_by_label("token colour").select_option("advantage")
         page.locator(".tok.t-good").first.wait_for()
 
 
@@ -252,16 +252,16 @@ def test_compare_page_shows_first_difference(
         page = shown.open(f"{server.url}#/run/{world.tree}")
         page.get_by_role("link", name="compare", exact=True).click()
         page.locator("#parting").wait_for()
-        assert text(page, "#parting") == "Call 0, turn 2: the model says something else."
+        assert text(page, "#parting") == "Call 0, turn 2: the model replies differently."
         assert text(page, ".pair-row.active .came:nth-child(3)").startswith("web-5")
         photograph(page, f"compare-{size[0]}", tmp_path)
         page.locator("#parting a").click()
         page.locator(".words .parting").wait_for()
         assert page.locator(".turn-row.same").count() == 1
         page.get_by_label("right run").select_option(world.tree)
-        page.locator(".answers-apart", has_text="Both are the same run").wait_for()
+        page.locator(".answers-apart", has_text="Both sides are the same run").wait_for()
         page.locator(".words > summary").click()
-        page.locator(".note", has_text="They never part").wait_for()
+        page.locator(".note", has_text="They never diverge").wait_for()
         page.get_by_label("which call").select_option(label="call 0.24")
         page.locator(".answer", has_text="2026-03-01T12:00:05").first.wait_for()
         assert page.url.endswith("/call/0.24")
@@ -385,7 +385,7 @@ def test_review_is_saved_shown_filtered_and_grouped(browser: Any, tmp_path: Path
         page = shown.open(f"{server.url.partition('?')[0]}#/run/{runs[0]}")
         page.locator(".worth", has_text="correct 0").wait_for()
         page.keyboard.press("r")
-        page.get_by_label("labels, with").fill("wrong gold, odd")
+        page.get_by_label("labels, separated").fill("wrong gold, odd")
         page.get_by_label("note").fill("0 is right")
         page.get_by_label("corrected correct").fill("1")
         if AXE.exists():
@@ -417,7 +417,7 @@ def test_page_reports_lost_server(browser: Any, world: World) -> None:
         with served(world.store) as server:
             page = shown.open(f"{server.url}#/")
             page.locator(".run-row").first.wait_for()
-        page.locator("#connection", has_text="does not answer").wait_for()
+        page.locator("#connection", has_text="has not responded").wait_for()
         assert page.evaluate("document.body.classList.contains('stale')")
         shown.expects("Failed to load resource")  # the browser logs each refused connection
 
@@ -431,8 +431,8 @@ def test_page_reports_hanging_server_until_it_answers(browser: Any, world: World
         hang.put(gate)
         page.clock.run_for(5_000)
         page.clock.run_for(5_000)
-        page.locator("#connection", has_text="does not answer since").wait_for()
-        assert text(page, ".state") == "no answer"
+        page.locator("#connection", has_text="has not responded since").wait_for()
+        assert text(page, ".state") == "no response"
         gate.set()
         page.clock.run_for(5_000)
         page.locator(".state.connected").wait_for()
@@ -463,7 +463,7 @@ def test_page_reports_bad_files(browser: Any, tmp_path: Path) -> None:
             ".kept.warned", has_text="history was compacted: 1 of 5 messages kept"
         ).wait_for()
         page.goto(f"{server.url}#/run/p0%2Fgood.jsonl/call/1")
-        page.locator(".note", has_text="goes on from turn 4 of call 0").wait_for()
+        page.locator(".note", has_text="continues from turn 4 of call 0").wait_for()
         photograph(page, "run-fork-1280", tmp_path)
 
 

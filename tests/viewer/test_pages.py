@@ -335,5 +335,5 @@ def test_killed_run_is_shown_as_interrupted(browser: Any, world: World, tmp_path
         page.locator(".turn").first.wait_for()
         assert "ends in the middle of a line" in text(page, ".problem")
         assert text(page, ".status") == "interrupted"
-        assert "was interrupted here" in text(page, ".call-foot")
+        assert "interrupted here" in text(page, ".call-foot")
         photograph(page, "killed-1280", tmp_path)

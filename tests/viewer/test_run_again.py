@@ -231,7 +231,7 @@ def test_key_of_a_page_is_refused_in_words_that_do_not_have_it(
         status, told = await get("/api/again", key=run, id="0.1", turn=0)
         assert (status, told["keys"]) == (200, [{"model": "house:m", "variable": "HOUSE_KEY"}])
         for keys, words in (
-            ({}, "house:m needs an API key: set HOUSE_KEY where ramify view runs"),
+            ({}, "house:m needs an API key: set HOUSE_KEY in the environment of ramify view"),
             ({"house:m": ""}, "needs an API key"),
             ({"house:m": f"{KEY} {KEY}"}, "api_key has spaces or characters that no key has"),
             ({"house:m": 7}, "Expected `str`, got `int`"),
@@ -256,10 +256,12 @@ def test_turn_is_edited_and_run_again_in_browser(
         shown.open(server.url)
         page = shown.open(f"http://127.0.0.1:{server.port}/#/run/{origin.run}/call/0.1")
         page.get_by_role("button", name="run again").click()
-        start = page.get_by_role("button", name="run again, for at most $0.50")
+        start = page.get_by_role("button", name="run again (at most $0.50)")
         start.wait_for()
         said = page.locator(".again-cost").inner_text()
-        assert said.startswith("The new run may cost at most $0.50, in at most 50 requests. From")
+        assert said.startswith(
+            "The new run costs at most $0.50 and makes at most 50 requests. From"
+        )
         page.get_by_label("edited user message").fill(" ")
         page.locator(".again-cost", has_text="an edited message of the prompt is empty").wait_for()
         assert page.locator(".go").is_disabled()
@@ -271,7 +273,7 @@ def test_turn_is_edited_and_run_again_in_browser(
         page.locator(".story-answer", has_text="101").wait_for()
         origin_link = page.locator(".forked a")
         assert origin_link.inner_text() == f"{origin.run}, call 0.1, turn 1"
-        assert page.locator(".forked").inner_text().endswith(", with edited prompt")
+        assert page.locator(".forked").inner_text().endswith(", with the prompt edited")
         origin_link.click()
         page.locator(".story-answer", has_text="3").wait_for()
         shown.expects("Failed to load resource")  # the refused edit
@@ -305,7 +307,7 @@ def test_form_opens_without_a_key_and_asks_for_it_on_sending(
         shown.open(server.url)
         page = shown.open(f"http://127.0.0.1:{server.port}/#/run/{run}/call/0.1")
         page.get_by_role("button", name="run again").click()
-        start = page.get_by_role("button", name="run again, for at most")
+        start = page.get_by_role("button", name="run again (at most")
         start.wait_for()
         assert page.get_by_label("edited user message").input_value() == "sheet 2"
         key = page.get_by_label("API key for house:m")

@@ -38,7 +38,7 @@ PAGES = {
     "run": ("#/run/{tree}", ".call-row", "disk full"),
     "report": ("#/run/{tree}/report", ".report[data-ready]", "disk full"),
     "hostile": ("#/run/{hostile}", ".call-row", "<b id=evil>bold</b>"),
-    "training": ("#/training", ".chart canvas", "no alarm"),
+    "training": ("#/training", ".chart canvas", "no alarms"),
     "evaluations": ("#/evaluation", ".records a", "scripted:counter"),
     "evaluation": ("evaluation", ".square", "How many words are in text 3?"),
     "labels": ("#/label", ".card-head", "Which host failed first, and why?"),

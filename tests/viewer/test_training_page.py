@@ -117,7 +117,7 @@ def test_choices_are_in_the_address_and_come_back(browser: Any, runs: Path) -> N
         assert page.locator(".chart[data-name='loss']").count() == 0  # of another stage
         page.get_by_label("horizontal axis").select_option("tokens")
         page.get_by_label("smoothing").fill("0.5")
-        page.get_by_label("log axis").check()
+        page.get_by_label("log scale").check()
         # (.2 * .25 + .3 * .5 + .4 * 1) / 1.75
         assert legend(page, "reward") == "0.3429"
         page.get_by_label("stage").select_option("sft")
@@ -127,13 +127,13 @@ def test_choices_are_in_the_address_and_come_back(browser: Any, runs: Path) -> N
         page.locator(".chart[data-name='loss'] canvas").wait_for()
         assert page.get_by_label("horizontal axis").input_value() == "tokens"
         assert page.get_by_label("smoothing").input_value() == "0.5"
-        assert page.get_by_label("log axis").is_checked()
+        assert page.get_by_label("log scale").is_checked()
         page.get_by_label("stage").select_option("all")
         page.locator(".chart[data-name='reward'] canvas").wait_for()
-        assert page.evaluate(CHARTS) == ["reward", "length and cut share", "advantage_reward_corr"]
+        assert page.evaluate(CHARTS) == ["reward", "length and truncation", "advantage_reward_corr"]
         page.get_by_label("filter curves").fill("sort:name")
         page.wait_for_function(f"({CHARTS})()[0] !== 'reward'")
-        assert page.evaluate(CHARTS) == ["advantage_reward_corr", "length and cut share", "reward"]
+        assert page.evaluate(CHARTS) == ["advantage_reward_corr", "length and truncation", "reward"]
         page.goto("about:blank")
         page.goto(f"{server.url}#/training/view=x:constructor;smooth:9;stage:none")
         page.locator(".chart[data-name='reward'] canvas").wait_for()
@@ -151,7 +151,7 @@ def test_runs_are_compared_and_seeds_are_a_band(browser: Any, runs: Path, tmp_pa
             "seed\t1\t2\t1",
         ]
         photograph(page, "training-seeds-1440", tmp_path)
-        page.get_by_label("seeds as a band").uncheck()
+        page.get_by_label("merge seeds into a band").uncheck()
         assert legend(page, "reward") == "a 0.4 · b 0.6 · c 0.1"
         page.get_by_label("remove b").click()
         page.locator(".choose button", has_text="b ×").wait_for(state="detached")
@@ -202,7 +202,7 @@ def test_advantages_and_gaps_are_painted_on_the_tree_and_the_tokens(
         assert modes.locator("option:not([hidden])").all_inner_texts() == [
             f"colour: {name}"
             for name in (
-                *("outcome", "reward", "advantage", "gap of log-probability"),
+                *("outcome", "reward", "advantage", "log-probability gap"),
                 *("cost", "time", "tokens"),
             )
         ]
@@ -211,11 +211,11 @@ def test_advantages_and_gaps_are_painted_on_the_tree_and_the_tokens(
         page.wait_for_function(f"({colour_at})() > 2")
         photograph(page, "run-gap-1440", tmp_path)
         modes.select_option("advantage")
-        assert "not learnt from" in text(page, ".legend")
+        assert "not trained on" in text(page, ".legend")
         page.get_by_label("filter calls").fill("advantage>0")
         page.locator(".tally", has_text="1 of 32").wait_for()
         page.locator(".turn-head .small:not(.request)").first.click()
-        colours = page.get_by_label("what the colour of a token says")
+        colours = page.get_by_label("token colour")
         colours.select_option("gap")
         assert page.locator(".tok.t-odd").count() > 4
         strong = page.locator(".tok.sampled").first

@@ -38,11 +38,11 @@ def test_verdict_compares_last_steps_with_first(tmp_path: Path) -> None:
         metrics.write(step, "rl", 2.0 * step, values)
     texts, curves = shown(tmp_path)
     assert texts == [
-        "reward 0.09 → 0.11 in 3 steps (within noise)",
-        "58 % of rollouts cut",
+        "reward 0.09 → 0.11 over 3 steps (within noise)",
+        "58 % of rollouts truncated",
         "25 % of rollouts failed",
-        "3 of 4 groups have a signal",
-        "no alarm",
+        "3 of 4 groups gave a learning signal",
+        "no alarms",
     ]
     tones = [fact.tone for fact in curves.data()["verdict"]]
     assert tones == ["", "warn", "warn", "", "good"]
@@ -67,7 +67,7 @@ def test_verdict_is_on_the_last_stage(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path)
     assert shown(tmp_path)[0] == []
     metrics.write(1, "sft", 1.0, {"loss": 9.0})
-    assert shown(tmp_path)[0] == ["loss 9 in the first step of sft", "no alarm"]
+    assert shown(tmp_path)[0] == ["loss 9 in the first step (sft)", "no alarms"]
     metrics.write(2, "sft", 2.0, {"loss": 3.0})
     metrics.write(2, "first", 2.0, {"validation/reward": 0.4, "validation/reward_low": 0.2,
                                     "validation/reward_high": 0.6})  # fmt: skip
@@ -77,7 +77,7 @@ def test_verdict_is_on_the_last_stage(tmp_path: Path) -> None:
     assert shown(tmp_path)[0] == [
         "reward 0.5 in the first step",
         "validation 0.3 (0.1 to 0.5), best 0.4 at step 2",
-        "no alarm",
+        "no alarms",
     ]
 
 
@@ -92,8 +92,8 @@ def test_alarm_lasts_until_its_metric_is_zero(tmp_path: Path) -> None:
     metrics.write(4, "rl", 4.0, {"reward": 0.5, "policy.judge/alarm_length": 0.0})
     texts, curves = shown(tmp_path)
     assert texts[-1] == (
-        "3 alarms: wrong sign since step 2, divergence at step 1 (gone at step 2), "
-        "length at step 3 (gone at step 4)"
+        "3 alarms: wrong sign since step 2, divergence at step 1 (cleared at step 2), "
+        "length at step 3 (cleared at step 4)"
     )
     lasting, *ceased = curves.data()["alarms"]
     assert (lasting.ceased, [alarm.ceased for alarm in ceased]) == (None, [2, 4])

@@ -28,7 +28,7 @@ class AgainForm {
     this.code = place.code === null ? null : this.area(place.code, "edited code");
     this.what = h(
       "select",
-      { "aria-label": "what is edited", onchange: () => this.draw() },
+      { "aria-label": "what to edit", onchange: () => this.draw() },
       h("option", { value: "prompt" }, "edit the prompt"),
       this.code ? h("option", { value: "code" }, "edit the code") : null,
     );
@@ -36,7 +36,7 @@ class AgainForm {
       type: "number",
       min: "0",
       step: "any",
-      "aria-label": "most dollars",
+      "aria-label": "maximum cost in dollars",
       value: place.estimate.max_cost ?? "",
       oninput: () => this.later(),
     });
@@ -57,8 +57,8 @@ class AgainForm {
       h(
         "p",
         null,
-        `${place.keys.map(({ variable }) => variable).join(" and ")} is not set where ramify view runs. `,
-        "The key is used for this run, and is not stored.",
+        `The environment of ramify view has no ${place.keys.map(({ variable }) => variable).join(" and no ")}. `,
+        "The key is used for this run only and is not stored.",
       ),
       this.keys.map(({ model, input }) => h("label", null, h("b", null, model), input)),
     );
@@ -71,7 +71,7 @@ class AgainForm {
         "div.strip-tools",
         null,
         this.what,
-        place.estimate.max_cost === null ? null : h("label", null, "may spend $", this.most),
+        place.estimate.max_cost === null ? null : h("label", null, "maximum cost $", this.most),
       ),
       this.fields,
       this.cost,
@@ -141,20 +141,20 @@ class AgainForm {
   say(cost) {
     const most =
       cost.max_cost === null
-        ? `at most ${count(cost.max_tokens)} tokens: no price is known`
+        ? `at most ${count(cost.max_tokens)} tokens (price unknown)`
         : `at most ${dollars(cost.max_cost)}`;
     fill(
       this.cost,
-      `The new run may cost ${most}, in at most ${grouped(cost.max_calls)} requests. `,
+      `The new run costs ${most} and makes at most ${grouped(cost.max_calls)} requests. `,
       cost.recorded_cost === null
         ? null
         : `From this turn on, the recorded run spent ${dollars(cost.recorded_cost)}. `,
       cost.input_tokens === null
         ? "The code runs first; "
-        : `The prompt has about ${grouped(cost.input_tokens)} tokens of the ${grouped(cost.window)} that ${cost.model} can read; `,
-      "what came before this turn is repeated from the record and costs nothing.",
+        : `The prompt takes up about ${grouped(cost.input_tokens)} of the ${grouped(cost.window)} tokens in the context window of ${cost.model}; `,
+      "everything before this turn is replayed from the recorded run and costs nothing.",
     );
-    fill(this.start, `run again, for ${most}`.replace(": no price is known", ""));
+    fill(this.start, `run again (${most})`.replace(" (price unknown)", ""));
     this.start.disabled = false;
   }
 

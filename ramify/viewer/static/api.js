@@ -26,7 +26,7 @@ export async function get(path, parameters = {}) {
 }
 
 export async function post(path, body) {
-  if (offline) throw new Error("this file holds one run alone; ramify view can run it again");
+  if (offline) throw new Error("this file contains only one run: use ramify view to run it again");
   return answered(
     fetch(path, {
       method: "POST",
@@ -45,7 +45,7 @@ async function answered(request) {
     data = await response.json().catch(() => ({}));
   } catch {
     setConnected(false);
-    throw new Error("the viewer does not answer: was ramify view stopped?");
+    throw new Error("the viewer is not responding: was ramify view stopped?");
   } finally {
     clearTimeout(late);
   }
@@ -138,19 +138,19 @@ export function setConnected(is) {
         h(
           "div.connection",
           { id: "connection", role: "alert" },
-          `The viewer does not answer since ${new Date(heard).toTimeString().slice(0, 8)}. What is shown may be out of date; trying again …`,
+          `The viewer has not responded since ${new Date(heard).toTimeString().slice(0, 8)}. The page may be out of date; retrying …`,
         ),
       );
 }
 
 let following = 0; // open streams of changes
 
-// The connection in the bar: live (changes arrive as they happen), connected, or no answer.
+// The connection in the bar: live (changes arrive as they happen), connected, or no response.
 export function showState() {
   const badge = document.getElementById("state");
   if (!badge) return;
   const state = document.body.classList.contains("stale")
-    ? "no answer"
+    ? "no response"
     : following
       ? "live"
       : "connected";
@@ -170,17 +170,17 @@ function fromFile(path, parameters) {
   if (path === "/api/siblings") return offline.siblings[parameters.id];
   if (path === "/api/tokens") {
     const found = offline.tokens[`${parameters.id}/${parameters.turn}`];
-    if (!found) throw new Error("this file holds no tokens");
+    if (!found) throw new Error("this file does not contain the tokens");
     return found;
   }
   if (path === "/api/sources") return offline.sources;
   if (path === "/api/source") {
     const found = offline.cited[`${parameters.name}/${parameters.line}`];
-    if (!found) throw new Error("this file holds only the cited lines of the sources");
+    if (!found) throw new Error("this file contains only the cited lines of the sources");
     return found;
   }
   if (path === "/api/search") return searched(parameters.q.toLowerCase());
-  throw new Error("this file holds one run alone; ramify view shows the rest");
+  throw new Error("this file contains only one run: use ramify view to see the rest");
 }
 
 function searched(needle) {

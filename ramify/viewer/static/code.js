@@ -166,7 +166,8 @@ export function textBlock(
       more.disabled = true;
       const full = whole ? await whole() : null;
       if (typeof full === "string") block.replaceWith(textBlock(full, { kind, lines: 1e9, label }));
-      else more.textContent = `${grouped(chars)} characters in all; this file holds the beginning`;
+      else
+        more.textContent = `${grouped(chars)} characters in total; this file contains only the beginning`;
     };
     block.append(more);
   }

@@ -74,7 +74,7 @@ class CompareView {
           "div.empty",
           null,
           h("h1", null, "Compare"),
-          h("p", null, "There are not two runs to compare."),
+          h("p", null, "There are fewer than two runs to compare."),
         ),
       );
     this.runs = this.chosen().slice(0, MAX_RUNS);
@@ -134,7 +134,7 @@ class CompareView {
         this.inProgress(),
         h(
           "div.scroll-x",
-          { tabindex: "0", role: "region", "aria-label": "the runs" },
+          { tabindex: "0", role: "region", "aria-label": "runs" },
           this.figures(
             this.lines().filter(([name]) => FIRST.has(name)),
             this.heads.map((head, at) => this.columnHead(head, at)),
@@ -176,7 +176,7 @@ class CompareView {
           "p.note",
           { role: "status" },
           `${alive.join(" and ")} ${alive.length > 1 ? "are" : "is"} in progress: this is the comparison so far. `,
-          h("button.small", { type: "button", onclick: () => this.read({}) }, "read again"),
+          h("button.small", { type: "button", onclick: () => this.read({}) }, "refresh"),
         )
       : null;
   }
@@ -239,7 +239,7 @@ class CompareView {
       differ
         ? `${grouped(differ)} ${differ === 1 ? "differs" : "differ"}`
         : "all have the same answers",
-      lacking ? `${grouped(lacking)} not in all runs` : "",
+      lacking ? `${grouped(lacking)} missing from some runs` : "",
     ]
       .filter(Boolean)
       .join("; ");
@@ -281,7 +281,7 @@ class CompareView {
     const heads = pair.map((at) => this.heads[at]),
       letters = pair.map(letter);
     if (this.runs[pair[0]] === this.runs[pair[1]])
-      return { ways: [], words: "Both are the same run: choose another one." };
+      return { ways: [], words: "Both sides are the same run: choose another one." };
     const ways = [];
     let at = this.rows.findIndex((row) => pair.some((run) => row.calls[run]));
     while (at >= 0 && ways.length < MAX_CAUSES) {
@@ -340,12 +340,12 @@ class CompareView {
         ? [id, ` is only in ${letters[1 - lacks]}.`]
         : [
             id,
-            ` is only in ${letters[1 - lacks]}: ${letters[lacks]} has no call, ${endingOf(head)}`,
+            ` is only in ${letters[1 - lacks]}: ${letters[lacks]} made no calls (${endingOf(head)})`,
           ];
     }
     const id = `Call ${calls[0].id}${calls[0].id === calls[1].id ? "" : ` (${calls[1].id} in ${letters[1]})`}`,
-      since = below ? `, since call ${below.calls[0].id} does` : "";
-    if (what === "answer") return [id, `: every turn is the same; the answers differ${since}.`];
+      since = below ? ` because of call ${below.calls[0].id}` : "";
+    if (what === "answer") return [id, `: every turn is the same, but the answers differ${since}.`];
     const short = calls.findIndex((call) => !call.turns.length);
     if (short >= 0) {
       const why = textOf(calls[short].error) || stopWords(calls[short].stop)[0];
@@ -478,7 +478,7 @@ class CompareView {
             this.arrange();
           },
         },
-        `all calls: ${grouped(num)} more`,
+        `all calls (${grouped(num)} more)`,
       );
     const columns = `minmax(170px, 1.5fr) repeat(${this.runs.length}, minmax(120px, 1fr))`;
     this.list = new VirtualList({
@@ -492,7 +492,7 @@ class CompareView {
         ),
       show: (row, index) => this.showRow(row, this.shown[index]),
       pick: (index) => this.go(this.shown[index]),
-      label: "calls of the runs",
+      label: "calls",
     });
     this.list.onmove = (index) => this.stepTo(this.shown[index]);
     const table = h(
@@ -632,7 +632,7 @@ class CompareView {
         .map((_, run) => this.rows.find((row) => row.calls[run]?.[0] === route.call))
         .find(Boolean);
     this.row = named || this.rows[0] || null;
-    if (!this.row) return fill(this.body, h("p.note", null, "These runs have no call yet."));
+    if (!this.row) return fill(this.body, h("p.note", null, "These runs have made no calls yet."));
     const isMoved = named && !this.words.open;
     if (named) this.words.open = true;
     this.list.setActive(this.shown.indexOf(this.row));
@@ -705,7 +705,7 @@ class CompareView {
               "p.note",
               null,
               context
-                ? `another context: ${context.kind}, ${count(context.chars)} characters`
+                ? `different context: ${context.kind}, ${count(context.chars)} characters`
                 : "no context",
             ),
           ),
@@ -714,7 +714,9 @@ class CompareView {
     for (let turn = 0; turn < most; turn++) {
       const turns = calls.map((call) => call.turns[turn]);
       if (turn === parted) {
-        rows.push(h("p.parting", { role: "note" }, `Here they part, at turn ${turn + 1}: ${why}.`));
+        rows.push(
+          h("p.parting", { role: "note" }, `They diverge here, at turn ${turn + 1}: ${why}.`),
+        );
       }
       rows.push(
         ...turnRows(
@@ -732,8 +734,8 @@ class CompareView {
           "p.note.across",
           null,
           textOf(calls[0].answer) === textOf(calls[1].answer)
-            ? "They never part: every turn is the same."
-            : "Every turn is the same; the answers differ.",
+            ? "They never diverge: every turn is the same."
+            : "Every turn is the same, but the answers differ.",
         ),
       );
     return [...rows, answerRow(calls)];
@@ -809,10 +811,10 @@ function answersApart(heads, letters, ways) {
   const how = !ways.length
     ? ", and every turn is the same"
     : ways.at(-1).row.depth
-      ? ", though a sub-call answers something else"
-      : ", in different ways";
+      ? ", although a sub-call answers differently"
+      : ", but in different ways";
   if (left === right)
-    return `${question}Both answer ${oneLine(left, 120) || "with an empty text"}${how}.`;
+    return `${question}Both answer ${oneLine(left, 120) || "with an empty string"}${how}.`;
   const numbers = numbersApart(left, right);
   return `${question}${letters[0]} answers ${oneLine(left, 120)} and ${letters[1]} ${oneLine(right, 120)}${numbers.length === 1 ? `: ${apart(numbers[0])}` : ""}.`;
 }

@@ -11,7 +11,7 @@ const GROUPS = [
   ["reward", /^(reward|child_reward|groups_with_signal|.*\/reward)$/],
   ["pass@k and other evaluations", /pass[@_]|^(validation|test|train)\//],
   ["loss", /(^|_)loss$|^grad_norm$|^lr$/],
-  ["policy: KL, entropy, clip share", /kl$|entropy|clip/],
+  ["policy: KL, entropy, clip fraction", /kl$|entropy|clip/],
   ["off-policy: sampler mismatch, effective sample size, staleness", /mismatch|^ess$|stale/],
   ["per depth and role", /by depth$|role|^calls_per_rollout$|^turns_per_call$|child_/],
   ["signals", /^signal|hint|judge|process|hindsight|teacher/],
@@ -87,23 +87,23 @@ const PINNED = [
     [
       ["entropy", "entropy"],
       ["ref_kl", "KL to reference", true],
-      ["approx_kl", "KL in step", true],
+      ["approx_kl", "KL within step", true],
       ["post_kl", "KL of update", true],
     ],
   ],
   [
-    "ratio",
+    "importance ratio",
     [
       ["clip_fraction", "clipped"],
-      ["ess", "effective sample", true],
+      ["ess", "effective sample size", true],
     ],
   ],
   [
-    "length and cut share",
+    "length and truncation",
     [
       ["length_mean", "tokens"],
-      ["truncated_rollouts", "rollouts cut", true],
-      ["cut_replies", "replies cut", true],
+      ["truncated_rollouts", "truncated rollouts", true],
+      ["cut_replies", "truncated replies", true],
     ],
   ],
   ["tokens per second", [["tokens_per_s", "tokens per second"]]],

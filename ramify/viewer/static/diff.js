@@ -96,7 +96,11 @@ function equalParts(text, isAfter, isBefore, sides) {
     end = isBefore ? `\n${lines.slice(-KEPT_LINES).join("\n")}` : "";
   const middle = text.slice(start.length, text.length - end.length),
     buttons = sides.map(() =>
-      h("button.unfold.equal", { type: "button" }, `${grouped(lines.length - kept)} equal lines`),
+      h(
+        "button.unfold.equal",
+        { type: "button" },
+        `${grouped(lines.length - kept)} identical lines`,
+      ),
     );
   const open = () => {
     for (const button of buttons) button.replaceWith(middle);

@@ -17,10 +17,10 @@ import { textOf } from "./turn.js";
 
 /** @type {Record<Difference["what"], string>} */
 const REASONS = {
-  told: "they were told something else",
-  reply: "the model says something else",
-  output: "the same code gives something else",
-  ends: "only one of them goes on",
+  told: "their prompts differ",
+  reply: "the model replies differently",
+  output: "the same code gives a different result",
+  ends: "only one of them continues",
 };
 
 // [index, why] of the first turn at which two calls differ, or null.

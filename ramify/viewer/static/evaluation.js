@@ -66,16 +66,16 @@ function resultOf(each) {
 
 /** @type {Record<string, { words: string, key: (item: any) => number | string }>} */
 const SORTS = {
-  "": { words: "in the order of the task", key: (item) => item.index },
+  "": { words: "task order", key: (item) => item.index },
   worst: { words: "worst first", key: (item) => item.mean ?? Infinity },
   best: { words: "best first", key: (item) => -(item.mean ?? -Infinity) },
   mixed: {
-    words: "most mixed first",
+    words: "most disagreement first",
     key: (item) => (item.mean === null ? 1 : Math.abs(item.mean - 0.5)),
   },
   flipped: { words: "flipped first", key: (item) => (item.flipped ? 0 : 1) },
   item: { words: "by item", key: (item) => item.name },
-  cost: { words: "dearest first", key: (item) => -item.cost },
+  cost: { words: "most expensive first", key: (item) => -item.cost },
 };
 
 export async function evaluationPage(page, keys, query = new URLSearchParams()) {
@@ -196,7 +196,7 @@ class EvaluationView {
       ),
     );
     this.tally = h("span.quiet", { "aria-live": "polite" });
-    this.chips = h("div.facets", { role: "group", "aria-label": "narrow by" });
+    this.chips = h("div.facets", { role: "group", "aria-label": "quick filters" });
     this.agreement = h("p.quiet.agreement", { hidden: true });
     this.card = new AnswerCard({
       said: (verdict) => this.say(verdict),
@@ -263,7 +263,7 @@ class EvaluationView {
     const choose = h(
       "select",
       {
-        "aria-label": "compared with",
+        "aria-label": "compare with",
         onchange: () =>
           (location.hash = evaluationAddress(this.key, choose.value, this.parameters())),
       },
@@ -322,7 +322,7 @@ class EvaluationView {
     // An order of attempts is also that of their items, by the first attempt of each.
     if (order) this.items.sort((a, b) => order(a.listed[0], b.listed[0]));
     this.sorts.disabled = Boolean(order);
-    this.sorts.title = order ? "the filter's sort: decides the order" : "";
+    this.sorts.title = order ? "sorted by the filter's sort:" : "";
     this.queue = this.items.flatMap((item) => item.listed);
     const shown = this.filter.text.trim() ? `${number(this.queue.length)} of ` : "";
     fill(this.tally, `${shown}${number(this.data.attempts.length)}`);
@@ -684,7 +684,7 @@ function tiles(report) {
     tile("cost", dollars(spent.cost)),
     tile("tokens", `${count(spent.input_tokens)} in, ${count(spent.output_tokens)} out`),
     tile(
-      "an attempt",
+      "per attempt",
       `${seconds(spent.seconds_mean)}, ${number(spent.turns_mean)} turns, ${number(spent.calls_mean)} calls below the root`,
     ),
   );
@@ -703,7 +703,7 @@ function comparedWords(data) {
   const { value, low, high } = found.difference,
     sure = low > 0 || high < 0,
     flipped = (way) => Object.values(data.flips).filter((each) => each === way).length;
-  return `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] against ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no difference that is sure"}; ${number(flipped("better"))} got better and ${number(flipped("worse"))} worse.`;
+  return `${value >= 0 ? "+" : ""}${value.toFixed(3)} [${low.toFixed(3)} ${high.toFixed(3)}] compared with ${found.name}, over ${many(found.items, "item")}: ${sure ? (value > 0 ? "better" : "worse") : "no significant difference"}; ${number(flipped("better"))} got better and ${number(flipped("worse"))} got worse.`;
 }
 
 // Bars with intervals for each kind of item, and pass@k for each k.
@@ -758,7 +758,7 @@ function rest(report) {
       ? h(
           "p.problem",
           null,
-          `${many(report.failed, "attempt")} failed and ${report.failed === 1 ? "is" : "are"} left out; the first: ${report.first_error}`,
+          `${many(report.failed, "attempt")} failed and ${report.failed === 1 ? "is" : "are"} excluded; first error: ${report.first_error}`,
         )
       : null,
   ];

@@ -190,12 +190,18 @@ function fieldNames({ numbers, times = {}, texts }) {
 }
 
 function groupProblem(groups) {
-  return { words: `rows can only be grouped by ${alternatives(groups)}`, fix: `group:${groups[0]}` };
+  return {
+    words: `rows can only be grouped by ${alternatives(groups)}`,
+    fix: `group:${groups[0]}`,
+  };
 }
 
 function sortProblem(fields, by) {
   const known = fieldNames(fields);
-  return { words: `rows can only be sorted by ${alternatives(known)}`, fix: `sort:${nearest(by, known)}` };
+  return {
+    words: `rows can only be sorted by ${alternatives(known)}`,
+    fix: `sort:${nearest(by, known)}`,
+  };
 }
 
 function alternatives(names) {
@@ -261,7 +267,7 @@ function fieldTest(fields, field, sign, value, now) {
   if (!textOf) {
     const known = fieldNames(fields);
     return {
-      words: `unknown field ${field}: fields are ${known.join(", ")}; words are put in quotes`,
+      words: `unknown field ${field}: use one of ${known.join(", ")}, or put the text in quotes`,
       fix: `${nearest(field, known)}${sign}${value}`,
     };
   }
@@ -280,7 +286,7 @@ function numberTest(numberOf, field, sign, value) {
   const number = Number(value.replace(/^\$|,/g, ""));
   if (Number.isNaN(number) || !value)
     return {
-      words: `${field} is compared with a number, not with ${value}`,
+      words: `${field} needs a number, not ${value}`,
       fix: `${field}${sign}0.1`,
     };
   return (row) => typeof numberOf(row) === "number" && COMPARE[sign](numberOf(row), number);
@@ -290,7 +296,7 @@ function timeTest(timeOf, field, sign, value, now) {
   const span = timeSpan(value, now);
   if (!span)
     return {
-      words: `${field} is today, yesterday, an age such as 7d, 12h or 30m, or a date such as 2026-11-20, not ${value}`,
+      words: `${field} must be today, yesterday, an age such as 7d, 12h or 30m, or a date such as 2026-11-20, not ${value}`,
       fix: `${field}${sign}${sign === ":" || sign === "=" ? "today" : "7d"}`,
     };
   const [from, to] = span;

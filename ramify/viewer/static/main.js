@@ -103,7 +103,7 @@ async function open(route, page) {
   if (route.name === "run") return runPage(page, route.keys[0], route);
   if (route.name === "report") return (await load("report"))(page, route.keys);
   if (route.name === "matrix") return (await load("matrix"))(page, route.keys);
-  if (offline) throw new Error("this file holds one run alone");
+  if (offline) throw new Error("this file contains only one run");
   if (route.name === "training")
     return (await import("./training.js")).trainingPage(page, route.keys);
   if (route.name === "evaluation")
@@ -114,7 +114,7 @@ async function open(route, page) {
   if (route.name === "compare")
     return (await import("./compare.js")).comparePage(page, route.keys, route);
   if (route.name === "runs") return (await import("./runs.js")).runsPage(page, route.keys);
-  throw new Error(`there is no page ${route.name}`);
+  throw new Error(`unknown page: ${route.name}`);
 }
 
 function drawBar(route) {
@@ -161,7 +161,7 @@ function drawBar(route) {
     ),
     h(
       "button.small",
-      { type: "button", onclick: help, "aria-label": "keys", title: "keys (?)" },
+      { type: "button", onclick: help, "aria-label": "keys", title: "keyboard shortcuts (?)" },
       "?",
     ),
   );
@@ -203,7 +203,7 @@ function pageKeys() {
   return {
     t: ["dark or light", otherTheme],
     S: ["share this page", share],
-    "?": ["these keys", help],
+    "?": ["keyboard shortcuts", help],
     ...(offline
       ? {}
       : {
@@ -233,7 +233,7 @@ function help() {
   const dialog = h(
     "dialog",
     { id: "help", "aria-label": "keys" },
-    h("h2", null, "Keys"),
+    h("h2", null, "Keyboard shortcuts"),
     h(
       "dl.keys",
       null,

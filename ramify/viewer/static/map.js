@@ -58,7 +58,7 @@ const MAP_COLUMNS = [
   { name: "failed", isNumber: true, cell: (each) => number(each.failed) },
   { name: "requests", isNumber: true, cell: (each) => number(each.calls) },
   { name: "cost", isNumber: true, cell: (each) => dollars(each.cost) },
-  { name: "begun", cell: (each) => moment(each.started_at) },
+  { name: "started", cell: (each) => moment(each.started_at) },
   { name: "output", cell: (each) => each.out.split("/").pop() },
 ];
 
@@ -103,7 +103,7 @@ class MapView {
   async start(page) {
     this.body = h("div.evaluation");
     this.tally = h("span.quiet", { "aria-live": "polite" });
-    this.states = h("div.facets", { role: "group", "aria-label": "narrow by" });
+    this.states = h("div.facets", { role: "group", "aria-label": "quick filters" });
     fill(
       page,
       h(
@@ -181,7 +181,7 @@ class MapView {
       `${many(data.questions, "question")} asked`,
       many(data.calls, "request"),
       dollars(data.cost),
-      data.alive ? "in progress" : rest ? "not all rows are asked" : "",
+      data.alive ? "in progress" : rest ? "some rows were not asked" : "",
     ].filter(Boolean);
   }
 
@@ -200,7 +200,7 @@ class MapView {
       ),
       h("p.quiet.file", null, data.out),
       data.shown.length < data.questions
-        ? h("p.note", null, `The first ${many(data.shown.length, "question")} are shown.`)
+        ? h("p.note", null, `Only the first ${many(data.shown.length, "question")} are shown.`)
         : null,
     );
   }

@@ -26,7 +26,7 @@ class MatrixView {
   }
 
   async start(page) {
-    fill(page, h("div.pad", null, "reading …"));
+    fill(page, h("div.pad", null, "loading …"));
     await this.load();
     fill(page, this.body, this.detail);
     const isOpen = () => this.data.rows.some((row) => row.made < row.planned);
@@ -116,7 +116,7 @@ class MatrixView {
       sure
         ? h(
             "small",
-            { title: "sure difference from the first column" },
+            { title: "significant difference from the first column" },
             `${difference.value > 0 ? "▲ +" : "▼ "}${difference.value.toFixed(3)}`,
           )
         : null,
@@ -126,7 +126,7 @@ class MatrixView {
   async open(row) {
     this.chosen = rowKey(row);
     this.draw();
-    fill(this.detail, cellFigures(row, this.data.k), h("p.quiet", null, "reading the attempts …"));
+    fill(this.detail, cellFigures(row, this.data.k), h("p.quiet", null, "loading the attempts …"));
     try {
       const found = await Promise.all(row.records.map((record) => this.attempts(record)));
       if (this.chosen !== rowKey(row)) return;
@@ -137,7 +137,11 @@ class MatrixView {
         this.links(row),
         h("div.scroll-x", null, cellAttempts(attempts)),
         attempts.length > MOST_ATTEMPTS
-          ? h("p.note", null, `the first ${number(MOST_ATTEMPTS)} of ${number(attempts.length)}`)
+          ? h(
+              "p.note",
+              null,
+              `showing the first ${number(MOST_ATTEMPTS)} of ${number(attempts.length)}`,
+            )
           : null,
       );
     } catch (error) {
@@ -239,11 +243,11 @@ function moneySection(tables) {
   return h(
     "section",
     null,
-    h("h2", null, "Scores against money"),
+    h("h2", null, "Score by budget"),
     h(
       "p.quiet",
       null,
-      "The score with each budget per attempt: attempts that cost more count as unanswered.",
+      "The score at each budget per attempt. An attempt that cost more counts as unanswered.",
     ),
     tables.map(({ items, budgets, systems }) => {
       /** @type {import("./table.js").Column[]} */
@@ -257,7 +261,7 @@ function moneySection(tables) {
           style: ([, points]) => washOf(points[at]),
         })),
       ];
-      const label = `scores against money, ${items}`;
+      const label = `score by budget, ${items}`;
       return h(
         "div.scroll-x",
         null,
@@ -272,7 +276,7 @@ function matrixLegend({ baseline, k }) {
   return h(
     "p.quiet",
     null,
-    `A cell has its score, its 95 % interval over items, and its cost.${words ? ` ▲ and ▼ are differences from ${words} over the same items that exclude 0.` : ""}${k > 1 ? ` pass@${k} is in the figures of a cell.` : ""}`,
+    `Each cell shows the score, its 95 % interval over items, and the cost.${words ? ` ▲ and ▼ mark a difference from ${words}, over the same items, whose interval excludes 0.` : ""}${k > 1 ? ` Open a cell for its pass@${k}.` : ""}`,
   );
 }
 
@@ -298,8 +302,8 @@ function cellParts(row, k) {
   );
   if (row.own)
     parts.push([
-      "own count",
-      `${number(row.own.calls)} calls, ${count(row.own.tokens)} tokens${row.own.attempts < row.made ? ` of ${number(row.own.attempts)} attempts` : ""}`,
+      "self-reported",
+      `${number(row.own.calls)} calls, ${count(row.own.tokens)} tokens${row.own.attempts < row.made ? ` in ${number(row.own.attempts)} attempts` : ""}`,
     ]);
   if (reasons.length) parts.push(["not right", reasons.join(", ")]);
   return parts;

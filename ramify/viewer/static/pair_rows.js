@@ -38,7 +38,7 @@ export function diffRow(label, texts, kind = "output", lines = 3) {
       h(
         "div.out",
         { class: same ? "" : "differs" },
-        h("span.label", null, same ? `${label}, the same` : label),
+        h("span.label", null, same ? `${label} (identical)` : label),
         side,
       ),
     ),
@@ -116,7 +116,7 @@ export function promptRow(messages, isLater) {
   const texts = messages.map((message) => (message ? textOf(message.content) : ""));
   if (texts[0] === texts[1] && messages[0]?.role === messages[1]?.role)
     return aligned(
-      messages.map((message) => messageBlock(message, textBlock(texts[0]), "the same", false)),
+      messages.map((message) => messageBlock(message, textBlock(texts[0]), "identical", false)),
       true,
     );
   const sides = diffTexts(texts[0], texts[1]),

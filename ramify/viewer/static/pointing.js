@@ -105,7 +105,7 @@ function wordsOf(call) {
       call.advantage === null ? "" : `advantage ${number(call.advantage)}`,
       call.gap === null ? "" : `gap ${number(call.gap)}`,
       ...named,
-      turns ? `${many(turns, "score")} of turns` : "",
+      turns ? many(turns, "turn score") : "",
       call.tools.length ? many(call.tools.length, "tool call") : "",
     ].filter(Boolean);
   return parts.length ? h("p", null, parts.join(" · ")) : "";

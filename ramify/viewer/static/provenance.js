@@ -115,8 +115,8 @@ export class Provenance {
       !sources.length && link.via?.length
         ? `computed from ${label}`
         : sources.length
-          ? `${link.is_computed ? "computed from" : "returned by"} ${label}${link.is_certain ? "" : ": the same text, perhaps copied"}`
-          : "was printed before";
+          ? `${link.is_computed ? "computed from" : "returned by"} ${label}${link.is_certain ? "" : " (same text, possibly copied)"}`
+          : "printed earlier";
     const element = h(
       "a.from",
       {
@@ -191,12 +191,12 @@ export class Provenance {
       return;
     }
     if (!this.at && !this.begin())
-      return void toast("no call and no output gave a value of this answer");
+      return void toast("no value in this answer was traced to a call or an output");
     const { steps } = this.at,
       step = steps[++this.at.step];
     if (!step) {
       this.at.step--;
-      return void toast("this is where it comes from");
+      return void toast("this is where the value comes from");
     }
     if (step.via) this.line(step.via);
     else if (step.place) this.point(step.place);

@@ -47,7 +47,7 @@ async function reportPage(page, [key]) {
       h(
         "p.note",
         null,
-        `${grouped(sessions.length - MAX_SESSIONS)} more sessions are in the run's page`,
+        `${grouped(sessions.length - MAX_SESSIONS)} more sessions are on the run's page`,
       ),
     );
   page.firstChild.dataset.ready = "yes";

@@ -7,7 +7,7 @@ import { grouped } from "./format.js";
 // Fills `holder` with the request of a turn; a second click empties it.
 export async function showRequest(holder, key, call, turn) {
   if (holder.firstChild) return fill(holder);
-  if (offline) return fill(holder, h("p.note", null, "this file holds no whole requests"));
+  if (offline) return fill(holder, h("p.note", null, "this file does not contain full requests"));
   fill(holder, h("p.quiet", null, "Loading …"));
   try {
     const {

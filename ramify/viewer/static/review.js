@@ -11,7 +11,7 @@ export function showReview(holder, head, saved) {
     names = Object.keys({ ...head.rewards, ...rewards });
   const tags = h("input", {
     type: "text",
-    "aria-label": "labels, with commas between them",
+    "aria-label": "labels, separated by commas",
     placeholder: "labels: wrong unit, check again",
     value: labels.join(", "),
   });
@@ -72,7 +72,7 @@ export function showReview(holder, head, saved) {
       h(
         "p.quiet",
         null,
-        "Stored beside the journal, which stays as it is. A corrected score replaces the recorded one in lists, filters and training data; leave it empty for the recorded one.",
+        "Stored next to the journal, which is not changed. A corrected score replaces the recorded one in lists, filters and training data; leave the field empty to keep the recorded score.",
       ),
       problem,
       h("button.small", { type: "submit" }, "save"),

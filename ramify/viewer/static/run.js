@@ -288,7 +288,7 @@ class RunView {
     if (id === null)
       return fill(
         this.transcript.head,
-        h("p.quiet", null, run.head.problems.length ? "" : "no call yet"),
+        h("p.quiet", null, run.head.problems.length ? "" : "no calls yet"),
       );
     const index = run.indexOf(id);
     if (index < 0)
@@ -416,7 +416,7 @@ class RunView {
           "div.found-head",
           null,
           found.length
-            ? `${many(found.length, "place")}${more ? ", and more" : ""}`
+            ? `${many(found.length, "result")}${more ? ", and more" : ""}`
             : `no match for “${wanted}”`,
           h("button.small", { type: "button", onclick: () => this.closeFound() }, "close"),
         ),
@@ -467,11 +467,11 @@ class RunView {
     return {
       j: ["next call", () => move(1)],
       k: ["previous call", () => move(-1)],
-      b: ["one step back to where the answer comes from", () => this.transcript.provenance.walk()],
+      b: ["trace the answer back one step", () => this.transcript.provenance.walk()],
       o: ["next call that differs from its siblings", () => this.nextOutlier()],
-      $: ["most expensive call, then the next one", () => this.nextExpensive()],
+      $: ["most expensive call, then the next most expensive", () => this.nextExpensive()],
       u: [
-        "the call that made this one",
+        "parent call",
         () => {
           const call = this.run.calls[this.run.indexOf(this.shown)];
           if (call && call.parent >= 0) this.go(this.run.calls[call.parent].id, call.turn);
@@ -480,7 +480,7 @@ class RunView {
       n: ["next turn", () => this.transcript.step(1)],
       p: ["previous turn", () => this.transcript.step(-1)],
       e: [
-        "next error of the call",
+        "next error in this call",
         () => this.transcript.nextError() || toast("no error in this call"),
       ],
       f: ["follow the run", () => this.run.alive && this.setFollowing(!this.following)],
@@ -491,11 +491,13 @@ class RunView {
           return code ? copy(code, "cell") : toast("no code in this call");
         },
       ],
-      ...(offline ? {} : { r: ["labels, note and corrected scores", () => this.openReview()] }),
+      ...(offline
+        ? {}
+        : { r: ["review: labels, note and corrected scores", () => this.openReview()] }),
       "/": ["search the run", () => this.search.focus()],
       "+": ["zoom in", () => this.picture.zoom(1 / 1.6)],
       "-": ["zoom out", () => this.picture.zoom(1.6)],
-      0: ["the whole picture", () => this.picture.fit()],
+      0: ["show the whole picture", () => this.picture.fit()],
     };
   }
 }

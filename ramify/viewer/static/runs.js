@@ -120,13 +120,13 @@ class RunsView {
   }
 
   async start(page, top) {
-    this.facets = h("div.facets", { role: "group", "aria-label": "narrow by" });
+    this.facets = h("div.facets", { role: "group", "aria-label": "quick filters" });
     this.figures = h("p.quiet.figures-line");
     this.groups = h(
       "select",
       { "aria-label": "group by", onchange: () => this.setGroup(this.groups.value) },
       ["", ...RUN_FIELDS.groups].map((name) =>
-        h("option", { value: name }, name ? `by ${name}` : "no groups"),
+        h("option", { value: name }, name ? `by ${name}` : "not grouped"),
       ),
     );
     this.compare = h(
@@ -288,7 +288,10 @@ class RunsView {
   // Label all runs that are ticked.
   async labelTicked(verdict) {
     const keys = [...this.ticked];
-    if (!keys.length) return toast("tick runs to label them (x), or open the queue: label these");
+    if (!keys.length)
+      return toast(
+        "tick runs with x to label them, or click “label these” to go through all of them",
+      );
     this.ticked.clear();
     this.drawTicked();
     try {
@@ -312,8 +315,8 @@ class RunsView {
     fill(
       this.figures,
       [
-        cost ? `cost: median ${dollars(cost[0])}, 90 % below ${dollars(cost[1])}` : "",
-        time ? `time: median ${seconds(time[0])}, 90 % below ${seconds(time[1])}` : "",
+        cost ? `cost: median ${dollars(cost[0])}, 90th percentile ${dollars(cost[1])}` : "",
+        time ? `time: median ${seconds(time[0])}, 90th percentile ${seconds(time[1])}` : "",
         rewards.length
           ? `mean reward ${number(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`
           : "",
@@ -489,7 +492,7 @@ class RunsView {
         () => this.list.active >= 0 && this.tick(this.shown[this.list.active]),
       ],
       Enter: ["open the run", () => this.list.active >= 0 && this.list.choose(this.list.active)],
-      ...verdictKeys("the ticked runs are", (verdict) => this.labelTicked(verdict)),
+      ...verdictKeys("label the ticked runs:", (verdict) => this.labelTicked(verdict)),
       "/": ["filter", () => this.filter.focus()],
     };
   }

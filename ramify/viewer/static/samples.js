@@ -13,8 +13,8 @@ const DEPTH_COLUMNS = [
   { name: "reward", isNumber: true, cell: (each) => brief(each.reward) },
   { name: "turns", isNumber: true, cell: (each) => brief(each.turns) },
   { name: "tokens", isNumber: true, cell: (each) => count(each.sampled) },
-  { name: "surprise", isNumber: true, cell: (each) => brief(each.surprise) },
-  { name: "cut", isNumber: true, cell: (each) => `${Math.round(100 * each.truncated)}%` },
+  { name: "−logprob", isNumber: true, cell: (each) => brief(each.surprise) },
+  { name: "truncated", isNumber: true, cell: (each) => `${Math.round(100 * each.truncated)}%` },
 ];
 /** @type {import("./table.js").Column[]} */
 const ATTEMPT_COLUMNS = [
@@ -27,7 +27,7 @@ const ATTEMPT_COLUMNS = [
   { name: "advantage", isNumber: true, cell: (row) => signed(row.advantage) },
   { name: "tokens", isNumber: true, cell: (row) => count(row.tokens) },
   { name: "calls", isNumber: true, cell: (row) => number(row.num_calls) },
-  { name: "end", cell: (row) => stopWords(row.stop)[0] },
+  { name: "ended", cell: (row) => stopWords(row.stop)[0] },
   {
     name: "answer",
     cell: (row) =>
@@ -124,7 +124,7 @@ export class Samples {
             ),
           )
         : null,
-      h("h3.item-title", null, `over ${many(steps.length, "saved step")}`),
+      h("h3.item-title", null, `across ${many(steps.length, "saved step")}`),
       h(
         "div.scroll-x",
         { tabindex: "0", role: "group", "aria-label": "steps" },
@@ -186,7 +186,7 @@ export class Samples {
                 "aria-label": "item",
                 onchange: (event) => this.showItem(event.target.value),
               },
-              h("option", { value: "" }, `one of ${many(items.length, "item")}`),
+              h("option", { value: "" }, `choose one of ${many(items.length, "item")}`),
               items.map((item) => h("option", { value: item }, item)),
             )
           : null,
@@ -212,7 +212,7 @@ export class Samples {
                     this.drawSamples({ step, rows, problems, depths });
                   },
                 },
-                `${many(rows.length - 2 * MAX_ROWS, "rollout")} between the best and the worst`,
+                `${many(rows.length - 2 * MAX_ROWS, "more rollout")} between the best and the worst`,
               ),
         ),
       ),

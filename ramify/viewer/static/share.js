@@ -96,7 +96,7 @@ async function openShare(view) {
     h("h2", { id: "share-title" }, "Share"),
     offline
       ? null
-      : choice("link", "to this page; it opens for those who may see this viewer", () =>
+      : choice("link", "to this page, for anyone with access to this viewer", () =>
           copy(linkToPage(), "link"),
         ),
     shared
@@ -108,7 +108,7 @@ async function openShare(view) {
               : choice("file", "what the page shows as HTML; works offline", () =>
                   save(`${shared.name}.html`, "text/html", fileOf(shared)),
                 ),
-          choice("Markdown", "copied, to be pasted", () => copy(markdownOf(shared), "Markdown")),
+          choice("Markdown", "copied to the clipboard", () => copy(markdownOf(shared), "Markdown")),
           choice("PNG", "a picture", () => savePicture(shared)),
           csv
             ? choice("CSV", "the table", () => save(`${shared.name}.csv`, "text/csv", csvOf(csv)))

@@ -55,7 +55,7 @@ export function sharedRun(run, key, canvas = null) {
     ],
     file: `/api/export?key=${encodeURIComponent(key)}`,
     links: [
-      ["report", "each session on a page, to read or print", `${runAddress(key)}/report`],
+      ["report", "one session per page, to read or print", `${runAddress(key)}/report`],
       ...(offline
         ? []
         : [/** @type {[string, string, string]} */ (["journal", "as it was recorded", download])]),

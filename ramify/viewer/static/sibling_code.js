@@ -24,7 +24,14 @@ async function showSiblingCode(place, view, id) {
   if (found.cells.every(([own, other]) => own === other))
     return void fill(
       place,
-      h("p.note", null, "Its code is that of ", link, shared, ": look at what it was given."),
+      h(
+        "p.note",
+        null,
+        "Its code is the same as that of ",
+        link,
+        shared,
+        "; compare what each of them was given.",
+      ),
     );
   const equal = found.cells.filter(([own, other]) => own === other).length;
   fill(
@@ -32,7 +39,7 @@ async function showSiblingCode(place, view, id) {
     h(
       "h3",
       null,
-      "its code, against that of ",
+      "its code compared with that of ",
       link,
       h("span.quiet", null, shared),
       h("span.legend-words", null, h("ins", null, "only here"), " ", h("del", null, "only there")),
@@ -41,7 +48,7 @@ async function showSiblingCode(place, view, id) {
       .filter(([own, other]) => own !== other)
       .map(([own, other]) => differenceInOne(other ?? "", own ?? "")),
     equal
-      ? h("p.quiet", null, `${many(equal, "further cell")} ${equal === 1 ? "is" : "are"} the same`)
+      ? h("p.quiet", null, `${many(equal, "other cell")} ${equal === 1 ? "is" : "are"} the same`)
       : null,
   );
 }

@@ -101,7 +101,7 @@ export class Story {
     const head = this.run.head,
       [words, tone] = stopWords(head.stop, head.alive);
     const unreadable = head.problems.length && !this.run.calls.length,
-      question = head.question || (unreadable ? "a run that cannot be shown" : "starting …");
+      question = head.question || (unreadable ? "this run cannot be shown" : "starting …");
     if (this.question.textContent !== question) {
       this.question.textContent = question;
       this.folds[0].fold();
@@ -173,7 +173,7 @@ export class Story {
             place,
           )
         : place,
-      forked.edited ? `, with edited ${forked.edited}` : "",
+      forked.edited ? `, with the ${forked.edited} edited` : "",
     );
   }
 
@@ -204,7 +204,7 @@ export class Story {
       ),
       labels.map((label) => h("span.badge.tag", null, label)),
       Object.entries(verdicts || {}).map(([who, verdict]) =>
-        h("span.badge.tag.verdict", { title: `what ${who} says` }, `${who}: ${verdict}`),
+        h("span.badge.tag.verdict", { title: `label by ${who}` }, `${who}: ${verdict}`),
       ),
     );
     this.note.hidden = !note;
@@ -272,7 +272,7 @@ export class Story {
     const made = calls.filter((call) => call.parent === 0),
       failed = calls.filter((call) => call.failed).length;
     this.differing.hidden = !made.length && !this.run.alive;
-    if (!made.length) return void fill(this.differing, "no sub-call yet");
+    if (!made.length) return void fill(this.differing, "no sub-calls yet");
     const sort = made.some((call) => call.kind === "rlm")
       ? ["child", "children"]
       : ["sub-call", "sub-calls"];

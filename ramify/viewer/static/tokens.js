@@ -28,10 +28,10 @@ function drawStrip(holder, found) {
   const strip = h("div.strip", { tabindex: "0", role: "group", "aria-label": "tokens" });
   const choose = h(
     "select",
-    { "aria-label": "what the colour of a token says" },
+    { "aria-label": "token colour" },
     modes.map((name) => h("option", { value: name }, `colour: ${name}`)),
   );
-  const given = h("label", null, h("input", { type: "checkbox" }), " given tokens");
+  const given = h("label", null, h("input", { type: "checkbox" }), " prompt tokens");
   const draw = (most) => {
     const start = given.firstChild.checked ? 0 : found.given.length;
     const all = [...found.given, ...found.sampled].slice(start);
@@ -74,7 +74,7 @@ function drawStrip(holder, found) {
 
 function summary(found) {
   const parts = [
-    `${grouped(found.reused)} kept, ${grouped(found.given.length)} given, ${grouped(found.sampled.length)} sampled`,
+    `${grouped(found.reused)} from earlier turns, ${grouped(found.given.length)} new in the prompt, ${grouped(found.sampled.length)} sampled`,
   ];
   if (found.logprobs?.length)
     parts.push(
@@ -96,7 +96,7 @@ function describe(found, at) {
   const id = [...found.given, ...found.sampled][at],
     index = at - found.given.length,
     text = found.texts ? ` ${JSON.stringify(found.texts[at])}` : "";
-  if (index < 0) return `token ${id}${text} · given`;
+  if (index < 0) return `token ${id}${text} · prompt`;
   const parts = [`token ${id}${text}`, "sampled"];
   if (found.logprobs)
     parts.push(

@@ -42,7 +42,7 @@ export async function trainingPage(page, keys) {
   const { trainings } = await listPlaces();
   document.title = "Training · Ramify";
   if (!trainings.length) {
-    const missing = "The given paths contain no folder of ramify train.";
+    const missing = "The given paths contain no training runs.";
     showNothing(page, "Training", missing, "Show one with", "ramify view runs/mine");
     return null;
   }
@@ -298,9 +298,9 @@ class TrainingView {
       this.stages,
       units,
       h("label", null, "smoothing", weight),
-      tick("log axis", isLog, (isOn) => ({ isLog: isOn })),
+      tick("log scale", isLog, (isOn) => ({ isLog: isOn })),
       this.runs.length > 1
-        ? tick("seeds as a band", isGrouped, (isOn) => ({ isGrouped: isOn }))
+        ? tick("merge seeds into a band", isGrouped, (isOn) => ({ isGrouped: isOn }))
         : null,
       h("span.spread"),
       this.filter.input,
@@ -339,8 +339,8 @@ class TrainingView {
             steps.length > 1
               ? `raised ${number(steps.length)} times, last at step ${number(steps.at(-1))}`
               : `raised at step ${number(steps[0])}`,
-            ceased === null ? "" : `, gone at step ${number(ceased)}`,
-            action === "warn" ? "" : `; the run: ${action}`,
+            ceased === null ? "" : `, cleared at step ${number(ceased)}`,
+            action === "warn" ? "" : `; action: ${action}`,
           ),
         ),
       ),
@@ -419,7 +419,7 @@ class TrainingView {
     this.fold.hidden = !folded.length;
     fill(
       this.restName,
-      `${many(folded.length, "other curve")}${isFiltered ? " with these words" : ""}`,
+      `${many(folded.length, "other curve")}${isFiltered ? " matching the filter" : ""}`,
     );
     const still = [...constants].filter(([name]) => !inPinned.has(name) && matches(name));
     fill(
@@ -441,7 +441,7 @@ class TrainingView {
         this.charts.delete(name);
       }
     const made = (name) => this.chart(name).element;
-    const missing = numMeasured ? "no curve of that name" : "nothing was measured yet";
+    const missing = numMeasured ? "no curve matches the filter" : "no metrics yet";
     fill(
       this.pinned,
       h("h2.offscreen", null, "Pinned charts"),
@@ -600,7 +600,7 @@ class TrainingView {
     fill(
       this.differences,
       h("h2", null, "Differing options"),
-      isKnown ? null : h("p.quiet", null, "A run without a checkpoint has no known options."),
+      isKnown ? null : h("p.quiet", null, "Options are known only for runs with a checkpoint."),
       rows.length
         ? h(
             "div.scroll-x",

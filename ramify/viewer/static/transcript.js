@@ -150,7 +150,7 @@ export class Transcript {
         ? [["context", `${call.context.kind}, ${count(call.context.chars)} chars`]]
         : []),
       ...(call.context?.by_reference ? [["stored", call.context.by_reference]] : []),
-      ...(call.cause ? [["began as", call.cause]] : []),
+      ...(call.cause ? [["started as", call.cause]] : []),
       ...Object.entries(call.rewards).map(([name, value]) => [`reward: ${name}`, number(value)]),
     ];
     const outlier = this.run.calls[this.row]?.outlier ?? "";
@@ -183,8 +183,8 @@ export class Transcript {
             "p.note",
             null,
             call.fork.turn >= 0
-              ? `goes on from turn ${call.fork.turn + 1} of `
-              : "a branch beside ",
+              ? `continues from turn ${call.fork.turn + 1} of `
+              : "a branch alongside ",
             h(
               "a",
               { href: this.actions.address(call.fork.call, Math.max(0, call.fork.turn)) },
@@ -234,7 +234,7 @@ export class Transcript {
             null,
             call.stop === "final" || !call.stop
               ? "answer"
-              : `answer, as far as it got (${stopWords(call.stop)[0]})`,
+              : `partial answer (${stopWords(call.stop)[0]})`,
             h("button.copy", { type: "button", onclick: () => copy(text, "answer") }, "copy"),
           ),
           textBlock(call.answer, {
@@ -247,7 +247,7 @@ export class Transcript {
     } else if (call.stop && !call.error)
       parts.push(h("p.note", null, `ended without an answer: ${stopWords(call.stop)[0]}`));
     else if (!call.stop && !this.run.alive)
-      parts.push(h("p.note", null, "was interrupted here: the run's process ended"));
+      parts.push(h("p.note", null, "interrupted here: the run's process ended"));
     fill(this.foot, parts);
     const said = this.foot.querySelector(".said.answer-text");
     const plain = said?.textContent;
@@ -288,7 +288,7 @@ export class Transcript {
           null,
           this.run.alive
             ? h("span.live", null, "asking the model …")
-            : "was asking the model when the run was interrupted",
+            : "was waiting for the model when the run was interrupted",
         ),
       ),
       late.map(noteLine),

@@ -64,7 +64,7 @@ export class Picture {
         ["stop", "outcome"],
         ["reward", "reward"],
         ["advantage", "advantage"],
-        ["gap", "gap of log-probability"],
+        ["gap", "log-probability gap"],
         ...Object.entries(MEASURES).map(([field, { words }]) => [field, words]),
       ].map(([mode, name]) => h("option", { value: mode }, `colour: ${name}`)),
     );
@@ -142,10 +142,10 @@ export class Picture {
       advantage: [
         ["good", "above 0"],
         ["bad", "below 0"],
-        ["none", "not learnt from"],
+        ["none", "not trained on"],
       ],
       gap: [
-        ["odd", `${LARGE_GAP} nats and more`],
+        ["odd", `${LARGE_GAP} nats or more`],
         ["none", "not scored"],
       ],
     }[this.mode] ?? [

@@ -13,7 +13,7 @@ export function turnElement(view, turn, part) {
   const plain = view.call.kind !== "rlm" && view.call.num_turns <= 1;
   const facts = [
     turn.asked_s === null ? null : `at ${seconds(turn.asked_s)}`,
-    `${seconds(turn.seconds)} asking`,
+    `reply in ${seconds(turn.seconds)}`,
     `${count(turn.usage.input_tokens)} in, ${count(turn.usage.output_tokens)} out`,
     turn.cost ? dollars(turn.cost) : null,
     turn.finish !== "stop" ? turn.finish : null,
@@ -108,14 +108,14 @@ function messagesBefore(view, turn) {
     while (messages.length < each.reused)
       messages.push({
         role: "…",
-        content: `in call ${view.call.fork ? view.call.fork.call : "before"}`,
+        content: view.call.fork ? `in call ${view.call.fork.call}` : "in an earlier call",
       });
     messages = [...messages.slice(0, each.reused), ...each.prompt, each.reply];
   }
   while (messages.length < turn.reused)
     messages.push({
       role: "…",
-      content: `in call ${view.call.fork ? view.call.fork.call : "before"}`,
+      content: view.call.fork ? `in call ${view.call.fork.call}` : "in an earlier call",
     });
   return messages;
 }
@@ -290,7 +290,7 @@ function cellElement(view, turn, cell, index, part) {
         )
       : null,
     cell.restored.length
-      ? h("p.note", null, `reserved names were put back: ${cell.restored.join(", ")}`)
+      ? h("p.note", null, `reserved names were restored: ${cell.restored.join(", ")}`)
       : null,
     h("div.cell-facts", null, facts),
   );
@@ -341,9 +341,7 @@ export function marksOf(marks) {
               name === mark.by ? number(value) : `${name} ${number(value)}`,
             ),
           ),
-          mark.tokens.length
-            ? h("span.quiet", null, `${mark.tokens.join(", ")} for each token`)
-            : null,
+          mark.tokens.length ? h("span.quiet", null, `per token: ${mark.tokens.join(", ")}`) : null,
           mark.text ? h("span.hint", null, mark.text) : null,
         ),
       ),

@@ -63,7 +63,9 @@ export function agreementWords(agreements) {
   return agreements
     .map(({ people, both, same, kappa }) => {
       const beyond =
-        kappa === null ? "" : ` (Cohen's kappa ${kappa.toFixed(2)}: 0 is chance, 1 is all)`;
+        kappa === null
+          ? ""
+          : ` (Cohen's kappa ${kappa.toFixed(2)}; 0 is chance agreement, 1 is full agreement)`;
       return `${people[0]} and ${people[1]} agree on ${same} of ${many(both, "answer")}${beyond}`;
     })
     .join("; ");
@@ -101,7 +103,7 @@ export class AnswerCard {
     this.verdicts = h("p.card-verdicts");
     this.note = h("textarea", {
       "aria-label": "note on this answer",
-      placeholder: "a note (n)",
+      placeholder: "note (n)",
       rows: "2",
       onchange: () => this.shown && this.noted(this.note.value.trim()),
     });
@@ -195,7 +197,7 @@ export class AnswerCard {
         shown.run ? h("a.small", { href: runAddress(shown.run) }, "open the run") : null,
       ),
       part("question", head?.question || shown.question || "The run was not stored."),
-      part("expected", expected || "not stated by the task", expected ? "" : "quiet"),
+      part("expected", expected || "not given by the task", expected ? "" : "quiet"),
       part("answer", answer || shown.error || "no answer", answer ? tone : "bad"),
       head?.ending ? part("ended", head.ending, "quiet") : null,
       judged.length
@@ -232,7 +234,7 @@ export class AnswerCard {
     );
     fill(
       place,
-      found ? "Parts from " : "The same turns as ",
+      found ? "Diverges from " : "Same turns as ",
       choose,
       found ? ` at turn ${found[0] + 1}: ${found[1]}. ` : " ",
       h(
@@ -247,8 +249,8 @@ export class AnswerCard {
   // Keys of the page that shows the card.
   keys() {
     return {
-      ...verdictKeys("on to the next: this answer is", this.said),
-      n: ["note on the answer", () => this.note.focus()],
+      ...verdictKeys("label this answer and go to the next one:", this.said),
+      n: ["write a note on this answer", () => this.note.focus()],
     };
   }
 }
