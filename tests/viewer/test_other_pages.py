@@ -94,7 +94,7 @@ def test_training_page(browser: Any, world: World, tmp_path: Path, size: tuple[i
             "tokens per second",
         ]
         assert [fact.inner_text() for fact in page.locator(".verdict li").all()] == [
-            "reward 0.292 → 0.79 in 30 steps",
+            "reward 0.292 → 0.79 over 30 steps",
             "validation 0.85",
             "no alarms",
         ]

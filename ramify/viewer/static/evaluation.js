@@ -322,7 +322,7 @@ class EvaluationView {
     // An order of attempts is also that of their items, by the first attempt of each.
     if (order) this.items.sort((a, b) => order(a.listed[0], b.listed[0]));
     this.sorts.disabled = Boolean(order);
-    this.sorts.title = order ? "sorted by the filter's sort:" : "";
+    this.sorts.title = order ? "the filter has a sort: that decides the order" : "";
     this.queue = this.items.flatMap((item) => item.listed);
     const shown = this.filter.text.trim() ? `${number(this.queue.length)} of ` : "";
     fill(this.tally, `${shown}${number(this.data.attempts.length)}`);

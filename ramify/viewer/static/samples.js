@@ -13,8 +13,8 @@ const DEPTH_COLUMNS = [
   { name: "reward", isNumber: true, cell: (each) => brief(each.reward) },
   { name: "turns", isNumber: true, cell: (each) => brief(each.turns) },
   { name: "tokens", isNumber: true, cell: (each) => count(each.sampled) },
-  { name: "−logprob", isNumber: true, cell: (each) => brief(each.surprise) },
-  { name: "truncated", isNumber: true, cell: (each) => `${Math.round(100 * each.truncated)}%` },
+  { name: "NLL", isNumber: true, cell: (each) => brief(each.surprise) },
+  { name: "cut off", isNumber: true, cell: (each) => `${Math.round(100 * each.truncated)}%` },
 ];
 /** @type {import("./table.js").Column[]} */
 const ATTEMPT_COLUMNS = [
