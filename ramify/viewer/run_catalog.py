@@ -424,7 +424,7 @@ class RunCatalog:
             if own.setdefault(path.parent, (path.parent / METRICS).is_file()):
                 continue
             if number == MAX_FILES:
-                text = f"has more than {MAX_FILES:,} files: give a folder below it"
+                text = f"has more than {MAX_FILES:,} files: give one of its subfolders"
                 self._problems.append(UnreadableFileRow(str(place), text))
                 return
             yield path

@@ -267,7 +267,7 @@ class WatchedRun:
         if kind == "trajectory":
             return f"{path} holds trajectories, one per line: give one as {path.name}:1"
         if kind == "evaluation":
-            return f"{path} is an evaluation's record: see the page of evaluations"
+            return f"{path} is the record of an evaluation: open the Evaluations page"
         return "" if kind == "journal" else kind
 
     def _check_end(self) -> None:

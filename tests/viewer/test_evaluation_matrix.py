@@ -143,7 +143,7 @@ def test_flips_against_another_evaluation(browser: Any, shown_world: Evaluated) 
         opened(page)
         page.get_by_label("compare with").select_option(index=1)
         page.locator(".parting", has_text="1 got better and 0 got worse").wait_for()
-        page.locator(".facets button", has_text="flipped better").click()
+        page.locator(".facets button", has_text="flipped to right").click()
         page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
         assert text(page, ".matrix-row .item-name").split()[:3] == ["words/test/0", "even", "↑"]
 
@@ -220,7 +220,7 @@ def test_runs_of_a_filter_are_a_queue(
         if AXE.exists():
             assert violations(page) == []
         page.reload()
-        page.locator(".note", has_text="No run matches the filter.").wait_for()
+        page.locator(".note", has_text="No runs match the filter.").wait_for()
 
 
 def test_ticked_runs_of_the_list_are_labelled_together(browser: Any, evaluated: Evaluated) -> None:

@@ -200,7 +200,7 @@ def test_unreadable_filter_shows_its_reason_and_no_run(
         if AXE.exists():
             assert violations(page) == []
         page.get_by_role("button", name="use cost>0.1").click()
-        page.locator(".empty", has_text="No run matches.").wait_for()
+        page.locator(".empty", has_text="No runs match.").wait_for()
         page.get_by_role("button", name="show all runs").click()
         page.locator(".runs-head .quiet", has_text=re.compile("^74$")).wait_for()
 

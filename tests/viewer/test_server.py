@@ -343,7 +343,7 @@ def test_damaged_evaluation_is_shown_as_far_as_readable(world: World, tmp_path: 
         assert {each["run"] for each in damaged["attempts"]} == {None}  # its store is elsewhere
         assert (await get("/api/evaluation", key="p0/begun.jsonl"))["report"] is None
         (problem,) = (await get("/api/run", key="p0/begun.jsonl"))["head"]["problems"]
-        assert "see the page of evaluations" in problem
+        assert "open the Evaluations page" in problem
         compared = await get("/api/evaluation", key="p0/damaged.jsonl", other="p0/begun.jsonl")
         assert "no scored item in common" in compared["compared"]["problem"]
 

@@ -573,7 +573,7 @@ class CompareView {
     const at = this.rows.indexOf(this.row),
       next = [...this.rows.slice(at + 1), ...this.rows.slice(0, at + 1)].find(isDifferent);
     if (next) this.stepTo(next);
-    else toast("no call differs");
+    else toast("no calls differ");
   }
 
   keys() {

@@ -103,7 +103,7 @@ const RECORD_COLUMNS = [
   { name: "task", cell: (each) => `${each.task}${each.split ? `/${each.split}` : ""}` },
   { name: "items", isNumber: true, cell: (each) => number(each.items || 0) },
   { name: "attempts", isNumber: true, cell: (each) => number(each.attempts || 0) },
-  { name: "made", isNumber: true, cell: (each) => number(each.num_made || 0) },
+  { name: "done", isNumber: true, cell: (each) => number(each.num_made || 0) },
   { name: "cost", isNumber: true, cell: (each) => dollars(each.cost) },
 ];
 
@@ -143,7 +143,7 @@ function listed(page, evaluations, matrices) {
     return view;
   }
   const command = "ramify eval TASK --model MODEL";
-  const missing = "The given paths contain no evaluation.";
+  const missing = "The given paths contain no evaluations.";
   showNothing(page, "Evaluations", missing, "Create one with", command);
   return null;
 }
@@ -287,7 +287,7 @@ class EvaluationView {
         h(
           "span.quiet",
           null,
-          `${many(plan.items, "item")}, ${many(plan.attempts, "attempt")} each${data.num_made < this.planned ? ` · ${number(data.num_made)} of ${number(this.planned)} made` : ""}`,
+          `${many(plan.items, "item")}, ${many(plan.attempts, "attempt")} each${data.num_made < this.planned ? ` · ${number(data.num_made)} of ${number(this.planned)} attempts done` : ""}`,
         ),
         same.length ? choose : null,
         h("a.small", { href: "#/evaluation" }, "all evaluations"),
@@ -296,7 +296,7 @@ class EvaluationView {
       data.problems.map((text) => h("p.problem", { role: "alert" }, text)),
       report
         ? [tiles, compared].map((panel) => panel(report, data))
-        : h("p.note", null, "No attempt has been made yet."),
+        : h("p.note", null, "No attempts have been made yet."),
     );
     fill(this.bottom, report ? [kinds, rest].map((panel) => panel(report, data)) : null);
     this.drawAgreement(data.agreements);
@@ -575,7 +575,7 @@ class EvaluationView {
 
 function chipWords(field, value) {
   if (field === "mixed") return "attempts differ";
-  if (field === "flipped") return `flipped ${value}`;
+  if (field === "flipped") return value === "better" ? "flipped to right" : "flipped to wrong";
   if (field === "label") return value === "none" ? "not labelled" : `labelled ${value}`;
   return `${field}:${value || "none"}`;
 }

@@ -119,7 +119,7 @@ class LabelView {
     this.none.hidden = this.queue.length > 0;
     this.none.textContent = this.filter.problem
       ? "The filter cannot be read."
-      : "No run matches the filter.";
+      : "No runs match the filter.";
     this.list.set(this.queue.length);
     this.choose(this.queue.find((run) => run.key === this.at) || this.queue[0] || null);
     this.drawTally();

@@ -71,7 +71,7 @@ function listMaps(page, maps) {
   document.title = "Maps · Ramify";
   if (maps.length) return listRecords(page, "Maps", "map", MAP_COLUMNS, maps);
   const command = "ramify map QUESTION ROWS… --out FILE";
-  showNothing(page, "Maps", "The given paths contain no map.", "Create one with", command);
+  showNothing(page, "Maps", "The given paths contain no maps.", "Create one with", command);
   return null;
 }
 

@@ -58,7 +58,7 @@ class MatrixView {
         h(
           "span.quiet",
           null,
-          `${many(items, "item")} of each family, ${many(attempts, "attempt")} each${made < planned ? ` · ${number(made)} of ${number(planned)} made` : ""}`,
+          `${many(items, "item")} of each family, ${many(attempts, "attempt")} each${made < planned ? ` · ${number(made)} of ${number(planned)} attempts done` : ""}`,
         ),
         offline ? null : h("a.small", { href: "#/evaluation" }, "all evaluations"),
       ),
@@ -342,7 +342,7 @@ const CELL_COLUMNS = [
 ];
 
 function cellAttempts(attempts) {
-  if (!attempts.length) return h("p.note", null, "No attempt has been made yet.");
+  if (!attempts.length) return h("p.note", null, "No attempts have been made yet.");
   return table("table.figures.records", CELL_COLUMNS, attempts.slice(0, MOST_ATTEMPTS), {
     label: "attempts",
   });

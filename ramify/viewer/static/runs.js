@@ -413,7 +413,7 @@ class RunsView {
   sayNoMatch() {
     fill(
       this.none,
-      h("p", null, this.filter.problem ? "The filter cannot be read." : "No run matches."),
+      h("p", null, this.filter.problem ? "The filter cannot be read." : "No runs match."),
       h("button.small", { type: "button", onclick: () => this.filter.set("") }, "show all runs"),
     );
   }
