@@ -51,7 +51,7 @@ def figures(quick: bool) -> Iterator[Figure]:
 def _recording(folder: Path, num_users: int) -> Iterator[Figure]:
     """Ids of concurrent users against the engine's log, and CPU time of one request."""
     made = policy(max_position_embeddings=2 * PROMPT_TOKENS)
-    described = PolicyFactsForRecorder.of(made)
+    described = PolicyFactsForRecorder.from_policy(made)
     logged: set[tuple[int, ...]] = set()
     cpu: list[float] = []
 
@@ -147,7 +147,7 @@ def _learning(folder: Path, num_replies: int, steps: int) -> Iterator[Figure]:
 
 async def _thumbs(folder: Path, seed: int, num: int) -> list[Reply]:
     made = load_policy(folder / f"policy{seed}")
-    recorder = TrafficRecorder(folder / f"store{seed}", PolicyFactsForRecorder.of(made))
+    recorder = TrafficRecorder(folder / f"store{seed}", PolicyFactsForRecorder.from_policy(made))
     replies = await _sampled(folder / f"policy{seed}", num, recorder)
     await recorder.close()
     return replies
@@ -164,7 +164,7 @@ async def _sampled(folder: Path, num: int, recorder: TrafficRecorder | None = No
         reply = await engine.complete(request)
         if recorder is not None:
             await recorder.record(f"{number}", 0, request, reply)
-            await recorder.feedback(f"{number}", 0, float(_even(reply) > 0.5), "")
+            await recorder.record_feedback(f"{number}", 0, float(_even(reply) > 0.5), "")
         return reply
 
     try:

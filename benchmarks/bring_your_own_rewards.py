@@ -52,7 +52,7 @@ def measure(quick: bool) -> list[Figure]:
     from ramify.evaluate.reward_model_client import RewardModel
     from ramify.tasks.base import Item, SimpleTask
     from ramify.tasks.score_with_timeout import score_with_timeout
-    from ramify.tasks.validation import answered
+    from ramify.tasks.validation import answer_only_trajectory
 
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
     try:
@@ -63,7 +63,7 @@ def measure(quick: bool) -> list[Figure]:
         task = SimpleTask("t", {"test": items}, reward)
 
         def score(number: int) -> float:
-            run = answered(items[number], "x" * number)
+            run = answer_only_trajectory(items[number], "x" * number)
             return score_with_timeout(task, items[number], run, 30).rewards["correct"]
 
         with ThreadPoolExecutor(NUM) as pool:

@@ -52,7 +52,7 @@ import numpy as np
 import objectives_table
 from figures import Figure, show
 
-from ramify.train.advantages.base import with_memory
+from ramify.train.advantages.base import with_saved_state
 from ramify.train.advantages.credit import AdvantageFunction, Numbers, Tree, inherited_returns
 from ramify.train.advantages.fork_estimators import (
     BranchEstimator,
@@ -125,7 +125,7 @@ def updates(
     """Give ``add`` the weight times the advantage of the first token of each of ``calls``."""
     memory: dict[str, float] = {}
     for index, trajectories in enumerate(groups):
-        assigned = with_memory(algorithm, memory).assign_advantages(
+        assigned = with_saved_state(algorithm, memory).assign_advantages(
             [Group(str(index), trajectories)], {}, every_token=True
         )
         memory = assigned.memory

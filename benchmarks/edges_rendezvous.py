@@ -177,7 +177,7 @@ def strangers(python: str, num: int = 2) -> Iterator[dict[str, Any]]:
 
 def channels(python: str, rounds: int) -> tuple[float, int, int]:
     """(longest wait of a peer, keys learned, strangers accepted)"""
-    from ramify.actors.child_process import ChildProcess, import_path
+    from ramify.actors.child_process import ChildProcess, pythonpath_environment
     from ramify.actors.connect_back import ConnectBackListener
 
     slowest, keys, extra = 0.0, [], 0
@@ -191,8 +191,8 @@ def channels(python: str, rounds: int) -> tuple[float, int, int]:
                     children = [
                         ChildProcess(
                             [sys.executable, "-c", CHILD],
-                            environment=import_path(),
-                            stdin=listener.ticket(name),
+                            environment=pythonpath_environment(),
+                            stdin=listener.create_ticket(name),
                         )
                         for name in names
                     ]
@@ -236,7 +236,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
 
     from ramify.actors.connect_back import ConnectBackTicket
     from ramify.actors.message_encoding import decode
-    from ramify.inference.weight_sync.base import sources
+    from ramify.inference.weight_sync.base import to_lazy_weights
     from ramify.inference.weight_sync.broadcast import GlooSync
 
     weights = [("w", torch.arange(100_000, dtype=torch.float32))]
@@ -257,7 +257,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
     thread.start()
     try:
         sync.join()
-        for chunk in sync.chunks(sources(weights, torch.float32), 1, whole=True):
+        for chunk in sync.chunks(to_lazy_weights(weights, torch.float32), 1, whole=True):
             chunks.append(chunk.info)
             sent.set()
             assert chunk.send is not None

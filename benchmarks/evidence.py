@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 from ramify.engine.limits import Limits  # noqa: E402
 from ramify.engine.scaffold import Scaffold  # noqa: E402
 from ramify.tasks.base import Item, SimpleTask, Task, generated, items_of, task_of  # noqa: E402
-from ramify.tasks.validation import answered  # noqa: E402
+from ramify.tasks.validation import answer_only_trajectory  # noqa: E402
 from ramify.testing.script import server_error  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
 from ramify.train.backends.base import OptimizerSpec  # noqa: E402
@@ -83,9 +83,11 @@ def evidence_figures(num: int) -> Iterator[Figure]:
             "whole papers with a fact": [[id, 0, len(item.context[id])] for id in chosen],
             "all papers": [[id, 0, len(text)] for id, text in item.context.items()],
         }
-        lowest = min(lowest, task.score(item, answered(item, item.gold)).rewards["f1"])
+        lowest = min(
+            lowest, task.score(item, answer_only_trajectory(item, item.gold)).rewards["f1"]
+        )
         for name, answer in answers.items():
-            f1 = task.score(item, answered(item, answer)).rewards["f1"]
+            f1 = task.score(item, answer_only_trajectory(item, answer)).rewards["f1"]
             worst[name] = max(worst[name], f1)  # type: ignore[assignment]
     yield Figure(f"evidence, gold, lowest of {num}", lowest, "F1", {}, least=1.0)
     for name, limit in (

@@ -320,15 +320,19 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
         IMPORTED,
         PROGRAM_HINT,
         ToyProgramExercise,
-        library,
+        generate_word_functions,
     )
     from ramify.types.message import Message
 
-    renderer, tokenizer, known = client.policy.renderer, client.policy.tokenizer, library()
+    renderer, tokenizer, known = (
+        client.policy.renderer,
+        client.policy.tokenizer,
+        generate_word_functions(),
+    )
     right = dict(enumerate(known.right))
     likely: dict[str, list[float]] = {"p(right | hint)": [], "p(right)": []}
     for item in task.splits["validation"][:100]:
-        problem = ToyProgramExercise.read(item.question)
+        problem = ToyProgramExercise.parse(item.question)
         assert problem is not None
         words = [word for word, _ in problem.steps][:3]
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))

@@ -41,7 +41,7 @@ from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.local.model_runner import runner_of
+from ramify.inference.local.model_runner import create_runner
 from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer_training import train_tokenizer
 
@@ -307,7 +307,7 @@ def limit(sides: Sides, num: int, repeats: int) -> Figure:
     steps, multiplied, reading = [], [], []
     bytes_held = 0
     for repeat in range(repeats):
-        engine = LocalEngine(runner_of(model), InferenceEngineLimits(num, 1024, 2 << 30, 1024))
+        engine = LocalEngine(create_runner(model), InferenceEngineLimits(num, 1024, 2 << 30, 1024))
         for index, ids in enumerate(prompts(num, 64, repeat)):
             engine.add(GenerationState(ids, max_tokens=64, seed=f"{repeat}|{index}"))
         while engine.num_computed < num * 64:

@@ -25,7 +25,7 @@ from pathlib import Path
 from figures import Figure
 
 import ramify
-from ramify.clients.picture_token_costs import picture_tokens
+from ramify.clients.picture_token_costs import picture_tokens_upper_bound
 from ramify.sources.load_sources import load
 from ramify.testing import ScriptedServer
 from ramify.types.picture import Picture, picture_from_bytes
@@ -192,7 +192,7 @@ def _page(folder: Path) -> Figure:
 
 def _tokens() -> Iterator[Figure]:
     bounds = [
-        picture_tokens(model, Picture("0" * 64, "png", width, height, 1)) / tokens
+        picture_tokens_upper_bound(model, Picture("0" * 64, "png", width, height, 1)) / tokens
         for model, width, height, tokens in _PUBLISHED
     ]
     examples: dict[str, float | str] = {"published examples": len(bounds)}

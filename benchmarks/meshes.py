@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from ramify.errors import TrainError
 from ramify.extras.cluster import memory
 from ramify.extras.cluster.meshes import sent_bytes
-from ramify.extras.cluster.model_and_device_specs import device_of, shape_of
+from ramify.extras.cluster.model_and_device_specs import device_of, model_shape_from_config
 from ramify.extras.cluster.step_time_estimate import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models.load import Policy
@@ -291,7 +291,7 @@ def measure(shard: dict[str, int], checkpoint: Path) -> dict[str, Any]:
             pass
         peaks = [_peak(pid) - least for pid, least in zip(pids, imports, strict=True)]
         ranks.close()
-    shape = shape_of(LARGE)
+    shape = model_shape_from_config(LARGE)
     run = Run(
         policy=PolicySpec(path=str(checkpoint)),
         rl=RlSpec(),

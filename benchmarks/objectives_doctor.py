@@ -414,12 +414,12 @@ def cost(run: Run, out: Path) -> float:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (stages, "of_samples"),
+            (stages, "rollout_sampling_metrics"),
             (stages, "advantage_reward_correlation"),
             (Learner, "probe"),
-            (Learner, "measured_before"),
-            (Learner, "measured_after"),
-            (trainer, "after_step"),
+            (Learner, "metrics_before_update"),
+            (Learner, "metrics_after_update"),
+            (trainer, "check_step"),
         ):
             original = getattr(owner, name)
             setattr(owner, name, timed(original))

@@ -46,7 +46,7 @@ from ramify.train.losses.total_loss import BatchLossInputs, compute
 from ramify.train.named_objectives import OBJECTIVES
 from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
 from ramify.train.override import override
-from ramify.train.stages import streams_of
+from ramify.train.stages import required_loss_inputs
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 
@@ -158,7 +158,7 @@ def ours(preset: str, batch: ComparisonBatch, *overrides: str) -> Result:
         "ref_logprobs": batch.logprobs(batch.ref),
         "values": batch.old_values,
     }
-    computed = needs_of(algorithm).streams | streams_of(loss)
+    computed = needs_of(algorithm).streams | required_loss_inputs(loss)
     for row, index in zip(rows, indices, strict=True):
         for name in computed:
             values = known[name]

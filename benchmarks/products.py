@@ -60,8 +60,10 @@ def multiplications(model: DenseModel, batches: Iterable[Batch]) -> float:
         rows = sorted(set(batch.sources.tolist()))
         total += (shape.num_layers - 1) * len(batch) * layer + len(batch) * before
         total += len(rows) * (layer - before) + len(batch.owners) * shape.vocab_size * shape.width
-        pairs = (shape.num_layers - 1) * _pairs(ForestAttentionPlan.of(batch.segments))
-        total += 2 * heads * (pairs + _pairs(ForestAttentionPlan.of(batch.segments, rows)))
+        pairs = (shape.num_layers - 1) * _pairs(ForestAttentionPlan.for_segments(batch.segments))
+        total += (
+            2 * heads * (pairs + _pairs(ForestAttentionPlan.for_segments(batch.segments, rows)))
+        )
     return total
 
 

@@ -171,7 +171,7 @@ def is_plain(given: Any) -> bool:
 
 
 def from_final(action: ParsedAction) -> Any:
-    return action.final.literal() if isinstance(action.final, FinalAnswerText) else action
+    return action.final.parsed_value() if isinstance(action.final, FinalAnswerText) else action
 
 
 def taken_from_cut(generator: random.Random, num: int) -> int:

@@ -47,7 +47,7 @@ from reality_wire import (
 )
 
 from ramify import RLM, Limits, RamifyError, Stop, Store, Suspended
-from ramify.cli.parser import ExitCode, exit_of
+from ramify.cli.parser import ExitCode, exit_code_of_run
 from ramify.types.message import Usage
 
 SPEED = 100.0
@@ -129,7 +129,7 @@ async def observe(row: Row, folder: Path) -> Observation:
 
 
 def _end(stop: Stop, answer: Any) -> str:
-    code = exit_of(stop, answer)
+    code = exit_code_of_run(stop, answer)
     names = {ExitCode.ANSWERED: "answer", ExitCode.ERROR: "error", ExitCode.SUSPENDED: "suspended"}
     return names.get(code, "cut")
 

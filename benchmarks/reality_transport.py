@@ -45,13 +45,14 @@ BLOCK = 80
 async def serve(pieces: int, certificate: str) -> None:
     """Answer every request with ``TEXT``, streamed in ``pieces`` if a stream is asked for."""
     from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
-    from ramify.testing.scripted_server import chunks_of, completion
+    from ramify.testing.scripted_server import completion_body, completion_stream_chunks
     from ramify.types.message import Message, Reply, Usage
 
-    whole = completion(Reply(Message("assistant", TEXT), Usage(9, 9, calls=1)), "m")
+    whole = completion_body(Reply(Message("assistant", TEXT), Usage(9, 9, calls=1)), "m")
     body = msgspec.json.encode(whole)
     events = b"".join(
-        b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks_of(whole, pieces, True)
+        b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        for chunk in completion_stream_chunks(whole, pieces, True)
     )
     events += b"data: [DONE]\n\n"
 
@@ -210,7 +211,7 @@ async def cancels(count: int) -> list[float]:
     async def stream(exchange: PendingMockRequest) -> None:
         exchange.begin("text/event-stream")
         while exchange.is_open:
-            exchange.piece(b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n')
+            exchange.send_piece(b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}\n\n')
             await asyncio.sleep(0.002)
         seen.append(loop.time())
         is_seen.set()

@@ -58,7 +58,7 @@ def main(control_fd: int) -> None:
         pid = os.fork()
         if not pid:
             _child(built.confinement, prepared, wire, control)
-        prepared.drop_rules()
+        prepared.close_rules_descriptor()
         prepared.drop_scratch()
         os.close(wire)
         while os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG):
@@ -69,7 +69,7 @@ def _child(confinement: Any, prepared: Any, wire: int, control: socket.socket) -
     confinement.set_up_session_process(prepared)
     sock = socket.socket(fileno=os.dup2(wire, 3, inheritable=False))
     os.closerange(4, 1 << 20)
-    confinement.limit()
+    confinement.apply_resource_limits()
     confinement.finish(3)
     names: dict[str, Any] = {}
     while True:

@@ -35,7 +35,7 @@ from figures import Figure, show
 from scale_stepped import Shape, carry_out
 
 from ramify.extras.cluster.simulate import SimulationResult, SimulationSetting, simulate
-from ramify.extras.cluster.simulation_inputs import SimulationInputs, measured
+from ramify.extras.cluster.simulation_inputs import SimulationInputs, read_measured_run
 
 MOST_OFF = 0.15
 """Tolerance of a step's seconds in either direction."""
@@ -90,7 +90,7 @@ def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator
 
 def run_and_measure(out: Path, shape: Shape) -> SimulationInputs:
     carry_out(out, shape)
-    return measured(out)
+    return read_measured_run(out)
 
 
 def figure(
@@ -187,7 +187,7 @@ def _embedded(folder: Path, runs: dict[str, tuple[str, ...]], steps: int) -> Ite
     for index, (what, fields) in enumerate(runs.items()):
         out = folder / f"embedded-{index}"
         _train(out, f"rl.steps={steps}", *fields)
-        found = measured(out)
+        found = read_measured_run(out)
         first = first or found
         yield figure(what, first, found, floor=False)
         computed, predicted = fmean(found.computed_s), at(first, found).computed_s

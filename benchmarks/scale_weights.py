@@ -175,9 +175,9 @@ async def _delta_figures(
 async def _sync(engines: Any, policy: Any, version: int) -> float:
     import torch
 
-    from ramify.inference.weight_sync.base import sources
+    from ramify.inference.weight_sync.base import to_lazy_weights
 
-    given = sources(policy.model.named_parameters(), torch.float32)
+    given = to_lazy_weights(policy.model.named_parameters(), torch.float32)
     started = time.perf_counter()
     await engines.update(given, version)
     return time.perf_counter() - started

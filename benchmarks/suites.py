@@ -50,12 +50,12 @@ from ramify.evaluate.run import (
     RlmAttemptMaker,
     evaluate_all,
 )
-from ramify.evaluate.systems.attempt import attempt_by, system_of
+from ramify.evaluate.systems.attempt import attempt_with_system, parse_system
 from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget
 from ramify.serve.meter import MeteringProxy
 from ramify.store.store import Store
 from ramify.tasks.base import TASKS, Item, Task, items_of, task_of
-from ramify.testing.offline import model_of
+from ramify.testing.offline import simulated_model
 from ramify.testing.scripted import ScriptedClient
 from ramify.types.message import Usage
 
@@ -226,7 +226,7 @@ async def _budgets() -> Iterator[Figure]:
     num_refused = 0
     async with MeteringProxy(client) as metered, aiohttp.ClientSession() as session:
         for number, budget in enumerate(budgets):
-            async with metered.seat(f"liar-{number}", budget) as seat:
+            async with metered.open_account(f"liar-{number}", budget) as seat:
                 await asyncio.gather(*(_lie(session, seat, lie) for lie in _LIES * 5))
                 num_refused += seat.num_refused
                 spent = (
@@ -302,9 +302,9 @@ def peers(b: Bench) -> Iterator[Figure]:
 async def _journal(rows: Sequence[tuple[str, Item]]) -> Iterator[Figure]:
     """Ours through the meter, with a journal: the counts of both must be equal."""
     differences, scores = [], []
-    async with MeteringProxy(model_of("default").client()) as metered:
+    async with MeteringProxy(simulated_model("default").client()) as metered:
         for suite, item in rows:
-            async with metered.seat(item.id) as seat:
+            async with metered.open_account(item.id) as seat:
                 model = Model(
                     f"openai:{seat.model}",
                     api_key=seat.key,
@@ -341,16 +341,16 @@ def _difference(one: Usage, other: Usage) -> int:
 async def _by_peer(name: str, rows: Sequence[tuple[str, Item]]) -> SystemRun | None:
     """Answer all rows by a peer, one at a time. None if it is not installed."""
     try:
-        system = system_of(name, timeout_s=300.0)
+        system = parse_system(name, timeout_s=300.0)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return None
     outcomes, metered = [], Usage()
-    async with MeteringProxy(model_of("default").client()) as meter:
+    async with MeteringProxy(simulated_model("default").client()) as meter:
         for suite, item in rows:
-            async with meter.seat(item.id) as seat:
+            async with meter.open_account(item.id) as seat:
                 task = task_of(suite, tokens=8_192)
-                outcomes.append(await attempt_by(system, task, item, 0, seat=seat))
+                outcomes.append(await attempt_with_system(system, task, item, 0, seat=seat))
                 metered += seat.usage
     return SystemRun(outcomes, metered)
 

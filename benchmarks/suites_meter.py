@@ -136,7 +136,7 @@ async def overhead(url: str, count: int) -> list[Figure]:
         record = Path(folder) / "meter.jsonl"
         async with (
             MeteringProxy(model, record=record) as meter,
-            meter.seat("a", PerItemBudget(max_tokens=1 << 40)) as seat,
+            meter.open_account("a", PerItemBudget(max_tokens=1 << 40)) as seat,
             bare_proxy(url) as bare,
         ):
             for size, chars in SIZES.items():

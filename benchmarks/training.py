@@ -47,7 +47,7 @@ from ramify.models.dense import DenseModel
 from ramify.models.forest_attention import ForestAttention
 from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer_training import train_tokenizer
-from ramify.models.training_forward import DenseTrunk, with_rounded_rows
+from ramify.models.training_forward import DenseTrunk, pad_rows_for_onednn
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
@@ -96,7 +96,7 @@ class WholeTrunk(DenseTrunk):
         segments: Sequence[Segment],
         rows_N: torch.Tensor,
     ) -> torch.Tensor:
-        ids_T, positions_T, segments = with_rounded_rows(ids_T, positions_T, segments)
+        ids_T, positions_T, segments = pad_rows_for_onednn(ids_T, positions_T, segments)
         h_TD = self._whole.hidden(ids_T, positions_T, ForestAttention(segments))
         return h_TD.index_select(0, rows_N)
 

@@ -51,12 +51,12 @@ def lazy_namespace(
     type checkers and editors read it, and so does this function. The line ``from ramify import
     train as train`` there names a package."""
     with open(f"{folder}/__init__.pyi", encoding="utf-8") as file:
-        homes = _homes(file.read())
+        homes = _modules_by_name(file.read())
 
     def get(name: str) -> Any:
         home = homes.get(name)
         if home is None and name[:1] != "_":
-            new = _module("ramify.deprecated_public_names").new_name(package, name)
+            new = _module("ramify.deprecated_public_names").resolve_deprecated_name(package, name)
             if new is not None:
                 return get(new)
         # ``from ramify import secret_redaction`` asks for a module here before Python imports it.
@@ -93,7 +93,7 @@ def _is_from_import(frame: FrameType) -> bool:
     return bool(_module("opcode").opname[opcode] == "IMPORT_FROM")
 
 
-def _homes(stub: str) -> dict[str, str]:
+def _modules_by_name(stub: str) -> dict[str, str]:
     """Read the imports in a stub file, and map each imported name to the module that defines it:
     ``{"RLM": "ramify.engine.rlm", …}``."""
     homes = {}

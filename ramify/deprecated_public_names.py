@@ -52,7 +52,7 @@ PUBLIC_NAMES = {
 """Package -> old name -> new name."""
 
 
-def new_name(package: str, name: str) -> str | None:
+def resolve_deprecated_name(package: str, name: str) -> str | None:
     """Return the current name for an old name of a package, and issue a warning at the place where
     the old name is used.
 

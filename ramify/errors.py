@@ -29,7 +29,7 @@
         print(error)            # one line: what failed, where, what was received, what to do
 
 Reaching a limit is not an error for a run: it returns its best answer and its ``Stop``. A failure
-that a person can fix (see ``can_be_fixed``) suspends a stored run.
+that a person can fix (see ``is_fixable_by_user``) suspends a stored run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.nearest_name import nearest_name
-from ramify.printable import clean, one_line
+from ramify.printable import replace_unprintable, strip_control_characters
 
 
 class RamifyError(Exception):
@@ -62,7 +62,9 @@ class RamifyError(Exception):
 
         Control characters are removed, because the message may quote text from a server.
         """
-        super().__init__(*(clean(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(
+            *(strip_control_characters(arg) if isinstance(arg, str) else arg for arg in args)
+        )
 
 
 class Suspended(RamifyError):
@@ -123,7 +125,7 @@ class SourceError(RamifyError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        super().__init__(replace_unprintable(message))
 
 
 class ModelError(RamifyError):
@@ -351,7 +353,7 @@ class HostCallError(Exception):
         self.data = dict(data or {})
 
 
-def can_be_fixed(error: BaseException | None) -> bool:
+def is_fixable_by_user(error: BaseException | None) -> bool:
     """Return True if a person can fix the cause of ``error``, so that the run can be continued.
 
     Examples are a network failure, a used-up quota, a wrong key or a full disk.
@@ -366,7 +368,7 @@ def can_be_fixed(error: BaseException | None) -> bool:
     return is_refused_key or (isinstance(error, ModelError) and error.transient)
 
 
-def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
+def listen_error(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
     """Create the error for a server that cannot listen on its address.
 
     The message names the command-line option to change.
@@ -438,7 +440,7 @@ def check_keywords(owner: str, given: Iterable[str], known: Iterable[str]) -> No
             )
 
 
-def raised_at(error: BaseException) -> str:
+def user_line_of_error(error: BaseException) -> str:
     """Return the line of the user's code that raised ``error``, in the form ``, at score.py:12
     (score)``.
 

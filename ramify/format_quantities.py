@@ -22,7 +22,7 @@ def format_count(number: float) -> str:
     """Format a count and shorten large ones: ``1,234``, ``45.2k``, ``1.2M``."""
     for limit, size, unit in ((9.995e8, 1e9, "G"), (9.995e5, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
-            return f"{plain(number / size)}{unit}"
+            return f"{format_plain_number(number / size)}{unit}"
     return f"{number:,.0f}"
 
 
@@ -31,7 +31,7 @@ def pluralize(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("s" if number != 1 else "")
 
 
-def plain(number: float, digits: int = 3) -> str:
+def format_plain_number(number: float, digits: int = 3) -> str:
     """Format a number with ``digits`` significant digits and without an exponent: ``0.000049``,
     ``0.5``, ``1234``."""
     if number == 0 or not math.isfinite(number):
@@ -41,7 +41,7 @@ def plain(number: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def dollars(cost: float | None) -> str:
+def format_dollars(cost: float | None) -> str:
     """Format a cost in dollars: ``$1.23``, ``$0.012``, ``$0.000012``.
 
     None becomes ``cost unknown``.
@@ -51,11 +51,11 @@ def dollars(cost: float | None) -> str:
     if cost == 0 or cost >= 0.0995:
         return f"${cost:,.2f}"
     if cost < LEAST_DOLLARS:
-        return f"under ${plain(LEAST_DOLLARS)}"
-    return f"${plain(cost, 2)}"
+        return f"under ${format_plain_number(LEAST_DOLLARS)}"
+    return f"${format_plain_number(cost, 2)}"
 
 
-def seconds(value: float) -> str:
+def format_duration(value: float) -> str:
     """Format a duration in seconds with a suitable unit: ``7 µs``, ``420 ms``, ``1.25 s``, ``3 min
     5 s``, ``2 h``."""
     if value <= 0:
@@ -68,11 +68,11 @@ def seconds(value: float) -> str:
         return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
     whole = round(value)
     if whole < 3600:
-        return _two(whole, 60, "min", "s")
-    return _two(round(whole / 60), 60, "h", "min")
+        return _format_two_units(whole, 60, "min", "s")
+    return _format_two_units(round(whole / 60), 60, "h", "min")
 
 
-def _two(whole: int, size: int, unit: str, part: str) -> str:
+def _format_two_units(whole: int, size: int, unit: str, part: str) -> str:
     """Format an amount in two units, such as ``3 min 5 s``.
 
     ``whole`` is the amount in the smaller unit, and ``size`` is how many of those make one larger
@@ -84,7 +84,7 @@ def _two(whole: int, size: int, unit: str, part: str) -> str:
 
 def format_rounded_duration(value: float) -> str:
     """Format a duration rounded to whole seconds: ``0 s``, ``12 s``, ``3 min 5 s``."""
-    return f"{max(0, round(value))} s" if value < 59.5 else seconds(value)
+    return f"{max(0, round(value))} s" if value < 59.5 else format_duration(value)
 
 
 def format_growing_duration(value: float) -> str:
@@ -92,4 +92,4 @@ def format_growing_duration(value: float) -> str:
 
     Below a minute it always has one decimal place, so that the text does not jump in width.
     """
-    return f"{max(0.0, value):.1f} s" if value < 59.95 else seconds(value)
+    return f"{max(0.0, value):.1f} s" if value < 59.95 else format_duration(value)

@@ -22,10 +22,10 @@ def install_command(*extras: str) -> str:
         record = metadata.distribution("ramify").read_text("direct_url.json")
     except metadata.PackageNotFoundError:  # a folder on PYTHONPATH
         record = None
-    return command_for(record, extras)
+    return install_command_from_record(record, extras)
 
 
-def command_for(record: str | None, extras: tuple[str, ...]) -> str:
+def install_command_from_record(record: str | None, extras: tuple[str, ...]) -> str:
     """Return the ``pip install`` command for an installation.
 
     ``record`` is the text of its ``direct_url.json``, or None if there is no such file.

@@ -50,7 +50,7 @@ them."""
 # --- levels
 
 
-def levels_of(setting: str) -> tuple[dict[str, int], list[str]]:
+def parse_log_levels(setting: str) -> tuple[dict[str, int], list[str]]:
     """Parse a log-level setting such as ``engine=debug,info``.
 
     Returns the level of each logger by name, with ``""`` for all others, and an error message for
@@ -81,7 +81,7 @@ def component_levels(level: int) -> dict[str, int]:
 
     The level is ``level``, or lower if the variable ``RAMIFY_LOG`` asks for more detail.
     """
-    levels, _ = levels_of(os.environ.get(VARIABLE, ""))
+    levels, _ = parse_log_levels(os.environ.get(VARIABLE, ""))
     return {"": level} | {room: min(level, own) for room, own in levels.items()}
 
 
@@ -104,10 +104,12 @@ class TextFormatter(logging.Formatter):
             clock = time.strftime("%H:%M:%S", time.localtime(record.created))
             start = f"{clock} {record.levelname.lower()} {component_of(record)}"
         else:
-            runs, process = "/".join(runs_of(record)) or "-", _process_of(record)
-            start = f"{_moment(record)} {record.levelname} {component_of(record)} {runs}"
+            runs, process = "/".join(active_run_ids(record)) or "-", _process_of(record)
+            start = f"{_format_timestamp(record)} {record.levelname} {component_of(record)} {runs}"
             start += f" [{process}]" if process else ""
-        fields = " ".join(f"{name}={_value(value)}" for name, value in given["fields"].items())
+        fields = " ".join(
+            f"{name}={_format_field_value(value)}" for name, value in given["fields"].items()
+        )
         text = f"{start} {given['event']}: {record.getMessage()}"
         return _one_line("  ".join(filter(None, (text, fields, record.exc_text))))
 
@@ -116,9 +118,9 @@ class JsonFormatter(logging.Formatter):
     """A formatter that writes a log record as one line of JSON."""
 
     def format(self, record: LogRecord) -> str:
-        runs, process = runs_of(record), _process_of(record)
+        runs, process = active_run_ids(record), _process_of(record)
         row = {
-            "at": _moment(record),
+            "at": _format_timestamp(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": vars(record)["event"],
@@ -141,7 +143,7 @@ def component_of(record: LogRecord) -> str:
     return record.name.removeprefix("ramify.").partition(".")[0]
 
 
-def runs_of(record: LogRecord) -> tuple[str, ...]:
+def active_run_ids(record: LogRecord) -> tuple[str, ...]:
     """Return the ids of the runs that were active when a log record was made, from the outermost to
     the innermost."""
     given = vars(record)
@@ -160,22 +162,22 @@ def _process_of(record: LogRecord) -> str:
     return "" if name == "MainProcess" else name
 
 
-def _moment(record: LogRecord) -> str:
+def _format_timestamp(record: LogRecord) -> str:
     moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
     return f"{moment}.{int(record.created % 1 * 1000):03d}Z"
 
 
-def _value(value: Any) -> str:
+def _format_field_value(value: Any) -> str:
     text = str(value)
     is_word = text and not any(char.isspace() or char in '"=' for char in text)
     return text if is_word else json.dumps(text, ensure_ascii=False)
 
 
 def _one_line(text: str) -> str:
-    return text if text.isprintable() else "".join(map(_printable, text))
+    return text if text.isprintable() else "".join(map(_escape_unprintable, text))
 
 
-def _printable(char: str) -> str:
+def _escape_unprintable(char: str) -> str:
     return char if char.isprintable() else " | " if char == "\n" else repr(char)[1:-1]
 
 
@@ -316,7 +318,7 @@ class ForwardingLogHandler(_ComponentLogHandler):
                 given["event"],
                 one_line_message(record),
                 given["fields"],
-                runs_of(record),
+                active_run_ids(record),
                 given["shown"],
             )
         )

@@ -5,7 +5,7 @@ the id of a run.
 
     log = ComponentLogger("clients")                        the logger ``ramify.clients``
     log.warning("retry", "openai: 429; trying again in 2.0 s", wait_s=2.0)
-    with in_run("20261122-091500-1f2e"): …                  records inside carry this id
+    with run_log_context("20261122-091500-1f2e"): …         records inside carry this id
     with attached(FileLogHandler(path)): …                  also write all of them to a file
 
     record ── LogRedactionFilter ──┬─▶ attached handlers: OUT/run.log, stderr of the command
@@ -50,10 +50,15 @@ from ramify.log_outputs import (
     FileLogHandler,
     ForwardedLogRecord,
     component_levels,
-    levels_of,
+    parse_log_levels,
 )
-from ramify.printable import clean
-from ramify.secret_redaction import MARK, SecretRedactor, names_a_secret, redact_likely_secrets
+from ramify.printable import strip_control_characters
+from ramify.secret_redaction import (
+    MARK,
+    SecretRedactor,
+    is_secret_field_name,
+    redact_likely_secrets,
+)
 
 MAX_CHARS = 4000
 """Maximum length of a message, field or traceback in characters. The middle of a longer text is
@@ -65,7 +70,7 @@ _RUN_VARIABLE = "RAMIFY_RUN_ID"
 _process = ""
 """Name of this process in log records. It is empty for the run's main process."""
 _process_runs: tuple[str, ...] = ()
-"""Ids of the runs for records from threads that were not started inside ``in_run``."""
+"""Ids of the runs for records from threads that were not started inside ``run_log_context``."""
 _runs: ContextVar[tuple[str, ...]] = ContextVar("ramify_runs", default=())
 _on_warning: ContextVar[Callable[[str], None] | None] = ContextVar(
     "ramify_on_warning", default=None
@@ -113,7 +118,7 @@ def calling_line() -> CallingLine | None:
 def warnings_at(line: CallingLine | None) -> Iterator[None]:
     """Provide a context manager in which warnings, also those of the tasks that are started there,
     point to ``line``."""
-    with _given(_calling_line, line):
+    with _set_context_variable(_calling_line, line):
         yield
 
 
@@ -167,7 +172,7 @@ class LogRedactionFilter(logging.Filter):
             run=runs[-1] if runs else "",
             outer_runs=runs[:-1],
             fields={
-                name: MARK if names_a_secret(name) else plain(value)
+                name: MARK if is_secret_field_name(name) else plain(value)
                 for name, value in (fields.items() if isinstance(fields, dict) else ())
             },
             shown=bool(given.get("shown")),
@@ -193,7 +198,7 @@ class ComponentLogger:
         self.room = room
         self._logger = logging.getLogger(f"ramify.{room}")
 
-    def wants(self, level: int) -> bool:
+    def is_enabled_for(self, level: int) -> bool:
         """Return True if any handler accepts records of this level.
 
         Check this before computing expensive fields.
@@ -229,7 +234,7 @@ class ComponentLogger:
         """
         self._emit(ERROR, event, message, fields, shown, error)
 
-    def warn(
+    def issue_python_warning(
         self, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
     ) -> None:
         """Issue a Python warning, and log the event ``warning``.
@@ -244,11 +249,13 @@ class ComponentLogger:
         else:
             warnings.warn(redact_likely_secrets(message), category, stacklevel=stacklevel + 1)
 
-    def forward(self, sent: ForwardedLogRecord, process: str) -> None:
+    def log_forwarded_record(self, sent: ForwardedLogRecord, process: str) -> None:
         """Log a record that another process sent, under the run ids of that record."""
         fields = {**sent.fields, "process": process}
         current = _runs.get() or _process_runs
-        with _given(_runs, (*current, *(run for run in sent.runs if run not in current))):
+        with _set_context_variable(
+            _runs, (*current, *(run for run in sent.runs if run not in current))
+        ):
             self._emit(sent.level, sent.event, f"{process}: {sent.message}", fields, sent.shown)
 
     def _emit(
@@ -298,7 +305,7 @@ logging.getLogger("ramify").addHandler(_PlainRecords())
 
 
 @contextlib.contextmanager
-def _given(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+def _set_context_variable(variable: ContextVar[Any], value: Any) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield
@@ -307,7 +314,7 @@ def _given(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_run(
+def run_log_context(
     id: str,
     on_warning: Callable[[str], None] | None = None,
     *,
@@ -325,7 +332,10 @@ def in_run(
     if all_threads:
         _process_runs = runs
     try:
-        with _given(_runs, runs), _given(_on_warning, on_warning or _on_warning.get()):
+        with (
+            _set_context_variable(_runs, runs),
+            _set_context_variable(_on_warning, on_warning or _on_warning.get()),
+        ):
             yield
     finally:
         if all_threads:
@@ -338,7 +348,7 @@ def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
     Use this if an inner run, such as a rollout, notices something that concerns the whole training
     run.
     """
-    return _given(_runs, (_runs.get() or _process_runs)[:1])
+    return _set_context_variable(_runs, (_runs.get() or _process_runs)[:1])
 
 
 def hold_warnings_for_run() -> None:
@@ -349,7 +359,7 @@ def hold_warnings_for_run() -> None:
     _collected.set([])
 
 
-def take_collected() -> list[str]:
+def take_held_warnings() -> list[str]:
     """Return the warnings that were collected for the next run, and clear the list."""
     collected = _collected.get() or []
     texts = collected.copy()
@@ -369,26 +379,26 @@ def _tell_run(text: str) -> None:
 
 
 @contextlib.contextmanager
-def attached(handler: Handler) -> Iterator[None]:
+def attached_handler(handler: Handler) -> Iterator[None]:
     """Send all of Ramify's log records to a handler while a ``with`` block runs, in addition to the
     existing handlers."""
-    attach(handler)
+    attach_handler(handler)
     try:
         yield
     finally:
-        detach(handler)
+        detach_handler(handler)
 
 
-def attach(handler: Handler) -> None:
-    """Send all of Ramify's log records to a handler until ``detach`` is called, regardless of the
-    levels that the application sets.
+def attach_handler(handler: Handler) -> None:
+    """Send all of Ramify's log records to a handler until ``detach_handler`` is called, regardless
+    of the levels that the application sets.
 
     A handler without a level gets records of INFO and above.
     """
     _set_handlers([*_outputs.handlers, handler])
 
 
-def detach(handler: Handler) -> None:
+def detach_handler(handler: Handler) -> None:
     """Stop sending log records to a handler.
 
     Does nothing if the handler is not attached.
@@ -407,7 +417,7 @@ def configure_console(show: Callable[[str], None], verbosity: int = 0) -> None:
     ``verbosity`` is the number of ``-v`` options: 1 means INFO and 2 means DEBUG. ``show`` prints
     one line, and also reports an invalid ``RAMIFY_LOG``.
     """
-    levels, problems = levels_of(os.environ.get(VARIABLE, ""))
+    levels, problems = parse_log_levels(os.environ.get(VARIABLE, ""))
     if (form := os.environ.get(FORMAT_VARIABLE, "")) not in ("", "text", "json"):
         show(f"ramify: {FORMAT_VARIABLE}: '{form}' is ignored; write json, or text")
         os.environ[FORMAT_VARIABLE] = ""
@@ -421,8 +431,8 @@ def configure_console(show: Callable[[str], None], verbosity: int = 0) -> None:
     if verbosity:
         levels = component_levels(DEBUG if verbosity > 1 else INFO)
     if (console := current_console()) is not None:
-        detach(console)
-    attach(ConsoleLogHandler(show, levels))
+        detach_handler(console)
+    attach_handler(ConsoleLogHandler(show, levels))
 
 
 def current_console() -> ConsoleLogHandler | None:
@@ -433,7 +443,7 @@ def current_console() -> ConsoleLogHandler | None:
 def _to_stderr(text: str) -> None:
     """Print ``text`` on stderr, unless stderr is closed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(clean(text), file=sys.stderr, flush=True)
+        print(strip_control_characters(text), file=sys.stderr, flush=True)
 
 
 # --- the log of a run
@@ -452,7 +462,7 @@ def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
-        with in_run(id, all_threads=True), attached(file):
+        with run_log_context(id, all_threads=True), attached_handler(file):
             yield file
     finally:
         file.close()
@@ -474,7 +484,7 @@ def join_parent_run_log(process: str) -> None:
     if file.name:
         _process, _process_runs = process, (os.environ[_RUN_VARIABLE],)
         if file.parent.is_dir():
-            attach(FileLogHandler(file))
+            attach_handler(FileLogHandler(file))
 
 
 if os.environ.get(VARIABLE):

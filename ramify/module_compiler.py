@@ -22,7 +22,7 @@ _files: dict[str, Path] = {}
 """Source text -> path of the file that contains it, for files of this package."""
 
 
-def file_source(path: Path) -> str:
+def read_module_source(path: Path) -> str:
     """Return the source text of a file of this package that sessions install as a module."""
     source = path.read_text("utf-8")
     _files[source] = path
@@ -39,7 +39,7 @@ def compiled_module(module: str, source: str) -> bytes:
     name = f"<{module}>"
     try:
         if source in _files:
-            return marshal.dumps(_renamed(_kept_code(_files[source]), name))
+            return marshal.dumps(_replace_code_filename(_kept_code(_files[source]), name))
         return marshal.dumps(compile(source, name, "exec", 0, True))
     except (SyntaxError, ValueError):
         return b""
@@ -54,13 +54,14 @@ def _kept_code(path: Path) -> CodeType:
     return code
 
 
-def _renamed(code: CodeType, name: str) -> CodeType:
+def _replace_code_filename(code: CodeType, name: str) -> CodeType:
     """Return a copy of the code whose tracebacks show ``name`` as the file.
 
     A session must not see where this package is installed.
     """
     inner = (
-        _renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts
+        _replace_code_filename(each, name) if isinstance(each, CodeType) else each
+        for each in code.co_consts
     )
     return code.replace(co_filename=name, co_consts=tuple(inner))
 

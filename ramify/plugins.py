@@ -254,16 +254,16 @@ class Registry(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise KeyError(name)
-        return self.of(name)
+        return self.resolve(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._table, *(point.name for point in self._points())]))
+        return iter(dict.fromkeys([*self._table, *(point.name for point in self._entry_points())]))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._table or any(point.name == name for point in self._points())
+        return name in self._table or any(point.name == name for point in self._entry_points())
 
     def register(self, name: str) -> Callable[[T], T]:
         """Return a decorator that registers a class under a name.
@@ -275,7 +275,8 @@ class Registry(Mapping[str, Any]):
             before = self._table.get(name)
             if before is not None and not _is_same(before, entry):
                 raise ConfigError(
-                    f"{self.kind} '{name}' is taken by {_place(before)}: choose another name"
+                    f"{self.kind} '{name}' is taken by {_entry_location(before)}: choose "
+                    "another name"
                 )
             self._check_tag(name, entry)
             self._table[name] = entry
@@ -283,7 +284,7 @@ class Registry(Mapping[str, Any]):
 
         return put
 
-    def of(self, name: str) -> Any:
+    def resolve(self, name: str) -> Any:
         """Return the entry with this name, or the object at a location such as ``module:name`` or
         ``file.py:name``.
 
@@ -295,27 +296,27 @@ class Registry(Mapping[str, Any]):
         if name in self._table:
             entry = self._table[name]
             return load_object(entry, f"{self.kind} '{name}'") if isinstance(entry, str) else entry
-        if is_reference(name):
+        if is_object_location(name):
             return load_object(name, f"{self.kind} '{name}'")
         if name not in self._loaded:
-            points = [point for point in self._points() if point.name == name]
+            points = [point for point in self._entry_points() if point.name == name]
             if not points:
-                raise self._unknown(name)
-            if problem := self._clash(points):
+                raise self._unknown_name_error(name)
+            if problem := self._describe_name_clash(points):
                 raise ConfigError(f"{self.kind} '{name}' {problem}")
-            self._loaded[name] = self._installed(points[0])
+            self._loaded[name] = self._load_entry_point(points[0])
         return self._loaded[name]
 
-    def check(self, name: str) -> None:
+    def check_known_name(self, name: str) -> None:
         """Raise ConfigError with the nearest name if a name is unknown.
 
         The entry is not imported.
         """
         name = self.canonical(name)
-        if name not in self and not is_reference(name):
-            raise self._unknown(name)
+        if name not in self and not is_object_location(name):
+            raise self._unknown_name_error(name)
 
-    def _unknown(self, name: str) -> ConfigError:
+    def _unknown_name_error(self, name: str) -> ConfigError:
         hint = self._elsewhere.get(name.lower())
         advice = hint or f"{did_you_mean(name, self)}; or give {self._others}"
         return ConfigError(f"unknown {self.kind} '{name}': {advice}")
@@ -344,7 +345,7 @@ class Registry(Mapping[str, Any]):
                 f"{self.kind}: {dict(value)!r:.80} has no key 'name': give one of "
                 f"{', '.join(sorted(self))}"
             )
-        kind = self.of(name)
+        kind = self.resolve(name)
         try:
             if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
                 return kind(**options)
@@ -368,38 +369,38 @@ class Registry(Mapping[str, Any]):
         """
         for name, entry in self._table.items():
             origin = "ramify" if name in self.ours else "recipe"
-            yield PluginEntry(self.kind, name, origin, _about(entry))
-        points = self._points()
+            yield PluginEntry(self.kind, name, origin, _first_doc_sentence(entry))
+        points = self._entry_points()
         for point in points:
             same = [each for each in points if each.name == point.name]
             try:
-                about, problem = "", self._clash(same)
+                about, problem = "", self._describe_name_clash(same)
                 if not problem:
-                    about = _about(self._installed(point))
+                    about = _first_doc_sentence(self._load_entry_point(point))
             except RamifyError as error:
                 problem = str(error).partition(": ")[2] or str(error)
             yield PluginEntry(self.kind, point.name, _package(point), about, problem)
 
-    def _points(self) -> list[EntryPoint]:
+    def _entry_points(self) -> list[EntryPoint]:
         # Searching the installed packages takes milliseconds, which most commands need not spend.
         from importlib.metadata import entry_points
 
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
-    def _clash(self, points: list[EntryPoint]) -> str:
+    def _describe_name_clash(self, points: list[EntryPoint]) -> str:
         """Return why several entry points with the same name conflict, or an empty string if one of
         them can be chosen."""
         name = points[0].name
         if name in self._table:
             return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
-        if is_reference(name):
+        if is_object_location(name):
             return "cannot be chosen, as a name has no dot, slash or colon: rename the entry"
         if len(points) > 1:
             places = " and ".join(f"{_package(point)} ({point.value})" for point in points)
             return f"is in {len(points)} packages, {places}: uninstall one, or give module:name"
         return ""
 
-    def _installed(self, point: EntryPoint) -> Any:
+    def _load_entry_point(self, point: EntryPoint) -> Any:
         what = f"{self.kind} '{point.name}' of the package {_package(point)} ({point.value})"
         entry = load_object(point.value, what)
         self._check_tag(point.name, entry)
@@ -409,7 +410,7 @@ class Registry(Mapping[str, Any]):
         config = getattr(entry, "__struct_config__", None)
         if self._structs and (config is None or config.tag != name or config.tag_field != "name"):
             raise ConfigError(
-                f"{self.kind} '{name}' ({_place(entry)}) must be a msgspec.Struct with "
+                f"{self.kind} '{name}' ({_entry_location(entry)}) must be a msgspec.Struct with "
                 f"tag_field='name', tag='{name}', so that a checkpoint can name it"
             )
 
@@ -427,7 +428,7 @@ def registries() -> Iterator[Registry | PluginEntry]:
             yield PluginEntry(location.rpartition(":")[2].lower(), "*", "ramify", "", str(error))
 
 
-def is_reference(name: str) -> bool:
+def is_object_location(name: str) -> bool:
     """Return True if a name is the location of an object, and not a name in a registry.
 
     Locations are ``module:name``, ``file.py:name`` and dotted module names.
@@ -435,7 +436,7 @@ def is_reference(name: str) -> bool:
     return not {*".:/"}.isdisjoint(name)
 
 
-def _resolved(location: str) -> Any:
+def _resolve_location(location: str) -> Any:
     """Return the object at a location.
 
     The location is ``module:name``, or a dotted path of a module or of an object in one.
@@ -496,7 +497,7 @@ def check_methods(field: str, part: Any, *methods: str) -> None:
         )
 
 
-def import_reference(kind: type) -> str:
+def class_import_location(kind: type) -> str:
     """Return the location from which a class can be loaded again, either ``file.py:Class`` or
     ``module:Class``.
 
@@ -511,24 +512,24 @@ def import_reference(kind: type) -> str:
     return f"{file if is_file else kind.__module__}:{name}"
 
 
-def replace_plugin_names(part: Any, data: Any) -> None:
+def names_to_import_locations(part: Any, data: Any) -> None:
     """Replace plug-in names in a serialized configuration with import locations.
 
     A process that resumes the run may not know the registered names of plug-ins.
     """
     if isinstance(part, Mapping):
         for name, each in part.items():
-            replace_plugin_names(each, data[name])
+            names_to_import_locations(each, data[name])
     elif isinstance(part, tuple):
         for each, inner in zip(part, data, strict=True):
-            replace_plugin_names(each, inner)
+            names_to_import_locations(each, inner)
     elif isinstance(part, msgspec.Struct):
-        place = import_reference(type(part))
+        place = class_import_location(type(part))
         if place:
             data["name"] = place
         for field in ("outcome", "other", "tasks"):  # of an algorithm that wraps others
             if field in data:
-                replace_plugin_names(getattr(part, field), data[field])
+                names_to_import_locations(getattr(part, field), data[field])
 
 
 def _module_name(path: Path) -> str:
@@ -546,7 +547,7 @@ def load_object(location: str, what: str) -> Any:
     try:
         if place.endswith(".py"):
             return functools.reduce(getattr, name.split("."), load_file(Path(place).expanduser()))
-        return _resolved(_moved(location))
+        return _resolve_location(_current_location(location))
     except RamifyError as error:
         raise ConfigError(f"{what}: {error}") from error
     except FileNotFoundError as error:
@@ -561,14 +562,14 @@ def load_object(location: str, what: str) -> Any:
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         line = _line_in(place, error)
         if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType | type):
-            lacks = _lacks(error.obj, error.name or name)
+            lacks = _describe_missing_attribute(error.obj, error.name or name)
             raise ConfigError(f"{what} cannot be loaded{line}: {lacks}") from error
         is_plain = isinstance(error, ImportError | AttributeError | SyntaxError | OSError)
         reason = " ".join(str(error).split()) if is_plain else repr(error)
         raise ConfigError(f"{what} cannot be loaded{line}: {reason}") from error
 
 
-def _lacks(owner: ModuleType | type, name: str) -> str:
+def _describe_missing_attribute(owner: ModuleType | type, name: str) -> str:
     """Return a sentence saying that a module or class has no such attribute, with the nearest
     existing name."""
     file = getattr(owner, "__file__", None) or ""
@@ -599,7 +600,7 @@ def _line_in(place: str, error: BaseException) -> str:
     return f" in line {lines[-1]}" if lines else ""
 
 
-def _moved(location: str) -> str:
+def _current_location(location: str) -> str:
     """Return the current location of an object from the location that an earlier version of Ramify
     stored.
 
@@ -608,7 +609,7 @@ def _moved(location: str) -> str:
     for old, new in MOVED_MODULES.items():
         rest = location.removeprefix(old)
         if rest != location and (old.endswith(".") or rest[:1] in ("", ".", ":")):
-            return _moved(new + rest)
+            return _current_location(new + rest)
     return location
 
 
@@ -616,7 +617,7 @@ def _package(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown"
 
 
-def _place(entry: Any) -> str:
+def _entry_location(entry: Any) -> str:
     if isinstance(entry, str):
         return entry
     return f"{getattr(entry, '__module__', '')}:{getattr(entry, '__qualname__', repr(entry))}"
@@ -627,7 +628,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
     A file may be imported twice, as a module and as ``file.py:name``.
     """
-    if _place(first) == _place(second):
+    if _entry_location(first) == _entry_location(second):
         return True
     places = [
         (os.path.realpath(file), getattr(each, "__qualname__", repr(each)))
@@ -637,7 +638,7 @@ def _is_same(first: Any, second: Any) -> bool:
     return len(places) == 2 and places[0] == places[1]
 
 
-def _about(entry: Any) -> str:
+def _first_doc_sentence(entry: Any) -> str:
     """Return the first sentence of an entry's docstring.
 
     For a location within Ramify, it is read from the source text, because importing the module may

@@ -1,16 +1,17 @@
 r"""Removes everything from text that could control a terminal.
 
 Text from a model, a document or a server may hold escape sequences that move the cursor, set the
-window title, write to the clipboard or fake a prompt. ``clean`` removes them, in linear time.
+window title, write to the clipboard or fake a prompt. ``strip_control_characters`` removes them, in
+linear time.
 
     >>> clean("a\x1b[31mb\x07\r\n\tc")
     'ab\n\tc'
 
-``one_line`` shows each character that cannot be printed, including line ends, as a replacement
-character. ``escape_json_controls`` writes such characters in encoded JSON as escapes, which leaves
-its value unchanged. ``SanitizingTerminalStream`` wraps a terminal's stream and cleans everything
-that is printed, even by libraries. Only lines that ``write_cleaned_line`` receives keep their
-colors.
+``replace_unprintable`` shows each character that cannot be printed, including line ends, as a
+replacement character. ``escape_json_controls`` writes such characters in encoded JSON as escapes,
+which leaves its value unchanged. ``SanitizingTerminalStream`` wraps a terminal's stream and cleans
+everything that is printed, even by libraries. Only lines that ``write_trusted_line`` receives keep
+their colors.
 
 ``cli/terminal_text.py`` formats what is printed.
 """
@@ -45,7 +46,7 @@ _ENCODED_CONTROLS = re.compile(
 _RETURN = lazy_pattern(r"\r\n?")
 
 
-def one_line(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     """Replace each unprintable character, so that the text fits on one line.
 
     For example, ``"a\\nb"`` becomes ``"a\ufffdb"``. Use this for untrusted text such as file names.
@@ -55,16 +56,16 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
-def clean(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """Remove escape sequences and control characters from ``text``."""
     if text.isascii() and text.isprintable():
         return text
     return _CONTROLS.sub("", _ESCAPES.sub("", text.replace("\r\n", "\n")))
 
 
-def clean_line(text: str) -> str:
+def strip_controls_to_line(text: str) -> str:
     """Remove escape sequences and control characters from ``text``, and join its lines into one."""
-    return " ".join(clean(text).split())
+    return " ".join(strip_control_characters(text).split())
 
 
 def escape_json_controls(json: bytes) -> bytes:
@@ -79,7 +80,7 @@ class SanitizingTerminalStream(io.TextIOBase):
     """A terminal output stream that removes escape sequences and control characters from everything
     written to it.
 
-    Lines passed to ``write_cleaned_line`` are exempt.
+    Lines passed to ``write_trusted_line`` are exempt.
     """
 
     def __init__(self, terminal: TextIO) -> None:
@@ -91,10 +92,10 @@ class SanitizingTerminalStream(io.TextIOBase):
 
         A carriage return becomes a line break, so that progress bars stay readable.
         """
-        self.terminal.write(clean(_RETURN.sub("\n", text)))
+        self.terminal.write(strip_control_characters(_RETURN.sub("\n", text)))
         return len(text)
 
-    def write_cleaned_line(self, line: str) -> None:
+    def write_trusted_line(self, line: str) -> None:
         """Write a line unchanged.
 
         The caller must clean the line before adding colors.

@@ -102,7 +102,7 @@ class ProgressReporter:
         self.first = first
         self._recorded_at = -math.inf
 
-    def at(self, done: float, note: str | None = None) -> None:
+    def set_progress(self, done: float, note: str | None = None) -> None:
         """Set the amount of work that is done.
 
         If ``note`` is given, it replaces the previous note.
@@ -110,18 +110,18 @@ class ProgressReporter:
         self.done = done
         if note is not None:
             self.note = note
-        if _listeners or _log.wants(INFO):
+        if _listeners or _log.is_enabled_for(INFO):
             self._notify()
 
-    def more(self, num: float = 1) -> None:
+    def advance(self, num: float = 1) -> None:
         """Add to the amount of work that is done."""
-        self.at(self.done + num)
+        self.set_progress(self.done + num)
 
     def _notify(self, is_over: bool = False) -> None:
         state = ProgressState(
             self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first
         )
-        if _log.wants(INFO):
+        if _log.is_enabled_for(INFO):
             self._record(is_over)
         for listener in _listeners:
             listener(state)

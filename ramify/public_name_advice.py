@@ -31,18 +31,18 @@ def public_name_advice(package: str, name: str) -> str:
     from difflib import get_close_matches
 
     here = _names(package)
-    if same := here.get(_folded(name)):
+    if same := here.get(_fold_name(name)):
         return f": did you mean '{same}'?"
     others = {each: _names(each) for each in NAMESPACES if each != package}
     for namespace, names in others.items():
-        if same := names.get(_folded(name)):
+        if same := names.get(_fold_name(name)):
             return f": it is in {namespace}: from {namespace} import {same}"
-    wanted = _folded(name)
+    wanted = _fold_name(name)
     longer = [each for each in here if each.startswith(wanted) or wanted.startswith(each)]
     if close := get_close_matches(wanted, longer or here, n=1, cutoff=0.5 if longer else 0.7):
         return f": did you mean '{here[close[0]]}'?"
     for namespace, names in others.items():
-        if close := get_close_matches(_folded(name), names, n=1, cutoff=0.8):
+        if close := get_close_matches(_fold_name(name), names, n=1, cutoff=0.8):
             return f": did you mean '{names[close[0]]}' of {namespace}?"
     return ""
 
@@ -50,8 +50,8 @@ def public_name_advice(package: str, name: str) -> str:
 def _names(package: str) -> Mapping[str, str]:
     """Return the public names of a package, keyed by the name without case and underscores."""
     names: Sequence[str] = importlib.import_module(package).__all__
-    return {_folded(each): each for each in reversed(names)}
+    return {_fold_name(each): each for each in reversed(names)}
 
 
-def _folded(name: str) -> str:
+def _fold_name(name: str) -> str:
     return name.casefold().replace("_", "")

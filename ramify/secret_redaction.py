@@ -8,8 +8,8 @@ This is the last line of defence for keys.
 Ramify itself never writes a key, but a session's output or a provider's error may contain one.
 Known secrets are the values of environment variables whose names end in ``_KEY``, ``_TOKEN``,
 ``_SECRET`` or ``_PASSWORD``, values that are given by name, and keys that were given in code, which
-clients and servers pass to ``remember``. They are found in plain form and as encoded in URLs, JSON,
-``repr`` and base64, alone or within longer text such as ``user:secret``.
+clients and servers pass to ``register_secret``. They are found in plain form and as encoded in
+URLs, JSON, ``repr`` and base64, alone or within longer text such as ``user:secret``.
 
 Not covered: other encoded forms such as hexadecimal, keys given in code that are shorter than 8
 characters, and the contexts that a user supplies. Those are stored unchanged.
@@ -61,7 +61,7 @@ _remembered: dict[str, str] = {}
 class SecretRedactor:
     """A redactor that finds the secret values of this process in text and replaces them.
 
-    It also covers values that are registered later with ``remember``.
+    It also covers values that are registered later with ``register_secret``.
     """
 
     def __init__(
@@ -78,13 +78,15 @@ class SecretRedactor:
         names = {
             form: name
             for value, name in {**_remembered, **self._known}.items()
-            for form in forms_of(value)
+            for form in encoded_secret_forms(value)
         }
         # Longest first, because one secret may contain another.
         self._names = {form: names[form] for form in sorted(names, key=len, reverse=True)}
-        self._encoded = [msgspec.json.encode(_clean(form))[1:-1] for form in self._names]
+        self._encoded = [
+            msgspec.json.encode(_replace_surrogates(form))[1:-1] for form in self._names
+        ]
 
-    def found_in(self, line: bytes) -> bool:
+    def contains_secret(self, line: bytes) -> bool:
         """Return True if an encoded line of JSON contains a secret.
 
         The line is searched once for each secret, which is fast.
@@ -141,7 +143,7 @@ _MIN_BEGINNING = 4
 match by chance, so they may be displayed."""
 
 
-def remember(name: str, value: str) -> None:
+def register_secret(name: str, value: str) -> None:
     """Register a secret, such as a key that was given in code, so that every log and journal
     redacts it from now on."""
     if len(value) >= _MIN_REMEMBERED_CHARS:
@@ -149,10 +151,10 @@ def remember(name: str, value: str) -> None:
 
 
 @functools.lru_cache(256)
-def forms_of(value: str) -> tuple[str, ...]:
+def encoded_secret_forms(value: str) -> tuple[str, ...]:
     """Return a secret in all forms in which text may contain it: unchanged, and as encoded in URLs,
     JSON, ``repr`` and base64."""
-    clean = _clean(value)
+    clean = _replace_surrogates(value)
     in_json = msgspec.json.encode(clean).decode()[1:-1]
     forms = (
         value,
@@ -190,7 +192,7 @@ _MIN_BASE64_CHARS = 8
 """Minimum length of a base64 text to search for. Shorter ones occur in ordinary text."""
 
 
-def names_a_secret(name: str) -> bool:
+def is_secret_field_name(name: str) -> bool:
     """Return True if a field's name says that the field holds a secret, as ``api_key`` and
     ``judge.token`` do."""
     return _NAME.search(name) is not None
@@ -245,7 +247,7 @@ def _is_secret(value: str) -> bool:
     )
 
 
-def _clean(value: str) -> str:
+def _replace_surrogates(value: str) -> str:
     """Replace lone surrogates, which JSON lines cannot contain.
 
     They come from environment variables that are not UTF-8.

@@ -65,7 +65,7 @@ class PartTimes(NamedTuple):
 class TimeAccount:
     """Totals the wall and CPU time of each part of a training step.
 
-    Open it and call ``take`` in the thread of the event loop.
+    Open it and call ``take_times`` in the thread of the event loop.
     """
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
@@ -124,7 +124,7 @@ class TimeAccount:
             if threading.get_ident() == self._loop:
                 self._in_blocks_s += cpu_s
 
-    def take(self) -> PartTimes:
+    def take_times(self) -> PartTimes:
         """Return the time of each part since the last call, or since the account was opened, and
         reset all times to 0.
         """

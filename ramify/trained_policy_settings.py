@@ -70,7 +70,7 @@ class TrainedPolicySettings(
 
 
 @functools.cache  # each run asks whether its model is one of them
-def packaged_policies() -> tuple[str, ...]:
+def packaged_policy_names() -> tuple[str, ...]:
     """Return the names of the policies that ship with the package."""
     return tuple(sorted(path.parent.name for path in _PACKAGED.glob(f"*/{FILE}")))
 
@@ -80,7 +80,7 @@ def packaged_policy_folder(name: str) -> Path | None:
 
     Returns None if there is no such policy.
     """
-    return _PACKAGED / name if name in packaged_policies() else None
+    return _PACKAGED / name if name in packaged_policy_names() else None
 
 
 def local_model_folder(model: str) -> Path | None:
@@ -93,7 +93,7 @@ def local_model_folder(model: str) -> Path | None:
     return packaged_policy_folder(model)
 
 
-def read_card(folder: Path) -> TrainedPolicySettings:
+def read_policy_settings(folder: Path) -> TrainedPolicySettings:
     """Read the training settings that ``folder`` stores for its policy.
 
     Returns defaults if the file is missing. Raises ConfigError for an invalid file. In the folder
@@ -109,7 +109,7 @@ def read_card(folder: Path) -> TrainedPolicySettings:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        if run_policy_folder(folder) is not None:
+        if policy_folder_of_run(folder) is not None:
             return TrainedPolicySettings()
         raise ConfigError(
             f"{path}: {explain_conversion_error(error, TrainedPolicySettings)}: correct the file, "
@@ -117,7 +117,7 @@ def read_card(folder: Path) -> TrainedPolicySettings:
         ) from None
 
 
-def run_policy_folder(run: Path) -> Path | None:
+def policy_folder_of_run(run: Path) -> Path | None:
     """Return the policy folder inside the training run's folder ``run``.
 
     Returns None if ``run`` does not belong to a training run.
@@ -127,7 +127,7 @@ def run_policy_folder(run: Path) -> Path | None:
     return folder if is_run else None
 
 
-def write_card(folder: Path, card: TrainedPolicySettings) -> None:
+def write_policy_settings(folder: Path, card: TrainedPolicySettings) -> None:
     """Write a policy's training settings ``card`` to ``folder``.
 
     If all settings have their defaults, no file is written and an old one is removed.

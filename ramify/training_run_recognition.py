@@ -56,14 +56,14 @@ def training_run_hint(path: Path) -> str:
     return ""
 
 
-def is_shown(folder: Path) -> bool:
+def is_viewable_folder(folder: Path) -> bool:
     """Return False for the policy and checkpoint folders of a training run, because there is
     nothing in them to view."""
     hint = training_run_hint(folder)
     return not hint or _is_run(folder.expanduser()) or folder.name == "rollouts"
 
 
-def with_hint(message: str, path: Path) -> str:
+def append_training_run_hint(message: str, path: Path) -> str:
     """Append the ``training_run_hint`` for ``path`` to ``message``, if there is one."""
     hint = training_run_hint(path)
     return f"{message}; {hint}" if hint else message

@@ -92,7 +92,7 @@ def _trajectory(id: str, reward: float, num: int) -> Trajectory:
 
 def advantages_of(name: str) -> list[float]:
     """Return one number per rollout, because all of its tokens have the same advantage here."""
-    algorithm = ALGORITHMS.of(name)()
+    algorithm = ALGORITHMS.resolve(name)()
     if name == "rae":
         algorithm = msgspec.structs.replace(algorithm, memory={"rlm@0": MEMORY})
     rows = token_sequences(algorithm.assign_advantages(groups(), {}).rollouts)
@@ -119,7 +119,7 @@ def tokens(chosen: Any = None) -> PolicyLossInputs:
 
 def loss_of(name: str) -> tuple[list[float], list[float]]:
     """Return (value, derivative by l) of each token."""
-    loss, batch = POLICY_LOSSES.of(name)(**OPTIONS.get(name, {})), tokens()
+    loss, batch = POLICY_LOSSES.resolve(name)(**OPTIONS.get(name, {})), tokens()
     if isinstance(loss, TokenSelectingLoss):
         now, old, advantages = (
             values.detach().numpy() for values in (batch.now, batch.old, batch.advantages)
@@ -134,7 +134,9 @@ def loss_of(name: str) -> tuple[list[float], list[float]]:
 
 
 def factors_of(name: str) -> list[float]:
-    factors: list[float] = CORRECTIONS.of(name)(**OPTIONS.get(name, {})).factor(tokens()).tolist()
+    factors: list[float] = (
+        CORRECTIONS.resolve(name)(**OPTIONS.get(name, {})).factor(tokens()).tolist()
+    )
     return factors
 
 
@@ -155,7 +157,7 @@ def estimators() -> Iterator[Sequence[str]]:
 def losses() -> Iterator[Sequence[str]]:
     yield "name", "loss of each token", "its derivative by l", "formula", "options"
     for name in POLICY_LOSSES:
-        kind, (value, slope) = POLICY_LOSSES.of(name), loss_of(name)
+        kind, (value, slope) = POLICY_LOSSES.resolve(name), loss_of(name)
         yield (
             f"`{name}`",
             _numbers(value),
@@ -168,7 +170,7 @@ def losses() -> Iterator[Sequence[str]]:
 def corrections() -> Iterator[Sequence[str]]:
     yield "name", "factor of each token", "what it does", "options"
     for name in CORRECTIONS:
-        kind = CORRECTIONS.of(name)
+        kind = CORRECTIONS.resolve(name)
         yield f"`{name}`", _numbers(factors_of(name)), _first_sentence(kind.__doc__), _options(kind)
 
 
@@ -187,7 +189,12 @@ def values() -> Iterator[Sequence[str]]:
         batch = CriticLossInputs(
             *(torch.tensor([number], dtype=torch.float64) for number in (now, old, returns))
         )
-        yield str(now), str(old), str(returns), _numbers(ValueLoss().per_token(batch).tolist(), 4)
+        yield (
+            str(now),
+            str(old),
+            str(returns),
+            _numbers(ValueLoss().per_token_loss(batch).tolist(), 4),
+        )
 
 
 def reductions() -> Iterator[Sequence[str]]:

@@ -98,7 +98,7 @@ def call_error(call: str) -> str:
         ]
         name, rest = cli.split(words)
         if name in cli.COMMANDS:
-            command = cli.command(name)
+            command = cli.load_subcommand(name)
             command.parse(rest)
         elif name not in ("", "--version", "COMMAND"):
             return f"unknown command '{name}'"

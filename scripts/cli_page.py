@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ramify.cli.main import command
+from ramify.cli.main import load_subcommand
 from ramify.cli.parser import MEANINGS, CliOptionSpec
 
 _PART = re.compile(r"(<!-- begin ([a-z -]+?) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
@@ -27,8 +27,12 @@ def part(name: str) -> str:
         return _table(
             ("code", "meaning"), [(str(code.value), meaning) for code, meaning in MEANINGS.items()]
         )
-    options = command(name).options
-    shared = [] if name == "ask" else [each for each in options if each in command("ask").options]
+    options = load_subcommand(name).options
+    shared = (
+        []
+        if name == "ask"
+        else [each for each in options if each in load_subcommand("ask").options]
+    )
     rows = [(_name(option), option.help) for option in options if option not in shared]
     if shared:
         rows.append((", ".join(f"`{each.long}`" for each in shared), "as for [`ask`](#ask)"))

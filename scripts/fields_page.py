@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ramify.cli.list_train_fields import cells
+from ramify.cli.list_train_fields import field_table_cells
 from ramify.train.config import Run
 from ramify.train.config_fields import ConfigField, class_summary, fields, public_path
 
@@ -42,7 +42,7 @@ def _table(kind: type, where: list[str], rows: dict[str, ConfigField]) -> str:
     lines = [f"## {title}", f"`{public_path(kind)}`: {class_summary(kind).replace('``', '`')}", ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, each in rows.items():
-        _, _, default, type_words, _, meaning = cells(each)
+        _, _, default, type_words, _, meaning = field_table_cells(each)
         default = f"`{default}`" if default else "must be given"
         row = (f"`{name}`", type_words, default, meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")

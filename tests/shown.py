@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.log_outputs import RUN_LOG, one_line_message
-from ramify.logging import attached
+from ramify.logging import attached_handler
 from ramify.train import execute
 from ramify.train.checkpoint import TrainingProgress
 from ramify.train.config import Run
@@ -40,7 +40,7 @@ class ShownLines(Handler):
 @contextlib.contextmanager
 def heard(say: Say = _drop, inform: Say = _drop) -> Iterator[None]:
     """Pass the lines to ``say`` and ``inform`` while the block runs."""
-    with attached(ShownLines(say, inform)):
+    with attached_handler(ShownLines(say, inform)):
         yield
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.install_command import command_for, install_command
+from ramify.install_command import install_command, install_command_from_record
 
 
 def record(path: Path, **more: object) -> str:
@@ -18,16 +18,16 @@ def record(path: Path, **more: object) -> str:
 def test_a_clone_is_installed_from_its_folder_with_the_extra(tmp_path: Path) -> None:
     folder = tmp_path / "my ramify"
     folder.mkdir()
-    editable = command_for(record(folder, dir_info={"editable": True}), ("ray",))
+    editable = install_command_from_record(record(folder, dir_info={"editable": True}), ("ray",))
     assert shlex.split(editable) == ["pip", "install", "-e", f"{folder}[ray]"]
-    plain = command_for(record(folder, dir_info={}), ("train", "ray"))
+    plain = install_command_from_record(record(folder, dir_info={}), ("train", "ray"))
     assert shlex.split(plain) == ["pip", "install", f"{folder}[train,ray]"]
 
 
 def test_a_wheel_is_installed_from_its_file(tmp_path: Path) -> None:
     wheel = tmp_path / "ramify-1.0-py3-none-any.whl"
     wheel.touch()
-    command = command_for(record(wheel, archive_info={}), ("mcp",))
+    command = install_command_from_record(record(wheel, archive_info={}), ("mcp",))
     assert shlex.split(command) == ["pip", "install", f"{wheel}[mcp]"]
 
 
@@ -43,7 +43,7 @@ def test_a_wheel_is_installed_from_its_file(tmp_path: Path) -> None:
     ],
 )
 def test_an_index_and_a_repository_are_named(origin: str | None, source: str) -> None:
-    assert shlex.split(command_for(origin, ("otel",))) == ["pip", "install", source]
+    assert shlex.split(install_command_from_record(origin, ("otel",))) == ["pip", "install", source]
 
 
 def test_the_command_of_this_installation_has_the_extra() -> None:

@@ -17,7 +17,7 @@ import ramify
 from ramify import RLM, Store
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.log_outputs import RUN_LOG, FileLogHandler
-from ramify.logging import ComponentLogger, attached
+from ramify.logging import ComponentLogger, attached_handler
 from ramify.secret_redaction import SecretRedactor
 from ramify.serve.keys import ApiKey, ApiKeys
 from tests.clients.helpers import Says
@@ -48,7 +48,7 @@ def test_secrets_are_redacted_in_every_output(
         except ValueError as error:
             raise OSError(f"while asking: {text}") from error
 
-    with attached(file):
+    with attached_handler(file):
         log.warning("retry", text, url=text, api_key=KEY, given={"a": [text]})
         logging.getLogger("ramify.plugin").warning("a plug-in says %s", text)
         try:
@@ -67,7 +67,7 @@ def test_secret_from_environment_is_redacted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MY_OWN_TOKEN", "a plain passphrase")
-    with attached(FileLogHandler(tmp_path / "log")):
+    with attached_handler(FileLogHandler(tmp_path / "log")):
         ComponentLogger("engine").info("x", "it said: a plain passphrase")
     assert "it said: «redacted MY_OWN_TOKEN»" in (tmp_path / "log").read_text()
 
@@ -88,7 +88,7 @@ def test_key_passed_in_code_is_redacted_in_every_form(
     body = json.dumps({"error": {"message": echo}}).encode()
 
     async def main() -> BaseException:
-        with attached(FileLogHandler(tmp_path / RUN_LOG)):
+        with attached_handler(FileLogHandler(tmp_path / RUN_LOG)):
             replies = [(500, body, {"x-key": ODD_KEY}), (400, body, {})]
             async with Says(lambda _: replies.pop(0)) as server:
                 pool = {"keys": {"openai": ODD_KEY}, "base_urls": {"openai": server.root}}
@@ -119,7 +119,7 @@ def test_secret_is_found_in_base64(
 ) -> None:
     secrets = SecretRedactor({"MY_KEY": ODD_KEY}, {})
     encoded = encode(f"{before}{ODD_KEY}{after}".encode()).decode()
-    assert secrets.found_in(f'{{"text":"{encoded}"}}'.encode())
+    assert secrets.contains_secret(f'{{"text":"{encoded}"}}'.encode())
     shown = secrets.redact(encoded)
     assert "«redacted MY_KEY»" in shown
     left = shown.replace("«redacted MY_KEY»", "")
@@ -146,7 +146,7 @@ def test_server_keys_are_redacted(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"an-odd-one").hexdigest()
     keys = ApiKeys({"a": ApiKey(key="anotherodd"), "b": ApiKey(sha256=digest)})
     assert keys.bearer_keys is not None
-    assert keys.bearer_keys.caller("an-odd-one") == "b"
-    with attached(FileLogHandler(tmp_path / "log")):
+    assert keys.bearer_keys.caller_of_key("an-odd-one") == "b"
+    with attached_handler(FileLogHandler(tmp_path / "log")):
         ComponentLogger("serve").info("x", "keys: anotherodd, an-odd-one")
     assert "keys: «redacted key of a», «redacted key of b»" in (tmp_path / "log").read_text()

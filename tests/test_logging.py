@@ -23,8 +23,8 @@ import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetAmount, BudgetLedger
-from ramify.log_outputs import ROOMS, RUN_LOG, FileLogHandler, levels_of
-from ramify.logging import ComponentLogger, attached, in_run
+from ramify.log_outputs import ROOMS, RUN_LOG, FileLogHandler, parse_log_levels
+from ramify.logging import ComponentLogger, attached_handler, run_log_context
 from ramify.progress import report_progress
 from ramify.testing.script import rate_limited, server_error, unreachable
 from ramify.testing.scripted import ScriptedClient
@@ -94,7 +94,7 @@ def test_rate_limit_wait_is_recorded(
             await asyncio.gather(first, pool.ask(client, request(), Books()))
             await pool.close()
 
-    with in_run("mine"):
+    with run_log_context("mine"):
         asyncio.run(main())
     assert of(records, "retry") == [("ramify.clients", "mine")]
     assert wait_records(records) == [("mine", "rate_limit")] * num
@@ -120,7 +120,7 @@ def test_budget_wait_is_recorded(records: list[logging.LogRecord]) -> None:
             await asyncio.gather(*asks)
             await pool.close()
 
-    with in_run("mine"):
+    with run_log_context("mine"):
         asyncio.run(main())
     assert wait_records(records) == [("mine", "budget")]
 
@@ -134,7 +134,7 @@ def test_wait_for_unreachable_model_is_recorded(records: list[logging.LogRecord]
         pool = RateLimitedClientPool(sleep=no_time, rng=random.Random(0))
         await pool.ask(pool.register(client), request(), Books(), patience_s=300.0)
 
-    with in_run("mine"):
+    with run_log_context("mine"):
         asyncio.run(main())
     assert of(records, "retry") == [("ramify.clients", "mine")]
     assert wait_records(records) == [("mine", "outage")]
@@ -142,7 +142,7 @@ def test_wait_for_unreachable_model_is_recorded(records: list[logging.LogRecord]
 
 def test_warning_record_has_location_of_its_caller(records: list[logging.LogRecord]) -> None:
     with pytest.warns(UserWarning, match="odd") as warned:
-        ComponentLogger("engine").warn("odd")
+        ComponentLogger("engine").issue_python_warning("odd")
     ComponentLogger("engine").warning("warning", "odd")
     lines = [(record.filename, record.funcName) for record in records]
     assert lines == [("test_logging.py", "test_warning_record_has_location_of_its_caller")] * 2
@@ -236,12 +236,12 @@ def test_progress_is_logged_only_if_its_room_is_named(
     for setting in ("debug", "progress=info"):
         monkeypatch.setenv("RAMIFY_LOG", setting)
         with (
-            attached(FileLogHandler(tmp_path / setting)),
-            in_run("mine"),
+            attached_handler(FileLogHandler(tmp_path / setting)),
+            run_log_context("mine"),
             report_progress("reading", total=3, unit="files") as task,
         ):
             for _ in range(3):
-                task.more()
+                task.advance()
     assert not (tmp_path / "debug").exists()
     lines = [
         line.split(" ", 3)[3] for line in (tmp_path / "progress=info").read_text().splitlines()
@@ -306,7 +306,11 @@ def test_verbose_prints_one_line_per_retry(tmp_path: Path) -> None:
 
 
 def test_log_lines_are_bounded_and_single(tmp_path: Path) -> None:
-    with attached(FileLogHandler(tmp_path / "log")), in_run("a"), in_run("b"):
+    with (
+        attached_handler(FileLogHandler(tmp_path / "log")),
+        run_log_context("a"),
+        run_log_context("b"),
+    ):
         ComponentLogger("train").info("x", "é\n\x1b[2J" * 100_000, text="y" * 100_000)
     (line,) = (tmp_path / "log").read_text().splitlines()
     assert len(line) < 12_000
@@ -316,7 +320,11 @@ def test_log_lines_are_bounded_and_single(tmp_path: Path) -> None:
 
 def test_json_log_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAMIFY_LOG_FORMAT", "json")
-    with attached(FileLogHandler(tmp_path / "log")), in_run("outer"), in_run("inner"):
+    with (
+        attached_handler(FileLogHandler(tmp_path / "log")),
+        run_log_context("outer"),
+        run_log_context("inner"),
+    ):
         ComponentLogger("train").info("checkpoint", "saved", step=3, path=tmp_path)
     row = json.loads((tmp_path / "log").read_text())
     del row["at"]
@@ -345,7 +353,7 @@ def test_json_log_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     ],
 )
 def test_log_setting_is_parsed(setting: str, levels: dict[str, int], problem: str) -> None:
-    found, problems = levels_of(setting)
+    found, problems = parse_log_levels(setting)
     assert found == levels
     assert len(problems) == bool(problem)
     if problem:
@@ -394,10 +402,10 @@ def test_run_log_continues_when_an_application_configures_logging(tmp_path: Path
     name."""
     script = (
         "import logging.config, sys; from ramify.log_outputs import FileLogHandler;"
-        "from ramify.logging import ComponentLogger, attached;"
+        "from ramify.logging import ComponentLogger, attached_handler;"
         "root = {'handlers': ['stderr'], 'level': 'WARNING'};"
         "stderr = {'class': 'logging.StreamHandler'};\n"
-        "with attached(FileLogHandler(sys.argv[1])):\n"
+        "with attached_handler(FileLogHandler(sys.argv[1])):\n"
         "    ComponentLogger('train').info('before', 'a')\n"
         "    logging.config.dictConfig({'version': 1, 'root': root, 'handlers': {'stderr': stderr}})\n"
         "    ComponentLogger('train').info('after', 'b')\n"
@@ -411,7 +419,7 @@ def test_run_log_continues_when_an_application_configures_logging(tmp_path: Path
 
 def test_plain_record_of_a_plugin_is_bounded_and_never_ends_a_run(tmp_path: Path) -> None:
     log, wrong = logging.getLogger("ramify.plugin"), {"event": "a\nb", "fields": {"api_key": KEY}}
-    with attached(FileLogHandler(tmp_path / "log")), in_run("mine"):
+    with attached_handler(FileLogHandler(tmp_path / "log")), run_log_context("mine"):
         log.warning("%d of %d", 1)
         log.warning("x" * 100_000, extra=wrong)
         log.warning("third", extra={"fields": "no dict"})

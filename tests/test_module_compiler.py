@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-from ramify.module_compiler import compiled_module, file_source
+from ramify.module_compiler import compiled_module, read_module_source
 
 
 def _filenames(code: CodeType) -> Iterator[str]:
@@ -18,7 +18,7 @@ def _filenames(code: CodeType) -> Iterator[str]:
 def test_module_of_a_file_does_not_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "functions.py"
     path.write_text("def outer(x):\n    return lambda: [x for _ in range(3)]\n")
-    source = file_source(path)
+    source = read_module_source(path)
     for _ in ("compiled", "kept"):
         compiled_module.cache_clear()
         code = marshal.loads(compiled_module("functions", source))
@@ -29,5 +29,5 @@ def test_module_of_a_file_does_not_name_the_file(tmp_path: Path) -> None:
 def test_source_with_an_error_is_left_to_the_session(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("def f(:\n")
-    assert compiled_module("broken", file_source(path)) == b""
+    assert compiled_module("broken", read_module_source(path)) == b""
     assert compiled_module("broken", "x = = 1") == b""

@@ -19,8 +19,8 @@ def test_progress_is_reported_from_start_to_end() -> None:
         contextlib.suppress(ValueError),
         report_progress("counting", 3, "items") as work,
     ):
-        work.more()
-        work.at(2, note="b")
+        work.advance()
+        work.set_progress(2, note="b")
         raise ValueError("it ends in the middle")
     assert [(each.done, each.note, each.is_over) for each in states] == [
         (0, "", False),
@@ -29,7 +29,7 @@ def test_progress_is_reported_from_start_to_end() -> None:
         (2, "b", True),
     ]
     assert {(each.what, each.total, each.unit) for each in states} == {("counting", 3, "items")}
-    work.more()
+    work.advance()
     assert len(states) == 4  # no subscriber is left
 
 

@@ -32,7 +32,7 @@ def measure(kit: Kit) -> None:
 def _kernel(kit: Kit) -> None:
     if not kit.is_cuda:
         raise Skipped("the kernel for many lengths runs on a GPU; a CPU takes its own")
-    if not CudaFlashKernel.takes(torch.bfloat16, 128):
+    if not CudaFlashKernel.is_supported(torch.bfloat16, 128):
         raise Skipped(f"torch {torch.__version__} has no FlashAttention for heads of 128")
     kit.add("attention kernel: FlashAttention over many lengths", 1.0, "in use")
 

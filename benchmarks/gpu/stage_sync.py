@@ -24,7 +24,7 @@ from ramify.inference.base import TAGS
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import KEY_VARIABLE, InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import sources
+from ramify.inference.weight_sync.base import to_lazy_weights
 from ramify.models.load import Policy, save_policy
 from ramify.models.weights import fingerprint
 
@@ -112,7 +112,7 @@ async def _sync(
         took = []
         for version in range(1, 4 if kit.quick else 6):
             _change(policy)
-            given = sources(policy.model.named_parameters(), policy.dtype)
+            given = to_lazy_weights(policy.model.named_parameters(), policy.dtype)
             kit.sync()
             started = time.perf_counter()
             await engines.update(given, version)

@@ -11,7 +11,7 @@ from products import products
 from stage_parity import LOSS
 
 from ramify.extras.cluster import memory
-from ramify.extras.cluster.model_and_device_specs import ModelShape, shape_of
+from ramify.extras.cluster.model_and_device_specs import ModelShape, model_shape_from_config
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run, SftSpec
@@ -24,7 +24,7 @@ _BYTES_OF_STATE = 16
 
 def measure(kit: Kit) -> None:
     for name in ("0.6B", "1.7B", "4B"):
-        shape = shape_of(kit.config(name))
+        shape = model_shape_from_config(kit.config(name))
         for recompute in (False, True):
             label = f"{name}{', recomputed' if recompute else ''}"
             with kit.figure(label):

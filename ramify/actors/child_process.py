@@ -147,7 +147,9 @@ class ChildProcess:
             stack.enter_context(theirs)
             if stdin:
                 files = (_pipe_with(stdin, stack), *files[1:])
-            files_given = [_duplicate(each, stack) for each in self._opened(files, stack)]
+            files_given = [
+                _duplicate(each, stack) for each in self._open_standard_streams(files, stack)
+            ]
             self._guard = subprocess.Popen(
                 # Isolated and without site-packages: the guard starts fast, and no user setting
                 # affects it.
@@ -161,11 +163,11 @@ class ChildProcess:
             )
             # Registered before the command is sent: from here on, no failure leaves the guard
             # running.
-            weakref.finalize(self, _forget, self._guard, self._socket)
+            weakref.finalize(self, _end_orphaned_child, self._guard, self._socket)
             data = marshal.dumps({**spec, "files": files_given})
             self._send(len(data).to_bytes(4, "little") + data)
             os.set_blocking(self._socket, False)
-        self.pid = self._started(command[0])
+        self.pid = self._await_start(command[0])
         self.where = f"process {self.pid} on {os.uname().nodename}"
 
     def poll(self) -> int | None:
@@ -186,7 +188,7 @@ class ChildProcess:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None and self._is_readable(until):
             with self._lock:  # another thread may have read the line
-                if self._status is None and (line := self._line()) is not None:
+                if self._status is None and (line := self._read_guard_line()) is not None:
                     self._set_ended(line)
         return self._status
 
@@ -228,7 +230,7 @@ class ChildProcess:
 
     # --- the guard
 
-    def _opened(
+    def _open_standard_streams(
         self, files: Sequence[int | None], stack: contextlib.ExitStack
     ) -> tuple[int, int, int]:
         null = os.open(os.devnull, os.O_RDWR)
@@ -244,7 +246,7 @@ class ChildProcess:
         )
         return first, second, third
 
-    def _started(self, program: str) -> int:
+    def _await_start(self, program: str) -> int:
         """Wait until the guard process has started the command, and return the command's process
         id.
 
@@ -252,7 +254,7 @@ class ChildProcess:
         """
         line, until = None, time.monotonic() + _START_S
         while line is None and self._is_readable(until):
-            line = self._line()
+            line = self._read_guard_line()
         kind, _, value = (line or "").partition(" ")
         if kind == "started":
             return int(value)
@@ -269,7 +271,7 @@ class ChildProcess:
         left_s = 1e6 if until is None else max(0.0, until - time.monotonic())
         return bool(poll.poll(left_s * 1000))
 
-    def _line(self) -> str | None:
+    def _read_guard_line(self) -> str | None:
         """Return the next line that the guard process has sent, or None if no complete line has
         arrived yet.
 
@@ -354,7 +356,7 @@ def exit_reason(status: int | None, reason: str = "", log_tail: str | None = Non
     return how if log_tail is None else f"{how}; its log ends: {log_tail or '(it is empty)'}"
 
 
-def import_path() -> dict[str, str]:
+def pythonpath_environment() -> dict[str, str]:
     """Return the environment variable ``PYTHONPATH`` that makes a Python child process import
     this copy of Ramify."""
     inherited = os.environ.get("PYTHONPATH", "")
@@ -386,7 +388,7 @@ def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
     return reading
 
 
-def _forget(guard: subprocess.Popen[bytes], descriptor: int) -> None:
+def _end_orphaned_child(guard: subprocess.Popen[bytes], descriptor: int) -> None:
     """End a child process whose ``ChildProcess`` object was garbage-collected.
 
     Closing the socket to its guard process makes the guard end the child.
@@ -463,7 +465,7 @@ class ForegroundProcess:
 
     def __enter__(self) -> ForegroundProcess:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            self._before[number] = signal.signal(number, self._stop)
+            self._before[number] = signal.signal(number, self._forward_signal)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -484,7 +486,7 @@ class ForegroundProcess:
             pass
         return code
 
-    def sleep(self, seconds: float) -> None:
+    def sleep_until_interrupted(self, seconds: float) -> None:
         """Sleep for a number of seconds.
 
         Raises KeyboardInterrupt if this process has received a signal, either before or during the
@@ -496,7 +498,7 @@ class ForegroundProcess:
         if self.was_stopped:
             raise KeyboardInterrupt
 
-    def _stop(self, number: int, _: object) -> None:
+    def _forward_signal(self, number: int, _: object) -> None:
         """Forward a signal to the running command.
 
         The command has a separate session, so it does not receive the terminal's signals itself.

@@ -56,14 +56,14 @@ def split_command(
     return words
 
 
-def filled_words(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+def fill_placeholders(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
     """Replace each placeholder in the words of a command with its value, and return the new
     words."""
-    values = without_nulls(values)
+    values = replace_null_characters(values)
     return [word.format_map(values) for word in words]
 
 
-def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
+def replace_null_characters(values: Mapping[str, str]) -> dict[str, str]:
     """Replace null characters in the values of placeholders with U+FFFD, because the arguments
     of a process cannot contain them."""
     return {
@@ -71,7 +71,7 @@ def without_nulls(values: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def absolute_word(word: str) -> str:
+def absolute_path_if_file(word: str) -> str:
     """Return the absolute path of a word of a command if the word names a file in the current
     folder.
 
@@ -94,7 +94,7 @@ def check_program_installed(word: str, where: str) -> None:
         )
 
 
-def passed_on() -> dict[str, str]:
+def passed_environment() -> dict[str, str]:
     """Return the environment variables that this process passes on to untrusted programs, as
     listed in ``PASSED_ON``."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}

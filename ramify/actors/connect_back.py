@@ -7,8 +7,8 @@
 
 The process reads its ticket (the address, the key and its name) from its standard input, which is
 an inherited pipe. So the key appears neither in its environment nor on its command line. A
-connected process sends heartbeats (``beat``). If they stop for too long, for any reason, the
-process counts as lost (``MissedHeartbeatDetector``).
+connected process sends heartbeats (``start_heartbeat_thread``). If they stop for too long, for any
+reason, the process counts as lost (``MissedHeartbeatDetector``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ConnectBackListener(ChannelListener):
     A ticket holds the listener's address, a secret key, and the name of the process.
     """
 
-    def ticket(self, name: str) -> bytes:
+    def create_ticket(self, name: str) -> bytes:
         """Return a ticket for a new process, as bytes to pass on its standard input.
 
         The ticket holds the run's address and key. The process then calls ``connect_back``.
@@ -66,7 +66,7 @@ def connect_back() -> Channel:
     return connect(ticket.address, ticket.key, ticket.name)
 
 
-def beat(send: Callable[[], None], stop: threading.Event) -> None:
+def start_heartbeat_thread(send: Callable[[], None], stop: threading.Event) -> None:
     """Start a thread that sends a heartbeat every second until ``stop`` is set.
 
     ``send`` sends one heartbeat.
@@ -95,7 +95,7 @@ class MissedHeartbeatDetector:
         self._look_s = look_s
         self._quiet_s = 0.0
 
-    def heard(self) -> None:
+    def record_message(self) -> None:
         """Record that the process has sent a message.
 
         Any thread may call this.

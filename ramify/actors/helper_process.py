@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from ramify.actors.child_process import import_path
+from ramify.actors.child_process import pythonpath_environment
 
 _LENGTH_BYTES = 8
 
@@ -43,7 +43,7 @@ def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Pop
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**kept, **import_path()},
+        env={**kept, **pythonpath_environment()},
     )
 
 
@@ -83,14 +83,14 @@ def _send(sink: IO[bytes], parts: Sequence[bytes]) -> None:
 
 
 def _receive(source: IO[bytes]) -> list[bytes]:
-    return [_exactly(source, _number(source)) for _ in range(_number(source))]
+    return [_read_exactly(source, _read_length(source)) for _ in range(_read_length(source))]
 
 
-def _number(source: IO[bytes]) -> int:
-    return int.from_bytes(_exactly(source, _LENGTH_BYTES), "little")
+def _read_length(source: IO[bytes]) -> int:
+    return int.from_bytes(_read_exactly(source, _LENGTH_BYTES), "little")
 
 
-def _exactly(source: IO[bytes], count: int) -> bytes:
+def _read_exactly(source: IO[bytes], count: int) -> bytes:
     data = source.read(count)
     if len(data) < count:
         raise EOFError

@@ -51,7 +51,7 @@ class SlotResources(NamedTuple):
         assert isinstance(other, SlotResources)
         return SlotResources(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def without(self, other: SlotResources) -> SlotResources:
+    def subtract(self, other: SlotResources) -> SlotResources:
         return SlotResources(*(a - b for a, b in zip(self, other, strict=True)))
 
     def fits_in(self, available: SlotResources) -> bool:
@@ -136,7 +136,7 @@ class Launcher(Protocol):
         """Return a free TCP port on the machine where a process is placed."""
         ...
 
-    def renew(self, member: RoleInstanceId) -> None:
+    def ensure_slot(self, member: RoleInstanceId) -> None:
         """Ensure that a process still has a slot.
 
         If its slot is lost, find another one, perhaps on another machine. This may take a while.
@@ -177,7 +177,7 @@ class LocalLauncher:
                 command, environment=environment, log=log, stdin=stdin, stopped_s=STOPPED_S
             )
         except OSError as error:
-            raise cannot_start(member, "", f"{error.filename}: {error.strerror}") from None
+            raise start_error(member, "", f"{error.filename}: {error.strerror}") from None
         return child
 
     def address_of(self, member: RoleInstanceId) -> str:
@@ -186,7 +186,7 @@ class LocalLauncher:
     def free_port(self, member: RoleInstanceId) -> int:
         return free_port(self.address)
 
-    def renew(self, member: RoleInstanceId) -> None:
+    def ensure_slot(self, member: RoleInstanceId) -> None:
         """Do nothing, because this machine is available as long as the run is."""
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class NodeAgent:
     def __init__(self) -> None:
         self._children: dict[str, ChildProcess] = {}
 
-    def about(self) -> dict[str, Any]:
+    def describe_location(self) -> dict[str, Any]:
         """Return where this agent runs: the host name, the network address, and the GPUs of its
         slot."""
         from ray.util import get_node_ip_address
@@ -308,7 +308,7 @@ class NodeAgentProcess:
         self.poll()
 
 
-def cannot_start(member: RoleInstanceId, where: str, why: str) -> ConfigError:
+def start_error(member: RoleInstanceId, where: str, why: str) -> ConfigError:
     return ConfigError(f"{member.role} {member.number} cannot be started{where}: {why}")
 
 

@@ -29,7 +29,7 @@ def encode(message: Any) -> bytes:
 
     Raises TypeError if the message contains an unsupported value.
     """
-    return msgspec.msgpack.encode(message, enc_hook=_extension)
+    return msgspec.msgpack.encode(message, enc_hook=_encode_extension)
 
 
 def decode(data: Any, kind: type[T] | Any) -> T:
@@ -37,11 +37,11 @@ def decode(data: Any, kind: type[T] | Any) -> T:
 
     Raises MsgspecError if the data does not match that type.
     """
-    found: T = msgspec.msgpack.decode(data, type=kind, ext_hook=_value)
+    found: T = msgspec.msgpack.decode(data, type=kind, ext_hook=_decode_extension)
     return found
 
 
-def _extension(value: Any) -> Any:
+def _encode_extension(value: Any) -> Any:
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
         header = value.dtype.str, value.shape
@@ -56,7 +56,7 @@ def _extension(value: Any) -> Any:
     raise TypeError(f"a {type(value).__qualname__} cannot be sent in a message: {value!r:.80}")
 
 
-def _value(code: int, data: memoryview) -> Any:
+def _decode_extension(code: int, data: memoryview) -> Any:
     """Decode the array or tensor in a MessagePack extension.
 
     Raises MsgspecError if it is malformed.

@@ -37,7 +37,7 @@ class OutputPipe:
         self._on_read = on_read
         self._kept = bytearray()
 
-    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+    def start_reading(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start to read the output in the event loop.
 
         Call this after the process has received the write end of the pipe, because the copy in this
@@ -47,12 +47,12 @@ class OutputPipe:
         self.writing = -1
         loop.add_reader(self._reading, self._read, loop)
 
-    def end(self, loop: asyncio.AbstractEventLoop) -> str:
+    def finish_reading(self, loop: asyncio.AbstractEventLoop) -> str:
         """Read the rest of the output, and return its last bytes as text."""
         loop.remove_reader(self._reading)
         # No more than a pipe holds: a process that escaped may still write.
         for _ in range(_PIPE_BYTES // _BLOCK):
-            if not self._take():
+            if not self._read_block():
                 break
         self.close()
         return self._kept.decode(errors="replace")
@@ -64,12 +64,12 @@ class OutputPipe:
         self._reading = self.writing = -1
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._take():
+        if not self._read_block():
             loop.remove_reader(self._reading)
         elif self._on_read is not None:
             self._on_read()
 
-    def _take(self) -> bool:
+    def _read_block(self) -> bool:
         """Read one block of output.
 
         Returns False at the end of the output, or if nothing has arrived.

@@ -82,7 +82,7 @@ class ProcessGuard:
             self._is_ending = True
             raise
         finally:
-            self._sweep()
+            self._end_remaining_processes()
         _report(f"ended {self._status} {self._num_left} {self._reason}")
 
     def _step(self) -> None:
@@ -108,7 +108,7 @@ class ProcessGuard:
         pid = os.fork()
         if not pid:
             with contextlib.suppress(OSError):
-                self._become(spec, guard, failure)
+                self._exec_command(spec, guard, failure)
             os._exit(127)
         os.close(failure)
         for each in spec["files"]:
@@ -122,7 +122,7 @@ class ProcessGuard:
         _report(f"started {pid}")
         return pid
 
-    def _become(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
+    def _exec_command(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
         """Execute the command in the process that the guard has forked.
 
         If that fails, write the error number to the file descriptor ``failure``, which a successful
@@ -240,7 +240,7 @@ class ProcessGuard:
 
     # --- end
 
-    def _sweep(self) -> None:
+    def _end_remaining_processes(self) -> None:
         """End every process that the command started and that is still running.
 
         If the command ended by itself, they first have time to end too, and then get SIGTERM before

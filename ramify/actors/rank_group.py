@@ -118,8 +118,8 @@ class RankGroup:
         is lost, this call and all later ones raise TrainError.
         """
         with self._lock:
-            self._watch.check()
-            with self._pulse.doing(verb):
+            self._watch.raise_if_rank_lost()
+            with self._pulse.method_in_progress(verb):
                 for connection in self.connections:
                     own = each[connection.rank] if each else ()
                     arguments = [msgspec.Raw(encode(value)) for value in (*shared, *own)]
@@ -133,12 +133,12 @@ class RankGroup:
                 others = [
                     self._watch.wait_for_result(connection) for connection in self.connections
                 ]
-        _, kind = _types(self._own.__class__, verb)
-        return _values([first, *(_received(each, kind) for each in others)])
+        _, kind = _method_types(self._own.__class__, verb)
+        return _values_or_raise([first, *(_decode_outcome(each, kind) for each in others)])
 
-    def stacks(self) -> str:
+    def rank_stack_traces(self) -> str:
         """Return the stack traces of the other ranks as text, for debugging."""
-        return self._watch.stacks()
+        return self._watch.rank_stack_traces()
 
     def close(self) -> None:
         """Shut down the other ranks, and kill those that do not exit in time."""
@@ -166,7 +166,7 @@ def _carried_out(own: Any, verb: str, arguments: Sequence[Any]) -> _Outcome:
         return _Outcome(error=error)
 
 
-def _received(result: RankMethodResult, kind: Any) -> _Outcome:
+def _decode_outcome(result: RankMethodResult, kind: Any) -> _Outcome:
     """Decode the result or the error that another rank has sent.
 
     ``kind`` is the return type of the called method.
@@ -176,7 +176,7 @@ def _received(result: RankMethodResult, kind: Any) -> _Outcome:
     return _Outcome(error=_ERRORS.get(result.error.kind, TrainError)(result.error.text))
 
 
-def _values(ended: Sequence[_Outcome]) -> list[Any]:
+def _values_or_raise(ended: Sequence[_Outcome]) -> list[Any]:
     errors = [each.error for each in ended if each.error is not None]
     if errors:
         raise next(
@@ -198,16 +198,16 @@ TrainError."""
 
 
 @functools.cache
-def _types(kind: Any, verb: str) -> tuple[list[Any], Any]:
+def _method_types(kind: Any, verb: str) -> tuple[list[Any], Any]:
     """Return the annotated types of a method's parameters, and its return type."""
     hints = typing.get_type_hints(getattr(kind, verb))
     value = hints.pop("return")
     return list(hints.values()), value
 
 
-def _called(own: Any, call: RankMethodCall) -> RankMethodResult:
+def _run_called_method(own: Any, call: RankMethodCall) -> RankMethodResult:
     """Run the method that rank 0 has called, and return its result as a message."""
-    parameters, _ = _types(own.__class__, call.verb)
+    parameters, _ = _method_types(own.__class__, call.verb)
     arguments = [decode(data, kind) for data, kind in zip(call.arguments, parameters, strict=False)]
     ended = _carried_out(own, call.verb, arguments)
     if ended.error is not None:
@@ -222,7 +222,7 @@ def _describe(verb: str, error: Exception) -> str:
     return f"in '{verb}', {type(error).__name__}: {first}"
 
 
-def follow(
+def serve_rank_zero(
     own: Any, pulse: RankProgress, talk: Channel, watch: Channel, rank: int, timeout_s: float
 ) -> None:
     """Serve rank 0: run each method that rank 0 calls, until it ends the group.
@@ -231,7 +231,7 @@ def follow(
     """
     stop = threading.Event()
     answering = threading.Thread(
-        target=_answer, args=(pulse, watch, rank, timeout_s, stop), daemon=True
+        target=_answer_watch_requests, args=(pulse, watch, rank, timeout_s, stop), daemon=True
     )
     answering.start()
     try:
@@ -239,24 +239,24 @@ def follow(
             try:
                 request: RankRequest = talk.receive(RankRequest)
             except (EOFError, OSError):
-                _end(rank, "rank 0 is gone")
+                _exit_rank(rank, "rank 0 is gone")
             if isinstance(request, EndRankGroupRequest):
                 return
-            with pulse.doing(request.verb):
+            with pulse.method_in_progress(request.verb):
                 try:
-                    ended = _called(own, request)
+                    ended = _run_called_method(own, request)
                 except Exception as error:  # noqa: BLE001 (sent to rank 0, and raised there)
                     traceback.print_exc()
                     ended = RankMethodResult(broke=_describe(request.verb, error))
             talk.send(ended)
             if ended.broke:
-                _end(rank, ended.broke)
+                _exit_rank(rank, ended.broke)
     finally:
         stop.set()
         faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(
+def _answer_watch_requests(
     pulse: RankProgress, watch: Channel, rank: int, timeout_s: float, stop: threading.Event
 ) -> None:
     """Answer the requests of rank 0 for signs of life and for the stack, until ``stop`` is set.
@@ -272,22 +272,22 @@ def _answer(
             if not watch.poll(beat_s):
                 quiet += beat_s  # counts waits, so that a suspended machine does not time out
                 if quiet > timeout_s:
-                    _end(rank, f"no message from rank 0 for {timeout_s:g} s")
+                    _exit_rank(rank, f"no message from rank 0 for {timeout_s:g} s")
                 continue
             request: WatchRequest = watch.receive(WatchRequest)
             if isinstance(request, AbortRankRequest):
-                _end(rank, request.reason)
+                _exit_rank(rank, request.reason)
             asks_stack = isinstance(request, StackRequest)
-            watch.send(RankStack(pulse.stack()) if asks_stack else HeartbeatEcho(pulse.count))
+            watch.send(RankStack(pulse.stack_trace()) if asks_stack else HeartbeatEcho(pulse.count))
         except (EOFError, OSError):
             # Rank 0 may have ended the group, which the thread that runs its methods then sees.
             if stop.wait(GRACE_S):
                 return
-            _end(rank, "rank 0 is gone")
+            _exit_rank(rank, "rank 0 is gone")
         quiet = 0.0
 
 
-def _end(rank: int, why: str) -> NoReturn:
+def _exit_rank(rank: int, why: str) -> NoReturn:
     """Log the reason and exit this process at once, whatever its other threads are doing."""
     text = f"rank {rank} ends: {why}"
     _log.error("rank_ended", text, rank=rank)

@@ -45,7 +45,7 @@ class AuthenticatedGroupFactory:
         self._key = key
         self._is_local = is_local
 
-    def formed(self, form: Callable[[], Any], *devices: str) -> Any:
+    def create_group(self, form: Callable[[], Any], *devices: str) -> Any:
         """Create a torch.distributed group by calling ``form``, and return it once every member has
         proved that it has the key.
 
@@ -58,7 +58,7 @@ class AuthenticatedGroupFactory:
             self._prove(group, device)
         return group
 
-    def formed_mesh(self, form: Callable[[], Any], device: str) -> Any:
+    def create_mesh(self, form: Callable[[], Any], device: str) -> Any:
         """Create a device mesh by calling ``form``, and return it once every member has proved that
         it has the key.
 
@@ -74,10 +74,10 @@ class AuthenticatedGroupFactory:
     def _prove(self, group: Any, device: str) -> None:
         import torch
 
-        prove_members(group._get_backend(torch.device(device)), self._key, device)
+        verify_members(group._get_backend(torch.device(device)), self._key, device)
 
 
-def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
+def verify_members(group: Any, key: bytes, device: Any = "cpu") -> None:
     """Check that every other member of a process group has the run's key.
 
     All members must call this together before they use the group. Raises TrainError if a member has
@@ -88,14 +88,14 @@ def prove_members(group: Any, key: bytes, device: Any = "cpu") -> None:
         return
     ours = secrets.token_bytes(_SIZE)
     try:
-        nonces = _exchanged(group, [ours] * size, device)
-        proofs = _exchanged(
+        nonces = _exchange_messages(group, [ours] * size, device)
+        proofs = _exchange_messages(
             group, [_proof(key, size, rank, j, nonces[j]) for j in range(size)], device
         )
     except RuntimeError as error:
         raise TrainError(
             "a process of this run was lost, or another program answers at its address: "
-            f"{_first(error)}; start the run again"
+            f"{_first_error_line(error)}; start the run again"
         ) from None
     for j in range(size):
         if j != rank and not hmac.compare_digest(proofs[j], _proof(key, size, j, rank, ours)):
@@ -125,7 +125,7 @@ def gloo_on_loopback(is_local: bool) -> Iterator[None]:
             del os.environ[_INTERFACE]
 
 
-def _exchanged(group: Any, messages: list[bytes], device: Any) -> list[bytes]:
+def _exchange_messages(group: Any, messages: list[bytes], device: Any) -> list[bytes]:
     """Exchange one message with each rank of a group: send message j to rank j, and return the
     messages received from the other ranks."""
     import torch
@@ -146,6 +146,6 @@ def _proof(key: bytes, size: int, prover: int, verifier: int, nonce: bytes) -> b
     return hmac.digest(key, text + nonce, "sha256")
 
 
-def _first(error: BaseException) -> str:
+def _first_error_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return re.sub(r"^\[[^\]]*\] ", "", text)[:200]  # without the position in torch's source

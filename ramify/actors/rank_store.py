@@ -126,7 +126,7 @@ class KeyValueStoreServer:
         Calling this again has no effect.
         """
         for channel in self._channels:
-            channel.shut()
+            channel.shutdown()
         self._channels[0].close()
 
     def _serve(self, channel: Channel) -> None:
@@ -134,11 +134,11 @@ class KeyValueStoreServer:
             try:
                 while True:
                     request: StoreRequest = channel.receive(StoreRequest)
-                    channel.send(self._answered(request, channel))
+                    channel.send(self._answer_request(request, channel))
             except (EOFError, OSError, msgspec.MsgspecError):
                 return
 
-    def _answered(self, request: StoreRequest, channel: Channel) -> RankStoreReply:
+    def _answer_request(self, request: StoreRequest, channel: Channel) -> RankStoreReply:
         store: Any = self._store
         try:
             match request:
@@ -147,7 +147,7 @@ class KeyValueStoreServer:
                 case GetKeyRequest():
                     return RankStoreReply(value=bytes(store.get(request.key)))
                 case WaitForKeysRequest():
-                    return self._awaited(request, channel)
+                    return self._await_keys(request, channel)
                 case CheckKeysRequest():
                     return RankStoreReply(number=int(store.check(request.keys)))
                 case IncrementKeyRequest():
@@ -161,7 +161,7 @@ class KeyValueStoreServer:
             return RankStoreReply(error=str(error).partition("\n")[0])
         return RankStoreReply()
 
-    def _awaited(self, request: WaitForKeysRequest, channel: Channel) -> RankStoreReply:
+    def _await_keys(self, request: WaitForKeysRequest, channel: Channel) -> RankStoreReply:
         """Wait until the requested keys exist or the timeout expires.
 
         The wait is split into short intervals, so that this thread ends soon after the requesting

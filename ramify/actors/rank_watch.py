@@ -50,7 +50,7 @@ class RankProgress:
         self.count += 1
 
     @contextlib.contextmanager
-    def doing(self, verb: str) -> Iterator[None]:
+    def method_in_progress(self, verb: str) -> Iterator[None]:
         self.verb, self.thread, self.waits = verb, threading.get_ident(), False
         self.tick()
         try:
@@ -59,7 +59,7 @@ class RankProgress:
             self.verb = ""
             self.tick()
 
-    def stack(self) -> str:
+    def stack_trace(self) -> str:
         """Return the stack trace of the thread that runs the current method, with the outermost
         call first.
 
@@ -156,7 +156,7 @@ class RankWatch:
         if connections:
             self._thread.start()
 
-    def check(self) -> None:
+    def raise_if_rank_lost(self) -> None:
         """Raise TrainError if a rank has been lost.
 
         The group cannot be used afterwards.
@@ -172,11 +172,11 @@ class RankWatch:
         """
         until = time.monotonic() + grace_s
         while not self._reason and time.monotonic() < until and self._connections:
-            if other := self._reported_failure() or self._dead():
+            if other := self._reported_failure() or self._find_dead_rank():
                 rank, why = other
                 break
             time.sleep(0.02)
-        self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
+        self._give_up(f"rank {rank}{self._rank_location(rank)} is lost: {why}")
         raise TrainError(self._reason)
 
     def wait_for_result(self, link: RankConnection) -> RankMethodResult:
@@ -185,7 +185,7 @@ class RankWatch:
         Raises TrainError if any rank is lost in the meantime.
         """
         while True:
-            self.check()
+            self.raise_if_rank_lost()
             with contextlib.suppress(OSError):
                 link.talk.poll(0.2)
             self._receive(link)
@@ -215,9 +215,9 @@ class RankWatch:
             for link in self._connections:
                 self._send(link, Ping())
             self._read()
-            if (dead := self._dead()) is not None and not self._closing.is_set():
+            if (dead := self._find_dead_rank()) is not None and not self._closing.is_set():
                 rank, why = self._reported_failure() or dead
-                self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
+                self._give_up(f"rank {rank}{self._rank_location(rank)} is lost: {why}")
                 return
             self._counts[0] = self._pulse.count
             if self._counts != last:
@@ -228,7 +228,7 @@ class RankWatch:
                 self._report_stall()
                 return
 
-    def stacks(self) -> str:
+    def rank_stack_traces(self) -> str:
         """Return the stack traces of the other ranks as text.
 
         The text also names the ranks that did not answer in time.
@@ -239,7 +239,9 @@ class RankWatch:
             (link.rank, self._answers.get(link.rank, "it did not answer\n"))
             for link in self._connections
         ]
-        return "\n".join(f"rank {rank}{self._place(rank)}\n{stack}" for rank, stack in answers)
+        return "\n".join(
+            f"rank {rank}{self._rank_location(rank)}\n{stack}" for rank, stack in answers
+        )
 
     def _send(self, link: RankConnection, request: WatchRequest) -> None:
         with contextlib.suppress(OSError):
@@ -255,7 +257,7 @@ class RankWatch:
                     else:
                         self._answers[link.rank] = answer.text
 
-    def _dead(self) -> tuple[int, str] | None:
+    def _find_dead_rank(self) -> tuple[int, str] | None:
         """Find a rank whose process or connection has ended.
 
         Returns its number and how it ended, or None if all ranks are alive.
@@ -301,12 +303,12 @@ class RankWatch:
         """
         verb = self._pulse.verb
         self._ask_stacks(self._read)
-        stacks = {0: self._pulse.stack(), **self._answers}
+        stacks = {0: self._pulse.stack_trace(), **self._answers}
         unresponsive = [link.rank for link in self._connections if link.rank not in stacks]
         waits = {
             rank
             for rank, stack in stacks.items()
-            if _waits(stack) or (self._pulse.waits and not rank)
+            if _is_in_collective(stack) or (self._pulse.waits and not rank)
         }
         working = [rank for rank in stacks if rank not in waits]
         least = min(self._counts)
@@ -315,7 +317,8 @@ class RankWatch:
         named = unresponsive or (working if waits and working else behind)
         path = self._write(stacks, unresponsive)
         description = "; ".join(
-            f"rank {rank}{self._place(rank)} {self._state(rank, stacks.get(rank, ''))}"
+            f"rank {rank}{self._rank_location(rank)} "
+            f"{self._describe_rank_state(rank, stacks.get(rank, ''))}"
             for rank in named
         )
         self._give_up(
@@ -327,7 +330,7 @@ class RankWatch:
     def _may_answer(self, rank: int) -> bool:
         return rank not in self._answers and "(stopped)" not in _process_state(self._pid(rank))
 
-    def _state(self, rank: int, stack: str) -> str:
+    def _describe_rank_state(self, rank: int, stack: str) -> str:
         if stack:
             return f"is at {' '.join(stack.splitlines()[-2].split())}"
         return f"does not answer{_process_state(self._pid(rank))}; its stack may be on stderr"
@@ -361,7 +364,7 @@ class RankWatch:
             process.end(0.0)
         for link in self._connections:
             for channel in (link.talk, link.watch):
-                channel.shut()
+                channel.shutdown()
         if 0 in culprits:  # only an exception can stop this process's own verb
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._pulse.thread), ctypes.py_object(TrainError)
@@ -370,11 +373,11 @@ class RankWatch:
     def _pid(self, rank: int) -> int:
         return self._processes[rank - 1].pid if self._processes and rank else 0
 
-    def _place(self, rank: int) -> str:
+    def _rank_location(self, rank: int) -> str:
         return f" ({self._connections[rank - 1].where})" if rank else " (this process)"
 
 
-def _waits(stack: str) -> bool:
+def _is_in_collective(stack: str) -> bool:
     """Return True if a rank is waiting for others in a collective operation.
 
     That is the case if the innermost call of its stack is in torch.distributed.

@@ -56,7 +56,7 @@ class RayClusterConnection:
         writes nothing to stdout and stderr; failures are raised anyway."""
         self.address = address or os.environ.get(ADDRESS, "")
         """Empty if a cluster is started here."""
-        self._ray = imported()
+        self._ray = import_ray()
         self._start_s = start_s
         self._store_bytes = store_bytes
         self._folder = ""
@@ -249,7 +249,7 @@ def _without_stderr() -> Iterator[None]:
         os.close(sink)
 
 
-def imported() -> Any:
+def import_ray() -> Any:
     """Import the module ``ray`` and return it.
 
     Raises ConfigError if it is not installed.
@@ -286,11 +286,11 @@ def check_ramify_version(version: str) -> None:
         )
 
 
-def check_nodes(version: str) -> None:
+def check_node_versions(version: str) -> None:
     """Raise ConfigError if any node of the cluster lacks the given version of Ramify."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ray = imported()
+    ray = import_ray()
     check = ray.remote(check_ramify_version)
     for node in ray.nodes():
         if not node["Alive"] or not node["Resources"].get("CPU"):
@@ -303,14 +303,14 @@ def check_nodes(version: str) -> None:
             cause = getattr(error, "cause", None)
             if isinstance(cause, ConfigError):
                 raise ConfigError(str(cause)) from None
-            why = last_line(error)
+            why = error_cause_line(error)
             raise ConfigError(
                 f"the node {node['NodeManagerHostname']} cannot run ramify {version} ({why}): "
                 "install the same versions of Ramify and Python on all nodes"
             ) from None
 
 
-def last_line(error: BaseException) -> str:
+def error_cause_line(error: BaseException) -> str:
     """Return the last line of a Ray error message, which states the cause.
 
     It is shortened to 300 characters.

@@ -34,9 +34,9 @@ from ramify.actors.launcher import (
     NodeResourceSlot,
     RoleInstanceId,
     SlotResources,
-    cannot_start,
+    start_error,
 )
-from ramify.actors.ray_cluster import RayClusterConnection, imported
+from ramify.actors.ray_cluster import RayClusterConnection, import_ray
 from ramify.errors import ConfigError, TrainError
 
 _LOOPBACK = "127.0.0.1"
@@ -68,7 +68,7 @@ class RayLauncher:
         machine's number of GPUs, if a cluster is started here. Raises ConfigError if the slots are
         not available.
         """
-        self._ray = imported()
+        self._ray = import_ray()
         self._cluster = RayClusterConnection(address, start_s)
         self._gpus = gpus or {}
         self._spread = spread
@@ -84,15 +84,17 @@ class RayLauncher:
         self._locations: list[dict[str, Any]] = []
         self._is_open = True
         if not self._cluster.address:
-            check_bundles(
-                bundles(self._placement_slots),
+            check_bundles_fit(
+                group_slots_by_node(self._placement_slots),
                 [SlotResources(num_gpus, os.cpu_count() or 1, float("inf"))],
                 "this machine",
             )
         try:
             self._cluster.join(num_gpus)
             self._own = str(self._ray.util.get_node_ip_address())
-            check_bundles(bundles(self._placement_slots), self._nodes(), "the cluster")
+            check_bundles_fit(
+                group_slots_by_node(self._placement_slots), self._nodes(), "the cluster"
+            )
             self._reserve()
         except BaseException:
             self.close()
@@ -122,11 +124,11 @@ class RayLauncher:
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(share), **environment}
         arguments = name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
         try:
-            started = self._ask(index, "start", *arguments, stdin)
+            started = self._call_agent(index, "start", *arguments, stdin)
         except TrainError as error:
-            raise cannot_start(member, "", str(error)) from None
+            raise start_error(member, "", str(error)) from None
         if isinstance(started, str):
-            raise cannot_start(member, f" on {location['host']}", started)
+            raise start_error(member, f" on {location['host']}", started)
         is_here = location["address"] == self._own
         return NodeAgentProcess(ask, name, started, location["host"], is_here=is_here)
 
@@ -144,9 +146,9 @@ class RayLauncher:
         return self.address if address == self._own else address
 
     def free_port(self, member: RoleInstanceId) -> int:
-        return int(self._ask(self._slot_of(member), "free_port"))
+        return int(self._call_agent(self._slot_of(member), "free_port"))
 
-    def renew(self, member: RoleInstanceId) -> None:
+    def ensure_slot(self, member: RoleInstanceId) -> None:
         """Ensure that a process still has a slot.
 
         If the slot's node agent does not answer, kill the agent and start another one, perhaps on
@@ -159,7 +161,7 @@ class RayLauncher:
             # An agent that merely does not answer would keep the slot.
             with contextlib.suppress(Exception):
                 self._ray.kill(self._agents[index])
-            agent, location = self._replacement(index)
+            agent, location = self._replace_agent(index)
             self._agents[index], self._locations[index] = agent, location
             self._is_distributed = self._is_distributed or location["address"] != self._own
 
@@ -192,7 +194,7 @@ class RayLauncher:
         except (self._ray.exceptions.RayError, TimeoutError):
             return None
 
-    def _ask(self, index: int, method: str, *arguments: Any) -> Any:
+    def _call_agent(self, index: int, method: str, *arguments: Any) -> Any:
         if not self._is_open:
             raise TrainError("this run has disconnected from its Ray cluster")
         try:
@@ -229,7 +231,7 @@ class RayLauncher:
         from ray.util.placement_group import placement_group
 
         until = time.monotonic() + self.start_s
-        for pool, nodes in bundles(self._placement_slots).items():
+        for pool, nodes in group_slots_by_node(self._placement_slots).items():
             requested = [_resources(needs) for needs, _ in nodes]
             # This process is rank 0, so slot 0 must be on its own node.
             first = next((i for i, (_, members) in enumerate(nodes) if 0 in members), None)
@@ -250,7 +252,7 @@ class RayLauncher:
                 for bundle, (_, members) in enumerate(nodes)
                 for index in members
             }
-        self._agents += [self._agent(index) for index in range(len(self._placement_slots))]
+        self._agents += [self._create_agent(index) for index in range(len(self._placement_slots))]
         try:
             self._locations = ray.get(
                 [agent.about.remote() for agent in self._agents], timeout=self.start_s
@@ -263,7 +265,7 @@ class RayLauncher:
         self._is_distributed = any(location["address"] != self._own for location in self._locations)
         self._check_first()
 
-    def _agent(self, index: int) -> Any:
+    def _create_agent(self, index: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         (group, bundle), needs = self._places[index], self._placement_slots[index].needs
@@ -273,7 +275,7 @@ class RayLauncher:
         )
         return make.remote()
 
-    def _replacement(self, index: int) -> tuple[Any, dict[str, Any]]:
+    def _replace_agent(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Start a new node agent for a slot whose agent is gone.
 
         Returns the agent and its location. Raises ConfigError if no node has room within the time
@@ -283,7 +285,7 @@ class RayLauncher:
         lost = self._locations[index]
         where = f"slot {index}, which was on {lost['host']} ({lost['address']})"
         while self._is_open and time.monotonic() < until:
-            agent = self._agent(index)
+            agent = self._create_agent(index)
             try:
                 return agent, ray.get(
                     agent.about.remote(), timeout=max(0.0, until - time.monotonic())
@@ -318,7 +320,7 @@ class RayLauncher:
             )
 
 
-def bundles(
+def group_slots_by_node(
     placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
     """Group slots by pool and node.
@@ -335,7 +337,7 @@ def bundles(
     return {pool: list(nodes.values()) for pool, nodes in by_pool.items()}
 
 
-def check_bundles(
+def check_bundles_fit(
     requested: Mapping[str, Sequence[tuple[SlotResources, object]]],
     nodes: Sequence[SlotResources],
     where: str,

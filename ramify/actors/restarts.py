@@ -86,24 +86,24 @@ class ProcessRestartLimiter:
         self._losses[name] += 1
         return self._losses[name] <= self._restarts
 
-    def back(self, name: Name, text: str) -> None:
+    def record_recovery(self, name: Name, text: str) -> None:
         """Record that a process is back after a restart, and show a message on the console.
 
         The log record has level DEBUG, because the restart itself is already logged.
         """
-        self.started(name)
+        self.record_restart(name)
         self._log.debug("back", text, shown=True, **{self._kind: name})
 
-    def started(self, name: Name) -> None:
+    def record_restart(self, name: Name) -> None:
         """Record that a process has been restarted, so that its next failure counts as another
         loss."""
         self._away.discard(name)
 
-    def succeeded(self, name: Name) -> None:
+    def record_success(self, name: Name) -> None:
         """Record that a process has done its work, so that its earlier losses no longer count."""
         self._losses[name] = 0
 
-    def all_succeeded(self) -> None:
+    def reset_all_losses(self) -> None:
         self._losses.clear()
 
     def num_losses(self, name: Name) -> int:

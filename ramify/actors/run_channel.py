@@ -82,8 +82,8 @@ class Channel:
         Raises EOFError if the peer has closed the channel, and MsgspecError if the message has
         another type.
         """
-        length = int.from_bytes(self._exactly(_LENGTH), "little")
-        found: T = decode(self._exactly(length), kind)
+        length = int.from_bytes(self._receive_exactly(_LENGTH), "little")
+        found: T = decode(self._receive_exactly(length), kind)
         return found
 
     def poll(self, timeout_s: float = 0.0) -> bool:
@@ -107,7 +107,7 @@ class Channel:
         except OSError:
             return True
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """Shut down the connection.
 
         This wakes every thread that is sending or receiving on it.
@@ -128,7 +128,7 @@ class Channel:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _exactly(self, length: int) -> memoryview:
+    def _receive_exactly(self, length: int) -> memoryview:
         data = memoryview(bytearray(length))
         at = 0
         while at < length:
@@ -189,7 +189,7 @@ class ChannelListener:
             for key, _ in ready:
                 if key.data is None:  # the listening socket
                     self._take_peers()
-                elif (first := self._advanced(key.data)) is not None:
+                elif (first := self._advance_authentication(key.data)) is not None:
                     with contextlib.suppress(msgspec.MsgspecError):
                         message: T = decode(first, kind)
                         return Channel(key.data.peer, self.key), message
@@ -231,7 +231,7 @@ class ChannelListener:
             self._pending.append(proof)
             self._selector.register(peer, selectors.EVENT_READ, proof)
 
-    def _advanced(self, proof: _Proof) -> bytes | None:
+    def _advance_authentication(self, proof: _Proof) -> bytes | None:
         """Read the data that a peer has sent before its authentication is complete.
 
         Returns the peer's first message, or None if data is missing or the peer was dropped.
@@ -276,7 +276,7 @@ class _Proof:
         or OSError if the peer has disconnected or has another key.
         """
         # Never read beyond the frame: the next byte belongs to the channel.
-        while (missing := self._missing()) > 0:
+        while (missing := self._num_missing_bytes()) > 0:
             try:
                 block = self.peer.recv(missing)
             except BlockingIOError:
@@ -288,7 +288,7 @@ class _Proof:
                 self._check()
         return self._received[_LENGTH:]
 
-    def _missing(self) -> int:
+    def _num_missing_bytes(self) -> int:
         if not self._is_proved:
             return _NONCE + _PROOF - len(self._received)
         if len(self._received) < _LENGTH:
@@ -311,7 +311,7 @@ def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Ch
 
     Raises OSError if no listener answers at the address, or if it has another key.
     """
-    peer = _connected(address, wait_s)
+    peer = _open_connection(address, wait_s)
     try:
         nonce = _read(peer, _NONCE)
         ours = secrets.token_bytes(_NONCE)
@@ -329,7 +329,7 @@ def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Ch
         raise
 
 
-def _connected(address: str, wait_s: float) -> socket.socket:
+def _open_connection(address: str, wait_s: float) -> socket.socket:
     if not address.startswith("/"):
         host, _, port = address.rpartition(":")
         peer = socket.create_connection((host, int(port)), wait_s)
@@ -371,7 +371,7 @@ KEY, KEY_FILE = "RAMIFY_RUN_KEY", "RAMIFY_RUN_KEY_FILE"
 _LEAST_KEY = 16
 
 
-def given_key() -> bytes | None:
+def run_key_from_environment() -> bytes | None:
     """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
     ``RAMIFY_RUN_KEY_FILE`` names, which takes precedence.
 

@@ -1,8 +1,8 @@
 """Find out which user owns the process at the other end of a local TCP connection, from the
 kernel's table of TCP sockets.
 
-Callers use ``listener_user`` to check who listens at an address before they send a key there. This
-works on Linux only; on other systems nothing is known.
+Callers use ``listener_user_id`` to check who listens at an address before they send a key there.
+This works on Linux only; on other systems nothing is known.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def tcp_sockets() -> list[TcpSocketTableEntry]:
         with contextlib.suppress(OSError), open(table) as file:
             for line in list(file)[1:]:
                 fields = line.split()
-                ends = _address(fields[1]), _address(fields[2])
+                ends = _parse_address(fields[1]), _parse_address(fields[2])
                 state, user, inode = int(fields[3], 16), int(fields[7]), int(fields[9])
                 found.append(TcpSocketTableEntry(*ends, state, user, inode))
     return found
 
 
-def listener_user(host: str, port: int) -> int | None:
+def listener_user_id(host: str, port: int) -> int | None:
     """Return the id of the user whose process listens at an address of this machine, or None if
     the user is unknown."""
     places = {host, *_ANYWHERE}
@@ -58,7 +58,7 @@ def listener_user(host: str, port: int) -> int | None:
     )
 
 
-def _address(text: str) -> Address:
+def _parse_address(text: str) -> Address:
     """Decode an address from the kernel's socket table: ``0100007F:A51D`` is 127.0.0.1, port
     42269. An IPv4 address in IPv6 form is converted to IPv4."""
     host, _, port = text.partition(":")

@@ -41,7 +41,7 @@ class HelperProcessDied(Exception):
     """Raised if a helper process exits or is killed before it has answered."""
 
 
-async def in_helper(function: str, *data: bytes) -> bytes:
+async def call_in_helper_process(function: str, *data: bytes) -> bytes:
     """Call a function in a helper process, and return its result.
 
     The function is named as ``module:name``. Its arguments and its result are bytes.
@@ -71,7 +71,7 @@ class _HelperRequest:
 
     def run(self) -> bytes:
         try:
-            answered = self._answer() or self._answer()
+            answered = self._ask_helper() or self._ask_helper()
         except TimeoutError:
             raise HelperProcessDied(f"it did not finish within {_ANSWER_S:g} s") from None
         if answered is None:
@@ -83,7 +83,7 @@ class _HelperRequest:
             raise RuntimeError(answer.decode())
         return answer
 
-    def _answer(self) -> tuple[bytes, bytes] | None:
+    def _ask_helper(self) -> tuple[bytes, bytes] | None:
         """Send the request to a helper process, and return its answer.
 
         Returns None if the helper was killed for another reason, so that the caller can try another
@@ -92,12 +92,12 @@ class _HelperRequest:
         process = None
         try:
             with _helpers.lend_process() as process:
-                self._hold(process)
+                self._set_process(process)
                 try:
                     failed, answer = ask(process, self._parts, _ANSWER_S)
                     return failed, answer
                 finally:
-                    self._hold(None)
+                    self._set_process(None)
         except (EOFError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
@@ -113,7 +113,7 @@ class _HelperRequest:
             if self._process is not None:
                 self._process.kill()
 
-    def _hold(self, process: subprocess.Popen[bytes] | None) -> None:
+    def _set_process(self, process: subprocess.Popen[bytes] | None) -> None:
         with self._lock:
             self._process = process
             if process is not None and self._is_cancelled:
@@ -134,10 +134,10 @@ def serve() -> None:
     This function runs in the helper process.
     """
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    answer_requests(_answered)
+    answer_requests(_call_requested_function)
 
 
-def _answered(request: list[bytes]) -> tuple[bytes, bytes]:
+def _call_requested_function(request: list[bytes]) -> tuple[bytes, bytes]:
     """Call the function that a request names.
 
     Returns an empty status with the result, or the status ``failed`` with the error.

@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 
-from ramify.actors.ray_cluster import imported
+from ramify.actors.ray_cluster import import_ray
 from ramify.errors import ConfigError
 
 WAIT_S = 900.0
@@ -25,7 +25,7 @@ def wait_for_nodes(address: str, nodes: int, timeout_s: float = WAIT_S) -> None:
 
     Raises ConfigError after ``timeout_s`` seconds. The error says how many nodes have joined.
     """
-    ray = imported()
+    ray = import_ray()
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     until, found, why = time.monotonic() + timeout_s, 0, ""
     while True:

@@ -23,9 +23,9 @@ import msgspec
 
 from ramify.agents.agent_job import (
     AgentJob,
-    new_folder,
+    create_rollout_folder,
+    hide_answer_fields,
     remove_folder,
-    visible_to_agent,
     write_item_file,
 )
 from ramify.agents.agent_result import AgentExitRecord
@@ -57,7 +57,7 @@ class RunningAgent(Protocol):
     num_left: int
     """Number of processes that the agent left behind."""
 
-    def current_line(self) -> str:
+    def current_code_position(self) -> str:
         """Return the line of code that the agent is running, as text for the end of an error
         message: ``, at agent.py:12 (solve)``.
 
@@ -111,23 +111,23 @@ class AgentAttempt:
         Raises RamifyError if the agent crashes, exceeds a time limit, or never calls a model.
         """
         endpoint = await conversations.shared_resource(AgentModelServer, AgentModelServer)
-        folder = new_folder()
+        folder = create_rollout_folder()
         # The reward deletes it earlier. This is for a rollout that is never scored.
         self._remove = weakref.finalize(self, remove_folder, folder)
         seat = AgentModelAccess(conversations, "")
         began = time.monotonic()
         with endpoint.temporary_seat_key(seat) as key:
-            job = self._job(endpoint, key, folder)
+            job = self._create_job(endpoint, key, folder)
             try:
                 agent = await self._start(job)
             except RamifyError as error:
                 raise RamifyError(f"{self._where}: {error}") from None
             outcome, place = AgentOutcome.CANCELLED, ""
             try:
-                outcome = await self._outcome(agent, seat)
-                place = agent.current_line()
+                outcome = await self._await_outcome(agent, seat)
+                place = agent.current_code_position()
             finally:
-                await _ended(agent)
+                await _end_agent(agent)
                 self._record = AgentExitRecord(
                     outcome=outcome,
                     exit_code=agent.exit_code,
@@ -158,10 +158,10 @@ class AgentAttempt:
             return {}
         return {AGENT_RECORD: msgspec.to_builtins(self._record)}
 
-    def _job(self, endpoint: AgentModelServer, key: str, folder: Path) -> AgentJob:
+    def _create_job(self, endpoint: AgentModelServer, key: str, folder: Path) -> AgentJob:
         base_url = endpoint.url()
         return AgentJob(
-            item=visible_to_agent(self._item),
+            item=hide_answer_fields(self._item),
             item_file=write_item_file(self._item, folder),
             folder=folder / "work",
             base_url=base_url,
@@ -169,7 +169,7 @@ class AgentAttempt:
             api_key=key,
         )
 
-    async def _outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentOutcome:
+    async def _await_outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentOutcome:
         """Wait until the agent has ended or reaches a time limit, and return how the rollout
         ended."""
         limits = self._limits
@@ -219,7 +219,7 @@ class AgentAttempt:
         return f"{text}; its stderr ends: {' | '.join(lines)[-_QUOTED:] or '(it is empty)'}"
 
 
-async def _ended(agent: RunningAgent) -> None:
+async def _end_agent(agent: RunningAgent) -> None:
     """End the agent and wait until it has ended, even if the rollout is being cancelled."""
     ending = asyncio.ensure_future(agent.end())
     try:

@@ -30,18 +30,18 @@ from typing import Any
 
 from ramify.actors.child_process import ChildProcess
 from ramify.actors.command_template import (
-    absolute_word,
+    absolute_path_if_file,
     check_program_installed,
-    filled_words,
-    passed_on,
+    fill_placeholders,
+    passed_environment,
+    replace_null_characters,
     split_command,
-    without_nulls,
 )
 from ramify.actors.output_pipe import OutputPipe
 from ramify.agents.agent_container import AgentContainer
 from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_result import MAX_OUTPUT_CHARS, output_tail
-from ramify.engine.event_loop_thread import in_thread
+from ramify.engine.event_loop_thread import run_in_thread
 from ramify.errors import ConfigError, RamifyError
 
 PLACEHOLDERS = {
@@ -86,13 +86,13 @@ class CommandTemplate:
         if shell and not self._shell:
             raise ConfigError("AgentTask: shell=True needs the command as one string")
         words = split_command(command, PLACEHOLDERS, "AgentTask")
-        self._words = [word if container else absolute_word(word) for word in words]
+        self._words = [word if container else absolute_path_if_file(word) for word in words]
         if container:
             self.container = AgentContainer(container)
         elif not shell:
             check_program_installed(self._words[0], "AgentTask")
 
-    def words(self, job: AgentJob) -> list[str]:
+    def fill_placeholders(self, job: AgentJob) -> list[str]:
         """Fill in a command's placeholders for one rollout, and return its words.
 
         In a container, ``{python}`` is the container's ``python3``.
@@ -110,20 +110,22 @@ class CommandTemplate:
             "model": job.model,
         }
         if self._shell:
-            quoted = {name: shlex.quote(value) for name, value in without_nulls(values).items()}
+            quoted = {
+                name: shlex.quote(value) for name, value in replace_null_characters(values).items()
+            }
             return ["/bin/sh", "-c", self._shell.format_map(quoted)]
-        return filled_words(self._words, values)
+        return fill_placeholders(self._words, values)
 
-    def cleanup(self, job: AgentJob) -> list[str]:
+    def cleanup_command(self, job: AgentJob) -> list[str]:
         """Return the command that cleans up after an agent that was stopped early, for example by
         removing its container.
 
         Returns an empty list if there is nothing to clean up.
         """
-        return [] if self.container is None else self.container.removal(job)
+        return [] if self.container is None else self.container.docker_remove_command(job)
 
 
-def agent_environment(names: Sequence[str]) -> dict[str, str]:
+def parse_task_environment(names: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that a task defines for its agent.
 
     Each entry of ``names`` is ``NAME=value``, or the name of a variable of this process.
@@ -143,10 +145,10 @@ def agent_environment(names: Sequence[str]) -> dict[str, str]:
     return environment
 
 
-def environment_of(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
+def build_agent_environment(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
     """Return an agent's own environment variables: the addresses and the key of its models, and
     the variables that its task names."""
-    return agent_environment(names) | {
+    return parse_task_environment(names) | {
         "OPENAI_BASE_URL": job.base_url,
         "OPENAI_API_KEY": job.api_key,
         "ANTHROPIC_BASE_URL": job.anthropic_base_url,
@@ -162,24 +164,26 @@ async def start_command(
 
     Raises RamifyError if the command cannot be started.
     """
-    own = environment_of(job, names)
-    words, cleanup = template.words(job), template.cleanup(job)
+    own = build_agent_environment(job, names)
+    words, cleanup = template.fill_placeholders(job), template.cleanup_command(job)
     if template.container is not None:
-        words = template.container.words(words, job, own)
-    environment = {**passed_on(), **own}
+        words = template.container.docker_run_command(words, job, own)
+    environment = {**passed_environment(), **own}
     with contextlib.ExitStack() as opened:
         outputs = [OutputPipe(_MAX_BYTES), OutputPipe(_MAX_BYTES)]
         for output in outputs:
             opened.callback(output.close)
         files = (None, outputs[0].writing, outputs[1].writing)
-        starting = asyncio.ensure_future(in_thread(_started, words, environment, job.folder, files))
+        starting = asyncio.ensure_future(
+            run_in_thread(_start_child, words, environment, job.folder, files)
+        )
         try:
             child = await asyncio.shield(starting)
         except asyncio.CancelledError:
             # The thread uses the pipes until it has ended.
             await asyncio.wait([starting])
             if starting.exception() is None:
-                await in_thread(starting.result().end, 0.0)
+                await run_in_thread(starting.result().end, 0.0)
             raise
         except OSError as error:
             hint = ": give it {item_file}" if error.errno == errno.E2BIG else ""
@@ -206,7 +210,7 @@ def _run_quietly(command: Sequence[str]) -> None:
         )
 
 
-def _started(
+def _start_child(
     words: Sequence[str],
     environment: Mapping[str, str],
     folder: Path,
@@ -247,11 +251,11 @@ class AgentProcess:
         self._child = child
         self._output, self._errors = output, errors
         self._is_stopped = False
-        output.begin(self._loop)
-        errors.begin(self._loop)
-        self._loop.add_reader(child, self._look)
+        output.start_reading(self._loop)
+        errors.start_reading(self._loop)
+        self._loop.add_reader(child, self._check_ended)
 
-    def current_line(self) -> str:
+    def current_code_position(self) -> str:
         """Return an empty string, because the current line of another process cannot be
         determined."""
         return ""
@@ -263,12 +267,12 @@ class AgentProcess:
         """
         if not self.ended.done():
             self._is_stopped = True
-            await in_thread(self._child.end, _END_S)
+            await run_in_thread(self._child.end, _END_S)
             if self._cleanup:
-                await in_thread(_run_quietly, self._cleanup)
-            self._look()
+                await run_in_thread(_run_quietly, self._cleanup)
+            self._check_ended()
 
-    def _look(self) -> None:
+    def _check_ended(self) -> None:
         """Check whether the process has ended.
 
         If it has, record its exit code and output, and complete the future ``ended``.
@@ -278,7 +282,7 @@ class AgentProcess:
         self._loop.remove_reader(self._child)
         self.exit_code = None if self._is_stopped else status
         self.num_left = self._child.num_left
-        self.output = output_tail(self._output.end(self._loop))
-        self.error_output = output_tail(self._errors.end(self._loop))
+        self.output = output_tail(self._output.finish_reading(self._loop))
+        self.error_output = output_tail(self._errors.finish_reading(self._loop))
         self.answer = self.output.strip()
         self.ended.set_result(None)

@@ -47,7 +47,9 @@ class AgentContainer:
             )
         self._image = image
 
-    def words(self, command: Sequence[str], job: AgentJob, names: Iterable[str]) -> list[str]:
+    def docker_run_command(
+        self, command: Sequence[str], job: AgentJob, names: Iterable[str]
+    ) -> list[str]:
         """Return the words of the ``docker run`` command that runs an agent's command in a
         container.
 
@@ -62,7 +64,7 @@ class AgentContainer:
             *(self._image, *command),
         ]
 
-    def removal(self, job: AgentJob) -> list[str]:
+    def docker_remove_command(self, job: AgentJob) -> list[str]:
         """Return the ``docker rm`` command that removes the container of a rollout."""
         return [_PROGRAM, "rm", "--force", _name(job)]
 

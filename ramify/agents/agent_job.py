@@ -49,13 +49,13 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     """A model name, for an agent that must send one. Any other name is accepted, too."""
 
 
-def visible_to_agent(item: Item) -> Item:
+def hide_answer_fields(item: Item) -> Item:
     """Return a copy of an item without the fields that the agent must not see, such as the gold
     answer."""
     return msgspec.structs.replace(item, gold=None, right=None, wrong=None, metadata={})
 
 
-def new_folder() -> Path:
+def create_rollout_folder() -> Path:
     """Create a temporary folder for one rollout, with the agent's working folder inside.
 
     Returns the outer folder.

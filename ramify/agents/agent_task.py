@@ -38,12 +38,12 @@ from ramify.agents.agent_attempt import (
     RunningAgent,
     StartAgent,
 )
-from ramify.agents.agent_command import CommandTemplate, agent_environment, start_command
+from ramify.agents.agent_command import CommandTemplate, parse_task_environment, start_command
 from ramify.agents.agent_job import AgentJob, remove_folder
 from ramify.agents.agent_result import AgentExitRecord, AgentRun
 from ramify.agents.run_function_agent import AgentFunctionRun
 from ramify.errors import ConfigError, RamifyError
-from ramify.plugins import import_reference, is_reference, load_object
+from ramify.plugins import class_import_location, is_object_location, load_object
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     DATA_SUFFIXES,
@@ -161,7 +161,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
             and (value := getattr(self, field.name)) != field.default
             and not (field.default is msgspec.NODEFAULT and value == {})
         }
-        return {name: _named(value) for name, value in given.items()}
+        return {name: _import_location(value) for name, value in given.items()}
 
     # --- the task ---------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         is_rows = not isinstance(items, str) or items.startswith("hf:")
         if not is_rows and not items.endswith(DATA_SUFFIXES):
             return task_of(items, **options).splits
-        return dataset(items, **{"reward": _unscored, "name": self.name, **options}).splits
+        return dataset(items, **{"reward": _raise_unscorable, "name": self.name, **options}).splits
 
     async def prepare(self, item: Item) -> TaskStart:
         limits = AgentTimeLimits(
@@ -192,7 +192,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         found = trajectory.metadata.get(AGENT_RECORD)
         if found is None:
-            if self._compares:
+            if self._has_named_scorer:
                 return as_score(self._reward(trajectory.answer, item))
             raise RamifyError(
                 f"task '{self.name}', item {item.id}: the reward needs a rollout of the agent, "
@@ -200,9 +200,9 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
             )
         record = msgspec.convert(found, AgentExitRecord)
         try:
-            if self._compares:
+            if self._has_named_scorer:
                 return as_score(self._reward(trajectory.answer, item))
-            return _score(self._reward(_run(item, trajectory, record)), trajectory)
+            return _to_score(self._reward(_to_agent_run(item, trajectory, record)), trajectory)
         finally:
             if record.folder:
                 remove_folder(Path(record.folder).parent)
@@ -220,7 +220,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     def needs_rollout(self) -> bool:
         """True if the reward needs a whole rollout, so that it cannot be checked with an answer
         alone."""
-        return not self._compares
+        return not self._has_named_scorer
 
     def as_answer(self, right: Any) -> Any:
         """Return the answer that a perfect agent would give, in the agent's output format.
@@ -241,7 +241,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         if self.command:
             template = CommandTemplate(self.command, shell=self.shell, container=self.container)
 
-            agent_environment(self.env)
+            parse_task_environment(self.env)
 
             async def start_process(job: AgentJob) -> RunningAgent:
                 return await start_command(template, job, self.env)
@@ -258,10 +258,10 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return start
 
     @functools.cached_property
-    def _compares(self) -> bool:
+    def _has_named_scorer(self) -> bool:
         """True if the reward is the name of a scoring function, which compares the agent's answer
         with the gold answer."""
-        return isinstance(self.reward, str) and not is_reference(self.reward)
+        return isinstance(self.reward, str) and not is_object_location(self.reward)
 
     @functools.cached_property
     def _reward(self) -> Callable[..., Any]:
@@ -272,17 +272,17 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         rollout."""
         if not isinstance(self.reward, str):
             found = self.reward
-        elif self._compares:
-            found = SCORERS.of(self.reward)
+        elif self._has_named_scorer:
+            found = SCORERS.resolve(self.reward)
         else:
             found = load_object(self.reward, f"reward '{self.reward}'")
-        if not self._compares:
+        if not self._has_named_scorer:
             _check_call("reward", found, "an AgentRun")
         reward: Callable[..., Any] = found
         return reward
 
 
-def _unscored(answer: Any, item: Item) -> float:
+def _raise_unscorable(answer: Any, item: Item) -> float:
     """Raise RamifyError.
 
     Items that are read from a file have this function as their scorer, because only the reward of
@@ -318,7 +318,7 @@ def _check_call(field: str, function: Any, argument: str) -> None:
         return
 
 
-def _named(value: Any) -> Any:
+def _import_location(value: Any) -> Any:
     """Return the import location of a function (``file.py:name``), so that a checkpoint or another
     process can find it.
 
@@ -329,10 +329,10 @@ def _named(value: Any) -> Any:
     if value.__module__ == "__main__":
         file = getattr(sys.modules["__main__"], "__file__", None)
         return f"{Path(file).absolute()}:{value.__qualname__}" if file else value
-    return import_reference(value) or value  # type: ignore[arg-type]
+    return class_import_location(value) or value  # type: ignore[arg-type]
 
 
-def _run(item: Item, trajectory: Trajectory, record: AgentExitRecord) -> AgentRun:
+def _to_agent_run(item: Item, trajectory: Trajectory, record: AgentExitRecord) -> AgentRun:
     return AgentRun(
         item=item,
         answer=trajectory.answer,
@@ -345,7 +345,7 @@ def _run(item: Item, trajectory: Trajectory, record: AgentExitRecord) -> AgentRu
     )
 
 
-def _score(worth: Any, trajectory: Trajectory) -> Score:
+def _to_score(worth: Any, trajectory: Trajectory) -> Score:
     """Convert a reward function's return value to a ``Score``.
 
     If the function returned a dict, each key that is the id of a call gives the reward of that

@@ -24,7 +24,7 @@ _END_S = 1.0
 """Seconds that a cancelled async function may take to end."""
 
 
-def _called(function: Callable[[AgentJob], Any], job: AgentJob) -> Any:
+def _call_function(function: Callable[[AgentJob], Any], job: AgentJob) -> Any:
     """Call an agent's function and return its result.
 
     If the function returns a coroutine, the coroutine is first run to completion.
@@ -57,15 +57,17 @@ class AgentFunctionRun:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(self._settle)
 
-            self._thread = StoppableThread(lambda: _called(function, job), "ramify agent", end)
+            self._thread = StoppableThread(
+                lambda: _call_function(function, job), "ramify agent", end
+            )
 
-    def current_line(self) -> str:
+    def current_code_position(self) -> str:
         """Return the line of code that the function is running, as text for the end of an error
         message: ``, at agent.py:12 (solve)``.
 
         Returns an empty string if the line is unknown.
         """
-        return self._thread.place() if self._thread is not None else ""
+        return self._thread.running_line() if self._thread is not None else ""
 
     async def end(self) -> None:
         """Stop the function if it is still running.

@@ -27,9 +27,9 @@ from ramify.cli.parser import (
     parse_size,
 )
 from ramify.cli.predict_session_need import SMALL_BYTES
-from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
-from ramify.cli.settings import fill, named_models, unknown_variables
-from ramify.cli.telemetry import exporting
+from ramify.cli.progress_display import OPTION, ProgressDisplay, choose_display_form
+from ramify.cli.settings import fill_missing_settings, named_models, unknown_variable_warnings
+from ramify.cli.telemetry import export_spans
 from ramify.cli.terminal_text import StderrMessageWriter, write_stderr
 from ramify.errors import ConfigError
 from ramify.logging import hold_warnings_for_run
@@ -245,18 +245,18 @@ def ask(
         raise UsageError("--dry-run applies only to a new question: remove --resume")
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
-    settings = fill(given, KINDS)
+    settings = fill_missing_settings(given, KINDS)
     hold_warnings_for_run()
     notes = make_message_writer(settings, KINDS)
-    form = form_of(settings.get("progress"), notes)
+    form = choose_display_form(settings.get("progress"), notes)
     if resume is not None:
-        from ramify.cli.ask_runner import run_again
+        from ramify.cli.ask_runner import continue_run
 
         for name in ("code", "prompt"):
             edit[name] = edit[name] and _read(edit[name], f"the {name}").decode()
         fork = None if turn is None else (turn - 1, edit)
-        with exporting(notes), ProgressDisplay(notes, form) as screen:
-            return run_again(
+        with export_spans(notes), ProgressDisplay(notes, form) as screen:
+            return continue_run(
                 resume,
                 screen,
                 as_json=bool(settings.get("json")),
@@ -276,7 +276,7 @@ def ask(
     if dry_run:
         settings |= {"direct": False} if mode == "free" else {}
         return show_prompt(words, answer_schema, settings, notes, is_dry_run=True)
-    with exporting(notes), ProgressDisplay(notes, form) as screen:
+    with export_spans(notes), ProgressDisplay(notes, form) as screen:
         return _ask(_decoded_text(words[0]), words[1:], answer_schema, settings, screen, mode)
 
 
@@ -321,13 +321,13 @@ def make_message_writer(settings: dict[str, Any], kinds: Mapping[str, Any]) -> S
     ``kinds`` contains the settings that exist.
     """
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.capture_warnings()
-    for line in unknown_variables(kinds):
+    notes.show_warnings_and_logs()
+    for line in unknown_variable_warnings(kinds):
         notes.warning(line)
     return notes
 
 
-def prompt(
+def run_prompt_command(
     words: list[str],
     answer_schema: str | None = None,
     depth: int | None = None,
@@ -337,9 +337,9 @@ def prompt(
 ) -> int:
     """Run ``ramify prompt``: print the initial prompt for a question, without sending it to a
     model."""
-    settings = fill(given, KINDS)
+    settings = fill_missing_settings(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")), bool(settings.get("verbose")))
-    notes.capture_warnings()
+    notes.show_warnings_and_logs()
     if not words[0].strip():
         raise UsageError("no question: ramify prompt QUESTION PATH…")
     if tokens and tokenizer is None:
@@ -372,7 +372,7 @@ def show_prompt(
     """
     from ramify.cli import prompt_preview_printer
 
-    with mcp_tools(settings) as tools:
+    with connect_mcp_tools(settings) as tools:
         rlm = make_rlm(settings, sandbox_spec(settings), None, tools)
         # A dry run prints what was loaded itself.
         quiet = StderrMessageWriter(quiet=True) if options.get("is_dry_run") else notes
@@ -396,9 +396,9 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
     """
     is_url = "://" in question and not any(map(str.isspace, question))
     if (os.path.exists(question) or is_url) and not any(map(os.path.exists, paths)):
-        from ramify.sources.url_recognition import shown_url
+        from ramify.sources.url_recognition import redact_url_for_display
 
-        shown = shown_url(question) if is_url else question
+        shown = redact_url_for_display(question) if is_url else question
         raise UsageError(
             f"{shown} is {'an address' if is_url else 'a file or folder'}, and the question comes "
             f"first: ramify ask QUESTION {shown}"
@@ -437,9 +437,9 @@ def _ask(
     from ramify.engine.question import RunOptions
 
     schema = read_schema(answer_schema)
-    with mcp_tools(settings) as tools:
+    with connect_mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
-        check_keys(settings)
+        check_api_keys(settings)
         note_offline_models(settings, screen.notes)
         loaded = load_sources(paths, screen.notes, settings)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
@@ -454,7 +454,9 @@ def _ask(
         return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 
-def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
+def connect_mcp_tools(
+    settings: dict[str, Any],
+) -> contextlib.AbstractContextManager[McpTools | None]:
     """Connect to the MCP servers that the setting ``mcp`` names, for the duration of a ``with``
     block.
 
@@ -473,16 +475,16 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     The sandbox server starts in its own process. A thread loads the certificate authorities, which
     mostly runs without the GIL.
     """
-    from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve_endpoint, split_name
-    from ramify.sandbox.prewarm import launch
+    from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve_endpoint, split_provider
+    from ramify.sandbox.prewarm import prewarm_sandbox
 
     if spec is not None:
-        launch(spec)
+        prewarm_sandbox(spec)
     named = named_models().get(model)
     if named is not None:  # it has its own key and address
         provider, is_plain = named.provider, (named.base_url or "").startswith("http:")
     else:
-        provider = split_name(model)[0]
+        provider = split_provider(model)[0]
         is_plain = provider in PROVIDERS and resolve_endpoint(model).url.startswith("http:")
     if provider not in ("scripted", "offline", IN_PROCESS) and not is_plain:
         import threading
@@ -507,7 +509,7 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     if memory := settings.get("memory"):
         fields["memory_bytes"] = parse_size(memory, "--memory")
     if mounts := settings.get("mount"):
-        fields["mounts"] = [read_mount(mount) for mount in mounts]
+        fields["mounts"] = [parse_mount(mount) for mount in mounts]
     if provider := settings.get("sandbox"):
         fields["provider"] = provider
     check_provider(SandboxSpec(**({"provider": provider} if provider else {})))
@@ -525,7 +527,7 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     return spec
 
 
-def read_mount(given: str) -> tuple[str, str]:
+def parse_mount(given: str) -> tuple[str, str]:
     """Split the value of ``--mount``, such as ``data:/data``, into the absolute path on this
     machine and the path inside the session.
 
@@ -557,7 +559,7 @@ def make_rlm(
     from ramify.clients.providers import is_in_process
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
-    from ramify.engine.scaffold import card_of
+    from ramify.engine.scaffold import trained_policy_settings
 
     temperature = settings.get("temperature")
     if temperature is not None and not 0 <= temperature < math.inf:
@@ -570,7 +572,7 @@ def make_rlm(
 
             check_local_model_available(name)
     model, *sub_models = (named.get(name, name) for name in given)
-    limits = Limits(**{**card_of(model).limits, **limit_fields(settings)})
+    limits = Limits(**{**trained_policy_settings(model).limits, **limit_fields(settings)})
     name = model if isinstance(model, str) else model.name
     scaffold = read_scaffold(settings.get("scaffold"), name)
     if settings.get("direct") is False:
@@ -592,7 +594,7 @@ def make_rlm(
     )
 
 
-def check_prices(settings: Mapping[str, Any], max_cost: float | None) -> None:
+def check_prices_known(settings: Mapping[str, Any], max_cost: float | None) -> None:
     """Raise UsageError if a maximum cost is set but a model has no known price.
 
     Models of third-party providers are accepted, because their clients may know the price.
@@ -629,20 +631,20 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
     return not named_models().keys() & {*models} and all(table.price(m) == FREE for m in models)
 
 
-def check_keys(settings: Mapping[str, Any]) -> None:
+def check_api_keys(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError if a model has no API key, or if its script cannot be read.
 
     Call this before sources are loaded, which may take long.
     """
     from ramify.clients.model_config import Model, check_api_key_exists
-    from ramify.clients.providers import CLIENTS, is_script
+    from ramify.clients.providers import CLIENTS, is_scripted_model
 
     named = named_models()
     for name in _model_names(settings):
         model = named.get(name) or Model(name)
         check_api_key_exists(model)
-        if is_script(model.name):  # its file may be missing or wrong
-            CLIENTS.of(model.provider)(model.name)
+        if is_scripted_model(model.name):  # its file may be missing or wrong
+            CLIENTS.resolve(model.provider)(model.name)
 
 
 def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
@@ -720,7 +722,9 @@ def read_schema(given: str | None) -> dict[str, Any] | None:
     if not given:
         return None
     is_inline = given.lstrip().startswith("{")
-    schema = _decoded(given.encode() if is_inline else _read(given, "the answer's schema"), given)
+    schema = _decode_file(
+        given.encode() if is_inline else _read(given, "the answer's schema"), given
+    )
     if not isinstance(schema, dict):
         raise ConfigError(
             f"the answer's schema in {given} is a {type(schema).__name__}: give a JSON object"
@@ -735,7 +739,7 @@ def read_scaffold(given: str | None, model: str) -> Any:
         return scaffold_of(given or None, model)
     data = _read(given, "the scaffold")
     try:
-        return msgspec.convert(_decoded(data, given), Scaffold)
+        return msgspec.convert(_decode_file(data, given), Scaffold)
     except msgspec.ValidationError as error:
         raise ConfigError(f"the scaffold {given}: {error}") from None
 
@@ -768,10 +772,10 @@ def read_examples(given: str | None) -> list[Any]:
     if given.endswith(".jsonl"):
         lines = [line for line in data.splitlines() if line.strip()]
         examples: Any = [
-            _decoded(line, f"{given}, example {num}") for num, line in enumerate(lines, 1)
+            _decode_file(line, f"{given}, example {num}") for num, line in enumerate(lines, 1)
         ]
     else:
-        examples = _decoded(data, given)
+        examples = _decode_file(data, given)
     if not isinstance(examples, list):
         raise ConfigError(
             f"the examples file {given} holds a {type(examples).__name__}: give a list of objects "
@@ -789,7 +793,7 @@ def _read(path: str, what: str) -> bytes:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
 
 
-def _decoded(data: bytes, name: str) -> Any:
+def _decode_file(data: bytes, name: str) -> Any:
     try:
         if name.endswith(".toml"):
             import tomllib
@@ -867,7 +871,7 @@ _PROMPT = SubcommandSpec(
     """\
 Print exactly what a model would be sent for QUESTION over the content of each PATH, as text or as
 the tokens of a tokenizer. Nothing is sent, so no API key is needed.""",
-    prompt,
+    run_prompt_command,
     "QUESTION PATH…",
     min_words=1,
     max_words=None,

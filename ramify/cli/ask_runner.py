@@ -21,24 +21,24 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli import terminal_text
-from ramify.cli.parser import ExitCode, exit_of
+from ramify.cli.parser import ExitCode, exit_code_of_run
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
 from ramify.cli.stop_signals import add_signal_handler, watch_run_deadlines
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
-    one_line,
+    format_duration,
     print_error,
-    seconds,
-    with_option_names,
+    replace_fields_with_options,
+    shorten_to_line,
 )
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result, why_unanswered
 from ramify.errors import ModelError, ReplyFiltered
-from ramify.types.ending import ending
+from ramify.types.ending import describe_ending
 from ramify.types.event import AnyEvent, mode_and_reason
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
@@ -66,7 +66,7 @@ class AskRequest(msgspec.Struct, frozen=True):
 
 
 def run(rlm: RLM, asked: AskRequest, screen: ProgressDisplay, *, as_json: bool) -> ExitCode:
-    return _finish(
+    return _run_and_report(
         lambda on_event: asked.start(rlm, on_event),
         rlm,
         screen,
@@ -75,7 +75,7 @@ def run(rlm: RLM, asked: AskRequest, screen: ProgressDisplay, *, as_json: bool) 
     )
 
 
-def run_again(
+def continue_run(
     run: str,
     screen: ProgressDisplay,
     *,
@@ -100,7 +100,9 @@ def run_again(
     store, recorded = rebuild_recorded_run.load_recorded_run(run)
     started = recorded.questions[-1]
     now = msgspec.structs.replace(rerun.recorded_limits(recorded), **limits)
-    is_over = recorded.ended is not None and not rerun.is_raised(recorded, now) and fork is None
+    is_over = (
+        recorded.ended is not None and not rerun.is_limit_raised(recorded, now) and fork is None
+    )
     if not is_over and fork is None:
         store.check_free(run)
     has_schema = bool(started.config.get("answer_schema"))
@@ -113,7 +115,7 @@ def run_again(
         asyncio.run(rlm.estimate_fork(run, turn, call=call, code=code, prompt=prompt, **models))
         of_call = f" of call {call}" if call else ""
         notes.say(f"continuing run {started.id} from turn {turn + 1}{of_call} as a new run")
-        return _finish(
+        return _run_and_report(
             lambda on_event: rlm.start_fork(
                 run, turn, call=call, code=code, prompt=prompt, on_event=on_event, **models
             ),
@@ -126,12 +128,12 @@ def run_again(
         how = f"; {remedy}" if (remedy := rerun.limit_hint(recorded)) else ""
         how += "; no model is asked, so --model is ignored" * bool(models)
         text = f"run {started.id} has already ended; this is its answer{how}"
-        notes.say(with_option_names(text))
+        notes.say(replace_fields_with_options(text))
         result = asyncio.run(rlm.aresume(run))
         screen.close_live_view()
         return _print(result, notes, as_json, has_schema, is_stored=True)
-    notes.say(f"continuing run {started.id}: {terminal_text.one_line(started.question)}")
-    return _finish(
+    notes.say(f"continuing run {started.id}: {terminal_text.shorten_to_line(started.question)}")
+    return _run_and_report(
         lambda on_event: rlm.restart(run, on_event=on_event, **models),
         rlm,
         screen,
@@ -143,7 +145,7 @@ def run_again(
 # --- running
 
 
-def _finish(
+def _run_and_report(
     start: Start, rlm: RLM, screen: ProgressDisplay, as_json: bool, has_schema: bool
 ) -> ExitCode:
     notes = screen.notes
@@ -152,7 +154,7 @@ def _finish(
     gc.enable()
     try:
         with watch_run_deadlines("ramify ask --resume {run}", screen.close_live_view):
-            result = asyncio.run(_watched(start, rlm, screen, interrupts))
+            result = asyncio.run(_run_watched(start, rlm, screen, interrupts))
     except asyncio.CancelledError:
         notes.say("ramify: stopped")
         return interrupts.code
@@ -160,13 +162,13 @@ def _finish(
     return _print(result, notes, as_json, has_schema, is_stored=rlm.store is not None)
 
 
-async def _watched(
+async def _run_watched(
     start: Start, rlm: RLM, screen: ProgressDisplay, interrupts: RunInterrupts
 ) -> Result:
     async with rlm:
         watcher = _watcher(rlm, screen)
         running = start(watcher.apply)
-        with interrupts.caught(running), watcher.watching(running):
+        with interrupts.handle_signals(running), watcher.watch_run(running):
             return await running.result()
 
 
@@ -191,17 +193,17 @@ class RunInterrupts:
         self._count = 0
 
     @contextlib.contextmanager
-    def caught(self, running: RunHandle) -> Iterator[None]:
+    def handle_signals(self, running: RunHandle) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        add_signal_handler(signal.SIGINT, lambda: self._interrupted(running))
-        add_signal_handler(signal.SIGTERM, lambda: self._terminated(running))
+        add_signal_handler(signal.SIGINT, lambda: self._handle_interrupt(running))
+        add_signal_handler(signal.SIGTERM, lambda: self._handle_terminate(running))
         try:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             loop.remove_signal_handler(signal.SIGTERM)
 
-    def _interrupted(self, running: RunHandle) -> None:
+    def _handle_interrupt(self, running: RunHandle) -> None:
         self._count += 1
         if self._count == 1:
             self._notes.say("ramify: finishing with the best answer so far; Ctrl-C again to stop")
@@ -210,7 +212,7 @@ class RunInterrupts:
         running.cancel()
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
-    def _terminated(self, running: RunHandle) -> None:
+    def _handle_terminate(self, running: RunHandle) -> None:
         self.code = ExitCode.TERMINATED
         running.cancel()
 
@@ -221,7 +223,7 @@ class RunInterrupts:
 def _print(
     result: Result, notes: StderrMessageWriter, as_json: bool, has_schema: bool, *, is_stored: bool
 ) -> ExitCode:
-    code = exit_of(result.stop, result.answer)
+    code = exit_code_of_run(result.stop, result.answer)
     run_id = result.run_id if is_stored else None
     is_written = True
     try:
@@ -233,20 +235,20 @@ def _print(
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk: the answer was paid for, and is in the store
-        terminal_text.give_up_stdout()
+        terminal_text.discard_stdout()
         kept = f"; read it with: ramify show {run_id}" if run_id else ""
         print_error(f"the answer cannot be written to stdout: {error.strerror}{kept}")
         is_written = False
     if code is ExitCode.SUSPENDED:
-        took = seconds(result.trajectory.seconds)
+        took = format_duration(result.trajectory.seconds)
         how = f"; continue with: ramify ask --resume {run_id}" if run_id else ""
         print_error(f"suspended after {took}: {result.error}{how}")
     elif result.answer is None or code is ExitCode.ERROR:
-        print_error(_why(result))
+        print_error(_explain_no_answer(result))
         if result.partial:
-            notes.say(f"its last message: {one_line(result.partial)}")
+            notes.say(f"its last message: {shorten_to_line(result.partial)}")
     elif result.error:
-        notes.say(f"ramify: {with_option_names(result.error)}")
+        notes.say(f"ramify: {replace_fields_with_options(result.error)}")
     failure = result.failure
     is_recorded = isinstance(failure, ReplyFiltered)  # a resume would replay the same failure
     if run_id and code is ExitCode.ERROR and isinstance(failure, ModelError) and not is_recorded:
@@ -258,11 +260,11 @@ def _print(
     reason = result.trajectory.reason
     printed = result.error if result.answer is not None else why_unanswered(result)
     if result.stop is not Stop.FINAL and reason not in (printed or ""):
-        notes.say(f"ended: {with_option_names(ending(result.stop, reason, 0))}")
+        notes.say(f"ended: {replace_fields_with_options(describe_ending(result.stop, reason, 0))}")
     return code if is_written else max(code, ExitCode.ERROR)
 
 
-def _why(result: Result) -> str:
+def _explain_no_answer(result: Result) -> str:
     """Explain why a run has no answer.
 
     If a limit ended the run, the explanation includes the last error.
@@ -279,7 +281,7 @@ def _print_json(result: Result, run_id: str | None) -> None:
     """
     mode, why = mode_and_reason(result.trajectory.metadata)
     fields = {
-        "answer": jsonable(result.answer),
+        "answer": to_jsonable(result.answer),
         "stop": result.stop,
         "error": why_unanswered(result) if result.answer is None else result.error,
         "partial": result.partial or None,
@@ -302,8 +304,8 @@ def _print_answer(result: Result, notes: StderrMessageWriter, has_schema: bool) 
     print(result.response)
     lines = [
         f"[{number}] {citation.source}:{citation.first_line}-{citation.last_line} "
-        f"{f'({one_line(citation.place, 80)}) ' if citation.place else ''}"
-        f"{terminal_text.one_line(citation.quote, 160)!r}"
+        f"{f'({shorten_to_line(citation.place, 80)}) ' if citation.place else ''}"
+        f"{terminal_text.shorten_to_line(citation.quote, 160)!r}"
         for number, citation in enumerate(result.citations, 1)
     ]
     if has_schema:  # stdout must stay JSON
@@ -331,8 +333,8 @@ def format_run_summary(
         str(trajectory.stop or unfinished),
         f"{num_turns}{terminal_text.pluralize(usage.calls, 'request')}",
         f"{bound}{terminal_text.format_count(usage.total_tokens)} tokens",
-        bound * (trajectory.cost is not None) + terminal_text.dollars(trajectory.cost),
-        terminal_text.seconds(trajectory.seconds),
+        bound * (trajectory.cost is not None) + terminal_text.format_dollars(trajectory.cost),
+        terminal_text.format_duration(trajectory.seconds),
         *([f"run {run_id}"] if run_id else []),
     ]
     return " · ".join(parts)

@@ -22,10 +22,10 @@ import msgspec
 from ramify.cli.ask import KINDS, SETTINGS, make_message_writer, make_rlm, sandbox_spec
 from ramify.cli.eval_matrix import EvalMatrixCommand, MatrixOptions
 from ramify.cli.parser import CliOptionSpec, SubcommandSpec, UsageError
-from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill, named_models, open_configured_folder_store
-from ramify.cli.telemetry import exporting
-from ramify.cli.terminal_text import dollars, json_line, pluralize
+from ramify.cli.progress_display import ProgressDisplay, choose_display_form
+from ramify.cli.settings import fill_missing_settings, named_models, open_configured_folder_store
+from ramify.cli.telemetry import export_spans
+from ramify.cli.terminal_text import format_dollars, json_line, pluralize
 from ramify.errors import ConfigError, UnknownRun
 
 if TYPE_CHECKING:
@@ -82,7 +82,9 @@ def run(
     the result for later plans."""
     from ramify.plans.calibration import TOLERANCE
 
-    settings = {name: value for name, value in fill(given, KINDS).items() if name in _KEPT}
+    settings = {
+        name: value for name, value in fill_missing_settings(given, KINDS).items() if name in _KEPT
+    }
     notes = make_message_writer(settings, KINDS)
     if bool(words) == (resume is not None):
         if not words:
@@ -99,8 +101,8 @@ def run(
     if svg is not None and not Path(svg).expanduser().parent.is_dir():
         raise UsageError(f"--svg {svg}: its folder does not exist")
     with (
-        exporting(notes),
-        ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen,
+        export_spans(notes),
+        ProgressDisplay(notes, choose_display_form(settings.get("progress"), notes)) as screen,
     ):
         shown = _Curve(screen, tolerance, svg, as_json=bool(settings.get("json")))
         options = MatrixOptions(
@@ -114,7 +116,7 @@ def run(
         )
         command = EvalMatrixCommand(settings, screen, options)
         if resume is not None:
-            return command.resume(_recorded(resume))
+            return command.resume(_load_stored_plan(resume))
         plan, likely = _plan(words[0], settings, sizes, items or _ITEMS, seed or 0)
         shown.announce(plan, likely)
         return command.begin_plan(plan)
@@ -135,27 +137,27 @@ class _Curve:
     def announce(self, plan: MatrixPlan, likely: float | None) -> None:
         """Print which text sizes will be measured, how many questions will be asked, and the
         probable cost."""
-        from ramify.evaluate.leaf_size_accuracy_curve import size_of
+        from ramify.evaluate.leaf_size_accuracy_curve import call_size_of_cell
 
-        sizes = sorted({size_of(cell) for cell in plan.cells})
+        sizes = sorted({call_size_of_cell(cell) for cell in plan.cells})
         per_size = sum(cell.plan.items for cell in plan.cells) // len(sizes)
         self._notes.say(
             f"calibrate {plan.first_plan.model}: "
             f"{', '.join(f'{size:,}' for size in sizes)} tokens, "
             f"{pluralize(per_size, 'question')} each, one call for each question"
-            + ("" if likely is None else f", about {dollars(likely)} in all")
+            + ("" if likely is None else f", about {format_dollars(likely)} in all")
         )
 
     def __call__(self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]) -> None:
         from ramify.evaluate.leaf_size_accuracy_curve import (
+            calibration_points,
             curve_lines,
             curve_svg,
             date_of,
-            points_of,
         )
         from ramify.plans.calibration import PartSizeCalibration, store_calibration
 
-        points = points_of(plan, outcomes)
+        points = calibration_points(plan, outcomes)
         if not points:
             return
         missing = sum(cell.plan.items for cell in plan.cells) - sum(each.items for each in points)
@@ -196,11 +198,11 @@ def _plan(
 
     Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
     """
-    from ramify.evaluate.answer_modes import room_of
+    from ramify.evaluate.answer_modes import root_model_capacity
     from ramify.evaluate.leaf_size_accuracy_curve import (
         QUESTIONS,
-        likely_dollars,
-        sizes_for,
+        calibration_sizes,
+        estimate_calibration_cost,
         to_text_tokens,
     )
     from ramify.evaluate.matrix import MatrixAxes, MatrixTaskCache, make_matrix_plan
@@ -209,8 +211,8 @@ def _plan(
     kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
     kept.setdefault("max_reply_tokens", _REPLY_TOKENS)
     rlm = make_rlm({**kept, "model": model}, sandbox_spec({}), None)
-    room = asyncio.run(room_of(rlm))
-    chosen = sizes_for(room) if sizes is None else _sizes(sizes)
+    room = asyncio.run(root_model_capacity(rlm))
+    chosen = calibration_sizes(room) if sizes is None else _parse_sizes(sizes)
     for size in chosen:
         if not room.fits(to_text_tokens(size)):
             raise UsageError(
@@ -231,10 +233,10 @@ def _plan(
         cell for cell in plan.cells if cell.place["family"] in QUESTIONS[cell.place["suite"]]
     )
     plan = msgspec.structs.replace(plan, cells=cells)
-    return plan, likely_dollars(plan, room)
+    return plan, estimate_calibration_cost(plan, room)
 
 
-def _sizes(text: str) -> list[int]:
+def _parse_sizes(text: str) -> list[int]:
     """Parse the value of ``--sizes``: both ``2000,8000`` and ``2k,8k`` give [2000, 8000].
 
     Returns token counts in ascending order. Raises UsageError for any other form.
@@ -254,7 +256,7 @@ def _sizes(text: str) -> list[int]:
     return sorted(found)
 
 
-def _recorded(id: str) -> MatrixPlan:
+def _load_stored_plan(id: str) -> MatrixPlan:
     """Load the plan of a stored calibration by its id.
 
     Raises an error if the id is unknown or belongs to another kind of evaluation.

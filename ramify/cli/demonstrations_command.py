@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any
 from ramify.cli.ask import (
     OF_SOURCES,
     SETTINGS,
-    check_keys,
-    check_prices,
+    check_api_keys,
+    check_prices_known,
+    connect_mcp_tools,
     make_message_writer,
     make_rlm,
-    mcp_tools,
     sandbox_spec,
 )
-from ramify.cli.eval import OUTPUT_SETTINGS, check_task, open_task, task_option
+from ramify.cli.eval import OUTPUT_SETTINGS, open_task, parse_task_option, validate_task_scoring
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
-from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill
+from ramify.cli.progress_display import ProgressDisplay, choose_display_form
+from ramify.cli.settings import fill_missing_settings
 from ramify.cli.stop_signals import watch_run_deadlines
-from ramify.cli.terminal_text import dollars, json_line, pluralize, print_error
+from ramify.cli.terminal_text import format_dollars, json_line, pluralize, print_error
 from ramify.progress import report_progress
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def collect_demonstrations(
     validate: bool | None,
     **given: Any,
 ) -> int:
-    settings = fill(given, _KINDS)
+    settings = fill_missing_settings(given, _KINDS)
     notes = make_message_writer(settings, _KINDS)
     if not words or not out or not settings.get("model"):
         missing = "a task" if not words else "--out" if not out else "--model"
@@ -108,13 +108,13 @@ def collect_demonstrations(
     from ramify.tasks.base import items_of
 
     _check_is_bounded(settings, max_cost)
-    check_keys(settings)
+    check_api_keys(settings)
     plan = _plan(words, settings, num, attempts, seed)
-    with ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen:
+    with ProgressDisplay(notes, choose_display_form(settings.get("progress"), notes)) as screen:
         task = open_task(plan)
         items_of(task, plan.split)
         if validate is not False:
-            check_task(task, plan, notes)
+            validate_task_scoring(task, plan, notes)
         if (num_items := len(task.splits["train"])) < plan.items and num is not None:
             notes.warning(
                 f"--num {num}: the training split has only {pluralize(num_items, 'item')}; all "
@@ -133,7 +133,7 @@ def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
     given although a model's price is unknown."""
     from ramify.clients.providers import PriceTable
 
-    check_prices(settings, max_cost)
+    check_prices_known(settings, max_cost)
     prices = PriceTable.load()
     for name in (settings["model"], *(settings.get("sub_model") or ())):
         price = prices.price(name)
@@ -162,7 +162,7 @@ def _plan(
     return EvaluationPlan(
         model=settings["model"],
         task=words[0],
-        options=dict(map(task_option, words[1:])),
+        options=dict(map(parse_task_option, words[1:])),
         split="train",
         items=100 if num is None else num,
         attempts=1 if attempts is None else attempts,
@@ -205,14 +205,14 @@ class _Demonstrations:
             budget = CostBudget(max_cost, share if max_run_cost is None else max_run_cost, spent)
         try:
             with write_evaluation_log(record.path, f"{self._plan.model} on {self._plan.task}"):
-                made = self._made(store, record, budget)
+                made = self._create_missing(store, record, budget)
         finally:
             record.close()
         if made is None:
             return ExitCode.STOPPED
-        return self._summary(made, out, budget, spent, min_reward)
+        return self._print_summary(made, out, budget, spent, min_reward)
 
-    def _made(
+    def _create_missing(
         self, store: Store, record: EvaluationFileWriter, budget: CostBudget | None
     ) -> EvaluationResult | None:
         """Create the demonstrations that are still missing.
@@ -228,7 +228,7 @@ class _Demonstrations:
         first = min(num, len(record.outcomes))
         with (
             report_progress("demonstrations", num, "attempts", first=first) as work,
-            mcp_tools({"mcp": self._settings.get("mcp")}) as tools,
+            connect_mcp_tools({"mcp": self._settings.get("mcp")}) as tools,
         ):
             rlm = make_rlm(self._settings, sandbox_spec(self._settings), store, tools)
             progress = EvaluationProgressReporter(self._screen, work, num, record.outcomes)
@@ -252,7 +252,7 @@ class _Demonstrations:
                 )
                 return None
 
-    def _summary(
+    def _print_summary(
         self,
         made: EvaluationResult,
         out: Path,
@@ -283,7 +283,7 @@ class _Demonstrations:
                 )
             )
         else:
-            cost = f", {dollars(spent)}" if spent else ""
+            cost = f", {format_dollars(spent)}" if spent else ""
             print(
                 f"{pluralize(len(outcomes), 'demonstration')} of {num:,} in {out}: {good:,} with a "
                 f"reward of at least {min_reward:g}, {len(failed):,} failed{cost}"
@@ -301,8 +301,8 @@ class _Demonstrations:
                 )
         if budget is not None and budget.is_used_up:
             print_error(
-                f"{dollars(budget.spent)} of {dollars(budget.limit)} have been spent "
-                f"({dollars(spent_before)} of it earlier); the same command with a higher "
+                f"{format_dollars(budget.spent)} of {format_dollars(budget.limit)} have been spent "
+                f"({format_dollars(spent_before)} of it earlier); the same command with a higher "
                 "--max-cost continues"
             )
             return ExitCode.CUT_SHORT

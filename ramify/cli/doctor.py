@@ -19,12 +19,12 @@ import msgspec
 from ramify import __version__
 from ramify.cli.ask import KINDS, sandbox_spec
 from ramify.cli.parser import ExitCode, SubcommandSpec
-from ramify.cli.settings import config_path, fill, unknown_variables
-from ramify.cli.terminal_text import pluralize, size
+from ramify.cli.settings import config_path, fill_missing_settings, unknown_variable_warnings
+from ramify.cli.terminal_text import format_size, pluralize
 from ramify.clients.providers import PROVIDERS, PriceTable
 from ramify.errors import RamifyError
 from ramify.install_command import install_command
-from ramify.printable import clean
+from ramify.printable import strip_control_characters
 from ramify.sandbox.base import open_sandbox
 
 EXTRAS = {
@@ -64,7 +64,7 @@ def doctor(words: list[str]) -> int:
         except RamifyError as error:
             lines, is_well = [f"error: {error}"], False
         for index, line in enumerate(lines):
-            print(clean(f"{'' if index else name:<10} {line}"))
+            print(strip_control_characters(f"{'' if index else name:<10} {line}"))
     return ExitCode.ANSWERED if is_well else ExitCode.ERROR
 
 
@@ -78,14 +78,14 @@ def _version() -> Iterator[str]:
 def _config() -> Iterator[str]:
     path = config_path()
     yield f"{path}{'' if path.exists() else ' (does not exist)'}"
-    yield from unknown_variables(KINDS)
-    settings = fill({}, KINDS)
+    yield from unknown_variable_warnings(KINDS)
+    settings = fill_missing_settings({}, KINDS)
     yield from (f"{name.replace('_', '-')} = {value!r}" for name, value in settings.items())
     if not settings.get("model"):
         yield "no model is set: ramify ask needs --model"
 
 
-def found_keys() -> dict[str, str]:
+def api_key_variables() -> dict[str, str]:
     """Return the names of the environment variables that hold API keys in this process, one for
     each provider with a key."""
     variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _OTHER_KEYS
@@ -97,7 +97,7 @@ def found_keys() -> dict[str, str]:
 
 
 def _keys() -> Iterator[str]:
-    keys = found_keys()
+    keys = api_key_variables()
     if not keys:
         yield "none found (local models need none)"
     for name, variable in keys.items():
@@ -113,7 +113,7 @@ def _prices() -> Iterator[str]:
 
 
 def _sandbox() -> Iterator[str]:
-    spec = sandbox_spec(fill({}, KINDS))
+    spec = sandbox_spec(fill_missing_settings({}, KINDS))
     sandbox = open_sandbox(spec)
     caps: dict[str, Any] = msgspec.to_builtins(sandbox.caps)
     present = [name.replace("_", " ") for name, value in caps.items() if value]
@@ -155,7 +155,7 @@ def _store() -> Iterator[str]:
     from ramify.store.store import Store
 
     store = Store()
-    yield f"{store.root}, {pluralize(len(store.runs()), 'run')}, {size(store.size())}"
+    yield f"{store.root}, {pluralize(len(store.runs()), 'run')}, {format_size(store.size())}"
 
 
 _PARTS = {

@@ -27,11 +27,11 @@ from ramify.cli.ask import (
     NO_MODEL,
     OF_SOURCES,
     SETTINGS,
-    check_keys,
-    check_prices,
+    check_api_keys,
+    check_prices_known,
+    connect_mcp_tools,
     make_message_writer,
     make_rlm,
-    mcp_tools,
     note_offline_models,
     open_folder_store,
     read_instructions,
@@ -41,10 +41,10 @@ from ramify.cli.ask import (
 from ramify.cli.eval_matrix import EvalMatrixCommand, MatrixOptions
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
-from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill, named_models
+from ramify.cli.progress_display import ProgressDisplay, choose_display_form
+from ramify.cli.settings import fill_missing_settings, named_models
 from ramify.cli.stop_signals import watch_run_deadlines
-from ramify.cli.telemetry import exporting
+from ramify.cli.telemetry import export_spans
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     json_line,
@@ -186,7 +186,9 @@ def evaluate(
     concurrency = 16 if concurrency is None else concurrency
     if resume is not None:
         _refuse_settings(words, {**plan_options, **axes, "with": systems, **given})
-    settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
+    settings = {
+        name: value for name, value in fill_missing_settings(given, KINDS).items() if name in _KINDS
+    }
     notes = make_message_writer(settings, KINDS)
     if resume is None and not words:
         raise UsageError("no task: ramify eval TASK [OPTION=VALUE…]")
@@ -201,18 +203,18 @@ def evaluate(
     is_matrix = (
         stored is not None
         or any(value is not None for value in (*axes.values(), systems))
-        or len(_names(settings.get("scaffold"))) > 1
+        or len(_split_names(settings.get("scaffold"))) > 1
         or (resume is None and "," in words[0])
         or (resume is None and placement == "ray")
     )
     _refuse_others(is_matrix, {"--against": against, "--track": track}, html, dry_run, yes)
     with (
-        exporting(notes),
-        ProgressDisplay(notes, form_of(settings.get("progress"), notes)) as screen,
+        export_spans(notes),
+        ProgressDisplay(notes, choose_display_form(settings.get("progress"), notes)) as screen,
     ):
         if not is_matrix:
             if resume is None:
-                check_keys(settings)
+                check_api_keys(settings)
                 note_offline_models(settings, notes)
             return _Command(settings, screen, k, against, concurrency, track or []).run(
                 words, resume, plan_options
@@ -222,7 +224,7 @@ def evaluate(
         )
         if stored is not None:
             return EvalMatrixCommand(settings, screen, options).resume(stored)
-        return _matrix(words, axes, systems or [], settings, screen, options, plan_options)
+        return _evaluate_matrix(words, axes, systems or [], settings, screen, options, plan_options)
 
 
 def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
@@ -261,7 +263,7 @@ def _refuse_others(
         )
 
 
-def _matrix(
+def _evaluate_matrix(
     words: list[str],
     axes: dict[str, str | None],
     systems: list[str],
@@ -275,17 +277,17 @@ def _matrix(
     from ramify.evaluate.matrix import MatrixAxes, parse_length
 
     suites, *rest = words
-    models = _names(axes["models"] or settings["model"])
-    scaffolds = _names(settings.get("scaffold"))
+    models = _split_names(axes["models"] or settings["model"])
+    scaffolds = _split_names(settings.get("scaffold"))
     for model in models:  # a wrong one is an error before any money is spent
         for scaffold in scaffolds:
             read_scaffold(scaffold, model)
     first = {**settings, "model": models[0]}
     wanted = MatrixAxes(
-        suites=tuple(_names(suites)),
-        lengths=tuple(map(parse_length, _names(axes["lengths"]))),
+        suites=tuple(_split_names(suites)),
+        lengths=tuple(map(parse_length, _split_names(axes["lengths"]))),
         models=tuple(models),
-        modes=tuple(_names(axes["modes"]))
+        modes=tuple(_split_names(axes["modes"]))
         or ("direct" if all(map(_was_trained_direct, models)) else "free",),
         systems=tuple(systems),
         scaffolds=tuple(scaffolds) if len(scaffolds) > 1 else (),
@@ -296,7 +298,7 @@ def _matrix(
     return EvalMatrixCommand(settings, screen, options).begin(wanted, validates)
 
 
-def _names(given: str | None) -> list[str]:
+def _split_names(given: str | None) -> list[str]:
     """Split a comma-separated list: ``a, b`` becomes ["a", "b"]."""
     return [name for part in (given or "").split(",") if (name := part.strip())]
 
@@ -332,7 +334,7 @@ class _Command:
         from ramify.evaluate.run import EvaluationStore
 
         records = EvaluationStore(self._store.root) if self._store is not None else None
-        other = self._baseline(records)
+        other = self._load_baseline(records)
         record = records.reopen(resume) if records is not None and resume is not None else None
         plan = (
             record.plan
@@ -347,19 +349,22 @@ class _Command:
         if other is not None:
             check_same_items(plan, other.plan)
         if resume is None and plan_options["validate"] is not False:
-            check_task(task, plan, self._notes)
+            validate_task_scoring(task, plan, self._notes)
         if record is None and records is not None:
             record = records.create(plan)
         try:
             what = f"{plan.model} on {plan.task}"
             path = None if record is None else record.path
-            with write_evaluation_log(path, what), self._tracked(plan, record, resume is not None):
-                return self._evaluated(task, plan, record, other)
+            with (
+                write_evaluation_log(path, what),
+                self._open_trackers(plan, record, resume is not None),
+            ):
+                return self._evaluate_plan(task, plan, record, other)
         finally:
             if record is not None:
                 record.close()
 
-    def _tracked(
+    def _open_trackers(
         self, plan: EvaluationPlan, record: EvaluationFileWriter | None, is_resumed: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Open the experiment trackers at the start, so that their errors appear before any
@@ -368,11 +373,11 @@ class _Command:
             return contextlib.nullcontext()
         id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
         name, config = f"eval {plan.task}/{plan.split} {plan.model}", msgspec.to_builtins(plan)
-        return self._trackers.opened(
+        return self._trackers.open_all(
             name, Path("runs/evaluations") / id, config, 0 if is_resumed else None
         )
 
-    def _baseline(self, records: Any) -> EvaluationResult | None:
+    def _load_baseline(self, records: Any) -> EvaluationResult | None:
         """Load the stored evaluation that the option ``--against`` names, before any money is
         spent.
 
@@ -385,7 +390,7 @@ class _Command:
         evaluation: EvaluationResult = records.load(self._against)
         return evaluation
 
-    def _evaluated(
+    def _evaluate_plan(
         self,
         task: Task,
         plan: EvaluationPlan,
@@ -393,14 +398,14 @@ class _Command:
         other: EvaluationResult | None,
     ) -> ExitCode:
         settings = {**plan.settings, "model": plan.model}
-        check_prices(settings, settings.get("max_cost"))
+        check_prices_known(settings, settings.get("max_cost"))
         # The plan's copy of the servers lacks the values of environment variables.
         servers = self._settings.get("mcp") or settings.get("mcp")
-        with mcp_tools({"mcp": servers}) as tools:
+        with connect_mcp_tools({"mcp": servers}) as tools:
             rlm = make_rlm(settings, sandbox_spec(settings), self._store, tools)
-            return self._attempted(rlm, task, plan, record, other)
+            return self._run_attempts(rlm, task, plan, record, other)
 
-    def _attempted(
+    def _run_attempts(
         self,
         rlm: RLM,
         task: Task,
@@ -444,9 +449,9 @@ class _Command:
             self._notes.say(f"ramify: stopped after {pluralize(progress.done, 'attempt')}{hint}")
             return ExitCode.STOPPED
         self._screen.close_live_view()
-        return self._shown(evaluation, record, other)
+        return self._print_report(evaluation, record, other)
 
-    def _shown(
+    def _print_report(
         self,
         evaluation: EvaluationResult,
         record: EvaluationFileWriter | None,
@@ -459,7 +464,7 @@ class _Command:
         against = difference(evaluation, other) if other is not None and is_judged else None
         id = record.id if record is not None else None
         if self._trackers is not None:
-            self._trackers(_measured(figures))
+            self._trackers(_to_metrics(figures))
         if self._settings.get("json"):
             comparison = (
                 None
@@ -498,7 +503,7 @@ class _Command:
         return ExitCode.SUSPENDED if num and id is not None else ExitCode.ERROR
 
 
-def _measured(figures: EvaluationReport) -> StepMetrics:
+def _to_metrics(figures: EvaluationReport) -> StepMetrics:
     """Convert an evaluation report to metrics for experiment trackers.
 
     For example ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12, …}``.
@@ -556,7 +561,7 @@ def _plan_of(
     return EvaluationPlan(
         model=settings["model"],
         task=task,
-        options=dict(map(task_option, options)),
+        options=dict(map(parse_task_option, options)),
         settings=kept,
         **{name: value for name, value in fields.items() if value is not None},
     )
@@ -567,9 +572,9 @@ def _was_trained_direct(model: str) -> bool:
 
     ``model`` is the name of a model, or an alias of the configuration file.
     """
-    from ramify.engine.scaffold import card_of
+    from ramify.engine.scaffold import trained_policy_settings
 
-    return card_of(named_models().get(model, model)).direct
+    return trained_policy_settings(named_models().get(model, model)).direct
 
 
 def open_task(plan: EvaluationPlan) -> Task:
@@ -593,7 +598,7 @@ def plan_with_split(plan: EvaluationPlan, task: Task, given: str | None) -> Eval
     return msgspec.structs.replace(plan, split=choose_split(task, given))
 
 
-def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:
+def validate_task_scoring(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:
     """Check a few items of the task before the evaluation.
 
     Correct answers must score 1, and wrong ones must not.
@@ -605,7 +610,7 @@ def check_task(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> 
         notes.say(f"ramify: {skipped}")
 
 
-def task_option(word: str) -> tuple[str, Any]:
+def parse_task_option(word: str) -> tuple[str, Any]:
     """Parse an option of a task: ``chars=1000`` becomes ("chars", 1000).
 
     A value that is not valid JSON is kept as text. Raises UsageError for any other form.

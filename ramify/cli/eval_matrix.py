@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ramify.cli.ask import check_prices, make_rlm, mcp_tools, open_folder_store, sandbox_spec
+from ramify.cli.ask import (
+    check_prices_known,
+    connect_mcp_tools,
+    make_rlm,
+    open_folder_store,
+    sandbox_spec,
+)
 from ramify.cli.eval_metering_proxies import (
     MatrixMeteringProxies,
     check_settings_comparable,
@@ -32,7 +38,7 @@ from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_eva
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.stop_signals import watch_run_deadlines
-from ramify.cli.terminal_text import dollars, json_line, pluralize, print_error
+from ramify.cli.terminal_text import format_dollars, json_line, pluralize, print_error
 from ramify.progress import report_progress
 from ramify.types.trajectory import Stop
 
@@ -121,9 +127,11 @@ class EvalMatrixCommand:
             shortest = min(axes.lengths, default=None)
             for cell in plan.cells:
                 is_first = cell.place["model"] == axes.models[0] and cell.mode == axes.modes[0]
-                if is_first and cell.tokens == shortest:
+                if is_first and cell.context_tokens == shortest:
                     skipped = validate(
-                        tasks.of(cell.plan), [cell.plan.split], num=min(2, cell.plan.items)
+                        tasks.get_or_create(cell.plan),
+                        [cell.plan.split],
+                        num=min(2, cell.plan.items),
                     )
                     if skipped:
                         self._notes.say(f"ramify: {skipped}")
@@ -150,7 +158,7 @@ class EvalMatrixCommand:
 
         for model in dict.fromkeys(cell.plan.model for cell in plan.cells):
             settings = {**plan.first_plan.settings, "model": model}
-            check_prices(settings, settings.get("max_cost"))
+            check_prices_known(settings, settings.get("max_cost"))
         if plan.has_systems:
             check_settings_comparable(plan.first_plan.settings)
         records = None if self._store is None else EvaluationMatrixStore(self._store.root)
@@ -166,13 +174,13 @@ class EvalMatrixCommand:
                 }
             # The plan's copy of the servers lacks the values of environment variables.
             servers = self._settings.get("mcp") or plan.first_plan.settings.get("mcp")
-            tools = stack.enter_context(mcp_tools({"mcp": servers}))
+            tools = stack.enter_context(connect_mcp_tools({"mcp": servers}))
             progress: list[EvaluationProgressReporter] = []
 
             async def whole() -> tuple[EvaluationResult, ...]:
                 from ramify.evaluate.run import evaluate_all
 
-                await self._check(plan, tools, opened)
+                await self._confirm_start(plan, tools, opened)
                 if records is not None and is_new:
                     records.create(plan)
                     for cell in plan.cells:
@@ -190,7 +198,7 @@ class EvalMatrixCommand:
                         jobs = list(self._jobs(plan, tasks, tools, opened, shown, meters))
                         return await evaluate_all(jobs, concurrency=self._options.concurrency)
 
-            command = "" if records is None else self._continuation(plan)
+            command = "" if records is None else self._resume_command(plan)
             try:
                 with watch_run_deadlines(command, self._screen.close_live_view):
                     evaluations = asyncio.run(whole())
@@ -202,7 +210,7 @@ class EvalMatrixCommand:
                 self._notes.say(f"ramify: stopped after {pluralize(num, 'attempt')}{hint}")
                 return ExitCode.STOPPED
             self._screen.close_live_view()
-            return self._shown(plan, evaluations, is_stored=records is not None)
+            return self._print_report(plan, evaluations, is_stored=records is not None)
 
     def _rlm(self, plan: EvaluationPlan, tools: Any) -> RLM:
         """Return the RLM that answers the questions of one cell, which is one combination of the
@@ -222,7 +230,7 @@ class EvalMatrixCommand:
             self._rlms[key] = make_rlm(settings, sandbox_spec(settings), self._store, own)
         return self._rlms[key]
 
-    async def _check(
+    async def _confirm_start(
         self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationFileWriter]
     ) -> None:
         """Print the number of attempts and their probable cost, and ask the user whether to start.
@@ -231,23 +239,23 @@ class EvalMatrixCommand:
         start.
         """
         from ramify.engine.limits import DEFAULT_MAX_COST
-        from ramify.evaluate.answer_modes import room_of
-        from ramify.evaluate.matrix import estimate
+        from ramify.evaluate.answer_modes import root_model_capacity
+        from ramify.evaluate.matrix import estimate_remaining_cost
 
         rooms = {}
         for cell in plan.cells:
             if cell.plan.model not in rooms:
-                rooms[cell.plan.model] = await room_of(self._rlm(cell.plan, tools))
+                rooms[cell.plan.model] = await root_model_capacity(self._rlm(cell.plan, tools))
         left = {}
         for cell in plan.cells:
             record = opened.get(cell.record)
             made = len(record.outcomes) if record is not None else 0
             left[cell.record] = max(0, cell.plan.items * cell.plan.attempts - made)
         limit = plan.first_plan.settings.get("max_cost") or DEFAULT_MAX_COST
-        found = estimate(plan, rooms, limit, left)
+        found = estimate_remaining_cost(plan, rooms, limit, left)
         shown = _in_words(found)
         if self._options.is_dry_run:
-            print(json_line({"matrix": msgspec.to_builtins(found)}) if self._json else shown)
+            print(json_line({"matrix": msgspec.to_builtins(found)}) if self._is_json else shown)
             raise _NotConfirmed
         self._notes.say(f"ramify: {shown}")
         is_asked = not self._options.is_confirmed and found.attempts
@@ -257,11 +265,11 @@ class EvalMatrixCommand:
         if is_asked and sys.stdin.isatty() and sys.stderr.isatty() and not _is_confirmed():
             raise _NotConfirmed
 
-    def _continuation(self, plan: MatrixPlan) -> str:
+    def _resume_command(self, plan: MatrixPlan) -> str:
         return f"{self._options.command} --resume {plan.id}"
 
     @property
-    def _json(self) -> bool:
+    def _is_json(self) -> bool:
         return bool(self._settings.get("json"))
 
     @contextlib.contextmanager
@@ -310,7 +318,7 @@ class EvalMatrixCommand:
             workers=self._options.workers,
         )
 
-    def _shown(
+    def _print_report(
         self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
         from ramify.evaluate.matrix_report import matrix_report, matrix_table
@@ -320,13 +328,13 @@ class EvalMatrixCommand:
         }
         if self._options.show is not None:
             self._options.show(plan, outcomes)
-            return self._ended(plan, evaluations, is_stored=is_stored)
+            return self._print_missing(plan, evaluations, is_stored=is_stored)
         found = matrix_report(plan, outcomes, k=self._options.k)
         if self._options.html is not None:
             from ramify.viewer.matrices import matrix_html
 
             self._write(Path(self._options.html).expanduser(), matrix_html(found, outcomes))
-        if self._json:
+        if self._is_json:
             for row in _rows(found):
                 print(json_line(row))
         else:
@@ -335,9 +343,9 @@ class EvalMatrixCommand:
             self._show_money(plan, outcomes)
         if is_stored:
             self._notes.say(f"matrix {plan.id}")
-        return self._ended(plan, evaluations, is_stored=is_stored)
+        return self._print_missing(plan, evaluations, is_stored=is_stored)
 
-    def _ended(
+    def _print_missing(
         self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
         """Print how many attempts are missing, or that no attempt was scored.
@@ -349,7 +357,7 @@ class EvalMatrixCommand:
         if num and is_stored:
             self._notes.say(
                 f"ramify: {pluralize(num, 'attempt')} suspended and left out; continue with: "
-                f"{self._continuation(plan)}"
+                f"{self._resume_command(plan)}"
             )
         if any(outcome.reward is not None for outcome in everything):
             return ExitCode.ANSWERED
@@ -372,14 +380,18 @@ class EvalMatrixCommand:
         self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
         """Print the score and the cost of each cell, which is one combination of the matrix."""
-        from ramify.evaluate.money_curves import matrix_money, money_table_lines, money_tables
+        from ramify.evaluate.money_curves import (
+            format_budget_tables,
+            matrix_score_by_budget,
+            score_by_budget_tables,
+        )
 
-        rows = matrix_money(plan, outcomes)
-        if self._json:
+        rows = matrix_score_by_budget(plan, outcomes)
+        if self._is_json:
             for row in (each for each in rows if each.points):
                 points = msgspec.to_builtins(row.points)
                 print(json_line({"matrix": plan.id, **row.place, "money": points}))
-        elif lines := money_table_lines(money_tables(rows)):
+        elif lines := format_budget_tables(score_by_budget_tables(rows)):
             print("\n" + "\n".join(lines))
 
 
@@ -403,13 +415,13 @@ def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
     Each attempt uses ``rlm`` with the cell's mode and temperature.
     """
     from ramify.clients.base import Sampling
-    from ramify.evaluate.answer_modes import mode_of
+    from ramify.evaluate.answer_modes import mode_function
     from ramify.evaluate.attempt import attempt
     from ramify.evaluate.run import RlmAttemptMaker
 
     sampling = Sampling(temperature=plan.settings.get("temperature"))
     # The mode of another system is its name.
-    mode = attempt if plan.settings.get("with") else mode_of(plan.settings["mode"])
+    mode = attempt if plan.settings.get("with") else mode_function(plan.settings["mode"])
     return RlmAttemptMaker(rlm, sampling, mode)
 
 
@@ -445,6 +457,6 @@ def _in_words(found: MatrixEstimate) -> str:
     cost = (
         "their cost is unknown, since a model has no known price"
         if found.max_cost is None
-        else f"at most {dollars(found.max_cost)}"
+        else f"at most {format_dollars(found.max_cost)}"
     )
     return f"{pluralize(found.attempts, 'attempt')}{unfit}; {cost}"

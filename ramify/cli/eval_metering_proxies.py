@@ -62,7 +62,7 @@ class MatrixMeteringProxies:
         from ramify.evaluate.systems.attempt import (
             MeteredRlmAttemptMaker,
             SystemAttemptMaker,
-            system_of,
+            parse_system,
         )
 
         if not self._meters:
@@ -70,9 +70,9 @@ class MatrixMeteringProxies:
         meter = self._meters[cell.plan.model]
         budget = _budget_of(rlm, meter)
         if not cell.system:
-            return MeteredRlmAttemptMaker(runs, meter.seat, budget)
-        system = system_of(cell.system, timeout_s=rlm.limits.max_seconds)
-        return SystemAttemptMaker(system, meter.seat, budget)
+            return MeteredRlmAttemptMaker(runs, meter.open_account, budget)
+        system = parse_system(cell.system, timeout_s=rlm.limits.max_seconds)
+        return SystemAttemptMaker(system, meter.open_account, budget)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.terminal_text import dollars
+from ramify.cli.terminal_text import format_dollars
 from ramify.logging import ComponentLogger, run_log
 from ramify.progress import ProgressReporter
 from ramify.types.trajectory import Trajectory
@@ -89,7 +89,7 @@ class EvaluationProgressReporter:
             error=outcome.error,
             run=outcome.run,
         )
-        self._work.at(self.done, self._note())
+        self._work.set_progress(self.done, self._note())
         is_tenth = (
             10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10
         )
@@ -98,7 +98,7 @@ class EvaluationProgressReporter:
 
     def _note(self) -> str:
         failed = f" · {self._failed:,} failed" if self._failed else ""
-        cost = f" · {dollars(self._cost)}" if self._cost else ""
+        cost = f" · {format_dollars(self._cost)}" if self._cost else ""
         scored = self.done - self._failed
         average = f"average {self._reward_sum / scored:.3f}" if scored else "no average"
         return average + failed + cost

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.parser import UsageError
-from ramify.printable import clean_line
+from ramify.printable import strip_controls_to_line
 
 if TYPE_CHECKING:
     from ramify.train.config_fields import ConfigField
@@ -37,7 +37,7 @@ def print_fields(words: Sequence[str], resume: str | None) -> None:
     checkpoint to use instead of a recipe. Raises UsageError for an unknown section.
     """
     from ramify.train.config import CHOICES, Run
-    from ramify.train.config_fields import fields, suggestion
+    from ramify.train.config_fields import fields, unknown_field_hint
     from ramify.train.override import override
     from ramify.train.recipe import load_recipe, load_stored_run
 
@@ -58,7 +58,7 @@ def print_fields(words: Sequence[str], resume: str | None) -> None:
     known = {each.name for each in every}
     for name in names:
         if name not in known:
-            raise UsageError(f"no field '{name}': {suggestion(Run, run, name)}")
+            raise UsageError(f"no field '{name}': {unknown_field_hint(Run, run, name)}")
     chosen = [
         each
         for each in every
@@ -72,11 +72,11 @@ def print_fields(words: Sequence[str], resume: str | None) -> None:
 
 
 def _row(field: ConfigField) -> str:
-    return "\t".join(map(clean_line, cells(field)))
+    return "\t".join(map(strip_controls_to_line, field_table_cells(field)))
 
 
 def _on_terminal(field: ConfigField) -> Iterator[str]:
-    name, value, default, kind, owner, meaning = cells(field)
+    name, value, default, kind, owner, meaning = field_table_cells(field)
     width = shutil.get_terminal_size().columns
     if field.section is not None:
         yield ""
@@ -90,7 +90,7 @@ def _on_terminal(field: ConfigField) -> Iterator[str]:
     )
 
 
-def cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
+def field_table_cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
     """Return the table cells for a field, in the order of ``COLUMNS``.
 
     The value of a section is only ``set``, since each of its fields has a separate row. The default
@@ -101,15 +101,15 @@ def cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
     owner = field.owner if field.section is None else field.section
     return (
         field.name,
-        _shown(field, field.value),
-        _shown(field, field.default),
+        _format_value(field, field.value),
+        _format_value(field, field.default),
         field.type_words,
         public_path(owner),
         field.about.replace("``", "`"),
     )
 
 
-def _shown(field: ConfigField, value: Any) -> str:
+def _format_value(field: ConfigField, value: Any) -> str:
     if value is msgspec.NODEFAULT:
         return ""
     if isinstance(value, msgspec.Struct):

@@ -85,7 +85,7 @@ def listen_address(
     return ListenAddress(socket=root / "sockets" / f"{command}.sock")
 
 
-def chosen_key(
+def client_access_key(
     options: Mapping[str, Any], variable: str = SERVE_KEY, key: str = "key"
 ) -> str | None:
     """Return the key that clients must send, from the options or the environment.
@@ -108,7 +108,7 @@ def chosen_key(
     return text
 
 
-def announce(name: str, url: str, address: ListenAddress, new_key: str) -> None:
+def print_server_address(name: str, url: str, address: ListenAddress, new_key: str) -> None:
     """Print a server's address.
 
     If a key was generated for this start, also print the key.

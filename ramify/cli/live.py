@@ -27,16 +27,16 @@ from rich.text import Text
 from ramify.cli.progress_display import ProgressDisplay
 from ramify.cli.run_event_printer import RunEventPrinter
 from ramify.cli.terminal_text import (
-    dollars,
     format_count,
+    format_dollars,
+    format_duration,
     format_growing_duration,
-    one_line,
-    seconds,
+    shorten_to_line,
 )
 from ramify.clients.rate_limited_requests import RETRYING
-from ramify.engine.action import read_action
+from ramify.engine.action import parse_action
 from ramify.engine.run_handle import RunHandle
-from ramify.printable import clean
+from ramify.printable import strip_control_characters
 from ramify.progress import ReplyTextDelta, watch_reply_text
 from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
@@ -124,7 +124,7 @@ class TerminalTreeRows:
             case ReplyReceived() if row:
                 message = event.reply.message
                 raw = self._replies_are_code
-                codes = (message.content,) if raw else read_action(message).codes
+                codes = (message.content,) if raw else parse_action(message).codes
                 row.code = codes[-1] if codes else row.code
                 row.has_code = bool(codes)
                 row.arriving = ""
@@ -143,7 +143,7 @@ class TerminalTreeRows:
             case _:
                 pass
 
-    def arrive(self, text: ReplyTextDelta) -> None:
+    def append_streamed_text(self, text: ReplyTextDelta) -> None:
         """Add a piece of a reply that has just been streamed.
 
         Plain sub-calls have no row, so their text is not shown.
@@ -172,7 +172,7 @@ class TerminalTreeRows:
             return parent.leaves
         return parent.children if call.kind == "rlm" else parent.plain
 
-    def shown(self, max_rows: int) -> tuple[list[TreeRow], int]:
+    def visible_rows(self, max_rows: int) -> tuple[list[TreeRow], int]:
         """Return the rows to show, at most ``max_rows`` of them, and the number of hidden rows.
 
         Running calls take precedence over ended ones. The rows are in the order in which their
@@ -210,7 +210,7 @@ class LiveView:
             self._tree.apply(event)
 
     @contextlib.contextmanager
-    def watching(self, running: RunHandle) -> Iterator[None]:
+    def watch_run(self, running: RunHandle) -> Iterator[None]:
         self._running = running
         self._screen.draw(self.rows)
         with watch_reply_text(running.id, self._arrive):
@@ -218,13 +218,13 @@ class LiveView:
 
     def _arrive(self, text: ReplyTextDelta) -> None:
         with self._screen.lock:
-            self._tree.arrive(text)
+            self._tree.append_streamed_text(text)
 
     def rows(self, width: int, height: int) -> list[Text]:
         """Return the lines to draw on a terminal of ``width`` columns and ``height`` lines."""
         elapsed_s = time.monotonic() - self._began
         room = max(height - 1, 4)
-        calls, hidden = self._tree.shown(max(room // 3, 1))
+        calls, hidden = self._tree.visible_rows(max(room // 3, 1))
         rows = [
             row for call in calls for row in self._call_rows(call, elapsed_s, with_code=room >= 12)
         ]
@@ -234,8 +234,8 @@ class LiveView:
             else rows[:room]
         )
         if self._tree.notice:
-            rows.append(Text(f"  {one_line(self._tree.notice, width - 4)}", "yellow"))
-        budgets = self._running.limit_usage() if self._running is not None else []
+            rows.append(Text(f"  {shorten_to_line(self._tree.notice, width - 4)}", "yellow"))
+        budgets = self._running.usage_by_limit() if self._running is not None else []
         rows.append(budget_row([*budgets, ("seconds", elapsed_s, self._max_seconds)]))
         return rows
 
@@ -247,16 +247,16 @@ class LiveView:
         since = (elapsed_s if call.ended_s is None else call.ended_s) - call.started_s
         name = f"{call.id} " if call.depth or ":" in call.id else ""
         turn = f" · turn {row.turn}" if row.turn else ""
-        head = f"{indent}{_MARKS[state]} {name}{one_line(call.model)}{turn}"
+        head = f"{indent}{_MARKS[state]} {name}{shorten_to_line(call.model)}{turn}"
         shown = str(call.stop) if is_done else state
         rows = [Text(f"{head} · {shown} · {format_growing_duration(max(since, 0))}", style)]
         if call.depth and not is_done:
-            rows.append(Text(f"{indent}  {one_line(call.question)}", "italic dim"))
+            rows.append(Text(f"{indent}  {shorten_to_line(call.question)}", "italic dim"))
         if with_code and row.arriving and not is_done:
-            lines = clean(row.arriving).strip("\n").expandtabs(4).split("\n")
+            lines = strip_control_characters(row.arriving).strip("\n").expandtabs(4).split("\n")
             rows += [Text(f"{indent}  ┊ {line}", "dim") for line in lines[-_ARRIVING_LINES:]]
         elif with_code and row.code and not is_done:
-            lines = clean(row.code).strip("\n").expandtabs(4).split("\n")
+            lines = strip_control_characters(row.code).strip("\n").expandtabs(4).split("\n")
             lines = lines if len(lines) <= _CODE_LINES else [*lines[: _CODE_LINES - 1], "…"]
             rows += [Text(f"{indent}  │ {line}", "cyan") for line in lines]
         tallies = (
@@ -289,7 +289,7 @@ def budget_row(budgets: list[tuple[str, float, float]]) -> Text:
 
 def _amount(name: str, spent: float, limit: float) -> str:
     if name == "dollars":
-        return f"{dollars(spent)}/{dollars(limit)}"
+        return f"{format_dollars(spent)}/{format_dollars(limit)}"
     if name == "seconds":
-        return f"{format_growing_duration(spent)}/{seconds(limit)}"
+        return f"{format_growing_duration(spent)}/{format_duration(limit)}"
     return f"{_NAMES.get(name, name)} {format_count(spent)}/{format_count(limit)}"

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ramify.cli.terminal_text import size
+from ramify.cli.terminal_text import format_size
 from ramify.format_quantities import pluralize
-from ramify.printable import clean
+from ramify.printable import strip_control_characters
 from ramify.sources.loaded_sources import LoadedContext, LoadedSourceItem
 
 MAX_ROWS = 12
@@ -43,14 +43,14 @@ def source_table(loaded: LoadedContext) -> list[str]:
             groups.setdefault((f".{suffix}" if stem else "other", item.kind), []).append(item)
         by_size = sorted(groups.items(), key=lambda each: -sum(i.num_bytes for i in each[1]))
         rows = [
-            _row(of[0]) if len(of) == 1 else _sum(f"{len(of):,} {suffix}", kind, of)
+            _row(of[0]) if len(of) == 1 else _total_cells(f"{len(of):,} {suffix}", kind, of)
             for (suffix, kind), of in by_size[:MAX_ROWS]
         ]
         others = [item for _, of in by_size[MAX_ROWS:] for item in of]
         if others:
-            rows.append(_sum(f"{len(others):,} others", "", others))
-        rows.append(_sum(f"{len(items):,} sources", "", items))
-    return [*_aligned([_HEAD, *rows]), *loaded.warnings()]
+            rows.append(_total_cells(f"{len(others):,} others", "", others))
+        rows.append(_total_cells(f"{len(items):,} sources", "", items))
+    return [*_align_columns([_HEAD, *rows]), *loaded.warnings()]
 
 
 def _row(item: LoadedSourceItem) -> tuple[str, ...]:
@@ -58,17 +58,17 @@ def _row(item: LoadedSourceItem) -> tuple[str, ...]:
         item.name if len(item.name) <= _MAX_NAME_CHARS else f"…{item.name[1 - _MAX_NAME_CHARS :]}"
     )
     contents = item.detail or pluralize(item.chars, "character")
-    return name, item.kind, size(item.num_bytes), contents
+    return name, item.kind, format_size(item.num_bytes), contents
 
 
-def _sum(name: str, kind: str, items: Sequence[LoadedSourceItem]) -> tuple[str, ...]:
+def _total_cells(name: str, kind: str, items: Sequence[LoadedSourceItem]) -> tuple[str, ...]:
     chars = pluralize(sum(item.chars for item in items), "character")
-    return name, kind, size(sum(item.num_bytes for item in items)), chars
+    return name, kind, format_size(sum(item.num_bytes for item in items)), chars
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Pad all columns of a table except the last one, so that the columns are aligned."""
-    plain = [[clean(cell).replace("\n", " ") for cell in row] for row in rows]
+    plain = [[strip_control_characters(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Collection
 
 from ramify import __version__
-from ramify.cli.parser import WRONG, ExitCode, SubcommandSpec, UsageError, unknown_option
-from ramify.cli.terminal_text import give_up_stdout, print_error, protect_terminal
+from ramify.cli.parser import WRONG, ExitCode, SubcommandSpec, UsageError, unknown_option_message
+from ramify.cli.terminal_text import discard_stdout, print_error, protect_terminal
 from ramify.errors import RamifyError
 from ramify.extras import EXTRA_COMMANDS
 from ramify.install_command import install_command
@@ -102,7 +102,7 @@ def run(arguments: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return _run(arguments)
     except BrokenPipeError:
-        give_up_stdout()
+        discard_stdout()
         return ExitCode.BROKEN_PIPE
     except UsageError as error:
         name = split(arguments)[0]
@@ -113,12 +113,14 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if os.environ.get("RAMIFY_DEBUG"):
             raise
-        print_error(str(error) if isinstance(error, RamifyError) else _unexpected(error))
+        print_error(
+            str(error) if isinstance(error, RamifyError) else _describe_unexpected_error(error)
+        )
         is_wrong = isinstance(error, WRONG) or _missing_extra(error)
         return ExitCode.USAGE if is_wrong else ExitCode.ERROR
 
 
-def command(name: str) -> SubcommandSpec:
+def load_subcommand(name: str) -> SubcommandSpec:
     """Import the module of a subcommand, and return the subcommand's specification.
 
     The help text ends with related commands, such as ``runs check`` for ``runs``.
@@ -126,7 +128,7 @@ def command(name: str) -> SubcommandSpec:
     module = importlib.import_module(COMMANDS[name][0])
     specs: tuple[SubcommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
     spec = next(spec for spec in specs if spec.name == name)
-    if lines := _listed(subcommands(name)):
+    if lines := _format_commands(subcommands(name)):
         spec = spec._replace(epilog="\n".join([*filter(None, [spec.epilog]), "see also:", *lines]))
     return spec
 
@@ -135,15 +137,15 @@ def subcommands(name: str) -> list[str]:
     return [known for known in COMMANDS if known.startswith(f"{name} ")]
 
 
-def _listed(names: Collection[str]) -> list[str]:
+def _format_commands(names: Collection[str]) -> list[str]:
     """Format the names of commands with their one-line descriptions, one command per line."""
     width = max(map(len, names), default=0)
     return [f"  {name:<{width}}  {COMMANDS[name][1]}" for name in names]
 
 
-def overview() -> str:
+def help_text() -> str:
     """Return the text of ``ramify --help``."""
-    lines = _listed(COMMANDS)
+    lines = _format_commands(COMMANDS)
     return "\n".join(
         [
             "usage: ramify COMMAND …",
@@ -160,7 +162,7 @@ def overview() -> str:
 def _run(arguments: list[str]) -> int:
     name, options = split(arguments)
     if name in COMMANDS:
-        spec = command(name)
+        spec = load_subcommand(name)
         if name != "ask":
             gc.freeze()  # as ``ask`` does: start-up's objects live on
             gc.enable()
@@ -168,17 +170,17 @@ def _run(arguments: list[str]) -> int:
     elif name == "help" and options:
         return _run([*options, "--help"])
     elif name in ("", "--help", "-h", "help"):
-        print(overview())
+        print(help_text())
         code = ExitCode.ANSWERED if name else ExitCode.USAGE
     elif name == "--version":
         print(f"ramify {__version__}")
         code = ExitCode.ANSWERED
     elif name.startswith("-"):
-        raise UsageError(unknown_option(name, ("--help", "--version")))
+        raise UsageError(unknown_option_message(name, ("--help", "--version")))
     else:
         longer = subcommands(name)
         if longer and options[:1] in (["--help"], ["-h"]):
-            print("\n".join([f"usage: ramify {name} COMMAND …", "", *_listed(longer)]))
+            print("\n".join([f"usage: ramify {name} COMMAND …", "", *_format_commands(longer)]))
             return ExitCode.ANSWERED
         close = "' or '".join(longer) if longer else nearest_name(name, COMMANDS)
         hint = f"did you mean '{close}'?" if close else f"to ask a question: ramify ask {name!r} …"
@@ -213,14 +215,14 @@ def _missing_extra(error: Exception) -> str:
     return _EXTRAS.get(error.name or "", "") if isinstance(error, ModuleNotFoundError) else ""
 
 
-def _unexpected(error: Exception) -> str:
+def _describe_unexpected_error(error: Exception) -> str:
     """Describe in one line an exception that no command has caught.
 
     An OSError, such as a full disk or a read-only folder, is not reported as an internal error.
     """
     if isinstance(error, OSError) and error.strerror:
         if error.errno == errno.ENOSPC and not error.filename:
-            give_up_stdout()
+            discard_stdout()
             return f"cannot write to stdout: {error.strerror}"
         problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         return f"{problem}; set RAMIFY_DEBUG=1 to see the traceback"

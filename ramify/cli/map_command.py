@@ -28,11 +28,11 @@ from ramify.cli.ask import (
     NOT_OF_MODE,
     OF_SOURCES,
     SETTINGS,
-    check_keys,
+    check_api_keys,
     check_mode,
+    connect_mcp_tools,
     make_message_writer,
     make_rlm,
-    mcp_tools,
     note_offline_models,
     open_folder_store,
     open_store,
@@ -40,10 +40,10 @@ from ramify.cli.ask import (
     sandbox_spec,
 )
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
-from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill
+from ramify.cli.progress_display import ProgressDisplay, choose_display_form
+from ramify.cli.settings import fill_missing_settings
 from ramify.cli.stop_signals import add_signal_handler
-from ramify.cli.telemetry import exporting
+from ramify.cli.telemetry import export_spans
 from ramify.cli.terminal_text import StderrMessageWriter, pluralize, print_error, write_stderr
 from ramify.logging import hold_warnings_for_run
 from ramify.maps.api import map_limits
@@ -151,10 +151,10 @@ def run(
     prints_rows = sample is not None
     sample = 100 if estimate and sample is None else sample
     of_row = {name: given.pop(f"row_{name}") for name in _OF_ROWS}
-    settings = fill(given, KINDS)
+    settings = fill_missing_settings(given, KINDS)
     hold_warnings_for_run()
     notes = make_message_writer(settings, KINDS)
-    form = form_of(settings.get("progress"), notes)
+    form = choose_display_form(settings.get("progress"), notes)
     if len(words) < 2:
         raise UsageError("no rows: ramify map QUESTION ROWS… --out FILE")
     if out is None and sample is None:
@@ -187,18 +187,18 @@ def run(
             name = "--mcp" if settings.get("mcp") else "--table"
             raise UsageError(f"{name} has no effect on other machines: remove --placement ray")
         run_on_ray = _ray_run(row_settings, paths, request, out, workers)
-        with exporting(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
+        with export_spans(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
             result, code = _until_the_end(run_on_ray, notes, screen)
         if result is None:
             return code
         return _report(result, notes, as_json=bool(settings.get("json")), stopped_by=code)
-    check_keys(row_settings)
+    check_api_keys(row_settings)
     note_offline_models(settings, notes)
     source = open_paths(paths, table)
     with (
-        exporting(notes),
+        export_spans(notes),
         ProgressDisplay(notes, form, has_lines=True) as screen,
-        mcp_tools(settings) as tools,
+        connect_mcp_tools(settings) as tools,
     ):
         rlm = make_rlm(row_settings, sandbox_spec(settings), open_store(settings), tools, mode)
         result, code = _until_the_end(MapRun(rlm, source, request), notes, screen)
@@ -264,21 +264,21 @@ class _MapInterrupts:
         self._count = 0
 
     async def watched(self) -> MapResult:
-        with self._caught(asyncio.current_task()):
+        with self._catch_signals(asyncio.current_task()):
             return await self._run.run()
 
     @contextlib.contextmanager
-    def _caught(self, task: asyncio.Task[Any] | None) -> Iterator[None]:
+    def _catch_signals(self, task: asyncio.Task[Any] | None) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        add_signal_handler(signal.SIGINT, lambda: self._interrupted(task))
-        add_signal_handler(signal.SIGTERM, self._terminated)
+        add_signal_handler(signal.SIGINT, lambda: self._handle_interrupt(task))
+        add_signal_handler(signal.SIGTERM, self._handle_terminate)
         try:
             yield
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             loop.remove_signal_handler(signal.SIGTERM)
 
-    def _interrupted(self, task: asyncio.Task[Any] | None) -> None:
+    def _handle_interrupt(self, task: asyncio.Task[Any] | None) -> None:
         self._count += 1
         if self._count == 1:
             self._notes.say("ramify: waiting for the rows in progress; Ctrl-C again to stop now")
@@ -288,7 +288,7 @@ class _MapInterrupts:
         if task is not None:
             task.cancel()
 
-    def _terminated(self) -> None:
+    def _handle_terminate(self) -> None:
         self.code = ExitCode.TERMINATED
         self._run.stop("it was stopped by SIGTERM")
 
@@ -325,11 +325,11 @@ def _with_interval(amount: EstimatedAmount, form: Callable[[float], str]) -> str
 
 
 def _hours(hours: float) -> str:
-    return terminal_text.seconds(3600 * hours)
+    return terminal_text.format_duration(3600 * hours)
 
 
 def _dollars(amount: float) -> str:
-    return f"${amount:,.0f}" if amount >= 100 else terminal_text.dollars(amount)
+    return f"${amount:,.0f}" if amount >= 100 else terminal_text.format_dollars(amount)
 
 
 def _report(
@@ -383,8 +383,8 @@ def format_map_summary(result: MapResult) -> str:
         *([f"{pluralize(again, 'request')} paid again for lost workers"] if again else []),
         pluralize(usage.calls, "request"),
         f"{bound}{terminal_text.format_count(usage.total_tokens)} tokens",
-        bound * (result.cost is not None) + terminal_text.dollars(result.cost),
-        terminal_text.seconds(result.seconds),
+        bound * (result.cost is not None) + terminal_text.format_dollars(result.cost),
+        terminal_text.format_duration(result.seconds),
         f"map {result.id}",
     ]
     return " · ".join(parts)

@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import check_prices
-from ramify.cli.listen_options import SERVE_KEY, chosen_key, listen_address
+from ramify.cli.ask import check_prices_known
+from ramify.cli.listen_options import SERVE_KEY, client_access_key, listen_address
 from ramify.cli.parser import ExitCode, UsageError
 from ramify.cli.settings import named_models
 from ramify.cli.stop_signals import add_stop_handler
-from ramify.cli.terminal_text import StderrMessageWriter, dollars, pluralize, write_stderr
+from ramify.cli.terminal_text import StderrMessageWriter, format_dollars, pluralize, write_stderr
 
 if TYPE_CHECKING:
     from ramify.serve.meter import MeteringProxy
@@ -48,7 +48,7 @@ def serve_meter(
             raise UsageError(f"--meter takes no --{name.replace('_', '-')}: {why}; remove it")
     if settings.get("sub_model"):
         raise UsageError("--meter serves one model: remove --sub-model")
-    check_prices(settings, settings.get("max_cost"))
+    check_prices_known(settings, settings.get("max_cost"))
     asyncio.run(_serve(_meter(settings, options, store, port), notes))
     return ExitCode.ANSWERED
 
@@ -72,7 +72,7 @@ def _meter(
         budget=PerItemBudget(**limits),
         name=options["name"] or "",
         address=listen_address(options, "meter", port, store.root if store is not None else None),
-        key=chosen_key(options),
+        key=client_access_key(options),
         record=record,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -96,7 +96,7 @@ async def _serve(meter: MeteringProxy, notes: StderrMessageWriter) -> None:
         for seat in meter.seats.values():
             await seat.cancel_requests()
             usage = seat.usage
-            cost = "" if seat.cost is None else f", {dollars(seat.cost)}"
+            cost = "" if seat.cost is None else f", {format_dollars(seat.cost)}"
             refused = f", {seat.num_refused:,} refused" if seat.num_refused else ""
             write_stderr(
                 f"{seat.name}: {pluralize(usage.calls, 'request')}, {usage.input_tokens:,} + "

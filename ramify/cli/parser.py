@@ -59,7 +59,7 @@ WRONG = (ConfigError, RunInUse, SourceError, UnknownRun)
 ``USAGE``."""
 
 
-def exit_of(stop: Stop, answer: Any) -> ExitCode:
+def exit_code_of_run(stop: Stop, answer: Any) -> ExitCode:
     """Return the exit code for a run, based on its stop reason and its answer."""
     if stop is Stop.ERROR:
         return ExitCode.ERROR
@@ -201,7 +201,7 @@ class SubcommandSpec(NamedTuple):
             advice = "a field of the run has no dashes, as in rl.optim.lr=1e-4"
             takes_fields = "FIELD=VALUE" in self.words
             raise UsageError(
-                unknown_option(
+                unknown_option_message(
                     unknown[0], [*known, "--verbose", "--help"], advice if takes_fields else ""
                 )
             )
@@ -270,7 +270,7 @@ def plain_values(
     return {**values, "words": words, "verbosity": 0}
 
 
-def unknown_option(given: str, known: Sequence[str], otherwise: str = "") -> str:
+def unknown_option_message(given: str, known: Sequence[str], otherwise: str = "") -> str:
     """Describe an option that a command does not have, and suggest a similar one from ``known``.
 
     Options that are used more often come first in ``known``. If none is similar, the advice is
@@ -302,10 +302,10 @@ _BYTES = {
 _MEASURE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
-def parse_age(text: str, option: str) -> float:
+def parse_duration(text: str, option: str) -> float:
     """Parse a duration with a unit, and return it in seconds.
 
-    >>> parse_age("1.5h", "--older-than")
+    >>> parse_duration("1.5h", "--older-than")
     5400.0
     """
     return _parse(text, option, _SECONDS, "d", "30d, 12h or 90m")

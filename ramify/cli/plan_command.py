@@ -23,7 +23,7 @@ from ramify.cli.ask import (
     NO_MODEL,
     NOT_OF_MODE,
     SETTINGS,
-    check_keys,
+    check_api_keys,
     load_sources,
     make_message_writer,
     make_rlm,
@@ -31,16 +31,16 @@ from ramify.cli.ask import (
     sandbox_spec,
 )
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, exit_codes_epilog
-from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill, named_models
-from ramify.cli.telemetry import exporting
+from ramify.cli.progress_display import ProgressDisplay, choose_display_form
+from ramify.cli.settings import fill_missing_settings, named_models
+from ramify.cli.telemetry import export_spans
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
-    dollars,
     format_count,
+    format_dollars,
+    format_duration,
     json_line,
     pluralize,
-    seconds,
     write_stderr,
 )
 from ramify.errors import ConfigError
@@ -101,10 +101,10 @@ def run(
 ) -> int:
     """Run ``ramify plan``: show the plan for a question and its cost, and run it once the user
     agrees."""
-    settings = fill(given, KINDS)
+    settings = fill_missing_settings(given, KINDS)
     hold_warnings_for_run()
     notes = make_message_writer(settings, KINDS)
-    form = form_of(settings.get("progress"), notes)
+    form = choose_display_form(settings.get("progress"), notes)
     if not words or not words[0].strip():
         raise UsageError("no question: ramify plan QUESTION PATH…")
     if not settings.get("model"):
@@ -120,11 +120,11 @@ def run(
     }
     leaf_model = (settings.get("sub_model") or [settings["model"]])[0]
     leaf_model = named_models().get(leaf_model, leaf_model)
-    chosen = _chosen(question, plan, leaf_model, options)
+    chosen = _choose_plan(question, plan, leaf_model, options)
     settings = {**settings, "branches": 1}
     rlm = make_rlm(settings, sandbox_spec({}), open_store(settings))
     if yes:
-        check_keys(settings)
+        check_api_keys(settings)
     loaded = load_sources(paths, notes, settings)
     if loaded is None:
         raise UsageError("no context: ramify plan QUESTION PATH…, or a pipe")
@@ -162,11 +162,13 @@ def _answer(
     from ramify.engine.question import RunOptions
 
     asked = ask_runner.AskRequest(question, loaded, RunOptions(strategy=chosen))
-    with exporting(notes), ProgressDisplay(notes, form) as screen:
+    with export_spans(notes), ProgressDisplay(notes, form) as screen:
         return ask_runner.run(rlm, asked, screen, as_json=as_json)
 
 
-def _chosen(question: str, name: str | None, model: Any, options: dict[str, Any]) -> PlanStrategy:
+def _choose_plan(
+    question: str, name: str | None, model: Any, options: dict[str, Any]
+) -> PlanStrategy:
     """Return the plan that ``--plan`` names, or else the plan that suits the question best, with
     the reason for the choice.
 
@@ -219,13 +221,13 @@ def _lines(
     if cost.dollars is None:
         yield f"dollars  unknown: {model.name} has no price"
     else:
-        likely = dollars(cost.likely_dollars(model))
-        yield f"dollars  at most {dollars(cost.dollars)}, about {likely} for English text"
+        likely = format_dollars(cost.likely_dollars(model))
+        yield f"dollars  at most {format_dollars(cost.dollars)}, about {likely} for English text"
     num = rlm.limits.max_concurrency
     rounds = pluralize(cost.rounds(num), "round")
-    time = seconds(cost.seconds(_CALL_S, num))
+    time = format_duration(cost.seconds(_CALL_S, num))
     yield f"time     {rounds} of up to {num} calls: about {time} if a call takes {_CALL_S:g} s"
-    more = "" if cost.retries.dollars is None else f", {dollars(cost.retries.dollars)}"
+    more = "" if cost.retries.dollars is None else f", {format_dollars(cost.retries.dollars)}"
     yield f"retries  at most {cost.retries.calls:,} more calls{more}"
 
 

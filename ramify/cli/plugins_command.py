@@ -10,10 +10,10 @@ import shutil
 import sys
 
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
-from ramify.cli.terminal_text import json_line, one_line
+from ramify.cli.terminal_text import json_line, shorten_to_line
 from ramify.errors import did_you_mean
 from ramify.plugins import PluginEntry, Registry, registries
-from ramify.printable import clean_line
+from ramify.printable import strip_controls_to_line
 
 
 def plugins(words: list[str], json: bool | None) -> int:
@@ -40,10 +40,10 @@ def plugins(words: list[str], json: bool | None) -> int:
 def _cells(entry: PluginEntry) -> list[str]:
     about = f"broken: {entry.error}" if entry.error else entry.about
     return [
-        one_line(entry.kind),
-        one_line(entry.name, 40),
-        one_line(entry.origin, 40),
-        clean_line(about),
+        shorten_to_line(entry.kind),
+        shorten_to_line(entry.name, 40),
+        shorten_to_line(entry.origin, 40),
+        strip_controls_to_line(about),
     ]
 
 
@@ -55,7 +55,7 @@ def _row(entry: PluginEntry, widths: list[int]) -> str:
     *cells, about = _cells(entry)
     line = "  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), ""])
     room = max(shutil.get_terminal_size().columns - len(line), 8)
-    return line + (about if entry.error else one_line(about, room))
+    return line + (about if entry.error else shorten_to_line(about, room))
 
 
 COMMAND = SubcommandSpec(

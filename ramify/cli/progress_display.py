@@ -34,11 +34,11 @@ from ramify.cli.stop_signals import SignalResponseWatchdog
 from ramify.cli.terminal_text import (
     StderrMessageWriter,
     format_count,
+    format_size,
     json_line,
-    one_line,
     rich_console,
     sanitized_renderable,
-    size,
+    shorten_to_line,
     write_stderr,
 )
 from ramify.errors import did_you_mean
@@ -105,7 +105,7 @@ class PeriodicProgressLine:
         with self._lock:
             now = time.monotonic()
             running = sorted(self._tasks.values(), key=lambda task: task[0].id)
-            return " · ".join(described(state, now - since) for state, since in running)
+            return " · ".join(describe_task(state, now - since) for state, since in running)
 
 
 Form = Literal["live", "lines", "json", "none"]
@@ -127,7 +127,7 @@ Picture = Callable[[int, int], "Sequence[Text]"]
 draw."""
 
 
-def form_of(given: str | None, notes: StderrMessageWriter) -> Form:
+def choose_display_form(given: str | None, notes: StderrMessageWriter) -> Form:
     """Return the form of the progress display: live view, lines, JSON or none.
 
     It is taken from ``--progress``, or else depends on whether stderr is a terminal. With
@@ -382,7 +382,7 @@ def _clean_exit_on_sigterm() -> Iterator[None]:
     watch = SignalResponseWatchdog(signal.SIGTERM)
 
     def leave() -> None:
-        watch.acted()
+        watch.record_response()
         raise SystemExit(ExitCode.TERMINATED)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -406,17 +406,18 @@ def progress_bar_line(task: ProgressState, since_s: float, width: int) -> str:
 
     ``evaluating   ━━━━━━━━──────── 312 of 1,000 attempts · average 0.81 · 1 min 5 s left``
     """
-    text = f"{one_line(task.what):<12} {_bar_chars(task, since_s)} {_details(task, since_s, width)}"
+    what = f"{shorten_to_line(task.what):<12} {_bar_chars(task, since_s)}"
+    text = f"{what} {_details(task, since_s, width)}"
     return text[:width]
 
 
-def described(task: ProgressState, since_s: float) -> str:
+def describe_task(task: ProgressState, since_s: float) -> str:
     """Describe a running task in one line, such as ``sft: 120 of 500 steps · 12 s left``."""
-    return f"{one_line(task.what)}: {_details(task, since_s, 120)}".removesuffix(": ")
+    return f"{shorten_to_line(task.what)}: {_details(task, since_s, 120)}".removesuffix(": ")
 
 
 def _details(task: ProgressState, since_s: float, width: int) -> str:
-    note = one_line(task.note, max(width // 2, 20))
+    note = shorten_to_line(task.note, max(width // 2, 20))
     return " · ".join(filter(None, (_amount(task), note, _time(task, since_s))))
 
 
@@ -433,7 +434,7 @@ def _bar_chars(task: ProgressState, since_s: float) -> str:
 def _amount(task: ProgressState) -> str:
     if not task.unit:
         return ""
-    shown = (lambda value: size(int(value))) if task.unit == "bytes" else format_count
+    shown = (lambda value: format_size(int(value))) if task.unit == "bytes" else format_count
     unit = "" if task.unit == "bytes" else f" {task.unit}"
     return f"{shown(task.done)}{f' of {shown(task.total)}' if task.total else ''}{unit}"
 

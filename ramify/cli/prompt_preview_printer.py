@@ -17,7 +17,7 @@ from ramify.cli.parser import ExitCode
 from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.prompt_preview import PromptPreview
 from ramify.errors import ConfigError
-from ramify.format_quantities import dollars
+from ramify.format_quantities import format_dollars
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -91,15 +91,18 @@ def _show_costs(
         return
     least, most = _first_turn(preview, num_tokens)
     print(
-        f"first turn: {dollars(least)} to {dollars(most)} ({num_tokens:,} tokens in, "
+        f"first turn: {format_dollars(least)} to {format_dollars(most)} ({num_tokens:,} tokens in, "
         f"{preview.max_reply_tokens:,} out at most)"
     )
     limit = rlm.limits.max_cost
     limit = DEFAULT_MAX_COST if limit is None else limit
     if preview.is_direct:
-        print(f"whole run: {dollars(least)} to {dollars(most)}")
+        print(f"whole run: {format_dollars(least)} to {format_dollars(most)}")
     elif math.isfinite(limit):
-        print(f"whole run: {dollars(least)} to {dollars(limit)}, which is its --max-cost")
+        print(
+            f"whole run: {format_dollars(least)} to {format_dollars(limit)}, which is its "
+            "--max-cost"
+        )
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:

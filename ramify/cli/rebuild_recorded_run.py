@@ -80,7 +80,7 @@ def rebuild_rlm(
                 sandbox, allow_weaker=sandbox.allow_weaker or allow_weaker
             ),
             sampling=msgspec.convert(config.get("sampling", {}), Sampling),
-            tools=(_tools(started) if with_tools else None) or None,
+            tools=(_connect_tools(started) if with_tools else None) or None,
             store=store,
         )
     except msgspec.ValidationError as error:
@@ -90,7 +90,7 @@ def rebuild_rlm(
         ) from None
 
 
-def _tools(started: RunStarted) -> dict[str, Any]:
+def _connect_tools(started: RunStarted) -> dict[str, Any]:
     servers = started.config.get("mcp") or ()
     if not servers:
         return {}
@@ -108,7 +108,7 @@ class PlaceholderClient:
     def __init__(self, name: str) -> None:
         prices = PriceTable.load()
         self.name = name
-        self.window = prices.window(name) or 128_000
+        self.window = prices.context_window(name) or 128_000
         self.price: Price | None = prices.price(name)
         self.vision: bool | None = None
 

@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Iterator
 
 from ramify.cli.progress_display import ProgressDisplay
-from ramify.cli.terminal_text import StderrMessageWriter, dollars, format_count, one_line, seconds
+from ramify.cli.terminal_text import (
+    StderrMessageWriter,
+    format_count,
+    format_dollars,
+    format_duration,
+    shorten_to_line,
+)
 from ramify.clients.rate_limited_requests import RETRYING
 from ramify.engine.run_handle import RunHandle
 from ramify.logging import current_console
@@ -44,7 +50,7 @@ class RunEventPrinter:
 
     def apply(self, event: AnyEvent) -> None:
         if self._screen.form == "json":
-            if line := line_of(event):
+            if line := describe_event(event):
                 call = (
                     event.id
                     if isinstance(event, CallStarted | CallEnded)
@@ -79,35 +85,38 @@ class RunEventPrinter:
         failed, self._failed = self._failed, None
         note = event if isinstance(event, NoteAdded) else None
         if failed is not None and not (note and note.text.startswith(failed.error)):
-            self._notes.say(f"{failed.at_s:7.2f} s  {line_of(failed)}")
+            self._notes.say(f"{failed.at_s:7.2f} s  {describe_event(failed)}")
         if isinstance(event, AttemptFailed):
             self._failed = event
-        elif not (note and note.is_warning) and (line := line_of(event)):
+        elif not (note and note.is_warning) and (line := describe_event(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
 
     @contextlib.contextmanager
-    def watching(self, running: RunHandle) -> Iterator[None]:
+    def watch_run(self, running: RunHandle) -> Iterator[None]:
         yield
 
 
-def line_of(event: AnyEvent) -> str:
+def describe_event(event: AnyEvent) -> str:
     """Describe an event of a run in one line.
 
     Returns an empty string for an event that tells the user nothing new.
     """
     match event:
         case CallStarted():
-            return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"
+            return (
+                f"call {event.id} ({event.kind}, {event.model}): {shorten_to_line(event.question)}"
+            )
         case ReplyReceived(reply=reply):
-            cost = f", {dollars(reply.cost)}" if reply.cost else ""
+            cost = f", {format_dollars(reply.cost)}" if reply.cost else ""
             origin = ", from the record" if event.cached else ""
             tokens = format_count(reply.usage.total_tokens)
             return f"call {event.call}, turn {event.turn + 1}: reply, {tokens} tokens{cost}{origin}"
         case CellRan(result=cell):
             error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
-            output = one_line(error or cell.value or cell.stdout) or "(no output)"
+            output = shorten_to_line(error or cell.value or cell.stdout) or "(no output)"
             return (
-                f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {output}"
+                f"call {event.call}, turn {event.turn + 1}: ran "
+                f"{format_duration(cell.seconds)}: {output}"
             )
         case AttemptFailed():
             return f"call {event.call}, turn {event.turn + 1}: {event.error}"

@@ -22,27 +22,27 @@ from ramify.cli.parser import (
     ExitCode,
     SubcommandSpec,
     UsageError,
-    parse_age,
+    parse_duration,
     parse_size,
 )
 from ramify.cli.settings import open_configured_folder_store, open_configured_store
-from ramify.cli.stored_maps import find_map, is_map, print_maps, remove_map
+from ramify.cli.stored_maps import find_map, is_map_id, print_maps, remove_map
 from ramify.cli.terminal_text import (
-    dollars,
     format_count,
+    format_dollars,
+    format_duration,
+    format_local_time,
+    format_size,
     json_line,
-    moment,
-    one_line,
     pluralize,
     rich_console,
     sanitized_renderable,
-    seconds,
-    size,
+    shorten_to_line,
 )
 from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheckResult
 from ramify.store.reviews import UNSCORED, Verdict
-from ramify.store.run_filter import parse_run_filter, reward_of
+from ramify.store.run_filter import corrected_reward, parse_run_filter
 from ramify.store.summary import RunSummary
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def runs(words: list[str], limit: int | None, json: bool | None, maps: bool | No
     else:
         print("\t".join([*_COLUMNS, _BY_REFERENCE]))
         for summary in summaries:
-            print("\t".join([*_cells(summary, 200), _files(summary)]))
+            print("\t".join([*_cells(summary, 200), _format_num_files(summary)]))
     return ExitCode.ANSWERED
 
 
@@ -174,13 +174,15 @@ def score(
     store = Store(folder)
     if by:
         done = traffic_scores.score_stored_conversations(
-            store, Registry("function", "ramify.scores", {}).of(by), by
+            store, Registry("function", "ramify.scores", {}).resolve(by), by
         )
     elif correction:
         rule = traffic_scores.regex_correction_rule(correction)
         done = asyncio.run(traffic_scores.score_corrections(store, rule, "correction"))
     else:
-        done = asyncio.run(_judged(store, str(judge), 1.0 if max_cost is None else max_cost))
+        done = asyncio.run(
+            _judge_corrections(store, str(judge), 1.0 if max_cost is None else max_cost)
+        )
     what = "conversation" if by else "reply"
     plural = "conversations" if by else "replies"
     text = f"scored {done.num_scored:,} {what if done.num_scored == 1 else plural}"
@@ -196,7 +198,7 @@ def score(
     return ExitCode.ANSWERED
 
 
-async def _judged(store: RunStore, model: str, max_cost: float) -> ScoringCounts:
+async def _judge_corrections(store: RunStore, model: str, max_cost: float) -> ScoringCounts:
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
     from ramify.evaluate.traffic_scores import CorrectionJudge, score_corrections
 
@@ -221,7 +223,7 @@ def check(words: list[str], all: bool | None) -> int:
             continue  # of all runs, only those with damage are named
         print(f"{found.id}: {_verdict(found)}")
         for damage in found.damage:
-            reason = one_line(damage.reason, 200)
+            reason = shorten_to_line(damage.reason, 200)
             print(f"  line {damage.number} (byte {damage.offset:,}): {reason}")
         if found.num_damaged > len(found.damage):
             print(f"  and {pluralize(found.num_damaged - len(found.damage), 'more damaged line')}")
@@ -258,7 +260,7 @@ def repair(words: list[str]) -> int:
         return ExitCode.ANSWERED
     done = store.repair(words[0])
     damage = done.damage
-    print(f"line {damage.number} is damaged: {one_line(damage.reason, 200)}")
+    print(f"line {damage.number} is damaged: {shorten_to_line(damage.reason, 200)}")
     replies = f"{done.num_lost_replies:,} later repl{'y' if done.num_lost_replies == 1 else 'ies'}"
     print(f"kept {pluralize(done.num_kept, 'line')}; {replies} will be asked again")
     print(f"the journal as it was: {done.backup}")
@@ -268,13 +270,13 @@ def repair(words: list[str]) -> int:
 
 def rm(words: list[str]) -> int:
     store = open_configured_store()
-    maps = [find_map(store, name).id for name in words if is_map(name)]
+    maps = [find_map(store, name).id for name in words if is_map_id(name)]
     # Look up every run before deleting any.
-    ids = [store.find(name) for name in words if not is_map(name)]
+    ids = [store.find(name) for name in words if not is_map_id(name)]
     for id in dict.fromkeys(maps):
-        print(f"deleted {id} ({size(remove_map(store, id))})")
+        print(f"deleted {id} ({format_size(remove_map(store, id))})")
     for id in dict.fromkeys(ids):
-        print(f"deleted {id} ({size(store.remove(id))})")
+        print(f"deleted {id} ({format_size(store.remove(id))})")
     return ExitCode.ANSWERED
 
 
@@ -286,7 +288,7 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
     store = open_configured_folder_store("ramify runs prune")
     before = store.size()
     removed = store.prune(
-        parse_age(older_than, "--older-than") if older_than else None,
+        parse_duration(older_than, "--older-than") if older_than else None,
         keep,
         parse_size(max_size, "--max-size") if max_size else None,
     )
@@ -298,7 +300,7 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
     evaluations = (
         f" and {pluralize(len(removed.evaluations), 'evaluation')}" if removed.evaluations else ""
     )
-    freed = f"{size(max(before - after, 0))} freed, {size(after)} left"
+    freed = f"{format_size(max(before - after, 0))} freed, {format_size(after)} left"
     print(f"{pluralize(len(removed.runs), 'run')}{evaluations} deleted, {freed}")
     return ExitCode.ANSWERED
 
@@ -317,14 +319,14 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
     state = "running" if summary.alive else "damaged" if summary.problem else "interrupted"
     return [
         summary.id,
-        moment(summary.started_at),
-        one_line(summary.question, width),
-        one_line(summary.model),
+        format_local_time(summary.started_at),
+        shorten_to_line(summary.question, width),
+        shorten_to_line(summary.model),
         str(summary.stop or state),
         f"{summary.num_calls:,}",
         format_count(summary.usage.total_tokens),
-        "unknown" if summary.cost is None else dollars(summary.cost),
-        seconds(summary.seconds),
+        "unknown" if summary.cost is None else format_dollars(summary.cost),
+        format_duration(summary.seconds),
     ]
 
 
@@ -343,7 +345,10 @@ def _draw_folded(summaries: list[RunSummary]) -> None:
     for task, num in Counter(run.task for run in summaries if run.task).most_common():
         value = f'"{task}"' if " " in task else task
         command = shlex.join(["ramify", "runs", f"task={value}"])
-        print(f"and {pluralize(num, 'run')} of the evaluation of {one_line(task, 60)}: {command}")
+        print(
+            f"and {pluralize(num, 'run')} of the evaluation of "
+            f"{shorten_to_line(task, 60)}: {command}"
+        )
     return None
 
 
@@ -359,7 +364,7 @@ class _GroupRow(NamedTuple):
 
 def _group_row(value: str, members: list[RunSummary]) -> _GroupRow:
     costs = [run.cost for run in members if run.cost is not None]
-    rewards = [reward for run in members if (reward := reward_of(run)) is not None]
+    rewards = [reward for run in members if (reward := corrected_reward(run)) is not None]
     return _GroupRow(
         value,
         len(members),
@@ -380,10 +385,10 @@ def _print_groups(groups: list[tuple[str, list[RunSummary]]], field: str, *, as_
     for row in rows:
         cells.append(
             [
-                one_line(row.value or "none", 40),
+                shorten_to_line(row.value or "none", 40),
                 f"{row.runs:,}",
-                "unknown" if row.median_cost is None else dollars(row.median_cost),
-                seconds(row.median_seconds),
+                "unknown" if row.median_cost is None else format_dollars(row.median_cost),
+                format_duration(row.median_seconds),
                 "" if row.mean_reward is None else f"{row.mean_reward:.3f}",
             ]
         )
@@ -397,7 +402,7 @@ def _print_groups(groups: list[tuple[str, list[RunSummary]]], field: str, *, as_
         print("  ".join([name.ljust(widths[0]), *aligned]).rstrip())
 
 
-def _files(summary: RunSummary) -> str:
+def _format_num_files(summary: RunSummary) -> str:
     return pluralize(summary.num_files, "file") if summary.num_files else ""
 
 
@@ -408,13 +413,15 @@ def _draw(summaries: list[RunSummary]) -> None:
     rows = [_cells(summary, 60) for summary in summaries]
     rows = [[row[0][:_SHORT], row[1][5:], *row[2:]] for row in rows]  # the id has the year
     rows = [
-        [*row, "" if summary.answer is None else one_line(summary.answer, 60)]
+        [*row, "" if summary.answer is None else shorten_to_line(summary.answer, 60)]
         for row, summary in zip(rows, summaries, strict=True)
     ]
     names = [*_COLUMNS, "answer"]
     if any(summary.num_files for summary in summaries):
         names.append(_BY_REFERENCE)
-        rows = [[*row, _files(summary)] for row, summary in zip(rows, summaries, strict=True)]
+        rows = [
+            [*row, _format_num_files(summary)] for row, summary in zip(rows, summaries, strict=True)
+        ]
     widths = [
         {"question": 18, "model": 12, "answer": 16}.get(name)
         or max([len(name), *(len(row[index]) for row in rows)])

@@ -22,23 +22,28 @@ from ramify.cli.ask import (
     NO_MODEL,
     OF_SOURCES,
     SETTINGS,
+    connect_mcp_tools,
     make_rlm,
-    mcp_tools,
     open_folder_store,
     sandbox_spec,
 )
-from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
+from ramify.cli.listen_options import (
+    client_access_key,
+    listen_address,
+    listen_options,
+    print_server_address,
+)
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError, parse_size
-from ramify.cli.progress_display import ProgressDisplay, form_of
-from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.progress_display import ProgressDisplay, choose_display_form
+from ramify.cli.settings import fill_missing_settings, unknown_variable_warnings
 from ramify.cli.stop_signals import add_stop_handler, watch_run_deadlines
-from ramify.cli.telemetry import exporting
+from ramify.cli.telemetry import export_spans
 from ramify.cli.terminal_text import StderrMessageWriter, pluralize, write_stderr
 from ramify.cli.traffic_recording_options import (
     RECORD_OPTIONS,
     open_recorder,
     parse_recording_options,
-    policy_among,
+    require_single_policy,
 )
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger, run_log
@@ -83,10 +88,10 @@ def read_server_settings(
     If no model is set, print how to set one, and return None in place of the settings.
     """
     _map_large_blocks()
-    settings = fill(given, KINDS)
+    settings = fill_missing_settings(given, KINDS)
     notes = StderrMessageWriter(bool(settings.get("quiet")))
-    notes.capture_warnings()
-    for line in unknown_variables(KINDS):
+    notes.show_warnings_and_logs()
+    for line in unknown_variable_warnings(KINDS):
         notes.warning(line)
     if not settings.get("model"):
         write_stderr(NO_MODEL.replace("ramify ask", f"ramify {command}"))
@@ -154,8 +159,8 @@ def serve(words: list[str], **given: Any) -> int:
             raise UsageError(f"--{name.replace('_', '-')} {value}: give at least {least}")
     grace_s = 30.0 if server_options["grace"] is None else server_options["grace"]
     store = open_folder_store(settings, "ramify serve")
-    logged = _logged(server_options["log"], store)
-    with logged, exporting(notes), mcp_tools(settings) as tools:
+    logged = _log_to_file(server_options["log"], store)
+    with logged, export_spans(notes), connect_mcp_tools(settings) as tools:
         server = _server(settings, server_options, store, tools, notes)
         with watch_run_deadlines("ramify ask --resume {run}"):
             asyncio.run(_serve(server, grace_s, notes))
@@ -163,7 +168,7 @@ def serve(words: list[str], **given: Any) -> int:
 
 
 @contextlib.contextmanager
-def _logged(given: str | None, store: Store | None) -> Iterator[None]:
+def _log_to_file(given: str | None, store: Store | None) -> Iterator[None]:
     """Write the server's log records to a file within a ``with`` block.
 
     The file is the one that ``--log`` names, or one in the store's folder. Raises UsageError if the
@@ -202,11 +207,11 @@ def _server(
         max_body_bytes=options["max_body"],
         max_runs=options["max_runs"],
         sampling=Sampling(temperature=settings.get("temperature")),
-        open_recorder=_recorder(settings, options, notes),
+        open_recorder=_recorder_opener(settings, options, notes),
     )
 
 
-def _recorder(
+def _recorder_opener(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
     """Return a function that opens the recorder of conversations once the policy is loaded.
@@ -221,7 +226,9 @@ def _recorder(
             f"--record keeps token ids, but {settings['model']} returns none: serve a local "
             "policy (--model local:FOLDER), or leave --record out"
         )
-    return lambda clients: open_recorder(options["record"], recording, policy_among(clients), notes)
+    return lambda clients: open_recorder(
+        options["record"], recording, require_single_policy(clients), notes
+    )
 
 
 def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
@@ -234,7 +241,7 @@ def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
         )
     if keys and options["open_to_this_machine"]:
         raise UsageError("--open-to-this-machine cannot be combined with --keys: remove one")
-    single = chosen_key(options)
+    single = client_access_key(options)
     if single:
         if "default" in keys:
             raise ConfigError(
@@ -254,9 +261,11 @@ async def _serve(server: RunServer, grace_s: float, notes: StderrMessageWriter) 
 
     add_stop_handler(stop)
     async with contextlib.AsyncExitStack() as stack:
-        with ProgressDisplay(notes, form_of(None, notes)):  # a local policy is loaded here
+        with ProgressDisplay(
+            notes, choose_display_form(None, notes)
+        ):  # a local policy is loaded here
             await stack.enter_async_context(server)
-        announce(server.name, server.url, server.address, server.key)
+        print_server_address(server.name, server.url, server.address, server.key)
         if left := await asyncio.to_thread(server.unfinished_runs):
             num = pluralize(len(left), "run")
             notes.say(
@@ -289,12 +298,12 @@ def mcp(words: list[str], **given: Any) -> int:
     settings, notes = read_server_settings(given, "mcp")
     if settings is None:
         return ExitCode.USAGE
-    from ramify.engine.mcp_tools import need_extra
+    from ramify.engine.mcp_tools import require_mcp_sdk
 
-    need_extra("ramify mcp")
+    require_mcp_sdk("ramify mcp")
     from ramify.serve.mcp_server import run
 
-    with exporting(notes), mcp_tools(settings) as tools:
+    with export_spans(notes), connect_mcp_tools(settings) as tools:
         store = open_folder_store(settings, "ramify mcp")
         rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
         roots = words or ["."]
@@ -316,9 +325,9 @@ async def _mcp_http(
     stopped = asyncio.Event()
     add_stop_handler(stopped.set)
     address = listen_address(listening, "mcp", PORT, store.root if store is not None else None)
-    key = chosen_key(listening)
+    key = client_access_key(listening)
     async with McpHttpServer(rlm, roots, address=address, key=key) as server:
-        announce("mcp", server.url, address, "" if key else server.key)
+        print_server_address("mcp", server.url, address, "" if key else server.key)
         await stopped.wait()
 
 

@@ -9,9 +9,14 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.listen_options import announce, chosen_key, listen_address, listen_options
+from ramify.cli.listen_options import (
+    client_access_key,
+    listen_address,
+    listen_options,
+    print_server_address,
+)
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
-from ramify.cli.progress_display import ProgressDisplay, form_of
+from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.stop_signals import add_stop_handler
 from ramify.cli.terminal_text import StderrMessageWriter
 from ramify.cli.traffic_recording_options import (
@@ -55,16 +60,16 @@ def serve_policy(
     if weight_sync:
         from ramify.inference.weight_sync import WEIGHT_SYNCS
 
-        WEIGHT_SYNCS.of(weight_sync)
+        WEIGHT_SYNCS.resolve(weight_sync)
     address = listen_address(more, "serve-policy", PORT)
-    key = chosen_key(more)
+    key = client_access_key(more)
     recording = parse_recording_options(more)
     folder = str(packaged_policy_folder(words[0]) or words[0].removeprefix("local:"))
 
     join_parent_run_log(f"engine at port {address.port}")
     notes = StderrMessageWriter()
-    notes.capture_warnings()
-    with ProgressDisplay(notes, form_of(None, notes)):
+    notes.show_warnings_and_logs()
+    with ProgressDisplay(notes, choose_display_form(None, notes)):
         with report_progress("starting"):
             import torch
 
@@ -104,7 +109,7 @@ async def _serve(
     stopped = asyncio.Event()
     add_stop_handler(stopped.set)
     async with server:
-        announce(server.name, server.url, server.address, new_key)
+        print_server_address(server.name, server.url, server.address, new_key)
         _log.info("engine_ready", f"the engine answers at {server.url}", engine=server.url)
         await stopped.wait()
     if recorder is not None:

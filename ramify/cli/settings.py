@@ -93,7 +93,7 @@ def config_path(environ: Mapping[str, str] = os.environ) -> Path:
     return user_folder("config") / "config.toml"
 
 
-def fill(
+def fill_missing_settings(
     given: Mapping[str, Any],
     kinds: Mapping[str, Any],
     environ: MutableMapping[str, str] = os.environ,
@@ -140,7 +140,7 @@ def open_configured_folder_store(command: str) -> Store:
 
 def _apply_tables() -> None:
     path = config_path()
-    for key, value in _content(path).items():
+    for key, value in _read_config(path).items():
         if key in TABLES:
             _apply_table(path, key, value, os.environ)
 
@@ -149,13 +149,15 @@ def named_models(environ: Mapping[str, str] = os.environ) -> dict[str, Model]:
     """Return the models that the configuration file defines in ``[models.ALIAS]`` tables, by
     alias and with their API keys."""
     path = config_path(environ)
-    tables = _content(path).get(MODELS, {})
+    tables = _read_config(path).get(MODELS, {})
     if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
         raise ConfigError(f"{path}: write one table for each model: [{MODELS}.ALIAS]")
-    return {alias: _model(path, alias, table, environ) for alias, table in tables.items()}
+    return {alias: _parse_model(path, alias, table, environ) for alias, table in tables.items()}
 
 
-def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, str]) -> Model:
+def _parse_model(
+    path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, str]
+) -> Model:
     from ramify.clients.base import Sampling
     from ramify.clients.model_config import Model
 
@@ -168,10 +170,10 @@ def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, 
     if not isinstance(name, str):
         raise ConfigError(f'{where} names no model: write model = "provider:model"')
     if "api_key" in fields:
-        fields["api_key"] = _secret(f"{where} api-key", fields["api_key"], environ)
+        fields["api_key"] = _resolve_secret(f"{where} api-key", fields["api_key"], environ)
     if isinstance(headers := fields.get("headers"), dict):
         fields["headers"] = {
-            header: _secret(f"{where} headers.{header}", value, environ)
+            header: _resolve_secret(f"{where} headers.{header}", value, environ)
             for header, value in headers.items()
         }
     try:
@@ -185,7 +187,7 @@ def _model(path: Path, alias: str, table: dict[str, Any], environ: Mapping[str, 
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
+def _resolve_secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
     """Resolve a secret of the form ``"$NAME"`` to the value of that environment variable.
 
     Other values are returned unchanged. Raises ConfigError if the variable is not set.
@@ -197,28 +199,28 @@ def _secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
     return environ[value[1:]]
 
 
-def unknown_variables(
+def unknown_variable_warnings(
     kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
     """Yield a warning for each ``RAMIFY_*`` environment variable that is not a known setting,
     such as a misspelled one."""
-    known = {*map(variable, kinds), *OTHER_VARIABLES}
+    known = {*map(environment_variable_name, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
         if name.startswith("RAMIFY_") and name not in known | INTERNAL_VARIABLES:
             yield f"{name} is not a variable that ramify reads: {did_you_mean(name, known)}"
 
 
-def variable(name: str) -> str:
+def environment_variable_name(name: str) -> str:
     return f"RAMIFY_{name.upper()}"
 
 
 def _from_variables(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, kind in kinds.items():
-        text = environ.get(variable(name))
+        text = environ.get(environment_variable_name(name))
         if text:
             value = [item.strip() for item in text.split(",")] if _is_list(kind) else text
-            values[name] = _convert(value, kind, variable(name), lax=True)
+            values[name] = _convert(value, kind, environment_variable_name(name), lax=True)
     return values
 
 
@@ -226,7 +228,7 @@ def _from_file(
     path: Path, kinds: Mapping[str, Any], environ: MutableMapping[str, str]
 ) -> dict[str, Any]:
     values = {}
-    for key, value in _content(path).items():
+    for key, value in _read_config(path).items():
         name = key.replace("-", "_")
         if key == MODELS:  # see ``named_models``
             continue
@@ -241,7 +243,7 @@ def _from_file(
     return values
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """Read the configuration file and return its content as a dict, which is empty if the file does
     not exist.
 

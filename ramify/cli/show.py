@@ -33,17 +33,17 @@ from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageErro
 from ramify.cli.settings import open_configured_store
 from ramify.cli.show_path import (
     PathAndLine,
-    given_path,
     map_at,
-    refuse,
+    parse_path_and_line,
+    raise_unshowable_path,
     rollout_lines,
     rollouts_at,
-    training_lines,
+    training_run_summary,
     trajectory_at,
 )
 from ramify.cli.stored_maps import (
     find_map,
-    is_map,
+    is_map_id,
     map_lines,
     question_events,
     trajectory_from_events,
@@ -51,19 +51,19 @@ from ramify.cli.stored_maps import (
 from ramify.cli.terminal_text import (
     Line,
     StderrMessageWriter,
-    dollars,
+    call_tree_lines,
+    format_dollars,
+    format_duration,
+    format_local_time,
     json_line,
-    moment,
-    one_line,
     pluralize,
-    seconds,
+    shorten_to_line,
     styled_text,
-    tree_lines,
     write_lines,
 )
 from ramify.errors import ConfigError, RamifyError, did_you_mean
-from ramify.printable import clean
-from ramify.types.ending import ending
+from ramify.printable import strip_control_characters
+from ramify.types.ending import describe_ending
 from ramify.types.event import mode_and_reason
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, answer_text
 
@@ -91,7 +91,7 @@ def show(
             f"--turn {turn} must be at least 1, and cannot be combined with --tree, --json or "
             "--events"
         )
-    if (given := given_path(run)) is not None:
+    if (given := parse_path_and_line(run)) is not None:
         rollout = trajectory_at(given)
         if rollout is None:
             _show_path(given, as_json=bool(json), full=bool(full), use_pager=pager is not False)
@@ -104,8 +104,8 @@ def show(
             rollout, call, turn, tree=bool(tree), full=bool(full), as_json=bool(json), pager=pager
         )
         return ExitCode.ANSWERED
-    of_map = question_events(store, run) if is_map(run) else None
-    if is_map(run) and of_map is None:
+    of_map = question_events(store, run) if is_map_id(run) else None
+    if is_map_id(run) and of_map is None:
         table = find_map(store, run)
         if json:
             for row in table.rows:
@@ -126,7 +126,7 @@ def show(
         full=bool(full),
         as_json=bool(json),
         pager=pager,
-        is_alive=of_map is None and store.stored(run).is_written(),
+        is_alive=of_map is None and store.stored(run).has_active_writer(),
     )
     return ExitCode.ANSWERED
 
@@ -144,9 +144,9 @@ def _show_path(given: PathAndLine, *, as_json: bool, full: bool, use_pager: bool
         for row in rows:
             print(json_line(row))
         return
-    lines = list(rollout_lines(given.path, rows) if rows else training_lines(given.path))
+    lines = list(rollout_lines(given.path, rows) if rows else training_run_summary(given.path))
     if not lines:
-        refuse(given)
+        raise_unshowable_path(given)
     write_lines(lines, use_pager=use_pager)
 
 
@@ -179,20 +179,20 @@ def _run_lines(
 ) -> Iterator[Line]:
     from ramify.cli.ask_runner import format_run_summary
 
-    yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
+    yield f"run {trajectory.id}  {format_local_time(trajectory.started_at)}"
     yield format_run_summary(trajectory, None, "running" if is_alive else "interrupted")
     if trajectory.context:
         context = trajectory.context
         size = f"context: {context.kind}, {context.chars:,} characters"
-        yield ", ".join(filter(None, (size, one_line(context.reference_text, 500))))
+        yield ", ".join(filter(None, (size, shorten_to_line(context.reference_text, 500))))
     if gold := trajectory.metadata.get("gold"):
-        yield f"expected: {one_line(str(gold), 200)}"
+        yield f"expected: {shorten_to_line(str(gold), 200)}"
     mode, why = mode_and_reason(trajectory.metadata)
     if mode:
-        yield f"mode {mode}" + f": {one_line(why, 500)}" * bool(why)
+        yield f"mode {mode}" + f": {shorten_to_line(why, 500)}" * bool(why)
     yield from _strategy_lines(trajectory.metadata)
     yield ""
-    yield from tree_lines(trajectory)
+    yield from call_tree_lines(trajectory)
     below = _calls_below(trajectory)
     for root in trajectory.calls:
         if root.parent is None and not only_tree:
@@ -208,7 +208,7 @@ def _run_lines(
     reason = trajectory.reason or (roots[-1].error or "" if roots else "")
     tone = "good" if trajectory.stop is Stop.FINAL else "warn"
     num_below = max(0, len(trajectory.calls) - len(roots))
-    ended = ending(trajectory.stop, reason, turns, is_alive, num_below=num_below)
+    ended = describe_ending(trajectory.stop, reason, turns, is_alive, num_below=num_below)
     yield styled_text(tone, f"ended: {ended}")
     if trajectory.stop is Stop.SUSPENDED:
         yield f"continue with: ramify ask --resume {trajectory.id}"
@@ -225,7 +225,7 @@ def _strategy_lines(config: Mapping[str, Any]) -> Iterator[str]:
     try:
         found = msgspec.convert(strategy, PlanStrategy)
     except (msgspec.ValidationError, RamifyError) as error:  # of another version
-        yield f"plan: cannot be shown here ({one_line(str(error), 200)})"
+        yield f"plan: cannot be shown here ({shorten_to_line(str(error), 200)})"
         return
     yield "plan"
     yield from found.plan.picture().splitlines()
@@ -239,7 +239,7 @@ def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str
             f"call {call.id} has no turn {number}: it has {pluralize(len(call.turns), 'turn')}"
         )
     turn = call.turns[number - 1]
-    yield f"{call.id} turn {number}{_bill(turn)}"
+    yield f"{call.id} turn {number}{_format_usage(turn)}"
     for message in (*turn.prompt, turn.reply.message):
         yield f"--- {message.role} ---"
         yield message.content
@@ -248,7 +248,7 @@ def _turn_lines(trajectory: Trajectory, call: Call, number: int) -> Iterator[str
         yield from _cell_lines(cell, "", True)
     made = [c for c in trajectory.children(call) if c.parent and c.parent.turn == number - 1]
     yield from _children_lines({}, [c for c in made if c.kind != "rlm"], "", True)
-    yield from (f"{c.id} rlm: {one_line(c.question, 70)}" for c in made if c.kind == "rlm")
+    yield from (f"{c.id} rlm: {shorten_to_line(c.question, 70)}" for c in made if c.kind == "rlm")
 
 
 _CallsBelow = Mapping[str, Mapping[tuple[int, int], list[Call]]]
@@ -266,7 +266,7 @@ def _calls_below(trajectory: Trajectory) -> _CallsBelow:
 
 def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iterator[str]:
     yield ""
-    question = one_line(call.question, 160)
+    question = shorten_to_line(call.question, 160)
     yield f"{indent}{call.id} {call.model} ({call.kind}{_origin(call)}): {question}"
     cells = below.get(call.id, {})
     has_turns = call.kind == "rlm" or call.cause is not None
@@ -274,19 +274,19 @@ def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iter
         yield from _children_lines(below, cells.get((-1, 0), []), f"{indent}  ", full)
     for number, turn in enumerate(call.turns):
         if has_turns:
-            yield f"{indent}  turn {number + 1}{_bill(turn)}"
+            yield f"{indent}  turn {number + 1}{_format_usage(turn)}"
         for index, cell in enumerate(turn.cells):
             yield from _cell_lines(cell, indent + "    ", full)
             subcalls = cells.get((number, index), [])
             yield from _children_lines(below, subcalls, indent + "    ", full)
         if not turn.cells and has_turns:
-            yield from _block(turn.reply.message.content, f"{indent}    ", full)
+            yield from _format_block(turn.reply.message.content, f"{indent}    ", full)
         for note in _notes_after(call, number):
-            yield f"{indent}    ! {note if full else one_line(note, 300)}"
+            yield f"{indent}    ! {note if full else shorten_to_line(note, 300)}"
     if not call.turns:  # of a strategy, which asks without turns
         children = [child for made in cells.values() for child in made]
         yield from _children_lines(below, children, f"{indent}    ", full)
-    yield f"{indent}  {_end(call, full)}"
+    yield f"{indent}  {_describe_end(call, full)}"
 
 
 def _notes_after(call: Call, turn: int) -> list[str]:
@@ -337,23 +337,23 @@ def _children_lines(
 
 
 def _child_line(call: Call, indent: str) -> str:
-    answer = one_line(call.error or answer_text(call.answer), 70)
-    return f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {answer}"
+    answer = shorten_to_line(call.error or answer_text(call.answer), 70)
+    return f"{indent}{call.id} {call.kind}: {shorten_to_line(call.question, 70)} → {answer}"
 
 
 def _cell_lines(cell: Cell, indent: str, full: bool) -> Iterator[str]:
-    yield from _block(cell.code, f"{indent}| ", True)
+    yield from _format_block(cell.code, f"{indent}| ", True)
     shown = "\n".join(
         filter(
             None,
             [cell.stdout.rstrip("\n"), f"=> {cell.value}" if cell.value else "", cell.error or ""],
         )
     )
-    yield from _block(shown, f"{indent}> ", full)
+    yield from _format_block(shown, f"{indent}> ", full)
 
 
-def _block(text: str, prefix: str, full: bool) -> Iterator[str]:
-    lines = clean(text).rstrip("\n").split("\n") if text else []
+def _format_block(text: str, prefix: str, full: bool) -> Iterator[str]:
+    lines = strip_control_characters(text).rstrip("\n").split("\n") if text else []
     shown: Iterable[str] = lines
     if not full and len(lines) > _OUTPUT_LINES:
         shown = [
@@ -365,20 +365,20 @@ def _block(text: str, prefix: str, full: bool) -> Iterator[str]:
         yield prefix + (line if full or len(line) <= 300 else line[:299] + "…")
 
 
-def _bill(turn: Turn) -> str:
+def _format_usage(turn: Turn) -> str:
     usage, cost = turn.reply.usage, turn.reply.cost
-    price = f", {dollars(cost)}" if cost is not None else ""
+    price = f", {format_dollars(cost)}" if cost is not None else ""
     tokens = f"{usage.input_tokens:,} in, {usage.output_tokens:,} out"
-    return f"  ({tokens}{price}, {seconds(turn.reply.seconds)})"
+    return f"  ({tokens}{price}, {format_duration(turn.reply.seconds)})"
 
 
-def _end(call: Call, full: bool) -> str:
+def _describe_end(call: Call, full: bool) -> str:
     if call.stop is None:
         return "not ended"
     if call.stop is Stop.SUSPENDED and call.answer is None:
         return f"suspended, waiting for this to be fixed: {call.reason or call.error}"
     answer = answer_text(call.answer)
-    shown = answer if full or call.parent is None else one_line(answer, 300)
+    shown = answer if full or call.parent is None else shorten_to_line(answer, 300)
     limit = "" if call.stop is Stop.FINAL else f" ({call.stop})"
     return (
         f"answer{limit}: {shown}"
@@ -392,7 +392,7 @@ def _conversation(trajectory: Trajectory, call: Call) -> Iterator[str]:
     for message in trajectory.conversation(call):
         yield f"--- {message.role} ---"
         yield message.content
-    yield f"--- {_end(call, True)}"
+    yield f"--- {_describe_end(call, True)}"
 
 
 def _call_of(trajectory: Trajectory, id: str) -> Call:
@@ -438,7 +438,7 @@ def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> in
     from ramify.cli.rebuild_recorded_run import load_recorded_run, rebuild_rlm
 
     run = words[0]
-    StderrMessageWriter().capture_warnings()
+    StderrMessageWriter().show_warnings_and_logs()
     store, recorded = load_recorded_run(run)
     rlm = rebuild_rlm(recorded.started, store, stand_ins=True, allow_weaker=bool(allow_weaker))
 
@@ -468,7 +468,7 @@ def differences(old: Trajectory, new: Trajectory) -> Iterator[str]:
             yield from _call_differences(call, replayed)
     yield from (f"call {id} is new" for id in calls)
     if not _is_same(old.answer, new.answer):
-        yield f"the answer was {_shown(old.answer)} and is now {_shown(new.answer)}"
+        yield f"the answer was {_format_value(old.answer)} and is now {_format_value(new.answer)}"
 
 
 def _call_differences(old: Call, new: Call) -> Iterator[str]:
@@ -480,11 +480,14 @@ def _call_differences(old: Call, new: Call) -> Iterator[str]:
                 before, after = (getattr(result, name) for result in cells)
                 if before != after:
                     place = f"call {old.id}, turn {turn}, cell {cell}"
-                    yield f"{place}: {name} was {_shown(before)} and is now {_shown(after)}"
+                    yield (
+                        f"{place}: {name} was {_format_value(before)} "
+                        f"and is now {_format_value(after)}"
+                    )
     if old.stop != new.stop or not _is_same(old.answer, new.answer):
         yield (
-            f"call {old.id} ended {old.stop} with {_shown(old.answer)} "
-            f"and now ends {new.stop} with {_shown(new.answer)}"
+            f"call {old.id} ended {old.stop} with {_format_value(old.answer)} "
+            f"and now ends {new.stop} with {_format_value(new.answer)}"
         )
 
 
@@ -505,7 +508,7 @@ def _verdict(old: Trajectory, changes: list[str]) -> str:
         if len(changes) > _MAX_DIFFERENCES
         else []
     )
-    return clean(
+    return strip_control_characters(
         "\n".join(
             [
                 f"different in {pluralize(len(changes), 'place')}:",
@@ -516,8 +519,8 @@ def _verdict(old: Trajectory, changes: list[str]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
-    return one_line(repr(value), 100)
+def _format_value(value: Any) -> str:
+    return shorten_to_line(repr(value), 100)
 
 
 REPLAY = SubcommandSpec(

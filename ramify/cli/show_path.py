@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import msgspec
 
 from ramify.cli.parser import UsageError
-from ramify.cli.terminal_text import Line, dollars, one_line, pluralize
+from ramify.cli.terminal_text import Line, format_dollars, pluralize, shorten_to_line
 from ramify.errors import StoreError
 from ramify.types.trajectory import Trajectory
 
@@ -41,7 +41,7 @@ class PathAndLine(NamedTuple):
     """Line number, counted from 1; None for the whole file or folder."""
 
 
-def given_path(name: str) -> PathAndLine | None:
+def parse_path_and_line(name: str) -> PathAndLine | None:
     """Parse a path that is given in place of a run id, as ``PATH`` or ``PATH:LINE``.
 
     Returns None if there is no such file or folder, or if it is the journal of a run.
@@ -50,9 +50,9 @@ def given_path(name: str) -> PathAndLine | None:
     if path.is_dir():
         return PathAndLine(path, None)
     if path.is_file():
-        from ramify.viewer.run_lookup import kind_of
+        from ramify.viewer.run_lookup import detect_file_kind
 
-        return None if kind_of(path) == "journal" else PathAndLine(path, None)
+        return None if detect_file_kind(path) == "journal" else PathAndLine(path, None)
     place, colon, line = name.rpartition(":")
     path = Path(place).expanduser()
     return PathAndLine(path, int(line)) if colon and line.isdecimal() and path.is_file() else None
@@ -94,10 +94,10 @@ def rollouts_at(given: PathAndLine) -> list[RunListRow]:
     """Return a row for each rollout of the file, or an empty list if it is not a file of
     rollouts."""
     from ramify.viewer.run_catalog import row_of_trajectory_line
-    from ramify.viewer.run_lookup import kind_of
+    from ramify.viewer.run_lookup import detect_file_kind
 
     path = given.path
-    if path.is_dir() or kind_of(path) != "trajectory":
+    if path.is_dir() or detect_file_kind(path) != "trajectory":
         return []
     with path.open("rb") as file:
         lines = enumerate(file, start=1)
@@ -112,17 +112,19 @@ def rollout_lines(path: Path, rows: list[RunListRow]) -> Iterator[Line]:
     yield f"{path}: {pluralize(len(rows), 'rollout')}"
     for number, row in enumerate(rows, start=1):
         if row.problem:
-            yield f"{number:>4}  {one_line(row.problem, 200)}"
+            yield f"{number:>4}  {shorten_to_line(row.problem, 200)}"
             continue
         reward = "no reward" if row.reward is None else f"reward {row.reward:.3g}"
-        answer = "no answer" if row.answer is None else one_line(row.answer, 40)
-        size = f"{pluralize(row.num_calls, 'call')}, {row.tokens:,} tokens, {dollars(row.cost)}"
-        asked = one_line(row.question, 60)
+        answer = "no answer" if row.answer is None else shorten_to_line(row.answer, 40)
+        size = (
+            f"{pluralize(row.num_calls, 'call')}, {row.tokens:,} tokens, {format_dollars(row.cost)}"
+        )
+        asked = shorten_to_line(row.question, 60)
         yield f"{number:>4}  {reward}  {row.stop}  {asked} → {answer}  ({size})"
     yield f"one of them: ramify show {path}:1; on a page: ramify view {path}"
 
 
-def training_lines(folder: Path) -> Iterator[Line]:
+def training_run_summary(folder: Path) -> Iterator[Line]:
     """Yield a summary of the training run in a folder, and the commands that show more.
 
     Yields nothing if it is not the folder of a training run.
@@ -148,10 +150,10 @@ def training_lines(folder: Path) -> Iterator[Line]:
         yield f"ask its policy: ramify ask QUESTION PATH --model local:{folder / 'policy'}"
 
 
-def refuse(given: PathAndLine) -> NoReturn:
+def raise_unshowable_path(given: PathAndLine) -> NoReturn:
     """Raise UsageError with a message that says what is at a path and which command reads it."""
     from ramify.train.metrics import FILE
-    from ramify.viewer.run_lookup import kind_of
+    from ramify.viewer.run_lookup import detect_file_kind
 
     path = given.path
     if path.is_dir():
@@ -177,7 +179,7 @@ def refuse(given: PathAndLine) -> NoReturn:
         raise UsageError(
             f"{path} is a folder without runs; to ask about its files: ramify ask QUESTION {path}"
         )
-    kind = kind_of(path)
+    kind = detect_file_kind(path)
     if kind == "evaluation":
         raise UsageError(f"{path} is the record of an evaluation: ramify view {path}")
     if (path.parent / FILE).is_file():
@@ -191,6 +193,10 @@ def refuse(given: PathAndLine) -> NoReturn:
 
 
 def _is_shown(path: Path) -> bool:
-    from ramify.viewer.run_lookup import kind_of
+    from ramify.viewer.run_lookup import detect_file_kind
 
-    return os.path.isfile(path) and kind_of(path) in ("journal", "trajectory", "evaluation")
+    return os.path.isfile(path) and detect_file_kind(path) in (
+        "journal",
+        "trajectory",
+        "evaluation",
+    )

@@ -39,7 +39,7 @@ def add_signal_handler(number: int, do: Callable[[], object]) -> None:
     loop, watch = asyncio.get_running_loop(), SignalResponseWatchdog(number)
 
     def act() -> None:
-        watch.acted()
+        watch.record_response()
         do()
 
     loop.add_signal_handler(number, act)
@@ -106,15 +106,15 @@ class SignalResponseWatchdog:
             raise SystemExit(ExitCode.TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt
         self._num_waiting += 1
         if number == signal.SIGTERM or self._num_waiting > 1:
-            patience = threading.Timer(PATIENCE_S, self._insist, (self._num_acted,))
+            patience = threading.Timer(PATIENCE_S, self._resend_if_overdue, (self._num_acted,))
             patience.daemon = True
             patience.start()
 
-    def acted(self) -> None:
+    def record_response(self) -> None:
         self._num_waiting -= 1
         self._num_acted += 1
 
-    def _insist(self, num_acted: int) -> None:
+    def _resend_if_overdue(self, num_acted: int) -> None:
         if self._num_acted == num_acted:
             self._is_overdue = True
             # A signal to the main thread also interrupts a wait for a lock.

@@ -20,14 +20,14 @@ import msgspec
 from ramify.cli.parser import UsageError
 from ramify.cli.terminal_text import (
     Line,
-    dollars,
     format_count,
+    format_dollars,
+    format_duration,
+    format_local_time,
     json_line,
-    moment,
-    one_line,
     pluralize,
     print_error,
-    seconds,
+    shorten_to_line,
     styled_text,
 )
 from ramify.errors import RunInUse, StoreError
@@ -46,7 +46,7 @@ _SHOWN_ROWS = 20
 """Number of rows that ``show`` prints without ``--full``. Rows with an error come first."""
 
 
-def is_map(name: str) -> bool:
+def is_map_id(name: str) -> bool:
     """Return True if a name looks like the id of a map, or of one question of a map."""
     return _MARK in name
 
@@ -59,7 +59,7 @@ def find_map(store: RunStore, name: str) -> StoredMap:
     from ramify.maps.map_journal import MapStore
     from ramify.maps.stored_maps import open_map_table
 
-    path = MapStore(store.root).path(name) if isinstance(store, Store) else None
+    path = MapStore(store.root).find_journal_path(name) if isinstance(store, Store) else None
     if path is None:
         raise StoreError(f"no map has the id {name}: ramify runs --maps lists them")
     return open_map_table(path)
@@ -104,7 +104,7 @@ def print_maps(store: RunStore, *, as_json: bool) -> None:
         print("\t".join(_COLUMNS))
     for path in MapStore(store.root).paths():
         try:
-            figures = open_map_table(path).figures()
+            figures = open_map_table(path).summary()
         except (StoreError, OSError) as error:
             print_error(str(error))
             continue
@@ -137,18 +137,18 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
 
     If ``full`` is True, all rows are included.
     """
-    figures = table.figures()
-    yield f"map {figures.id}  {moment(figures.started_at)}"
+    figures = table.summary()
+    yield f"map {figures.id}  {format_local_time(figures.started_at)}"
     yield " · ".join(
         [
             f"{_num_rows(figures)} {'row' if (figures.total or figures.rows) == 1 else 'rows'}",
             f"{figures.failed:,} failed",
             pluralize(figures.calls, "request"),
-            dollars(figures.cost),
+            format_dollars(figures.cost),
             "in progress" if figures.alive else "",
         ]
     ).removesuffix(" · ")
-    yield f"question: {one_line(figures.question, 200)}"
+    yield f"question: {shorten_to_line(figures.question, 200)}"
     if figures.out:
         yield f"output: {figures.out}"
     if num := table.num_unaskable:
@@ -158,13 +158,17 @@ def map_lines(table: StoredMap, full: bool) -> Iterator[Line]:
     rows = sorted(table.rows, key=lambda row: (not row.error, row.row))
     rows = rows if full else rows[:_SHOWN_ROWS]
     for row in rows:
-        took = f"  {dollars(row.cost)}  {seconds(row.seconds)}" if table.has_runs else ""
+        took = (
+            f"  {format_dollars(row.cost)}  {format_duration(row.seconds)}"
+            if table.has_runs
+            else ""
+        )
         equal = f"  ×{1 + row.equal}" if row.equal else ""
-        head = f"{row.number} row {row.row}: {one_line(row.text, 60)} → "
+        head = f"{row.number} row {row.row}: {shorten_to_line(row.text, 60)} → "
         if row.error:
-            yield styled_text("bad", f"{head}{one_line(row.error, 200)}")
+            yield styled_text("bad", f"{head}{shorten_to_line(row.error, 200)}")
         else:
-            yield f"{head}{one_line(row.answer or '(open)', 60)}{took}{equal}"
+            yield f"{head}{shorten_to_line(row.answer or '(open)', 60)}{took}{equal}"
     if len(rows) < len(table.rows):
         yield f"… {len(table.rows) - len(rows):,} more: --full, or ramify view"
 
@@ -177,12 +181,12 @@ def _num_rows(figures: MapFigures) -> str:
 def _cells(figures: MapFigures) -> list[str]:
     return [
         figures.id,
-        moment(figures.started_at),
-        one_line(figures.question, 100),
+        format_local_time(figures.started_at),
+        shorten_to_line(figures.question, 100),
         figures.model,
         _num_rows(figures),
         str(figures.failed),
         format_count(figures.calls),
-        dollars(figures.cost),
-        one_line(figures.out, 200),
+        format_dollars(figures.cost),
+        shorten_to_line(figures.out, 200),
     ]

@@ -35,13 +35,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from ramify.errors import OldNameWarning
-from ramify.format_quantities import dollars as dollars
 from ramify.format_quantities import format_count as format_count
+from ramify.format_quantities import format_dollars as format_dollars
+from ramify.format_quantities import format_duration as format_duration
 from ramify.format_quantities import format_growing_duration as format_growing_duration
 from ramify.format_quantities import pluralize as pluralize
-from ramify.format_quantities import seconds as seconds
 from ramify.logging import ComponentLogger, current_console
-from ramify.printable import SanitizingTerminalStream, clean, clean_line, escape_json_controls
+from ramify.printable import (
+    SanitizingTerminalStream,
+    escape_json_controls,
+    strip_control_characters,
+    strip_controls_to_line,
+)
 from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
@@ -56,16 +61,16 @@ Line: TypeAlias = "str | Text"
 _log = ComponentLogger("cli")
 
 
-def one_line(text: str, width: int = 80) -> str:
+def shorten_to_line(text: str, width: int = 80) -> str:
     """Shorten text to a single line of at most ``width`` characters.
 
     Escape sequences and line breaks are removed.
     """
-    line = clean_line(text[: 4 * width])
+    line = strip_controls_to_line(text[: 4 * width])
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def size(num_bytes: int) -> str:
+def format_size(num_bytes: int) -> str:
     """Format a number of bytes with a unit: ``12 kB``, ``3.4 GB``."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= factor:
@@ -73,7 +78,7 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def moment(unix_time: float) -> str:
+def format_local_time(unix_time: float) -> str:
     """Format a Unix time as local date and time, to the minute.
 
     The time 0 becomes ``-``.
@@ -105,12 +110,12 @@ class StderrMessageWriter:
         self.say(f"ramify: warning: {text}")
         _log.warning("warning", text)
 
-    def detail(self, text: str) -> None:
+    def print_verbose(self, text: str) -> None:
         """Print a message only if the user asked for verbose output."""
         if self.verbose:
             self.say(text)
 
-    def capture_warnings(self) -> None:
+    def show_warnings_and_logs(self) -> None:
         """Print each log record and each Python warning of this process as one line from now on.
 
         This includes warnings about old names of Ramify's settings, which Python would hide by
@@ -135,7 +140,7 @@ def protect_terminal() -> None:
 
 def write_stderr(text: str) -> None:
     """Print text to stderr, with escape sequences removed."""
-    print(clean(text), file=sys.stderr, flush=True)
+    print(strip_control_characters(text), file=sys.stderr, flush=True)
 
 
 def print_error(text: str) -> None:
@@ -143,7 +148,7 @@ def print_error(text: str) -> None:
 
     It names the options of this command where it would name fields.
     """
-    write_stderr("ramify: " + with_option_names(clean_line(text)))
+    write_stderr("ramify: " + replace_fields_with_options(strip_controls_to_line(text)))
 
 
 def set_option_names(options: Mapping[str, str]) -> None:
@@ -159,7 +164,7 @@ def set_option_names(options: Mapping[str, str]) -> None:
             _option_of[field] = options[name]
 
 
-def with_option_names(text: str) -> str:
+def replace_fields_with_options(text: str) -> str:
     """Return an error or an advice with the options of this command in place of fields.
 
     ``4 of 4 turns were used: raise max_turns`` becomes ``4 of 4 turns were used: raise
@@ -193,12 +198,12 @@ def write_lines(lines: Iterable[Line], *, use_pager: bool = False) -> None:
     PAGER (default: less)."""
     if not isinstance(sys.stdout, SanitizingTerminalStream):
         for line in lines:
-            print(clean(str(line)))
+            print(strip_control_characters(str(line)))
         return
-    printed = _plain if os.environ.get("NO_COLOR") else _colored
+    printed = _format_plain if os.environ.get("NO_COLOR") else _format_colored
     if not use_pager:
         for line in lines:
-            sys.stdout.write_cleaned_line(printed(line) + "\n")
+            sys.stdout.write_trusted_line(printed(line) + "\n")
         return
     import shlex
     import shutil
@@ -208,24 +213,26 @@ def write_lines(lines: Iterable[Line], *, use_pager: bool = False) -> None:
     command = shlex.split(os.environ.get("PAGER", "less -R"))
     fits = text.count("\n") <= shutil.get_terminal_size().lines
     if fits or not command or shutil.which(command[0]) is None:
-        sys.stdout.write_cleaned_line(text)
+        sys.stdout.write_trusted_line(text)
         return
     subprocess.run(command, input=text.encode("utf-8", "replace"), check=False)
 
 
-def _plain(line: Line) -> str:
-    return clean(str(line))
+def _format_plain(line: Line) -> str:
+    return strip_control_characters(str(line))
 
 
-def _colored(line: Line) -> str:
+def _format_colored(line: Line) -> str:
     if isinstance(line, str):
-        return clean(line)
+        return strip_control_characters(line)
     from rich.color import ColorSystem
 
     return "".join(
-        segment.style.render(clean(segment.text), color_system=ColorSystem.STANDARD)
+        segment.style.render(
+            strip_control_characters(segment.text), color_system=ColorSystem.STANDARD
+        )
         if segment.style
-        else clean(segment.text)
+        else strip_control_characters(segment.text)
         for segment in line.render(rich_console())
     )
 
@@ -255,10 +262,10 @@ class _Cleaned:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._content, options):
-            yield segment._replace(text=clean(segment.text))
+            yield segment._replace(text=strip_control_characters(segment.text))
 
 
-def give_up_stdout() -> None:
+def discard_stdout() -> None:
     """Discard all further output to stdout.
 
     Without this, Python would report the same write error again at exit.
@@ -283,10 +290,10 @@ def styled_text(meaning: str, text: str) -> Text:
     """Color ``text`` by its meaning, such as ``good`` or ``bad``."""
     from rich.text import Text
 
-    return Text(clean(text), _STYLES[meaning])
+    return Text(strip_control_characters(text), _STYLES[meaning])
 
 
-def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
+def call_tree_lines(trajectory: Trajectory) -> Iterator[Text]:
     """Yield the lines of a run's tree of calls.
 
     Each call is shown with its answer, and outliers are marked.
@@ -308,18 +315,18 @@ def tree_lines(trajectory: Trajectory) -> Iterator[Text]:
 
 
 def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> Iterator[Text]:
-    entries = list(_together(below.get(node.id, []), below))
+    entries = list(_group_calls(below.get(node.id, []), below))
     for index, entry in enumerate(entries):
         is_last = index == len(entries) - 1
         stem = indent + ("└ " if is_last else "├ ")
         if isinstance(entry, list):
-            yield _joined(styled_text("quiet", stem), _group(entry))
+            yield _join_parts(styled_text("quiet", stem), _format_group(entry))
             continue
-        yield _joined(styled_text("quiet", stem), _row(entry))
+        yield _join_parts(styled_text("quiet", stem), _row(entry))
         yield from _branches(entry, below, indent + ("  " if is_last else "│ "))
 
 
-def _together(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
+def _group_calls(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
     """Yield the tree entries for the sub-calls of a call.
 
     Many plain sub-calls are combined into one entry, but outliers and failures also get separate
@@ -343,26 +350,26 @@ def _row(node: CallNode) -> Text:
     else:
         answer = node.answer or "(empty)"
         tone = "odd" if node.outlier else "good" if node.stop is Stop.FINAL else "warn"
-    asked = f"…{node.telling}" if node.telling else node.question
-    parts: list[Line] = [f"{node.id} {one_line(asked, 60)}"]
-    parts += [_joined("→ ", styled_text(tone, one_line(answer, 60)))]
-    parts += [dollars(node.cost)] if node.cost is not None else []
+    asked = f"…{node.distinguishing_text}" if node.distinguishing_text else node.question
+    parts: list[Line] = [f"{node.id} {shorten_to_line(asked, 60)}"]
+    parts += [_join_parts("→ ", styled_text(tone, shorten_to_line(answer, 60)))]
+    parts += [format_dollars(node.cost)] if node.cost is not None else []
     if node.ended_s is not None:
-        parts.append(seconds(max(0.0, node.ended_s - node.started_s)))
+        parts.append(format_duration(max(0.0, node.ended_s - node.started_s)))
     if node.stop not in (None, Stop.FINAL, Stop.ERROR):
         parts.append(styled_text("warn", str(node.stop)))
     if node.outlier and not node.has_failed:
-        parts.append(styled_text("odd", f"differs: {one_line(node.outlier, 80)}"))
-    return _joined(*parts, between="  ")
+        parts.append(styled_text("odd", f"differs: {shorten_to_line(node.outlier, 80)}"))
+    return _join_parts(*parts, between="  ")
 
 
-def _joined(*parts: Line, between: str = "") -> Text:
+def _join_parts(*parts: Line, between: str = "") -> Text:
     from rich.text import Text
 
     return Text(between).join(Text(part) if isinstance(part, str) else part for part in parts)
 
 
-def _group(nodes: Sequence[CallNode]) -> Text:
+def _format_group(nodes: Sequence[CallNode]) -> Text:
     failed = sum(node.has_failed for node in nodes)
     done = sum(node.stop is not None for node in nodes) - failed
     costs = [node.cost for node in nodes if node.cost is not None]
@@ -370,8 +377,8 @@ def _group(nodes: Sequence[CallNode]) -> Text:
     name = {"lm": "llm_query"}.get(nodes[0].kind, nodes[0].kind)
     head = f"{name} × {len(nodes):,}: {done:,} done"
     parts: list[Line] = [
-        _joined(head, styled_text("bad", f", {failed:,} failed")) if failed else head
+        _join_parts(head, styled_text("bad", f", {failed:,} failed")) if failed else head
     ]
-    parts += [dollars(sum(costs))] if costs else []
-    parts += [seconds(max(0.0, max(ends) - nodes[0].started_s))] if ends else []
-    return _joined(*parts, between="  ")
+    parts += [format_dollars(sum(costs))] if costs else []
+    parts += [format_duration(max(0.0, max(ends) - nodes[0].started_s))] if ends else []
+    return _join_parts(*parts, between="  ")

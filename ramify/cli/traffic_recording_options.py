@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.parser import CliOptionSpec, UsageError, parse_age
+from ramify.cli.parser import CliOptionSpec, UsageError, parse_duration
 from ramify.cli.terminal_text import StderrMessageWriter
 from ramify.errors import ConfigError
 
@@ -78,12 +78,12 @@ def parse_recording_options(
         RedactionRules(options["redact"] or (), defaults=options["redact_defaults"] is not False),
         TrafficRetention(
             max_bytes=int(gib * (1 << 30)),
-            max_age_s=None if keep is None else parse_age(keep, "--record-keep"),
+            max_age_s=None if keep is None else parse_duration(keep, "--record-keep"),
         ),
     )
 
 
-def policy_among(clients: Sequence[Client]) -> Policy:
+def require_single_policy(clients: Sequence[Client]) -> Policy:
     """Return the local policy that answers a server's requests, so that its conversations can be
     recorded.
 
@@ -121,7 +121,7 @@ def open_recorder(
 
     redaction, retention = recording
     recorder = TrafficRecorder(
-        Path(folder).expanduser(), PolicyFactsForRecorder.of(policy), redaction, retention
+        Path(folder).expanduser(), PolicyFactsForRecorder.from_policy(policy), redaction, retention
     )
     age = retention.max_age_s
     kept = f"for {age / 86_400:g} days, and " if age is not None else ""

@@ -37,13 +37,13 @@ from ramify.actors.child_process import ForegroundProcess, exit_reason
 from ramify.actors.restarts import ProcessRestartLimiter
 from ramify.cli.list_train_fields import print_fields
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
-from ramify.cli.progress_display import OPTION, ProgressDisplay, form_of
-from ramify.cli.telemetry import exporting
+from ramify.cli.progress_display import OPTION, ProgressDisplay, choose_display_form
+from ramify.cli.telemetry import export_spans
 from ramify.cli.terminal_text import StderrMessageWriter, print_error
 from ramify.log_outputs import RUN_LOG
 from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
-from ramify.train.checkpoint import holder
+from ramify.train.checkpoint import find_lock_holder
 from ramify.train.metrics import FILE, StepMetrics, read_metrics
 
 if TYPE_CHECKING:
@@ -117,10 +117,10 @@ class LiveTrainingCurves(msgspec.Struct):
 
     @staticmethod
     def _curve(values: Sequence[float], width: int) -> str:
-        return curve(values, max(width, 8))
+        return draw_sparkline(values, max(width, 8))
 
 
-def curve(values: Sequence[float], width: int) -> str:
+def draw_sparkline(values: Sequence[float], width: int) -> str:
     """Draw a series of numbers as one line of at most ``width`` bars.
 
     If there are more numbers than bars, each bar is the mean of several consecutive numbers.
@@ -136,7 +136,7 @@ def curve(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def line(measured: StepMetrics) -> str:
+def format_metrics_line(measured: StepMetrics) -> str:
     """Format the metrics of one step as a log line.
 
     The line of an evaluation has its scores. The line of a training step has the rewards and a
@@ -186,11 +186,11 @@ def train(
             f"--preset {preset} needs the recipe: a resumed run keeps the options it began with"
         )
     notes = StderrMessageWriter(bool(quiet))
-    notes.capture_warnings()
+    notes.show_warnings_and_logs()
     if plain and progress not in (None, "lines"):
         raise UsageError(f"--plain means --progress lines: remove --plain or --progress {progress}")
     if restarts is not None:
-        run_folder = out or _folder(resume)
+        run_folder = out or _resumed_folder(resume)
         if run_folder is None:
             raise UsageError("--restarts needs --out DIR, to find the checkpoints")
         flags = [f"--{name}" for name, is_on in (("plain", plain), ("quiet", quiet)) if is_on]
@@ -200,9 +200,9 @@ def train(
             *(("--preset", preset) if preset else ()),
             *(part for name in track or () for part in ("--track", name)),
         ]
-        return supervise(words, [*flags, *options], Path(run_folder), resume, restarts)
-    form = form_of("lines" if plain else progress, notes)
-    with exporting(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
+        return train_with_restarts(words, [*flags, *options], Path(run_folder), resume, restarts)
+    form = choose_display_form("lines" if plain else progress, notes)
+    with export_spans(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
         with report_progress("starting"):
             from ramify.train.backends.launch import is_restarted
             from ramify.train.execute import train
@@ -217,7 +217,7 @@ def train(
             run = with_placement_kind(run, placement) if placement else run
             run = override(run, overrides, override_choices(preset))
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
-        folder = Path(out or _folder(resume) or f"runs/{run.name}")
+        folder = Path(out or _resumed_folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--out {folder} is a file: give a folder")
         if is_restarted() and any(folder.glob("checkpoints/step-*")):
@@ -272,7 +272,7 @@ def _end_soon(why: str) -> None:
     timer.start()
 
 
-def _folder(resume: str | None) -> str | None:
+def _resumed_folder(resume: str | None) -> str | None:
     """Return the folder of the run that ``--resume`` names.
 
     The option may name the folder itself or one of the run's checkpoints.
@@ -290,7 +290,7 @@ def _listener(
     lines, JSON or nothing."""
     match screen.form:
         case "live":
-            return _drawing(name, folder, screen, is_resumed)
+            return _create_curve_drawer(name, folder, screen, is_resumed)
         case "json":
             return lambda measured: screen.write_json_event(
                 "measured",
@@ -305,7 +305,7 @@ def _listener(
             return lambda measured: None
 
 
-def _drawing(
+def _create_curve_drawer(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
     """Return a function that draws the curves of the metrics so far.
@@ -340,7 +340,7 @@ def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
         or measured.step % EVERY == 0
         or "validation/reward" in measured.values
     ):
-        notes.say(line(measured))
+        notes.say(format_metrics_line(measured))
 
 
 COMMAND = SubcommandSpec(
@@ -409,7 +409,7 @@ ramify train --fields, or docs/fields.md.""",
 )
 
 
-def supervise(
+def train_with_restarts(
     words: Sequence[str],
     options: Sequence[str],
     folder: Path,
@@ -442,15 +442,15 @@ def supervise(
                 return (
                     ExitCode.STOPPED if code == -signal.SIGINT else 128 - code if code < 0 else code
                 )
-            if code == ExitCode.USAGE and holder(folder) is not None:
+            if code == ExitCode.USAGE and find_lock_holder(folder) is not None:
                 return code  # another run holds the folder, so its files are not this run's
-            step = _step(folder, since)
+            step = _last_step(folder, since)
             if step is None and furthest < 0 and code > 0:
                 return code  # the trainer has already printed the reason
             # Only progress beyond the furthest step resets the count: repeating lost steps does
             # not.
             if step is not None and step > furthest:
-                losses.succeeded(name)
+                losses.record_success(name)
             furthest = max(furthest, step or 0)
             how = exit_reason(code)
             attempt = losses.num_losses(name) + 1
@@ -462,7 +462,7 @@ def supervise(
                 _log.error("trainer_lost", text, step=furthest, attempt=attempt)
                 print_error(text)
                 return ExitCode.ERROR
-            checkpoint = _checkpoint(folder, since)
+            checkpoint = _latest_checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
             losses.record_loss(
                 name,
@@ -470,11 +470,11 @@ def supervise(
                 f"restarting from {resume or 'the beginning'}",
                 step=furthest,
             )
-            trainer.sleep(losses.pause_s(name))
-            losses.started(name)
+            trainer.sleep_until_interrupted(losses.pause_s(name))
+            losses.record_restart(name)
 
 
-def _step(folder: Path, since: float) -> int | None:
+def _last_step(folder: Path, since: float) -> int | None:
     """Return the last step that was recorded since the given time, or None if there is none."""
     path = folder / FILE
     if not path.is_file() or path.stat().st_mtime < since:
@@ -482,7 +482,7 @@ def _step(folder: Path, since: float) -> int | None:
     return max((measured.step for measured in read_metrics(folder)), default=None)
 
 
-def _checkpoint(folder: Path, since: float) -> Path | None:
+def _latest_checkpoint(folder: Path, since: float) -> Path | None:
     """Return the latest complete checkpoint that was written since the given time, or None.
 
     Older checkpoints are ignored, because the run may since have been resumed from an earlier step.

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from ramify.cli.listen_options import chosen_key, listen_address, listen_options
+from ramify.cli.listen_options import client_access_key, listen_address, listen_options
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.stop_signals import add_stop_handler
 from ramify.cli.terminal_text import write_stderr
 from ramify.errors import ConfigError, StoreError
-from ramify.training_run_recognition import is_shown, training_run_hint
+from ramify.training_run_recognition import is_viewable_folder, training_run_hint
 
 if TYPE_CHECKING:
     from ramify.viewer.run_catalog import RunCatalog
@@ -39,7 +39,7 @@ def view(
     **listening: Any,
 ) -> int:
     address = listen_address(listening, "view", PORT)
-    token = chosen_key(listening, _TOKEN, "token")
+    token = client_access_key(listening, _TOKEN, "token")
     from ramify.cli.settings import open_configured_store
     from ramify.viewer.run_catalog import RunCatalog
 
@@ -90,11 +90,11 @@ def _key_of_file(library: RunCatalog, path: str) -> str:
     ConfigError if the file contains something else, or if the folder has no runs, such as that of a
     policy.
     """
-    from ramify.viewer.run_lookup import kind_of, walk
+    from ramify.viewer.run_lookup import detect_file_kind, walk
 
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        if not is_shown(Path(path)):
+        if not is_viewable_folder(Path(path)):
             raise ConfigError(f"{path} has no runs; {training_run_hint(Path(path))}")
         if (file / "config.json").is_file():
             raise ConfigError(f"{path} has no runs: it is a policy, for --model local:{path}")
@@ -104,10 +104,10 @@ def _key_of_file(library: RunCatalog, path: str) -> str:
                 "shows the runs of your store"
             )
         return ""
-    kind = kind_of(file)
+    kind = detect_file_kind(file)
     if " " in kind and file.stat().st_size:
         raise ConfigError(kind.replace(str(file), path))
-    prefix = library.key_of(file) or ""
+    prefix = library.key_of_path(file) or ""
     if kind == "journal":
         return prefix
     rows = [row.key for row in library.runs() if row.key.startswith(prefix)]

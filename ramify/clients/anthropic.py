@@ -23,16 +23,16 @@ from ramify.clients import anthropic_reply_parser
 from ramify.clients.anthropic_reply_parser import Blocks, decode_arguments
 from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture_base64
 from ramify.clients.batches import AnthropicBatches
-from ramify.clients.chat_json import is_strict
+from ramify.clients.chat_json import supports_strict_schema
 from ramify.clients.json_api import JsonApi
-from ramify.clients.picture_token_costs import known_vision
+from ramify.clients.picture_token_costs import can_read_pictures
 from ramify.clients.providers import (
     ANTHROPIC_KEYS,
     ModelProviderSpec,
     ResolvedEndpoint,
-    no_key,
-    split_name,
-    split_url,
+    missing_key_error,
+    split_model_url,
+    split_provider,
 )
 from ramify.errors import ConfigError, Refused
 from ramify.http_client.http_transport import HttpConnectionPool
@@ -70,8 +70,8 @@ class AnthropicClient:
         self.name = name
         self.window = window or ASSUMED_WINDOW
         self.price = price
-        self.vision = known_vision(name)
-        model, url = split_url(split_name(name)[1])
+        self.vision = can_read_pictures(name)
+        model, url = split_model_url(split_provider(name)[1])
         url = base_url or url or environ.get("ANTHROPIC_BASE_URL") or _PROVIDER.url
         self._endpoint = ResolvedEndpoint(
             provider=_PROVIDER,
@@ -138,7 +138,7 @@ class AnthropicClient:
             message.content for message in request.messages[:head] if message.content
         )
         if system:
-            fields["system"] = [_text(system)]
+            fields["system"] = [_text_block(system)]
         for name in ("temperature", "top_p", "top_k"):
             if (value := getattr(sampling, name)) is not None:
                 fields[name] = value
@@ -153,7 +153,11 @@ class AnthropicClient:
                 }
                 for tool in request.tools
             ]
-        if request.schema is not None and self._enforces_schema and is_strict(request.schema):
+        if (
+            request.schema is not None
+            and self._enforces_schema
+            and supports_strict_schema(request.schema)
+        ):
             fields["output_config"] = {"format": {"type": "json_schema", "schema": request.schema}}
         # Only a conversation that continues is worth the surcharge for writing to the cache.
         if request.affinity or any(message.role == "assistant" for message in request.messages):
@@ -185,7 +189,7 @@ def _key_headers(name: str, key: str | None, environ: Mapping[str, str]) -> dict
         return {"x-api-key": key}
     token = environ.get("ANTHROPIC_AUTH_TOKEN")
     if not token:
-        raise no_key(name, "ANTHROPIC_API_KEY")
+        raise missing_key_error(name, "ANTHROPIC_API_KEY")
     return {"Authorization": f"Bearer {token}"}
 
 
@@ -217,7 +221,7 @@ def _blocks(message: Message, thoughts: dict[Message, Blocks]) -> Blocks:
         ]
     blocks: Blocks = [dict(block) for block in thoughts.get(message, ())]
     if message.content.strip():
-        blocks.append(_text(message.content))
+        blocks.append(_text_block(message.content))
     for call in message.tool_calls:
         blocks.append(
             {
@@ -244,7 +248,7 @@ def _pictures(request: Request, message: Message) -> Blocks:
     ]
 
 
-def _text(text: str) -> dict[str, Any]:
+def _text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import finish_of, reported_usage
+from ramify.clients.base import parse_finish_reason, reported_usage
 from ramify.clients.chat_json import decode_body, encode, reported_model_name, text_field
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
@@ -108,7 +108,7 @@ class AnthropicReplyAssembler:
             case "message_delta":
                 reason = (part.delta or {}).get("stop_reason")
                 self._body.stop_reason = reason if isinstance(reason, str) else None
-                self._count(part.usage)
+                self._update_usage(part.usage)
             case "message_stop":
                 self.is_done = True
             case "error":
@@ -139,7 +139,7 @@ class AnthropicReplyAssembler:
         self._parts.setdefault((index, field), []).append(text)
         return (text if field == "text" else ""), (text if field == "thinking" else "")
 
-    def _count(self, usage: Any) -> None:
+    def _update_usage(self, usage: Any) -> None:
         """Update the token counts from a stream event.
 
         Each count is a running total, and unchanged counts may be missing.
@@ -153,7 +153,7 @@ class AnthropicReplyAssembler:
 new_stream = AnthropicReplyAssembler
 
 
-def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
+def reply_from_response(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
     """Convert a decoded response into a ``Reply``.
 
     Raises ValueError if its fields contradict each other.
@@ -176,7 +176,7 @@ def read(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> R
             if block.get("type") == "tool_use"
         ),
     )
-    finish = finish_of(body.stop_reason, model)
+    finish = parse_finish_reason(body.stop_reason, model)
     return Reply(
         message,
         _usage(body.usage),

@@ -31,7 +31,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.clients.picture_token_costs import picture_tokens
+from ramify.clients.picture_token_costs import picture_tokens_upper_bound
 from ramify.errors import ServerFailed, StrictKeywordsMeta
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Finish, Message, Reply, Usage
@@ -148,7 +148,9 @@ class Request(msgspec.Struct, frozen=True):
         cover the role markers. How many tokens a picture costs depends on the model (see
         ``picture_token_costs.py``).
         """
-        total = 64 + sum(max_message_tokens(message, self.model) for message in self.messages)
+        total = 64 + sum(
+            message_tokens_upper_bound(message, self.model) for message in self.messages
+        )
         for part in (self.schema, self.tools or None):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
@@ -161,8 +163,8 @@ class Request(msgspec.Struct, frozen=True):
             return _plain_bound(sampling.max_tokens)
         choices, top_logprobs = 1, 0
         if sampling.extra:
-            choices = _positive(sampling.extra.get("n"), 1)
-            top_logprobs = _positive(sampling.extra.get("top_logprobs"), 0)
+            choices = _positive_or_default(sampling.extra.get("n"), 1)
+            top_logprobs = _positive_or_default(sampling.extra.get("top_logprobs"), 0)
         tokens, token_bytes, prompt_ids = choices * sampling.max_tokens, _TOKEN_BYTES, 0
         if sampling.logprobs or top_logprobs:
             token_bytes += _LOGPROB_BYTES * (1 + top_logprobs)
@@ -214,7 +216,7 @@ class PromptRenderer(msgspec.Struct, frozen=True):
     """Returns the text of one token."""
 
 
-def max_message_tokens(message: Message, model: str = "") -> int:
+def message_tokens_upper_bound(message: Message, model: str = "") -> int:
     """Return an upper bound on the number of tokens of one message, including its pictures."""
     total = 16 + _num_bytes(message.content)
     if message.reasoning:
@@ -222,7 +224,7 @@ def max_message_tokens(message: Message, model: str = "") -> int:
     for call in message.tool_calls:
         total += 16 + _num_bytes(call.name) + _num_bytes(call.arguments)
     for picture in message.pictures:
-        total += picture_tokens(model, picture)
+        total += picture_tokens_upper_bound(model, picture)
     return total
 
 
@@ -365,7 +367,7 @@ def reported_usage(
     """
     try:
         inputs, outputs, both, read, written, thinking = map(
-            _count, (given, produced, total, cached, stored, reasoning)
+            _check_token_count, (given, produced, total, cached, stored, reasoning)
         )
     except ValueError:
         return Usage()
@@ -379,7 +381,7 @@ def reported_usage(
     return usage if _is_consistent(usage) else Usage()
 
 
-def believed(reply: Reply, request: Request, window: int) -> Usage:
+def plausible_usage(reply: Reply, request: Request, window: int) -> Usage:
     """Return the usage that a reply reports if it is plausible, and otherwise the maximum usage of
     the request.
 
@@ -408,11 +410,11 @@ def reported_cost(reported: Any) -> float | None:
     return amount if math.isfinite(amount) and amount >= 0 else None
 
 
-def _positive(value: Any, default: int) -> int:
+def _positive_or_default(value: Any, default: int) -> int:
     return value if isinstance(value, int) and value > 0 else default
 
 
-def _count(reported: Any) -> int | None:
+def _check_token_count(reported: Any) -> int | None:
     """Check a token count that a server reports, and return it, or None if it is missing.
 
     Raises ValueError if the value cannot be a count.
@@ -442,7 +444,7 @@ _REASONING = lazy_pattern(
 )
 
 
-def reasons(name: str) -> bool:
+def is_reasoning_model(name: str) -> bool:
     """Return True if a model's name shows that it reasons before it replies, without being asked
     to."""
     return _REASONING.search(name.partition("@http")[0].lower()) is not None
@@ -472,11 +474,11 @@ _BROKEN = {
 
 
 def is_known_finish(reason: Any) -> bool:
-    """Return True if ``finish_of`` can convert the given finish reason of a server."""
+    """Return True if ``parse_finish_reason`` can convert the given finish reason of a server."""
     return str(reason).lower() in _FINISHES or str(reason).lower() in _BROKEN
 
 
-def finish_of(reason: Any, where: str) -> Finish:
+def parse_finish_reason(reason: Any, where: str) -> Finish:
     """Convert the finish reason that a server reports to one of Ramify's finish reasons.
 
     Raises ServerFailed, which names ``where``, if the server aborted the reply, and ValueError if

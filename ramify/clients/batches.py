@@ -3,9 +3,9 @@
 A batch is a single upload of many requests, which the provider answers within a day at half the
 price.
 
-    lines ── create(key) ──> id ── state(id), until it has ended ── results ──> read ──> Reply
-                └── if no answer arrives: candidates(key) ── is_ours ──> the id of the batch, so
-                    that it is not paid twice
+    lines ── create(key) ──> id ── state(id), until it has ended ── results ──> Reply
+                └── if no answer arrives: possible_batch_ids(key) ── was_created_by_key ──> the id
+                    of the batch, so that it is not paid twice
 
 | | OpenAI | Anthropic |
 |---|---|---|
@@ -143,7 +143,7 @@ class BatchApi(abc.ABC):
         return _encode(self._fields(request))
 
     @abc.abstractmethod
-    def line(self, custom_id: str, body: bytes) -> bytes:
+    def format_upload_line(self, custom_id: str, body: bytes) -> bytes:
         """Format a request as one line of an upload.
 
         ``custom_id`` identifies the request in the results.
@@ -157,7 +157,7 @@ class BatchApi(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def candidates(self, key: str, num: int, since: float) -> list[str]:
+    async def possible_batch_ids(self, key: str, num: int, since: float) -> list[str]:
         """Return the ids of batches that an earlier upload may have created.
 
         Use this if the response to the upload was lost. The upload used ``key``, had ``num``
@@ -165,7 +165,7 @@ class BatchApi(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def is_ours(self, id: str, key: str) -> bool | None:
+    async def was_created_by_key(self, id: str, key: str) -> bool | None:
         """Return True if the upload with the given key created the batch, and False if it did not.
 
         Returns None if that is not known yet.
@@ -182,7 +182,7 @@ class BatchApi(abc.ABC):
         They come in any order. Raises ModelError if the download fails.
         """
 
-    async def read(self, result: BatchResult, request: Request) -> Reply:
+    async def decode_result(self, result: BatchResult, request: Request) -> Reply:
         """Decode the reply in one result of a batch.
 
         Raises the ModelError that an ordinary request with this response would raise.
@@ -214,10 +214,10 @@ class BatchApi(abc.ABC):
                 f"{self._api.where}: no answer in {_TIMEOUT_S:g} s ({route.url})"
             ) from None
         if answer.status // 100 != 2:
-            raise self._api.refusal(answer)
+            raise self._api.error_from_response(answer)
         return answer.body
 
-    def _decoded(self, body: bytes, kind: Any) -> Any:
+    def _decode_body(self, body: bytes, kind: Any) -> Any:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -225,14 +225,14 @@ class BatchApi(abc.ABC):
                 f"{self._api.where}: unexpected reply from its batch API ({error})"
             ) from None
 
-    async def _lines(self, path: str) -> AsyncGenerator[bytes]:
+    async def _download_lines(self, path: str) -> AsyncGenerator[bytes]:
         """Download a file, and yield its lines as they arrive."""
         route = route_to(self._base + path, self._headers, "GET")
         async with self._wire.prepare_exchange(self._api.where, route) as exchange:
             if exchange.status // 100 != 2:
-                raise self._api.refusal(await exchange.read())
+                raise self._api.error_from_response(await exchange.read())
             rest = b""
-            while data := await self._piece(exchange.receive()):
+            while data := await self._receive_chunk(exchange.receive()):
                 *lines, rest = (rest + data).split(b"\n")
                 if len(rest) > _LINE_BYTES:
                     raise MalformedResponse(
@@ -245,7 +245,7 @@ class BatchApi(abc.ABC):
             if rest.strip():
                 yield rest
 
-    async def _piece(self, receiving: Any) -> bytes:
+    async def _receive_chunk(self, receiving: Any) -> bytes:
         try:
             async with asyncio.timeout(_IDLE_S):
                 data: bytes = await receiving
@@ -335,7 +335,7 @@ class OpenAIBatches(BatchApi):
         super().__init__(*given)
         self._endpoint = endpoint
 
-    def line(self, custom_id: str, body: bytes) -> bytes:
+    def format_upload_line(self, custom_id: str, body: bytes) -> bytes:
         fields = {"custom_id": custom_id, "method": "POST", "url": self._endpoint}
         return _encode({**fields, "body": msgspec.Raw(body)})
 
@@ -346,9 +346,9 @@ class OpenAIBatches(BatchApi):
             f'--{boundary}\r\nContent-Disposition: form-data; name="file"; '
             f'filename="{key}.jsonl"\r\nContent-Type: application/jsonl\r\n\r\n'
         )
-        body = b"".join((head.encode(), *_ended(lines), f"\r\n--{boundary}--\r\n".encode()))
+        body = b"".join((head.encode(), *_add_newlines(lines), f"\r\n--{boundary}--\r\n".encode()))
         kind = f"multipart/form-data; boundary={boundary}"
-        file = self._decoded(await self._call("POST", "/files", body, kind), _FileId)
+        file = self._decode_body(await self._call("POST", "/files", body, kind), _FileId)
         fields = {
             "input_file_id": file.id,
             "endpoint": self._endpoint,
@@ -356,14 +356,14 @@ class OpenAIBatches(BatchApi):
             "metadata": {_METADATA: key},
         }
         created = await self._call("POST", "/batches", _encode(fields))
-        id: str = self._decoded(created, _OpenAIBatch).id
+        id: str = self._decode_body(created, _OpenAIBatch).id
         return id
 
-    async def candidates(self, key: str, num: int, since: float) -> list[str]:
+    async def possible_batch_ids(self, key: str, num: int, since: float) -> list[str]:
         after = ""
         while True:
             answer = await self._call("GET", f"/batches?limit={_PAGE}{after}")
-            page: _OpenAIPage = self._decoded(answer, _OpenAIPage)
+            page: _OpenAIPage = self._decode_body(answer, _OpenAIPage)
             found = [
                 each.id
                 for each in page.data
@@ -373,11 +373,13 @@ class OpenAIBatches(BatchApi):
                 return found
             after = f"&after={page.data[-1].id}"
 
-    async def is_ours(self, id: str, key: str) -> bool | None:
+    async def was_created_by_key(self, id: str, key: str) -> bool | None:
         return True
 
     async def state(self, id: str) -> BatchState:
-        batch: _OpenAIBatch = self._decoded(await self._call("GET", f"/batches/{id}"), _OpenAIBatch)
+        batch: _OpenAIBatch = self._decode_body(
+            await self._call("GET", f"/batches/{id}"), _OpenAIBatch
+        )
         counts = batch.request_counts or _Counts()
         problems = (batch.errors.data if batch.errors else None) or []
         texts = [f"{each.code}: {each.message}" for each in problems[:3]]
@@ -392,9 +394,9 @@ class OpenAIBatches(BatchApi):
 
     async def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
         for file in state.files:
-            async with aclosing(self._lines(f"/files/{file}/content")) as lines:
+            async with aclosing(self._download_lines(f"/files/{file}/content")) as lines:
                 async for line in lines:
-                    yield self._result(self._decoded(line, _OpenAILine))
+                    yield self._result(self._decode_body(line, _OpenAILine))
 
     def _result(self, line: _OpenAILine) -> BatchResult:
         response, code = line.response, line.error.code if line.error else None
@@ -451,20 +453,20 @@ class AnthropicBatches(BatchApi):
     max_rows = 100_000
     _PATH = "/v1/messages/batches"
 
-    def line(self, custom_id: str, body: bytes) -> bytes:
+    def format_upload_line(self, custom_id: str, body: bytes) -> bytes:
         return _encode({"custom_id": custom_id, "params": msgspec.Raw(body)})
 
     async def create(self, key: str, lines: Sequence[bytes]) -> str:
         body = b"".join((b'{"requests":[', b",".join(lines), b"]}"))
         created = await self._call("POST", self._PATH, body)
-        id: str = self._decoded(created, _AnthropicBatch).id
+        id: str = self._decode_body(created, _AnthropicBatch).id
         return id
 
-    async def candidates(self, key: str, num: int, since: float) -> list[str]:
+    async def possible_batch_ids(self, key: str, num: int, since: float) -> list[str]:
         found, after = list[str](), ""
         while True:  # the newest is first
             answer = await self._call("GET", f"{self._PATH}?limit={_PAGE}{after}")
-            page: _AnthropicPage = self._decoded(answer, _AnthropicPage)
+            page: _AnthropicPage = self._decode_body(answer, _AnthropicPage)
             for each in page.data:
                 if each.created_at.timestamp() < since - _SKEW_S:
                     return found
@@ -474,7 +476,7 @@ class AnthropicBatches(BatchApi):
                 return found
             after = f"&after_id={page.last_id}"
 
-    async def is_ours(self, id: str, key: str) -> bool | None:
+    async def was_created_by_key(self, id: str, key: str) -> bool | None:
         state = await self.state(id)
         if not state.is_ended:
             return None
@@ -485,7 +487,7 @@ class AnthropicBatches(BatchApi):
 
     async def state(self, id: str) -> BatchState:
         answer = await self._call("GET", f"{self._PATH}/{id}")
-        batch: _AnthropicBatch = self._decoded(answer, _AnthropicBatch)
+        batch: _AnthropicBatch = self._decode_body(answer, _AnthropicBatch)
         counts, word = batch.request_counts, batch.processing_status
         done = sum(msgspec.structs.astuple(counts)) - counts.processing
         files = (id,) if batch.results_url else ()
@@ -493,9 +495,9 @@ class AnthropicBatches(BatchApi):
 
     async def results(self, state: BatchState) -> AsyncGenerator[BatchResult]:
         for id in state.files:
-            async with aclosing(self._lines(f"{self._PATH}/{id}/results")) as lines:
+            async with aclosing(self._download_lines(f"{self._PATH}/{id}/results")) as lines:
                 async for line in lines:
-                    found: _AnthropicLine = self._decoded(line, _AnthropicLine)
+                    found: _AnthropicLine = self._decode_body(line, _AnthropicLine)
                     yield self._result(found.custom_id, found.result)
 
     def _result(self, custom_id: str, result: _AnthropicResult) -> BatchResult:
@@ -511,7 +513,7 @@ class AnthropicBatches(BatchApi):
                 return BatchResult(custom_id, "replied", status_of_error(body), body)
 
 
-def _ended(lines: Iterable[bytes]) -> Iterator[bytes]:
+def _add_newlines(lines: Iterable[bytes]) -> Iterator[bytes]:
     for line in lines:
         yield line
         yield b"\n"

@@ -30,11 +30,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ramify.clients.base import Request, finish_of, picture_base64, reported_cost, reported_usage
+from ramify.clients.base import (
+    Request,
+    parse_finish_reason,
+    picture_base64,
+    reported_cost,
+    reported_usage,
+)
 from ramify.clients.providers import ResolvedEndpoint
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 from ramify.lazy_pattern import lazy_pattern
-from ramify.secret_redaction import forms_of
+from ramify.secret_redaction import encoded_secret_forms
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 from ramify.types.picture import Picture
 
@@ -256,7 +262,7 @@ class ChatReplyAssembler:
             self._refusals.append(delta.refusal)
         content, thought = delta.content or "", delta.reasoning or delta.reasoning_content or ""
         if isinstance(content, list):
-            content, more_thought = _parts(content)
+            content, more_thought = _split_content(content)
             thought += more_thought or ""
         if content:
             self._texts.append(content)
@@ -291,7 +297,9 @@ def _no_number(constant: str) -> None:
 _encode = msgspec.json.Encoder().encode
 
 
-def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) -> dict[str, Any]:
+def request_body_fields(
+    request: Request, endpoint: ResolvedEndpoint, limit_field: str
+) -> dict[str, Any]:
     """Return the JSON fields of a request, in the form that its server expects."""
     sampling = request.sampling
     fields: dict[str, Any] = {
@@ -311,7 +319,11 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
         if endpoint.provider.returns_ids:
             fields["return_token_ids"] = True
     if request.schema is not None:
-        schema = {"name": "answer", "schema": request.schema, "strict": is_strict(request.schema)}
+        schema = {
+            "name": "answer",
+            "schema": request.schema,
+            "strict": supports_strict_schema(request.schema),
+        }
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if request.tools:
         fields["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
@@ -323,13 +335,13 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
     return fields
 
 
-def is_strict(schema: Any) -> bool:
+def supports_strict_schema(schema: Any) -> bool:
     """Return True if OpenAI can strictly enforce a JSON schema.
 
     That is the case if every object is closed and requires all its properties.
     """
     if isinstance(schema, list):
-        return all(map(is_strict, schema))
+        return all(map(supports_strict_schema, schema))
     if not isinstance(schema, dict):
         return True
     properties = schema.get("properties")
@@ -339,14 +351,14 @@ def is_strict(schema: Any) -> bool:
             schema.get("required", ())
         ) != set(named):
             return False
-        if not all(map(is_strict, named.values())):
+        if not all(map(supports_strict_schema, named.values())):
             return False
     subschemas = (
         value
         for key, value in schema.items()
         if key not in ("properties", "enum", "const", "default", "examples")
     )
-    return all(map(is_strict, subschemas))
+    return all(map(supports_strict_schema, subschemas))
 
 
 def encode(fields: Any) -> bytes:
@@ -360,20 +372,22 @@ def encode(fields: Any) -> bytes:
         return _encode(without_surrogates(fields))
 
 
-def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float) -> Reply:
+def reply_from_response(
+    completion: ChatCompletion, choice: _Choice, model: str, seconds: float
+) -> Reply:
     """Convert a decoded chat completion to a ``Reply``.
 
     Raises ValueError if its fields contradict each other, and ServerFailed if the server reports
     that it aborted the reply.
     """
-    finish = _finish(choice, model)
+    finish = _finish_reason(choice, model)
     return Reply(
         message=_message(choice.message),
         usage=_usage(completion.usage),
         finish=finish,
-        filter=_filter(choice) if finish == "content_filter" else "",
+        filter=_filter_reason(choice) if finish == "content_filter" else "",
         model=reported_model_name(completion.model, model),
-        cost=reported_cost(_fields(completion.usage).get("cost")),
+        cost=reported_cost(_dict_or_empty(completion.usage).get("cost")),
         seconds=seconds,
         prompt_ids=completion.prompt_token_ids,
         token_ids=choice.token_ids,
@@ -460,7 +474,7 @@ def without_surrogates(value: Any) -> Any:
 
 def _message(wire: _Message) -> Message:
     content, reasoning = (
-        (wire.content, None) if not isinstance(wire.content, list) else _parts(wire.content)
+        (wire.content, None) if not isinstance(wire.content, list) else _split_content(wire.content)
     )
     return Message(
         role="assistant",
@@ -476,7 +490,7 @@ def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
     return ToolCall(wire.id or f"call_{index}", wire.function.name or "", text)
 
 
-def _parts(parts: list[Any]) -> tuple[str, str | None]:
+def _split_content(parts: list[Any]) -> tuple[str, str | None]:
     """Split the content of a message into its text and its reasoning, if the content is a list
     of parts."""
     text, thinking = [], []
@@ -485,7 +499,9 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
             text.append(part)
         elif isinstance(part, dict) and part.get("type") == "thinking":
             inner = part.get("thinking")
-            thinking.append(_parts(inner)[0] if isinstance(inner, list) else str(inner or ""))
+            thinking.append(
+                _split_content(inner)[0] if isinstance(inner, list) else str(inner or "")
+            )
         elif isinstance(part, dict):
             text.append(text_field(part, "text"))
     return "".join(text), "".join(thinking) or None
@@ -502,10 +518,10 @@ def text_field(part: dict[str, Any], field: str) -> str:
     return text or ""
 
 
-def _finish(choice: _Choice, model: str) -> Finish:
+def _finish_reason(choice: _Choice, model: str) -> Finish:
     if _refusal(choice.message):
         return "content_filter"
-    return finish_of(choice.finish_reason, model)
+    return parse_finish_reason(choice.finish_reason, model)
 
 
 def _refusal(wire: _Message) -> str:
@@ -515,19 +531,21 @@ def _refusal(wire: _Message) -> str:
     """
     if not isinstance(wire.content, list):
         return "" if wire.content else wire.refusal or ""
-    text = _parts(wire.content)[0]
+    text = _split_content(wire.content)[0]
     parts = [text_field(part, "refusal") for part in wire.content if isinstance(part, dict)]
     return "" if text else "".join(parts) or wire.refusal or ""
 
 
-def _filter(choice: _Choice) -> str:
+def _filter_reason(choice: _Choice) -> str:
     """Return why a reply was filtered: ``refusal``, or the server's reason, followed by the
     filter categories that Azure reports."""
     if _refusal(choice.message):
         return "refusal"
-    results = _fields(choice.content_filter_results)
+    results = _dict_or_empty(choice.content_filter_results)
     kinds = [
-        str(kind) for kind, result in results.items() if _fields(result).get("filtered") is True
+        str(kind)
+        for kind, result in results.items()
+        if _dict_or_empty(result).get("filtered") is True
     ]
     return f"{choice.finish_reason} ({', '.join(kinds)})" if kinds else str(choice.finish_reason)
 
@@ -543,9 +561,9 @@ def _usage(reported: Any) -> Usage:
 
     ``calls`` is 0 if the server reports no counts for the prompt and the reply, or impossible ones.
     """
-    fields = _fields(reported)
-    inputs = _fields(fields.get("prompt_tokens_details"))
-    outputs = _fields(fields.get("completion_tokens_details"))
+    fields = _dict_or_empty(reported)
+    inputs = _dict_or_empty(fields.get("prompt_tokens_details"))
+    outputs = _dict_or_empty(fields.get("completion_tokens_details"))
     return reported_usage(
         fields.get("prompt_tokens"),
         fields.get("completion_tokens"),
@@ -556,7 +574,7 @@ def _usage(reported: Any) -> Usage:
     )
 
 
-def _fields(reported: Any) -> dict[str, Any]:
+def _dict_or_empty(reported: Any) -> dict[str, Any]:
     return reported if isinstance(reported, dict) else {}
 
 
@@ -581,7 +599,7 @@ _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d+(?:\.\d+)?)s"')
 
 
-def from_status(
+def error_from_status(
     where: str,
     status: int,
     headers: Mapping[str, str],
@@ -597,7 +615,7 @@ def from_status(
     """
     secrets = tuple(filter(None, secrets))
     body = body[:_MOST_ERROR_BYTES]
-    message = message_of(body, secrets)
+    message = error_message(body, secrets)
     text = f"{where} answered {status}: {message}" if message else f"{where} answered {status}"
     # 529 is an overloaded Anthropic server. A 503 that says how long to wait is a rate limit, too.
     if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
@@ -609,10 +627,10 @@ def from_status(
     if status in (408, 425) or (status >= 500 and status not in _NOT_THERE):
         return ServerFailed(text)
     key = f"check the key in {key_variable}" if secrets else f"no key was sent: set {key_variable}"
-    return _refused(text, status, message, key if key_variable else "")
+    return _refusal_error(text, status, message, key if key_variable else "")
 
 
-def _refused(text: str, status: int, message: str, key: str) -> Refused:
+def _refusal_error(text: str, status: int, message: str, key: str) -> Refused:
     if status in (400, 413, 422) and (status == 413 or _TOO_LONG.search(message)):
         error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
         error.too_long = True
@@ -629,7 +647,7 @@ def _refused(text: str, status: int, message: str, key: str) -> Refused:
     return Refused(text)
 
 
-def from_body(
+def error_from_body(
     where: str,
     headers: Mapping[str, str],
     body: bytes,
@@ -646,7 +664,9 @@ def from_body(
     """
     code = error.get("code") if isinstance(error, dict) else None
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    failure = from_status(where, status, headers, body, key_variable=key_variable, secrets=secrets)
+    failure = error_from_status(
+        where, status, headers, body, key_variable=key_variable, secrets=secrets
+    )
     failure.may_be_paid = failure.may_be_paid or is_beside_reply
     return failure
 
@@ -657,7 +677,7 @@ def _needs_key(text: str) -> Refused:
     return error
 
 
-def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
+def error_message(body: bytes, secrets: Iterable[str] = ()) -> str:
     """Extract the message from an error body in any provider's format.
 
     The message is one line of at most 300 characters, and the given secrets are removed from it.
@@ -668,7 +688,7 @@ def message_of(body: bytes, secrets: Iterable[str] = ()) -> str:
         text = body[:20_000].decode("utf-8", "replace")
         parsed = _web_page(text) if text.lstrip()[:1] == "<" else text
     # Secrets are removed first, because half of one would not be recognized.
-    return " ".join(redacted(_error_text(parsed), secrets).split())[:300]
+    return " ".join(redact_secrets(_error_text(parsed), secrets).split())[:300]
 
 
 def _web_page(text: str) -> str:
@@ -693,10 +713,10 @@ def _error_text(parsed: Any) -> str:
     return msgspec.json.encode(parsed).decode() if parsed else ""
 
 
-def redacted(text: str, secrets: Iterable[str] = ()) -> str:
+def redact_secrets(text: str, secrets: Iterable[str] = ()) -> str:
     """Remove the given secrets, and anything that looks like a key, from ``text``."""
     for secret in secrets:
-        for form in forms_of(secret) if len(secret) >= 6 else ():
+        for form in encoded_secret_forms(secret) if len(secret) >= 6 else ():
             text = text.replace(form, "***")
     return _LOOKS_LIKE_A_KEY.sub(r"\1***", text)
 
@@ -704,8 +724,8 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
 def retry_after_s(headers: Mapping[str, str], body: bytes = b"") -> float | None:
     """Return how many seconds the server asked the client to wait, or None if it did not say."""
     waits = [
-        _scaled(headers.get("retry-after-ms"), 1e-3),
-        seconds_of(headers.get("retry-after")),
+        _parse_scaled(headers.get("retry-after-ms"), 1e-3),
+        seconds_until(headers.get("retry-after")),
         _reset_of_exhausted_limit(headers),
     ]
     for wait_s in waits:
@@ -715,7 +735,7 @@ def retry_after_s(headers: Mapping[str, str], body: bytes = b"") -> float | None
     return float(delay[1]) if delay else None
 
 
-def _scaled(value: str | None, unit: float) -> float | None:
+def _parse_scaled(value: str | None, unit: float) -> float | None:
     try:
         return max(0.0, float(value) * unit) if value is not None else None
     except ValueError:
@@ -727,13 +747,13 @@ def _reset_of_exhausted_limit(headers: Mapping[str, str]) -> float | None:
     for name, value in headers.items():
         name = name.lower()
         if "ratelimit" in name and "remaining" in name and value.strip() == "0":
-            reset = seconds_of(headers.get(name.replace("remaining", "reset")))
+            reset = seconds_until(headers.get(name.replace("remaining", "reset")))
             if reset is not None:
                 waits.append(reset)
     return max(waits, default=None)
 
 
-def seconds_of(value: str | None) -> float | None:
+def seconds_until(value: str | None) -> float | None:
     """Parse a point in time and return it as seconds from now.
 
     Accepts ``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date, or a Unix time.
@@ -741,7 +761,7 @@ def seconds_of(value: str | None) -> float | None:
     if not value:
         return None
     value = value.strip()
-    number = _scaled(value, 1.0)
+    number = _parse_scaled(value, 1.0)
     if number is not None:
         return (
             number

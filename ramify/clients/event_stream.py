@@ -8,7 +8,7 @@ Event names, ids and comments are skipped, because every provider repeats the na
 
 from __future__ import annotations
 
-from ramify.http_client.decompression import too_long
+from ramify.http_client.decompression import body_too_long_error
 
 
 class ServerSentEventParser:
@@ -38,10 +38,10 @@ class ServerSentEventParser:
             self._read_line(line, events)
         if rest:
             self._begun.append(rest)
-            self._count(len(rest))
+            self._check_event_size(len(rest))
         return events
 
-    def end(self) -> list[bytes]:
+    def flush_last_event(self) -> list[bytes]:
         """Return the data of the last event, if the stream ended without a blank line after it."""
         return self.feed(b"\n\n") if self._begun or self._data else []
 
@@ -49,7 +49,7 @@ class ServerSentEventParser:
         line = line.removesuffix(b"\r")
         if line.startswith(b"data:"):
             self._data.append(line[6:] if line[5:6] == b" " else line[5:])
-            self._count(len(line))
+            self._check_event_size(len(line))
         elif not line and self._data:
             data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
             if data:  # an event without data has no meaning
@@ -57,7 +57,7 @@ class ServerSentEventParser:
             self._data.clear()
             self._num_waiting = 0
 
-    def _count(self, size: int) -> None:
+    def _check_event_size(self, size: int) -> None:
         self._num_waiting += size
         if self._num_waiting > self._max_event_bytes:
-            raise too_long(self._max_event_bytes)
+            raise body_too_long_error(self._max_event_bytes)

@@ -52,7 +52,7 @@ class FunctionClient:
             raise ConfigError(
                 f"{self.name} raised {error!r:.200}: fix the function that returns the replies"
             ) from error
-        whole = counted(reply, request.messages, request.sampling.max_tokens)
+        whole = reply_with_token_counts(reply, request.messages, request.sampling.max_tokens)
         model = self.name.partition(":")[2]
         return msgspec.structs.replace(whole, model=model, seconds=time.perf_counter() - started)
 
@@ -66,7 +66,7 @@ def count(text: str | None) -> int:
     return (len(text) + 3) // 4 if text else 0
 
 
-def count_message(message: Message) -> int:
+def estimate_message_tokens(message: Message) -> int:
     """Count the tokens of a message for a model without a tokenizer: those of its text and its tool
     calls, and one token for each 32 × 32 pixels of its pictures."""
     calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
@@ -74,7 +74,9 @@ def count_message(message: Message) -> int:
     return count(message.content) + count(message.reasoning) + calls + cells
 
 
-def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
+def reply_with_token_counts(
+    step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int
+) -> Reply:
     """Convert the return value of the model function to a complete reply.
 
     The text is cut at ``max_tokens``, and the tokens of the prompt and the reply are counted.
@@ -96,8 +98,8 @@ def counted(step: str | Message | Reply, messages: tuple[Message, ...], max_toke
     elif message.tool_calls and finish == "stop":
         finish = "tool_calls"
     usage = Usage(
-        input_tokens=sum(map(count_message, messages)),
-        output_tokens=count_message(message),
+        input_tokens=sum(map(estimate_message_tokens, messages)),
+        output_tokens=estimate_message_tokens(message),
         reasoning_tokens=count(message.reasoning),
         calls=1,
     )

@@ -30,7 +30,7 @@ import msgspec
 
 from ramify.clients import chat_json
 from ramify.clients.base import OnPiece, ReplyPiece, ReplySizeLimit
-from ramify.clients.chat_json import from_body, from_status, redacted
+from ramify.clients.chat_json import error_from_body, error_from_status, redact_secrets
 from ramify.clients.event_stream import ServerSentEventParser
 from ramify.clients.providers import ResolvedEndpoint
 from ramify.clients.reply_decoding import (
@@ -40,7 +40,7 @@ from ramify.clients.reply_decoding import (
     is_large,
 )
 from ramify.errors import MalformedResponse, ModelError, ReplyLost
-from ramify.http_client.decompression import too_long
+from ramify.http_client.decompression import body_too_long_error
 from ramify.http_client.http_transport import (
     HttpConnectionPool,
     HttpExchange,
@@ -170,13 +170,13 @@ class JsonApi:
             kind = exchange.headers.get("content-type", "")
             is_good = exchange.status // 100 == 2
             if is_good and kind.lower().startswith("text/event-stream"):
-                body, has_stream = await self._streamed(exchange, bound, on_piece), True
+                body, has_stream = await self._read_stream(exchange, bound, on_piece), True
                 answer = HttpResponse(exchange.status, exchange.headers, body)
             else:
                 answer = await exchange.read()
         seconds = time.perf_counter() - started
         if not is_good:
-            error = self.refusal(answer)
+            error = self.error_from_response(answer)
             about_streams = answer.status in _REFUSALS and _ABOUT_STREAMS.search(str(error))
             if is_streamed and about_streams and not error.transient:
                 self._stop_streaming(str(error))
@@ -193,24 +193,24 @@ class JsonApi:
         Raises ModelError if it has no valid reply.
         """
         if answer.status // 100 != 2:
-            raise self.refusal(answer)
+            raise self.error_from_response(answer)
         return await self._read(answer, bound, 0.0)
 
-    def _bad(self, what: str, *, paid: bool = True) -> MalformedResponse:
+    def _malformed_response(self, what: str, *, paid: bool = True) -> MalformedResponse:
         error = MalformedResponse(f"{self.where} {what}")
         error.may_be_paid = paid
         return error
 
-    def refusal(self, answer: HttpResponse) -> ModelError:
+    def error_from_response(self, answer: HttpResponse) -> ModelError:
         """Return the ModelError that describes a response with a status other than 2xx."""
         if 300 <= answer.status < 400:
-            moved = self._bad(
+            moved = self._malformed_response(
                 f"moved to {answer.headers.get('location', '?')}; use that as the base URL",
                 paid=False,
             )
             moved.transient = False
             return moved
-        return from_status(
+        return error_from_status(
             self.where,
             answer.status,
             answer.headers,
@@ -221,7 +221,7 @@ class JsonApi:
 
     # --- a stream -----------------------------------------------------------------------------
 
-    async def _streamed(
+    async def _read_stream(
         self, exchange: HttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
     ) -> bytes:
         """Read a stream to its end, and pass on the pieces of the reply as they arrive.
@@ -232,11 +232,13 @@ class JsonApi:
         events, num_bytes, num_chars = ServerSentEventParser(bound.bytes), 0, 0
         while not stream.is_done:
             data = await exchange.receive()
-            piece = self._added(stream, events.feed(data) if data else events.end())
+            piece = self._add_events(
+                stream, events.feed(data) if data else events.flush_last_event()
+            )
             num_bytes += len(data)
             num_chars += len(piece.text) + len(piece.reasoning)
             if num_bytes > _MOST_OVERHEAD * bound.bytes or num_chars > bound.chars:
-                raise self._too_much(too_long(bound.bytes))
+                raise self._too_much(body_too_long_error(bound.bytes))
             if on_piece is not None:
                 on_piece(piece)
             if stream.error is not None:
@@ -256,7 +258,7 @@ class JsonApi:
                         pass
         return stream.body()
 
-    def _added(self, stream: StreamedReplyAssembler, events: list[bytes]) -> ReplyPiece:
+    def _add_events(self, stream: StreamedReplyAssembler, events: list[bytes]) -> ReplyPiece:
         """Add events to a stream.
 
         Returns the text and the reasoning that they contain as one piece.
@@ -269,13 +271,13 @@ class JsonApi:
                 # Decoding it would block the event loop. Whole bodies that are this large are
                 # decoded in a helper process.
                 self._stop_streaming(f"one event has {len(event):,} bytes")
-                raise self._bad(f"sent an event of {len(event):,} bytes in a stream")
+                raise self._malformed_response(f"sent an event of {len(event):,} bytes in a stream")
             try:
                 text, thought = stream.add(event)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise self._unreadable("sent an event", event, str(error)) from None
+                raise self._unreadable_error("sent an event", event, str(error)) from None
             except ValueError as error:
-                raise self._bad(str(error)) from None
+                raise self._malformed_response(str(error)) from None
             if text:
                 texts.append(text)
             if thought:
@@ -286,7 +288,7 @@ class JsonApi:
         if isinstance(reported, dict) and not isinstance(reported.get("code"), int):
             status = _STATUS_OF_ERROR.get(str(reported.get("type")))
             reported = {**reported, "code": status} if status else reported
-        return from_body(
+        return error_from_body(
             self.where,
             {},
             msgspec.json.encode({"error": reported}),
@@ -313,12 +315,12 @@ class JsonApi:
         except ReplyDecodeError as error:
             raise self._not_json(answer, error) from None
         except ValueError as error:
-            raise self._bad(str(error)) from None
+            raise self._malformed_response(str(error)) from None
         except MalformedResponse as error:
             raise self._too_much(error) from None
 
     def _too_much(self, error: MalformedResponse) -> MalformedResponse:
-        located = self._bad(f"was refused: {error}")
+        located = self._malformed_response(f"was refused: {error}")
         located.transient = error.transient
         return located
 
@@ -328,14 +330,16 @@ class JsonApi:
             has_path = re.search(r"/v1/[\w/]+$|/responses$", self._endpoint.url)
             hint = "" if has_path else ": most end in /v1"
             text = f"answered {kind} instead of JSON; check the base URL{hint}"
-            return self._bad(text, paid=False)
-        return self._unreadable(f"answered {kind}", answer.body, str(error))
+            return self._malformed_response(text, paid=False)
+        return self._unreadable_error(f"answered {kind}", answer.body, str(error))
 
     def _no_reply(self, answer: HttpResponse, found: NoReplyInResponse) -> ModelError:
         if not found.has_error:
             kind = self._format.KIND
-            return self._bad(f"sent a reply without choices; is it a {kind}s endpoint?")
-        return from_body(
+            return self._malformed_response(
+                f"sent a reply without choices; is it a {kind}s endpoint?"
+            )
+        return error_from_body(
             self.where,
             answer.headers,
             answer.body,
@@ -345,6 +349,10 @@ class JsonApi:
             secrets=(self._endpoint.secret,),
         )
 
-    def _unreadable(self, did: str, data: bytes, why: str) -> MalformedResponse:
-        start = redacted(data[:2000].decode("utf-8", "replace"), (self._endpoint.secret,))[:80]
-        return self._bad(f"{did} that is not a {self._format.KIND} ({why}): {start!r}")
+    def _unreadable_error(self, did: str, data: bytes, why: str) -> MalformedResponse:
+        start = redact_secrets(data[:2000].decode("utf-8", "replace"), (self._endpoint.secret,))[
+            :80
+        ]
+        return self._malformed_response(
+            f"{did} that is not a {self._format.KIND} ({why}): {start!r}"
+        )

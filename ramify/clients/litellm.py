@@ -24,9 +24,14 @@ import msgspec
 
 from ramify.clients import chat_json
 from ramify.clients.base import Price, Request, is_known_finish, reported_cost
-from ramify.clients.chat_json import from_body, from_status, redacted
-from ramify.clients.picture_token_costs import known_vision
-from ramify.clients.providers import ModelProviderSpec, ResolvedEndpoint, split_name, split_url
+from ramify.clients.chat_json import error_from_body, error_from_status, redact_secrets
+from ramify.clients.picture_token_costs import can_read_pictures
+from ramify.clients.providers import (
+    ModelProviderSpec,
+    ResolvedEndpoint,
+    split_model_url,
+    split_provider,
+)
 from ramify.errors import (
     ConfigError,
     MalformedResponse,
@@ -52,7 +57,7 @@ class RawProviderReply:
     def __init__(self) -> None:
         self.body = ""
 
-    def note(self, details: dict[str, Any]) -> None:
+    def record_response_body(self, details: dict[str, Any]) -> None:
         """Store the body of the provider's response.
 
         LiteLLM calls this function before and after each request.
@@ -98,8 +103,8 @@ class LiteLLMClient:
         litellm.disable_aiohttp_transport = True
         self._litellm: Any = litellm
         self.name = name
-        self.vision = known_vision(name)
-        model, url = split_url(split_name(name)[1])
+        self.vision = can_read_pictures(name)
+        model, url = split_model_url(split_provider(name)[1])
         self._endpoint = ResolvedEndpoint(
             _PROVIDER,
             model,
@@ -114,7 +119,7 @@ class LiteLLMClient:
         self.window = window or known_window or _WINDOW
 
     async def complete(self, request: Request) -> Reply:
-        fields = chat_json.body_fields(request, self._endpoint, "max_tokens")
+        fields = chat_json.request_body_fields(request, self._endpoint, "max_tokens")
         original = RawProviderReply()
         started = time.perf_counter()
         try:
@@ -127,11 +132,11 @@ class LiteLLMClient:
                 api_key=self._endpoint.secret or None,
                 base_url=self._endpoint.url or None,
                 **({"extra_headers": self._endpoint.headers} if self._endpoint.headers else {}),
-                logger_fn=original.note,
+                logger_fn=original.record_response_body,
             )
         except Exception as error:  # each provider raises its own exceptions
-            raise self._failure(error, original) from error
-        return self._reply(sent, original, time.perf_counter() - started)
+            raise self._to_model_error(error, original) from error
+        return self._to_reply(sent, original, time.perf_counter() - started)
 
     async def close(self) -> None:
         """Do nothing, because LiteLLM shares its connections across the process and closes them
@@ -164,7 +169,7 @@ class LiteLLMClient:
             return None, window
         return Price(costs[0] * 1e6, costs[1] * 1e6, read, write or None), window
 
-    def _reply(self, sent: Any, original: RawProviderReply, seconds: float) -> Reply:
+    def _to_reply(self, sent: Any, original: RawProviderReply, seconds: float) -> Reply:
         found = original.completion()
         if found is not None and found.error:
             raise self._error_in_body(found, original)
@@ -188,7 +193,9 @@ class LiteLLMClient:
                 completion.usage = found.usage
             elif isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
                 completion.usage = None  # LiteLLM fills in zeros if the server reported no usage
-            reply = chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
+            reply = chat_json.reply_from_response(
+                completion, completion.choices[0], self._endpoint.model, seconds
+            )
         except (ValueError, AttributeError, LookupError) as error:
             raise MalformedResponse(
                 f"{self.name}: LiteLLM returned something that is not a chat completion ({error})"
@@ -201,7 +208,7 @@ class LiteLLMClient:
     def _error_in_body(
         self, found: chat_json.ChatCompletion, original: RawProviderReply
     ) -> ModelError:
-        return from_body(
+        return error_from_body(
             self.name,
             {},
             original.body.encode("utf-8", "replace"),
@@ -210,11 +217,11 @@ class LiteLLMClient:
             secrets=(self._endpoint.secret,),
         )
 
-    def _failure(self, error: Exception, original: RawProviderReply) -> ModelError:
+    def _to_model_error(self, error: Exception, original: RawProviderReply) -> ModelError:
         found = original.completion()
         if found is not None and found.error:
             return self._error_in_body(found, original)
-        message = " ".join(redacted(str(error), (self._endpoint.secret,)).split())[:300]
+        message = " ".join(redact_secrets(str(error), (self._endpoint.secret,)).split())[:300]
         if isinstance(error, self._litellm.exceptions.ContextWindowExceededError):
             refused = Refused(
                 f"{self.name}: {message}; shorten the prompt or name a model with a larger window"
@@ -230,7 +237,7 @@ class LiteLLMClient:
         if not isinstance(status, int) or status < 400:
             return MalformedResponse(f"{self.name}: {message or type(error).__name__}")
         headers = getattr(error, "litellm_response_headers", None) or {}
-        failure = from_status(
+        failure = error_from_status(
             self.name, status, headers, message.encode(), secrets=(self._endpoint.secret,)
         )
         failure.may_be_paid = status >= 500  # includes replies that LiteLLM could not parse

@@ -75,7 +75,7 @@ class PendingMockRequest:
         )
         self._connection.write(head.encode("latin-1"))
 
-    def piece(self, data: bytes) -> None:
+    def send_piece(self, data: bytes) -> None:
         """Send a piece of the response's body.
 
         Does nothing if the client has disconnected.

@@ -31,15 +31,15 @@ from ramify.clients.providers import (
     IN_PROCESS,
     PROVIDERS,
     ModelProviderSpec,
-    no_key,
+    missing_key_error,
     resolve_endpoint,
-    split_name,
-    split_url,
+    split_model_url,
+    split_provider,
 )
 from ramify.errors import ConfigError, check_keywords
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 
 _GAP = lazy_pattern(r"\s*(?:[,;+]|and\b)?\s*")
 _KEYWORDS = (
@@ -144,8 +144,8 @@ class Model:
         check_keywords("Model", unknown, _KEYWORDS)
         if not isinstance(name, str):
             raise ConfigError(f"the model is a {type(name).__name__}: give 'provider:model'")
-        self.provider = split_name(name)[0]
-        self._environ = _bound(self.provider, environ)
+        self.provider = split_provider(name)[0]
+        self._environ = _provider_variables(self.provider, environ)
         self.name = _with_url(name, self.provider, base_url)
         self.base_url = base_url
         self._key = _checked_key(self.name, self.provider, api_key)
@@ -215,16 +215,16 @@ class Model:
         return msgspec.structs.replace(run, **fields)
 
     def __repr__(self) -> str:
-        given = [f", {k}={_short(v)}" for k, v in self.settings().items() if k != "headers"]
+        given = [f", {k}={_short_repr(v)}" for k, v in self.settings().items() if k != "headers"]
         return f"Model({self.name!r}{''.join(given)})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Model) and self._all() == other._all()
+        return isinstance(other, Model) and self._field_values() == other._field_values()
 
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def _all(self) -> tuple[Any, ...]:
+    def _field_values(self) -> tuple[Any, ...]:
         return tuple(getattr(self, field) for field in self.__slots__)
 
     def __setattr__(self, field: str, value: Any) -> None:
@@ -255,7 +255,7 @@ def check_api_key_exists(model: Model) -> None:
             model.name, key=key, base_url=model.base_url, headers=headers, environ=environ
         )
     elif model.provider == "anthropic" and not key and not any(map(environ.get, ANTHROPIC_KEYS)):
-        raise no_key(model.name, ANTHROPIC_KEYS[0])
+        raise missing_key_error(model.name, ANTHROPIC_KEYS[0])
 
 
 def check_aliases(models: Sequence[Any]) -> None:
@@ -285,7 +285,7 @@ def bare_name(name: str) -> str:
     return name.partition("@http")[0].partition(":")[2] or name
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """Return the ``repr`` of a value.
 
     For a struct, only the fields that differ from their defaults are shown.
@@ -300,10 +300,10 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__}({', '.join(given)})"
 
 
-def _bound(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _provider_variables(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that the client of a provider reads, with their values."""
     names: Sequence[str] = _ANTHROPIC if provider == "anthropic" else ()
-    found = PROVIDERS.get(provider) if provider in CLIENTS.ours else CLIENTS.of(provider)
+    found = PROVIDERS.get(provider) if provider in CLIENTS.ours else CLIENTS.resolve(provider)
     if isinstance(found, ModelProviderSpec):
         names = (
             found.url_variable,
@@ -332,7 +332,7 @@ def _with_url(name: str, provider: str, base_url: str | None) -> str:
             f"{name}: base_url contains a user or password, which would be displayed and stored: "
             "give api_key or headers instead"
         )
-    if split_url(split_name(name)[1])[1] is not None:
+    if split_model_url(split_provider(name)[1])[1] is not None:
         raise ConfigError(f"{name}: the name already has a URL: remove it, or remove base_url")
     return f"{name}@{base_url.rstrip('/')}" if provider in CLIENTS.ours else name
 
@@ -347,7 +347,7 @@ def _checked_key(name: str, provider: str, key: str | None) -> str | None:
     key = key.strip()
     if not key.isascii() or any(character.isspace() for character in key):
         raise ConfigError(f"{name}: api_key has spaces or characters that no key has")
-    remember(f"key of {bare_name(name)}", key)
+    register_secret(f"key of {bare_name(name)}", key)
     return key
 
 
@@ -359,7 +359,7 @@ def _checked_headers(name: str, headers: Mapping[str, str] | None) -> Iterator[t
             raise ConfigError(f"{name}: {header!r:.60} is not the name of an HTTP header")
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
             raise ConfigError(f"{name}: the value of header {header} is not printable ASCII text")
-        remember(f"header {header}", value)
+        register_secret(f"header {header}", value)
         yield header, value
 
 

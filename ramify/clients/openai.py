@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.clients import chat_json
 from ramify.clients.base import OnPiece, Price, Request
 from ramify.clients.json_api import JsonApi
-from ramify.clients.picture_token_costs import known_vision
+from ramify.clients.picture_token_costs import can_read_pictures
 from ramify.clients.providers import RESPONSES_PATH, ResolvedEndpoint
 from ramify.errors import ConfigError, Refused
 from ramify.http_client.http_transport import HttpConnectionPool
@@ -44,7 +44,7 @@ class OpenAIClient:
         self.name = name
         self.window = window
         self.price = price
-        self.vision = known_vision(name)
+        self.vision = can_read_pictures(name)
         self.continues = bool(endpoint.provider.continue_fields)
         """True if the server can continue an incomplete assistant message at the end of a
         request."""
@@ -104,7 +104,7 @@ class OpenAIClient:
         )
 
     def _body(self, request: Request) -> dict[str, Any]:
-        fields: dict[str, Any] = self._format.body_fields(
+        fields: dict[str, Any] = self._format.request_body_fields(
             request, self._endpoint, self._limit_field
         )
         return fields

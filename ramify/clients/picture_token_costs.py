@@ -1,8 +1,8 @@
 """Determine from a model's name whether it can read pictures, and the maximum number of tokens that
 a picture costs.
 
-    picture_tokens("openai:gpt-4o", 1024 × 1024)           ->  85 + 4 × 170 = 765
-    picture_tokens("anthropic:claude-sonnet-4-5", …)       ->  1,399
+    picture_tokens_upper_bound("openai:gpt-4o", 1024 × 1024)           ->  85 + 4 × 170 = 765
+    picture_tokens_upper_bound("anthropic:claude-sonnet-4-5", …)       ->  1,399
 
 A request reserves these tokens before it is sent, and the usage that the server reports settles
 them. The rules are those that the providers publish (2026-11). A name that none of them covers gets
@@ -56,22 +56,22 @@ _PATCHES = (
 maximum number of patches."""
 
 
-def known_vision(model: str) -> bool | None:
+def can_read_pictures(model: str) -> bool | None:
     """Return True if a model (``provider:model``) is known to read pictures, and False if it is
     known not to.
 
     Returns None if its name does not show it.
     """
-    name = _bare(model)
+    name = _bare_model_name(model)
     if _SEEING.search(name):
         return True
     return False if _BLIND.search(name) else None
 
 
-def picture_tokens(model: str, picture: Picture) -> int:
+def picture_tokens_upper_bound(model: str, picture: Picture) -> int:
     """Return an upper bound on the tokens that a picture costs with a model
     (``provider:model``)."""
-    name, width, height = _bare(model), picture.width, picture.height
+    name, width, height = _bare_model_name(model), picture.width, picture.height
     for pattern, base, tile in _TILES:
         if _is_named(pattern, name):
             return base + tile * _num_tiles(width, height)
@@ -82,11 +82,11 @@ def picture_tokens(model: str, picture: Picture) -> int:
         # Earlier models divide the pixels by 750, later ones count cells of 28 × 28.
         return min(max(math.ceil(width * height / 750), _cells(width, height, 28)), 4784) + 16
     if _is_named("gemini", name):
-        return _gemini(width, height)
+        return _gemini_tokens(width, height)
     return max(_LEAST, _cells(width, height, 28) + 16)
 
 
-def _bare(model: str) -> str:
+def _bare_model_name(model: str) -> str:
     return model.partition("@http")[0].lower()
 
 
@@ -109,7 +109,7 @@ def _num_tiles(width: int, height: int) -> int:
     return _cells(round(width * scale), round(height * scale), 512)
 
 
-def _gemini(width: int, height: int) -> int:
+def _gemini_tokens(width: int, height: int) -> int:
     """Return an upper bound on the tokens of a picture with Gemini.
 
     Gemini 2 counts 258 tokens per tile. Gemini 3 counts at most 2,240 in its highest resolution.

@@ -37,9 +37,9 @@ from ramify.errors import ConfigError, did_you_mean
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
 from ramify.nearest_name import nearest_name
-from ramify.plugins import Registry, is_reference
-from ramify.secret_redaction import remember
-from ramify.trained_policy_settings import packaged_policies
+from ramify.plugins import Registry, is_object_location
+from ramify.secret_redaction import register_secret
+from ramify.trained_policy_settings import packaged_policy_names
 
 _AT_URL = lazy_pattern(r"^(?P<model>.*)@(?P<url>https?://.+)$")
 _LIKE_AN_ADDRESS = lazy_pattern(
@@ -230,7 +230,7 @@ name a module in ``package`` that takes long to import."""
 _loaded: set[str] = set()
 
 
-async def load_clients(providers: Iterable[str]) -> None:
+async def import_client_modules(providers: Iterable[str]) -> None:
     """Import the client modules of some providers in a thread.
 
     Some SDKs take half a minute to import on a busy machine, and would block the event loop. Import
@@ -238,13 +238,13 @@ async def load_clients(providers: Iterable[str]) -> None:
     """
     for provider in dict.fromkeys(providers):
         if provider not in PROVIDERS and provider not in _loaded:
-            await asyncio.to_thread(_load, provider)
+            await asyncio.to_thread(_import_package, provider)
             _loaded.add(provider)
 
 
-def _load(provider: str) -> None:
+def _import_package(provider: str) -> None:
     with contextlib.suppress(ConfigError, ImportError):
-        if package := getattr(CLIENTS.of(provider), "package", ""):
+        if package := getattr(CLIENTS.resolve(provider), "package", ""):
             importlib.import_module(package)
 
 
@@ -262,19 +262,19 @@ class ResolvedEndpoint(msgspec.Struct, frozen=True):
     cache_key: bool
 
     def __post_init__(self) -> None:
-        remember(self.provider.key_variables[0] or "key", self.secret)
+        register_secret(self.provider.key_variables[0] or "key", self.secret)
 
     def __repr__(self) -> str:
         return f"Endpoint({self.model!r}, {self.url!r})"
 
 
-def split_name(name: str) -> tuple[str, str]:
+def split_provider(name: str) -> tuple[str, str]:
     """Split a model's full name into the provider and the rest: ``openai:gpt-5`` becomes
     ``("openai", "gpt-5")``.
 
     ``my_clients.py:connect:m`` becomes ``("my_clients.py:connect", "m")``, and the name of a
     packaged policy becomes ``("local", name)``. Raises ConfigError for any other form."""
-    if name in packaged_policies():
+    if name in packaged_policy_names():
         return IN_PROCESS, name
     provider, colon, model = name.partition(":")
     before, is_url, _ = name.partition("://")
@@ -282,7 +282,7 @@ def split_name(name: str) -> tuple[str, str]:
         colon = ""
     if "/" in provider and not provider.endswith(".py"):  # bedrock/claude-v2:0
         colon = ""
-    if colon and is_reference(provider):  # my_package.clients:connect:MODEL
+    if colon and is_object_location(provider):  # my_package.clients:connect:MODEL
         attribute, colon, model = model.partition(":")
         provider = f"{provider}:{attribute}"
     if not colon:
@@ -291,7 +291,7 @@ def split_name(name: str) -> tuple[str, str]:
         example = f"openrouter:{name}" if "/" in name else f"openai:{name or 'gpt-5'}"
         advice = f"did you mean '{intended}'?" if intended else f"such as {example}"
         raise ConfigError(f"model '{name}' has no provider: write provider:model; {advice}")
-    if not is_reference(provider) and provider not in CLIENTS:
+    if not is_object_location(provider) and provider not in CLIENTS:
         raise ConfigError(
             f"unknown provider '{provider}' in '{name}': {did_you_mean(provider, CLIENTS)}"
         )
@@ -313,7 +313,7 @@ def _with_provider(name: str) -> str | None:
     first, slash, rest = name.partition("/")
     if slash and "@" not in first and (provider := nearest_name(first, CLIENTS, cutoff=0.8)):
         return f"{provider}:{rest}"
-    if policy := nearest_name(name, packaged_policies(), cutoff=0.7):
+    if policy := nearest_name(name, packaged_policy_names(), cutoff=0.7):
         return policy
     if provider := nearest_name(name, CLIENTS, cutoff=0.8):
         return f"{provider}:MODEL"
@@ -327,7 +327,7 @@ def _with_provider(name: str) -> str | None:
     return f"openai:{name}" if at and is_http_url(url) else None
 
 
-def split_url(model: str) -> tuple[str, str | None]:
+def split_model_url(model: str) -> tuple[str, str | None]:
     """Split a model name with a server's URL into the two: ``m@http://host/v1`` becomes ``("m",
     "http://host/v1")``.
 
@@ -359,7 +359,7 @@ class MissingKey(ConfigError):
         """Environment variable in which the API key was expected."""
 
 
-def no_key(name: str, variable: str) -> MissingKey:
+def missing_key_error(name: str, variable: str) -> MissingKey:
     """Return the error for a model without an API key.
 
     If the text after an ``@`` in the model's name could be a base URL, the error also shows the
@@ -388,9 +388,9 @@ def resolve_endpoint(
 
     The order of precedence is ``key`` and ``base_url``, then ``@URL`` in the name, then the
     environment. ``headers`` are added to each request."""
-    provider_name, model = split_name(name)
-    provider: ModelProviderSpec = CLIENTS.of(provider_name)
-    model, named_url = split_url(model)
+    provider_name, model = split_provider(name)
+    provider: ModelProviderSpec = CLIENTS.resolve(provider_name)
+    model, named_url = split_model_url(model)
     base_url = base_url or named_url
     if not model:
         raise ConfigError(f"'{name}' names no model before '@': write {provider_name}:MODEL@URL")
@@ -441,7 +441,7 @@ def _key(
                 f"{name}: no API key: {variable} was set after the model was created, and keys "
                 "are read only then: create the RLM or the Model again"
             )
-        raise no_key(name, variable)
+        raise missing_key_error(name, variable)
     if not value.isascii() or any(character.isspace() for character in value.strip()):
         raise ConfigError(
             f"{name}: the key in {provider.key_variables[0]} contains spaces or characters that "
@@ -551,9 +551,9 @@ class PriceTable:
         entry = self._find(name)
         if entry is not None and entry.price is not None:
             return entry.price
-        return FREE if is_self_hosted(name) or is_script(name) else None
+        return FREE if is_self_hosted(name) or is_scripted_model(name) else None
 
-    def window(self, name: str) -> int | None:
+    def context_window(self, name: str) -> int | None:
         """Return the context window of a model in tokens, or None if it is unknown."""
         entry = self._find(name)
         return entry.window if entry is not None else None
@@ -570,10 +570,10 @@ class PriceTable:
 def is_in_process(name: str) -> bool:
     """Return True if a model runs in this process, that is, if its name is ``local:FOLDER`` or a
     packaged policy."""
-    return name.startswith(f"{IN_PROCESS}:") or name in packaged_policies()
+    return name.startswith(f"{IN_PROCESS}:") or name in packaged_policy_names()
 
 
-def is_script(name: str) -> bool:
+def is_scripted_model(name: str) -> bool:
     """Return True if a model's replies come from a script, so that they cost nothing."""
     return name.startswith(("scripted:", "offline:"))
 
@@ -583,7 +583,7 @@ def is_self_hosted(name: str) -> bool:
     if is_in_process(name):
         return True
     prefix = name.partition(":")[0]
-    is_installed = prefix not in CLIENTS.ours and not is_reference(prefix)
+    is_installed = prefix not in CLIENTS.ours and not is_object_location(prefix)
     found = CLIENTS.get(prefix) if is_installed else PROVIDERS.get(prefix)
     return isinstance(found, ModelProviderSpec) and found.local
 

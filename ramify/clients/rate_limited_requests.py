@@ -37,10 +37,10 @@ from ramify.clients.base import (
     ReplyPiece,
     Request,
     RequestReservation,
-    believed,
+    plausible_usage,
     reported_cost,
 )
-from ramify.clients.chat_json import redacted
+from ramify.clients.chat_json import redact_secrets
 from ramify.clients.deadlines import TimeoutScheduler, TimeoutScope
 from ramify.clients.model_config import Model
 from ramify.clients.providers import CLIENTS, ModelProviderSpec, PriceTable, resolve_endpoint
@@ -55,7 +55,7 @@ from ramify.errors import (
 )
 from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.logging import ComponentLogger
-from ramify.secret_redaction import redact_likely_secrets, remember
+from ramify.secret_redaction import redact_likely_secrets, register_secret
 from ramify.types.message import Reply
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class RateLimitedClientPool:
         self._prices = prices
         self._keys = dict(keys or {})
         for provider, key in self._keys.items():
-            remember(f"{provider} key", key)
+            register_secret(f"{provider} key", key)
         self._base_urls = dict(base_urls or {})
         self._random = rng
         self._sleep = sleep
@@ -143,7 +143,7 @@ class RateLimitedClientPool:
     def pause_remaining_s(self) -> float:
         """The number of seconds until no model is paused by a rate limit; 0 if none is paused
         now."""
-        return max((gate.opens_in_s() for gate in self._gates.values()), default=0.0)
+        return max((gate.pause_remaining_s() for gate in self._gates.values()), default=0.0)
 
     def client(self, name: str) -> Client:
         """Return the client of the model with the given full name (``provider:model``).
@@ -210,7 +210,7 @@ class RateLimitedClientPool:
                     )
                 except ModelError as error:
                     on_send = None
-                    wait_s = retries.wait_after(error, gate, gate.passed > passed)
+                    wait_s = retries.retry_delay_s(error, gate, gate.passed > passed)
                 if wait_s is not None:
                     await self._sleep(wait_s)
         finally:
@@ -256,7 +256,7 @@ class RateLimitedClientPool:
                     reply = await complete(request, arrival.add)
                 else:
                     reply = await client.complete(request)
-                reply = priced(reply, request, client.window, client.price)
+                reply = reply_with_cost(reply, request, client.window, client.price)
         except TimeoutError:
             lost = arrival.lost(client)
             account.charge_full_reservation(str(lost))
@@ -273,7 +273,7 @@ class RateLimitedClientPool:
             if isinstance(error, RamifyError):
                 account.charge_full_reservation(str(error))
                 raise
-            bad = _unexpected(client, error)
+            bad = _log_unexpected(client, error)
             account.charge_full_reservation(str(bad))
             raise bad from error
         except BaseException as error:
@@ -302,7 +302,7 @@ class RateLimitedClientPool:
         finally:
             _record_wait(client, "budget", _now_s() - began_s)
         try:
-            return await self._enter(client, gate)
+            return await self._acquire_slots(client, gate)
         except BaseException:
             account.release(f"{client.name}: given up before it was sent")
             raise
@@ -328,7 +328,7 @@ class RateLimitedClientPool:
             self._take_pieces[client.name] = takes_pieces
         return takes_pieces
 
-    async def _enter(self, client: Client, gate: AdaptiveConcurrencyLimiter) -> int:
+    async def _acquire_slots(self, client: Client, gate: AdaptiveConcurrencyLimiter) -> int:
         # The model's own slot first: a rate-limited model must not hold slots that others could
         # use.
         if not gate.try_acquire():
@@ -363,11 +363,11 @@ class RateLimitedClientPool:
         name, provider = model.name, model.provider
         prices = self._prices = self._prices or PriceTable.load()
         price = model.price or prices.price(name)
-        window = model.window or prices.window(name)
+        window = model.window or prices.context_window(name)
         key, headers, environ = model.secrets()
         key = key or self._keys.get(provider)
         base_url = model.base_url or self._base_urls.get(provider)
-        connect = CLIENTS.of(provider)
+        connect = CLIENTS.resolve(provider)
         if isinstance(connect, ModelProviderSpec):
             from ramify.clients.openai import OpenAIClient
 
@@ -474,7 +474,7 @@ class RequestRetries:
         again."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
-    def wait_after(
+    def retry_delay_s(
         self, error: ModelError, gate: AdaptiveConcurrencyLimiter, others_passed: bool
     ) -> float | None:
         """Return how many seconds to wait before the next attempt, or None if the rate limiter will
@@ -493,7 +493,9 @@ class RequestRetries:
         if not error.transient or self._is_used_up() or not self.is_wait_acceptable(error):
             error.waited_s = self._out_s()
             raise error
-        wait_s = gate.opens_in_s() if is_limited else self._pool.backoff_s(error, self.failed)
+        wait_s = (
+            gate.pause_remaining_s() if is_limited else self._pool.backoff_s(error, self.failed)
+        )
         if self._patience_s:
             wait_s = min(wait_s, self._left_s())
         self._report(error, wait_s)
@@ -576,11 +578,11 @@ class AdaptiveConcurrencyLimiter:
         return self._opens_at is not None or self._allowed < self._most
 
     @property
-    def width(self) -> int:
+    def max_in_flight(self) -> int:
         """The number of requests that may currently be in flight."""
         return int(self._allowed)
 
-    def opens_in_s(self) -> float:
+    def pause_remaining_s(self) -> float:
         """Return how many seconds remain until the current pause ends, or 0 if requests are not
         paused."""
         return (
@@ -594,7 +596,7 @@ class AdaptiveConcurrencyLimiter:
 
         If it returns False, the caller must wait with ``acquire``.
         """
-        if self._waiting or self._opens_at is not None or self.in_flight >= self.width:
+        if self._waiting or self._opens_at is not None or self.in_flight >= self.max_in_flight:
             return False
         self.in_flight += 1
         return True
@@ -650,7 +652,7 @@ class AdaptiveConcurrencyLimiter:
     def _admit(self) -> None:
         if self._opens_at is not None:
             return
-        while self._waiting and self.in_flight < self.width:
+        while self._waiting and self.in_flight < self.max_in_flight:
             slot = self._waiting.popleft()
             if not slot.done():
                 self.in_flight += 1
@@ -678,10 +680,10 @@ def _record_wait(client: Client, reason: str, wait_s: float) -> None:
         _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
 
 
-def _unexpected(client: Client, error: Exception) -> MalformedResponse:
+def _log_unexpected(client: Client, error: Exception) -> MalformedResponse:
     """Log the traceback of an unexpected exception from a client, and return the
     MalformedResponse to raise instead."""
-    text = " ".join(redacted(redact_likely_secrets(str(error))).split())[:200]
+    text = " ".join(redact_secrets(redact_likely_secrets(str(error))).split())[:200]
     bad = MalformedResponse(
         f"{client.name}: the reply could not be read ({type(error).__name__}: {text}); the log has "
         "the traceback"
@@ -694,9 +696,9 @@ def _asked_s(error: ModelError) -> float:
     return (error.retry_after_s or 0.0) if isinstance(error, RateLimited) else 0.0
 
 
-def priced(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
+def reply_with_cost(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
     """Return a copy of a reply with a plausible usage, and with its cost at the given price."""
-    usage = believed(reply, request, window)
+    usage = plausible_usage(reply, request, window)
     cost = price.of(usage) if price is not None else reported_cost(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens
     finish = "length" if is_full else reply.finish

@@ -25,7 +25,7 @@ import msgspec
 
 from ramify.clients.base import ReplySizeLimit
 from ramify.errors import MalformedResponse, ServerFailed
-from ramify.http_client.decompression import too_long
+from ramify.http_client.decompression import body_too_long_error
 from ramify.types.message import Reply
 
 LARGE_BYTES = 1 << 18
@@ -89,18 +89,18 @@ async def decode_reply(
     retried, if the reply exceeds ``bound``.
     """
     if len(body) > bound.bytes:
-        raise too_long(bound.bytes)
+        raise body_too_long_error(bound.bytes)
     if not is_large(body):
-        return _reply(_decode_in_place(format, body, model, bound, seconds))
-    from ramify.actors.untrusted_data_process import HelperProcessDied, in_helper
+        return _reply_or_raise(_decode_in_place(format, body, model, bound, seconds))
+    from ramify.actors.untrusted_data_process import HelperProcessDied, call_in_helper_process
 
     task = _encode(_Task(format.__name__, model, bound, seconds))
     try:
-        answer = await in_helper(f"{__name__}:{decode_in_helper.__name__}", task, body)
+        answer = await call_in_helper_process(f"{__name__}:{decode_in_helper.__name__}", task, body)
     except HelperProcessDied as error:
-        return _reply(_Decoded(None, "too much", f"the reply cannot be decoded: {error}"))
+        return _reply_or_raise(_Decoded(None, "too much", f"the reply cannot be decoded: {error}"))
     # Building a long text takes long. In a thread it may slow the loop, but it blocks no callback.
-    return _reply(await asyncio.to_thread(msgspec.msgpack.decode, answer, type=_Decoded))
+    return _reply_or_raise(await asyncio.to_thread(msgspec.msgpack.decode, answer, type=_Decoded))
 
 
 def is_large(body: bytes) -> bool:
@@ -108,7 +108,7 @@ def is_large(body: bytes) -> bool:
     return len(body) > LARGE_BYTES or body.count(b",") > _LARGE_COMMAS
 
 
-def _reply(decoded: _Decoded) -> Reply:
+def _reply_or_raise(decoded: _Decoded) -> Reply:
     if decoded.reply is not None:
         return decoded.reply
     if decoded.failed == "no reply":
@@ -134,7 +134,7 @@ def _decode_in_place(
             return _no_reply(completion)
         if problem := _problem("items", completion.num_items, bound.items):
             return _Decoded(None, "too much", problem)
-        reply = format.read(completion, completion.choices[0], model, seconds)
+        reply = format.reply_from_response(completion, completion.choices[0], model, seconds)
     except ServerFailed as error:
         return _Decoded(None, "broken off", str(error))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

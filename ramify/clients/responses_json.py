@@ -19,9 +19,9 @@ import msgspec
 from ramify.clients.base import Request, reported_usage
 from ramify.clients.chat_json import (
     decode_body,
-    is_strict,
     picture_url,
     reported_model_name,
+    supports_strict_schema,
     text_field,
 )
 from ramify.clients.providers import ResolvedEndpoint
@@ -122,11 +122,13 @@ class ResponsesReplyAssembler:
             self._response, self.is_done = bytes(part.response), True
         elif part.type == "error":
             named = {"message": part.message, "code": part.code}
-            self.error = _value(part.error) or {name: _value(raw) for name, raw in named.items()}
+            self.error = _decode_if_small(part.error) or {
+                name: _decode_if_small(raw) for name, raw in named.items()
+            }
         elif part.type in _TEXT:
-            return str(_value(part.delta) or ""), ""
+            return str(_decode_if_small(part.delta) or ""), ""
         elif part.type in _REASONING:
-            return "", str(_value(part.delta) or "")
+            return "", str(_decode_if_small(part.delta) or "")
         return "", ""
 
     def body(self) -> bytes:
@@ -136,12 +138,14 @@ class ResponsesReplyAssembler:
 new_stream = ResponsesReplyAssembler
 
 
-def _value(raw: msgspec.Raw) -> Any:
+def _decode_if_small(raw: msgspec.Raw) -> Any:
     data = bytes(raw)
     return msgspec.json.decode(data) if data and not is_large(data) else None
 
 
-def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) -> dict[str, Any]:
+def request_body_fields(
+    request: Request, endpoint: ResolvedEndpoint, limit_field: str
+) -> dict[str, Any]:
     """Return the JSON fields of a request to the responses API.
 
     ``limit_field`` is ignored: it names the limit of the reply in chat completions, and here that
@@ -157,7 +161,11 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
         if (value := getattr(sampling, name)) is not None:
             fields[name] = value
     if request.schema is not None:
-        kind = {"type": "json_schema", "name": "answer", "strict": is_strict(request.schema)}
+        kind = {
+            "type": "json_schema",
+            "name": "answer",
+            "strict": supports_strict_schema(request.schema),
+        }
         fields["text"] = {"format": {**kind, "schema": request.schema}}
     if request.tools:
         fields["tools"] = [
@@ -169,7 +177,9 @@ def body_fields(request: Request, endpoint: ResolvedEndpoint, limit_field: str) 
     return fields | sampling.extra
 
 
-def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: float) -> Reply:
+def reply_from_response(
+    response: ResponsesApiResponse, _output: Any, model: str, seconds: float
+) -> Reply:
     """Convert a decoded response to a ``Reply``.
 
     Raises ValueError if the response contradicts itself or may be incomplete, and ServerFailed if
@@ -184,7 +194,7 @@ def read(response: ResponsesApiResponse, _output: Any, model: str, seconds: floa
         for item in items
         if item.get("type") == "function_call"
     )
-    finish, stopped_by = _finish(response, bool(calls), model)
+    finish, stopped_by = _finish_and_reason(response, bool(calls), model)
     if refusal and not text:
         finish, stopped_by = "content_filter", "refusal"
     return Reply(
@@ -230,7 +240,9 @@ def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
     return content
 
 
-def _finish(response: ResponsesApiResponse, has_calls: bool, model: str) -> tuple[Finish, str]:
+def _finish_and_reason(
+    response: ResponsesApiResponse, has_calls: bool, model: str
+) -> tuple[Finish, str]:
     """Return how the reply ended, and the server's reason if the reply was filtered or cut off.
 
     Raises ServerFailed if the server failed.

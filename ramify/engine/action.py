@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.clients.base import Tool
-from ramify.engine.python_lexer import StringScanner, call_end
+from ramify.engine.python_lexer import StringScanner, closing_parenthesis_index
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.message import Message, ToolCall
 
@@ -93,7 +93,7 @@ class FinalAnswerText(msgspec.Struct, frozen=True):
     """True if ``text`` is the answer itself, and is not read as a variable name or a Python
     literal."""
 
-    def literal(self) -> Any:
+    def parsed_value(self) -> Any:
         """Parse the answer's text as JSON or as a Python literal, and return the value.
 
         Text that is neither is returned unchanged.
@@ -105,7 +105,7 @@ class FinalAnswerText(msgspec.Struct, frozen=True):
             return json.loads(self.text.removesuffix(","))
         except (ValueError, RecursionError):
             pass
-        argument = _argument(self.text)
+        argument = _parse_final_argument(self.text)
         try:
             return self.text if argument is None else ast.literal_eval(_Constants().visit(argument))
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
@@ -117,7 +117,7 @@ class FinalAnswerText(msgspec.Struct, frozen=True):
         The text is read as JSON or as a Python literal, with two exceptions that stay text:
         ``None`` or ``null``, and a number that Python or JSON would write differently, such as 3.10
         or 1e5."""
-        value = self.literal()
+        value = self.parsed_value()
         if value is None:
             return self.text
         is_number = type(value) in (int, float)
@@ -133,12 +133,15 @@ class _Constants(ast.NodeTransformer):
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
-def _argument(text: str) -> ast.expr | None:
+def _parse_final_argument(text: str) -> ast.expr | None:
     """Parse the text inside ``FINAL(…)`` as a Python expression.
 
     Several arguments become a tuple. Returns None if the text is not valid Python.
     """
-    if len(text) > _MAX_LITERAL_CHARS or call_end(f"{text}\n)", 0) != len(text) + 1:
+    if (
+        len(text) > _MAX_LITERAL_CHARS
+        or closing_parenthesis_index(f"{text}\n)", 0) != len(text) + 1
+    ):
         return None
     try:
         with warnings.catch_warnings():
@@ -163,7 +166,7 @@ def final_expression_code(final: FinalAnswerText | None) -> tuple[str, ...]:
     """
     if final is None or final.variable or final.as_is:
         return ()
-    argument = _argument(final.text)
+    argument = _parse_final_argument(final.text)
     if argument is None:
         return ()
     nodes = [*ast.walk(argument)]
@@ -186,7 +189,7 @@ class ParsedAction(msgspec.Struct, frozen=True):
     """True if nothing was understood although the message tried to run something. Its text is
     then not an answer."""
 
-    def is_in_our_form(self, text: str) -> bool:
+    def is_in_expected_form(self, text: str) -> bool:
         """Return True if a reply needs no other interpretation.
 
         It then contains code or an answer in the expected form, and no syntax of another system.
@@ -196,13 +199,13 @@ class ParsedAction(msgspec.Struct, frozen=True):
         return is_understood and ">>>" not in text and "<|channel|>" not in text
 
 
-def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
+def parse_action(message: Message, is_cut: bool = False) -> ParsedAction:
     """Parse a model's message into the code to run and the final answer.
 
     ``is_cut`` is True if the reply was truncated at its token limit. Then an unclosed last code
     fence and every ``FINAL(…)`` in the text are ignored, because the missing rest could have
     changed them."""
-    codes, prose, ignored = _fenced(message.content, is_cut)
+    codes, prose, ignored = _extract_code(message.content, is_cut)
     final, is_closed = _final_text(prose)
     if len(codes) == 1 and final is None and (final := _json_answer(codes[0])):
         codes = []
@@ -210,7 +213,7 @@ def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
         final = None
         ignored.append(_CUT_FINAL if is_closed else _CUT.format("FINAL(…)", "taken"))
     for call in message.tool_calls:
-        code, answer, problem = _native(call)
+        code, answer, problem = _parse_tool_call(call)
         codes += [code] if code is not None else []
         final = answer or final
         ignored += [problem] if problem else []
@@ -227,7 +230,7 @@ def prose_of(text: str) -> str:
 
     A reply with none of these is returned whole.
     """
-    codes, prose, _ = _fenced(text)
+    codes, prose, _ = _extract_code(text)
     return _VARIABLE.sub("", prose if codes else without_thinking(text)).strip()
 
 
@@ -236,15 +239,15 @@ def without_thinking(text: str) -> str:
     text = text.replace("\r\n", "\n")
     if "<think>" not in text and "</think>" not in text:
         return text
-    return "".join(part.text for part in _parts(text))
+    return "".join(part.text for part in _split_reply(text))
 
 
-def unrun_fences(text: str) -> Iterator[tuple[str, str, bool]]:
+def unexecuted_code_fences(text: str) -> Iterator[tuple[str, str, bool]]:
     """Yield the code fences of a reply that will not be run, such as unmarked ones.
 
     Each is a tuple of the language, the content, and whether the fence was closed.
     """
-    for part in _parts(text):
+    for part in _split_reply(text):
         if part.fence is not None and not part.is_code:
             yield part.language, part.body, part.closed
 
@@ -268,7 +271,7 @@ class _Part(NamedTuple):
         return self.language in _LANGUAGES
 
 
-def _parts(text: str) -> list[_Part]:
+def _split_reply(text: str) -> list[_Part]:
     """Split a reply into its prose and its code fences, in order.
 
     Thinking is dropped.
@@ -291,7 +294,7 @@ def _parts(text: str) -> list[_Part]:
             has_thought = True
         else:
             parts.append(_Part(text[start : mark.start()]))
-            fence, start, is_thought, has_thought = _fence(text, mark, has_thought)
+            fence, start, is_thought, has_thought = _parse_fence(text, mark, has_thought)
             if is_thought:
                 parts = []
             else:
@@ -314,7 +317,7 @@ def _end_of_strings(text: str, start: int) -> int:
     if the call is not valid Python.
     """
     newline = text.find("\n", start)
-    end = call_end(text, start) if newline >= 0 else None
+    end = closing_parenthesis_index(text, start) if newline >= 0 else None
     if end is None or end < newline:
         return start
     scanner, last = StringScanner(text, start), start
@@ -324,7 +327,9 @@ def _end_of_strings(text: str, start: int) -> int:
     return last
 
 
-def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part, int, bool, bool]:
+def _parse_fence(
+    text: str, opening: re.Match[str], has_thought: bool
+) -> tuple[_Part, int, bool, bool]:
     """Parse the code fence whose first line matched ``opening``.
 
     Returns four values: the fence; the index after it; whether the fence turned out to be part of
@@ -360,7 +365,7 @@ def _fence(text: str, opening: re.Match[str], has_thought: bool) -> tuple[_Part,
         body.append(text[start:])
         kept += body
         position = len(text)
-    content = _dedented("".join(body), len(opening["indent"])).rstrip("\n")
+    content = _dedent_body("".join(body), len(opening["indent"])).rstrip("\n")
     return _Part("".join(kept), opening, content, closed), position, False, has_thought
 
 
@@ -389,7 +394,7 @@ def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
     )
 
 
-def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
+def _extract_code(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
     """Split a reply into code and text.
 
     Returns the code of each fence, the text outside all fences and thinking, and notes about the
@@ -398,7 +403,7 @@ def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]
     codes: list[str] = []
     prose: list[str] = []
     ignored: list[str] = []
-    for part in _parts(text.replace("\r\n", "\n")):
+    for part in _split_reply(text.replace("\r\n", "\n")):
         if part.fence is None:
             prose.append(part.text)
         elif part.is_code and not part.closed and is_cut:
@@ -418,7 +423,7 @@ def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]
     return codes, "\n".join(prose), ignored
 
 
-def _dedented(body: str, indent: int) -> str:
+def _dedent_body(body: str, indent: int) -> str:
     """Remove the indentation of a code fence from its content, as Markdown does."""
     return re.sub(rf"^[ \t]{{1,{indent}}}+", "", body, flags=re.MULTILINE) if indent else body
 
@@ -431,12 +436,14 @@ def _final_text(prose: str) -> tuple[FinalAnswerText | None, bool]:
     final, is_closed = None, True
     position = num_tries = 0
     while match := _FINAL.search(prose, position):
-        end = call_end(prose, match.end()) if num_tries < _MAX_TRIES else None
+        end = closing_parenthesis_index(prose, match.end()) if num_tries < _MAX_TRIES else None
         if end is None or "#" in prose[match.end() : end]:
             num_tries += 1
             counted = _counted_end(prose, match.end())
             # In words, a # begins no comment.
-            is_python = end is not None and _argument(prose[match.end() : end]) is not None
+            is_python = (
+                end is not None and _parse_final_argument(prose[match.end() : end]) is not None
+            )
             end = end if is_python else counted
         assert end is not None
         inside, position = prose[match.end() : end].strip(), end + 1
@@ -470,7 +477,7 @@ def _json_answer(code: str) -> FinalAnswerText | None:
     match = _FINAL.match(code)
     if match is None or match["name"] != "FINAL" or not _JSON_WORD.search(code, match.end()):
         return None
-    end = call_end(code, match.end())
+    end = closing_parenthesis_index(code, match.end())
     if end is None or code[end + 1 :].strip():
         return None
     try:
@@ -480,7 +487,7 @@ def _json_answer(code: str) -> FinalAnswerText | None:
     return FinalAnswerText(inside)
 
 
-def _native(call: ToolCall) -> tuple[str | None, FinalAnswerText | None, str | None]:
+def _parse_tool_call(call: ToolCall) -> tuple[str | None, FinalAnswerText | None, str | None]:
     """Parse one native tool call.
 
     Returns the code to run, the final answer, and an explanation if the call is invalid. Exactly
@@ -514,6 +521,6 @@ def answer_from_tool_argument(value: Any) -> FinalAnswerText:
 
     A text that would be parsed as another value is quoted.
     """
-    if isinstance(value, str) and FinalAnswerText(value).literal() == value:
+    if isinstance(value, str) and FinalAnswerText(value).parsed_value() == value:
         return FinalAnswerText(value)
     return FinalAnswerText(repr(value))

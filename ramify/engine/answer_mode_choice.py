@@ -24,7 +24,7 @@ from ramify.clients.base import Client
 from ramify.engine.leaf_calls import LeafRequest
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits
 from ramify.engine.question import ALWAYS, Question
-from ramify.engine.strategies import MODES, Strategy, record_of, recorded_strategy
+from ramify.engine.strategies import MODES, Strategy, recorded_strategy, strategy_record
 from ramify.errors import ConfigError
 from ramify.plugins import load_object
 from ramify.types.event import ModeChosen
@@ -116,7 +116,7 @@ def always_direct(_facts: ModeChoiceInput) -> ModeChoice:
     return ModeChoice("direct", "it was asked for")
 
 
-async def first_choice(
+async def choose_initial_mode(
     setup: RlmSetup, question: Question, models: RunModels, *, is_conversation: bool
 ) -> ModeChoice | ModeChoiceCall | None:
     """Choose the mode of a question before the run starts, or return the model call that will
@@ -151,7 +151,7 @@ def recorded_choice(question: Question) -> ModeChoice | None:
     return ModeChoice(recorded.mode, recorded.reason, recorded_strategy(recorded.strategy))
 
 
-def applied(question: Question, choice: ModeChoice) -> Question:
+def apply_choice(question: Question, choice: ModeChoice) -> Question:
     """Return a copy of the question with the settings of the chosen mode applied."""
     direct = ALWAYS if choice.mode == "direct" else False
     return msgspec.structs.replace(question, direct=direct, strategy=choice.strategy)
@@ -164,14 +164,14 @@ def make_mode_chosen_event(
 
     ``is_asked`` is True if a model made the choice.
     """
-    strategy = {} if choice.strategy is None else record_of(choice.strategy)
+    strategy = {} if choice.strategy is None else strategy_record(choice.strategy)
     return ModeChosen(
         at_s=at_s, mode=choice.mode, reason=choice.reason, strategy=strategy, is_asked=is_asked
     )
 
 
 def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeChoiceInput:
-    root, limits = models.rlm(0), setup.limits
+    root, limits = models.client_at_depth(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
     of_tables = _TABLE_TOOLS if _has_texts_of_tables(question) else frozenset()
     of_question = question.tools.keys() - of_tables if question.has_required_tools else ()

@@ -14,7 +14,7 @@ from ramify.errors import SandboxError
 from ramify.sandbox.base import SharedContext
 
 
-def jsonable(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """Return ``value`` as plain data that can be written as JSON.
 
     A value that JSON cannot represent is replaced by its text.
@@ -22,7 +22,7 @@ def jsonable(value: Any) -> Any:
     if type(value) is str:
         return value
     try:
-        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dump_pydantic)
     except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
         return _text_of(value)
     try:
@@ -41,7 +41,7 @@ def _text_of(value: Any) -> str:
         return f"(a value of type {type(value).__name__} that has no text: {type(error).__name__})"
 
 
-def _dumped(value: Any) -> Any:
+def _dump_pydantic(value: Any) -> Any:
     """Return the fields of a pydantic model, which msgspec does not support by itself.
 
     Raises NotImplementedError for any other type.
@@ -51,7 +51,7 @@ def _dumped(value: Any) -> Any:
     return value.model_dump(mode="json")
 
 
-def typed_record(answer: Any) -> dict[str, Any] | None:
+def pack_typed_answer(answer: Any) -> dict[str, Any] | None:
     """Pack an answer in a form that preserves its Python types.
 
     Returns None if plain JSON would lose nothing, or if the answer has a type that cannot be

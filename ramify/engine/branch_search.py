@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import msgspec
 
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def vote(answers: Sequence[Any]) -> int:
     >>> ramify.vote(["a", None, "b", "b"])
     2
     """
-    keys = [None if answer is None else _key(jsonable(answer)) for answer in answers]
+    keys = [None if answer is None else _key(to_jsonable(answer)) for answer in answers]
     counts = Counter(key for key in keys if key is not None)
     return keys.index(counts.most_common(1)[0][0]) if counts else 0
 
@@ -118,7 +118,7 @@ class Branches(msgspec.Struct, frozen=True):
         return self.choose_by(answers)
 
 
-def search_of(given: BranchSearch | int) -> BranchSearch | None:
+def parse_search(given: BranchSearch | int) -> BranchSearch | None:
     """Convert the value of a ``search=`` argument to a search.
 
     It may be a number of continuations or a search object. Returns None for 1, which means no

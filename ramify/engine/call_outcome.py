@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.errors import RamifyError, can_be_fixed
+from ramify.errors import RamifyError, is_fixable_by_user
 from ramify.types.trajectory import Stop
 
 
@@ -30,11 +30,11 @@ class CallOutcome(msgspec.Struct, frozen=True):
     """Id of the continuation that gave the answer, if there were several."""
 
 
-def failed(error: RamifyError, is_stored: bool) -> CallOutcome:
+def failed_outcome(error: RamifyError, is_stored: bool) -> CallOutcome:
     """Return the outcome of a run that failed with ``error``.
 
     If the run is stored and the user can fix the cause, the outcome is "suspended", and the run can
     be resumed later.
     """
-    stop = Stop.SUSPENDED if is_stored and can_be_fixed(error) else Stop.ERROR
+    stop = Stop.SUSPENDED if is_stored and is_fixable_by_user(error) else Stop.ERROR
     return CallOutcome(stop, error=str(error), failure=error)

@@ -25,18 +25,23 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price, Request
-from ramify.clients.rate_limited_requests import priced
+from ramify.clients.rate_limited_requests import reply_with_cost
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Reservation, max_request_amount
-from ramify.engine.model_requests import check_prices, filtered, recordable, truncation_error
-from ramify.engine.plain_call import answer_plainly, direct_prompt, with_answer_format
+from ramify.engine.model_requests import (
+    check_prices_known,
+    filtered_reply_error,
+    prepare_for_record,
+    truncation_error,
+)
+from ramify.engine.plain_call import answer_without_session, direct_prompt, with_answer_format
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.resources import RlmSetup, RunModels
 from ramify.engine.strategies import Mode
 from ramify.engine.ways_to_answer import way_to_answer
 from ramify.errors import LimitReached, ReplyCut
-from ramify.format_quantities import plain
+from ramify.format_quantities import format_plain_number
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.picture import has_pictures
 from ramify.types.trajectory import Stop
@@ -95,16 +100,16 @@ class DirectCalls:
         """
         self.mode = mode
         self.setup = setup
-        self.client = models.rlm(0)
+        self.client = models.client_at_depth(0)
         self.budget = budget
         self.limit = BudgetLedger(setup.limits, priced=self.client.price is not None).limit
         """Maximum calls, tokens and cost of one question."""
-        check_prices(setup.limits, models.all)
+        check_prices_known(setup.limits, models.all)
         self._models = models
         self._pool = models.pool
         lengths = ReplyTokenLimits(setup, models, self.limit)
         text_tokens, self._setting = lengths.visible_reply_token_limit(self.client, 0, False)
-        reasoning_tokens = lengths.reasoning_tokens(self.client)
+        reasoning_tokens = lengths.reasoning_token_allowance(self.client)
         self._max_tokens = text_tokens + reasoning_tokens
         # A stream costs the CPU time of half a request more. It shows that a model that reasons for
         # minutes is alive.
@@ -131,7 +136,7 @@ class DirectCalls:
         return self._max_tokens
 
     @property
-    def max_chars(self) -> int:
+    def max_context_chars(self) -> int:
         """The maximum length, in characters, of a context that one plain call may read."""
         return min(self.setup.scaffold.direct_chars, 2 * self.client.window)
 
@@ -145,7 +150,7 @@ class DirectCalls:
         """True if any of the models has a price."""
         return any(client.price is not None for client in self._models.all)
 
-    def messages(self, question: Question) -> list[Message]:
+    def first_request_messages(self, question: Question) -> list[Message]:
         """Return the messages of the first request for ``question``."""
         before, prompt = direct_prompt(
             self.setup.scaffold, self.setup.instructions, self.setup.examples, question
@@ -173,8 +178,12 @@ class DirectCalls:
         try:
             now_s = asyncio.get_running_loop().time()
             with self._pool.deadlines.at(now_s + limits.max_seconds):
-                return await answer_plainly(
-                    call.ask, self.client.name, self.messages(question), question.kind, self._cut
+                return await answer_without_session(
+                    call.ask,
+                    self.client.name,
+                    self.first_request_messages(question),
+                    question.kind,
+                    self._truncation_error,
                 )
         except TimeoutError:
             why = f"no answer within {limits.max_seconds:g} s: raise max_seconds"
@@ -189,19 +198,21 @@ class DirectCalls:
         reply = await self._pool.ask(
             self.client, request, account, patience_s=self.setup.limits.patience_s
         )
-        return recordable(reply, self.setup.scaffold.stop, account.most())
+        return prepare_for_record(reply, self.setup.scaffold.stop, account.most())
 
     def first_request(self, question: Question) -> Request:
         """Return the first request for ``question`` without sending it.
 
         This is for callers that send it by other means, such as a batch API.
         """
-        return self.request(tuple(self.messages(question)), _enforced(question))
+        return self.build_request(
+            tuple(self.first_request_messages(question)), _enforced_schema(question)
+        )
 
     def is_allowed(self, request: Request, price: Price | None) -> bool:
         """Return True if the limits of one question allow ``request`` even in the worst case,
         when it uses the maximum number of tokens."""
-        most, limit = request_bound(request, price), self.limit
+        most, limit = max_request_usage(request, price), self.limit
         fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
         return fits and limit.calls >= 1
 
@@ -212,24 +223,26 @@ class DirectCalls:
         This adds the cost at ``price``, and assumes the maximum usage of the request if the server
         reported none.
         """
-        reply = priced(reply, request, self.client.window, price)
-        cost = None if price is None else request_bound(request, price).cost
-        return recordable(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
+        reply = reply_with_cost(reply, request, self.client.window, price)
+        cost = None if price is None else max_request_usage(request, price).cost
+        return prepare_for_record(reply, self.setup.scaffold.stop, (request.max_usage(), cost))
 
-    def request(self, messages: tuple[Message, ...], schema: dict[str, Any] | None) -> Request:
+    def build_request(
+        self, messages: tuple[Message, ...], schema: dict[str, Any] | None
+    ) -> Request:
         return Request(messages, self._sampling, schema, whole=self._whole)
 
-    def _cut(self, text: str) -> ReplyCut:
+    def _truncation_error(self, text: str) -> ReplyCut:
         setting = self._setting if text.strip() else "max_reasoning_tokens"
         return truncation_error(self.client.name, self._max_tokens, setting, text)
 
 
-def request_bound(request: Request, price: Price | None) -> BudgetAmount:
+def max_request_usage(request: Request, price: Price | None) -> BudgetAmount:
     """Return the maximum usage and the maximum cost of one attempt at ``request``."""
     return max_request_amount(request.max_input_tokens(), request.sampling.max_tokens, price)
 
 
-def _enforced(question: Question) -> dict[str, Any] | None:
+def _enforced_schema(question: Question) -> dict[str, Any] | None:
     return question.kind.enforceable_schema if question.kind else None
 
 
@@ -248,7 +261,7 @@ class _DirectCall:
         self.emit = emit
         self.spent = spent
         self.turn = -1
-        self._schema = _enforced(question)
+        self._schema = _enforced_schema(question)
         self._recorded = recorded
         self._messages: tuple[Message, ...] = ()
 
@@ -263,13 +276,13 @@ class _DirectCall:
         if self.turn < len(self._recorded):
             reply = self._recorded[self.turn]
         else:
-            request = self.calls.request(messages, self._schema)
+            request = self.calls.build_request(messages, self._schema)
             account = _DirectAccount(self, request, tuple(new))
             reply = await self.calls.send(request, account)
             self.emit(DirectReply(self.turn, reply))
         self._messages = (*messages, reply.message)
         if reply.finish == "content_filter":
-            raise filtered(self.calls.client.name, reply)
+            raise filtered_reply_error(self.calls.client.name, reply)
         return reply
 
 
@@ -312,7 +325,9 @@ class _DirectAccount:
         ):
             if used > most * (1 + 1e-9):
                 may, can = (
-                    unit.format(plain(each) if isinstance(each, float) else f"{each:,}")
+                    unit.format(
+                        format_plain_number(each) if isinstance(each, float) else f"{each:,}"
+                    )
                     for each in (used, most)
                 )
                 raise LimitReached(

@@ -71,7 +71,7 @@ class ExternallyDrivenCall(msgspec.Struct):
     stop: Stop = Stop.FINAL
     """The limit that ended the call; ``FINAL`` if no limit did."""
 
-    def length_after(self, num_turns: int) -> int:
+    def num_messages_after(self, num_turns: int) -> int:
         """Return the length of the conversation, in messages, after the first ``num_turns`` turns
         of this call.
 
@@ -79,7 +79,7 @@ class ExternallyDrivenCall(msgspec.Struct):
         """
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
-    def is_free_after(self, num_turns: int) -> bool:
+    def can_continue_after(self, num_turns: int) -> bool:
         """Return True if a request can continue the conversation after the first ``num_turns``
         turns.
 
@@ -96,7 +96,7 @@ class ExternallyDrivenCall(msgspec.Struct):
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
         end = self.turns[num_turns].num_messages - 1
-        return self.call.messages[self.length_after(num_turns) : end]
+        return self.call.messages[self.num_messages_after(num_turns) : end]
 
 
 class ConversationMatch(NamedTuple):
@@ -126,7 +126,7 @@ class AgentConversations:
     def __init__(self) -> None:
         self.calls: list[ExternallyDrivenCall] = []
 
-    def place(
+    def match_conversation(
         self,
         messages: tuple[Message, ...],
         tools: tuple[Tool, ...],
@@ -155,7 +155,7 @@ class AgentConversations:
         else:
             place = _by_ids(calls, messages, tools, rendering, sent)
         call = place.call
-        if call is not None and place.num_turns and call.is_free_after(place.num_turns):
+        if call is not None and place.num_turns and call.can_continue_after(place.num_turns):
             return place._replace(cause=None)
         if _is_repeated(place, messages):
             assert call is not None
@@ -183,11 +183,11 @@ def _sent_before(
             continue
         num_common = _num_common(each.call.messages, messages, may_differ)
         num_turns = sum(turn.num_messages <= num_common for turn in each.turns)
-        start = each.length_after(num_turns)
+        start = each.num_messages_after(num_turns)
         if start > num_common or start >= len(messages):
             continue
         place = ConversationMatch(each, num_turns, start, None, None)
-        is_free = bool(num_turns) and each.is_free_after(num_turns)
+        is_free = bool(num_turns) and each.can_continue_after(num_turns)
         # The longest prefix wins; then a call that can continue; then one that is sent a repeat.
         now = (start, int(is_free), int(_is_repeated(place, messages)))
         if now > rank:
@@ -270,7 +270,7 @@ def _by_ids(
         num_common = _num_common_ids(each.call.history.ids, ids)
         for index, turn in enumerate(each.turns):
             # The longest prefix wins; of equal ones, a turn after which the call can continue.
-            now = (turn.num_ids, int(each.is_free_after(index + 1)))
+            now = (turn.num_ids, int(each.can_continue_after(index + 1)))
             if turn.num_ids <= num_common and now > rank and _is_on_path(each, turn):
                 best, rank = (each, index), now
     start = None if best is None else chain.num_messages_up_to_reply(best[0].turns[best[1]])
@@ -309,12 +309,14 @@ class _ReplyChain:
             turn = sent.call.turns[sent.num_turns - 1]
             if _is_on_path(sent.call, turn):
                 begin = sent.start
-                self._stand(begin - 1, sent.call, turn, ())
+                self._extend_known_prefix(begin - 1, sent.call, turn, ())
         for index in range(max(begin, 1), len(messages)):
             if messages[index].role == "assistant":
-                self._add(index, list(_replies_like(messages[index], calls)))
+                self._add_reply_ids(index, list(_replies_like(messages[index], calls)))
 
-    def _add(self, index: int, replies: Sequence[tuple[ExternallyDrivenCall, AgentTurn]]) -> None:
+    def _add_reply_ids(
+        self, index: int, replies: Sequence[tuple[ExternallyDrivenCall, AgentTurn]]
+    ) -> None:
         """Assign the sampled ids of one of ``replies`` to the message at ``index``.
 
         All of these replies have the text of the message. The one whose prompt has the same ids is
@@ -330,9 +332,9 @@ class _ReplyChain:
             and each.call.history.ids[: turn.num_prompt_ids] == prompt
         ]
         free = [(each, turn) for each, turn in same if each.turns[-1] is turn and not each.asked]
-        self._stand(index, *(free or same or replies[-1:])[0], prompt)
+        self._extend_known_prefix(index, *(free or same or replies[-1:])[0], prompt)
 
-    def _stand(
+    def _extend_known_prefix(
         self, index: int, each: ExternallyDrivenCall, turn: AgentTurn, prompt: tuple[int, ...]
     ) -> None:
         path = each.call.history.ids[: turn.num_ids]
@@ -492,11 +494,11 @@ class _Gist(NamedTuple):
 
 
 def _gist(message: Message) -> _Gist:
-    calls = tuple((call.name, _canonical(call.arguments)) for call in message.tool_calls)
+    calls = tuple((call.name, _canonical_arguments(call.arguments)) for call in message.tool_calls)
     return _Gist(message.role, "".join(message.content.split()), calls)
 
 
-def _canonical(arguments: str) -> str:
+def _canonical_arguments(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

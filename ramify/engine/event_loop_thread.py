@@ -85,7 +85,7 @@ class RunLivenessWatch:
         """Stop watching the run, because it has ended."""
         _watchdog.remove(self)
 
-    def look(self) -> None:
+    def check_liveness(self) -> None:
         """Check whether the event loop still responds and whether the run is overdue.
 
         The watchdog thread calls this when the check is due.
@@ -99,7 +99,7 @@ class RunLivenessWatch:
         is_blocked = self._blocked_s >= self._stall_s
         if is_blocked or (self._past_s >= 2 * self._stall_s + step_s and self._is_reported):
             _watchdog.remove(self)
-            place = _place(sys._current_frames().get(self._thread)) if is_blocked else ""
+            place = _describe_frame(sys._current_frames().get(self._thread)) if is_blocked else ""
             threading.Thread(target=self._on_blocked, args=(place,), daemon=True).start()
         elif self._is_alive:
             self._beat()
@@ -108,11 +108,11 @@ class RunLivenessWatch:
         is_overdue = self._past_s >= self._stall_s and not self._is_reported
         self._is_alive, self._is_reported = False, self._is_reported or is_overdue
         try:
-            self._loop.call_soon_threadsafe(self._answer, is_overdue)
+            self._loop.call_soon_threadsafe(self._mark_alive, is_overdue)
         except RuntimeError:  # the loop is closed
             _watchdog.remove(self)
 
-    def _answer(self, is_overdue: bool) -> None:
+    def _mark_alive(self, is_overdue: bool) -> None:
         self._is_alive = True
         if is_overdue:
             self._on_overdue()
@@ -154,13 +154,13 @@ class _Watchdog:
                     self._changed.wait(min(wait_s, threading.TIMEOUT_MAX))
                 due = [watch for watch in self._watched if watch.due_s <= time.monotonic()]
             for watch in due:
-                watch.look()
+                watch.check_liveness()
 
 
 _watchdog = _Watchdog()
 
 
-def _place(frame: FrameType | None) -> str:
+def _describe_frame(frame: FrameType | None) -> str:
     """Describe what a thread is executing, for an error message: the current line, and the
     innermost caller outside the standard library."""
     if frame is None:
@@ -188,7 +188,7 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
 
-def _forget() -> None:
+def _discard_loop() -> None:
     """Discard the event loop in a child process after a fork, for example in a worker of
     ``multiprocessing``.
 
@@ -199,10 +199,10 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_discard_loop)
 
 
-def loop() -> asyncio.AbstractEventLoop:
+def background_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop of the synchronous API.
 
     The first call starts it in a background thread.
@@ -227,7 +227,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             "a callback on the event loop cannot make a blocking call: use the async form, or a "
             "thread"
         )
-    used, answer = loop(), Future[T]()
+    used, answer = background_loop(), Future[T]()
 
     def release(error: LoopBlocked) -> None:
         _abandon(used)
@@ -344,7 +344,7 @@ def _is_here() -> bool:
         return False
 
 
-async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
+async def run_in_thread(work: Callable[..., Any], *args: Any) -> Any:
     """Run a user's function in a separate thread that is never joined, and return its result.
 
     If the function never returns, it blocks only its caller, not the event loop's thread pool or

@@ -121,7 +121,7 @@ class EventRecorder:
     def trajectory(self) -> Trajectory:
         return self._fold.trajectory
 
-    def now(self) -> float:
+    def elapsed_s(self) -> float:
         """Return the seconds since the run started."""
         return round(time.perf_counter() - self._began, 6)
 
@@ -138,8 +138,8 @@ class EventRecorder:
             if self._journal.trouble is not None and self.on_trouble is not None:
                 self.on_trouble(self._journal.trouble)
         self._fold.apply(event)
-        if _log.wants(DEBUG):
-            _log.debug(str(event.__struct_config__.tag), _place(event), at_s=event.at_s)
+        if _log.is_enabled_for(DEBUG):
+            _log.debug(str(event.__struct_config__.tag), _describe_place(event), at_s=event.at_s)
         for listener in tuple(self._listeners):
             call: Callable[[AnyEvent], object] = listener
             try:
@@ -148,7 +148,7 @@ class EventRecorder:
                     raise TypeError("it is async: give a plain function")
             except Exception as error:  # noqa: BLE001 -- a user's listener must not end a paid run
                 self._listeners.remove(listener)
-                _log.warn(
+                _log.issue_python_warning(
                     f"an event listener failed and is not called again: {error!r}", stacklevel=2
                 )
 
@@ -165,7 +165,7 @@ class EventRecorder:
         """True if a resumed run must emit each of its repeated events individually, because a
         listener or the journal receives them."""
         journal = self._journal
-        if self._listeners or self._sealed is not None or _log.wants(DEBUG):
+        if self._listeners or self._sealed is not None or _log.is_enabled_for(DEBUG):
             return True
         return journal is not None and (self._held is None or journal.trouble is not None)
 
@@ -175,7 +175,7 @@ class EventRecorder:
 
         Allowed only if ``needs_events`` is False.
         """
-        self._fold.add_ended(call)
+        self._fold.add_ended_call(call)
 
     def warn(self, text: str) -> None:
         """Record a warning about the run, as a note on its root call.
@@ -189,7 +189,7 @@ class EventRecorder:
 
     def note(self, call: str, text: str, *, is_warning: bool = False) -> None:
         """Record a note on the call with the id ``call``."""
-        self.emit(NoteAdded(at_s=self.now(), call=call, text=text, is_warning=is_warning))
+        self.emit(NoteAdded(at_s=self.elapsed_s(), call=call, text=text, is_warning=is_warning))
 
     def _write(self, journal: RunJournal, event: AnyEvent) -> None:
         """Write ``event`` to the journal unless the journal already contains it.
@@ -220,11 +220,11 @@ class EventRecorder:
                 self._write(self._journal, end)
             self.close()
 
-    def listen(self, listener: Listener) -> None:
+    def add_listener(self, listener: Listener) -> None:
         """Call ``listener`` with every event that is recorded from now on."""
         self._listeners.append(listener)
 
-    def ignore(self, listener: Listener) -> None:
+    def remove_listener(self, listener: Listener) -> None:
         """Stop calling ``listener``.
 
         Does nothing if the listener is not registered.
@@ -240,7 +240,7 @@ class EventRecorder:
     async def upcoming_events(self) -> AsyncIterator[AnyEvent]:
         """Yield every event from now on, until the run ends."""
         queue: asyncio.Queue[AnyEvent] = asyncio.Queue()
-        self.listen(queue.put_nowait)
+        self.add_listener(queue.put_nowait)
         try:
             while True:
                 event = await queue.get()
@@ -248,7 +248,7 @@ class EventRecorder:
                 if isinstance(event, RunEnded):
                     return
         finally:
-            self.ignore(queue.put_nowait)
+            self.remove_listener(queue.put_nowait)
 
 
 def _is_minor(event: AnyEvent) -> bool:
@@ -268,7 +268,7 @@ def _is_minor(event: AnyEvent) -> bool:
             return False
 
 
-def _place(event: AnyEvent) -> str:
+def _describe_place(event: AnyEvent) -> str:
     """Describe where in the run an event occurred, for log messages: ``call 0, turn 2, cell 1``.
 
     Numbers that the event does not have are left out.

@@ -36,7 +36,7 @@ from ramify.engine.conversation_matching import (
 from ramify.engine.live_call import CallMessageHistory, LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.errors import LimitReached
-from ramify.types.message import Message, Reply, encodable_message
+from ramify.types.message import Message, Reply, escape_message_surrogates
 from ramify.types.trajectory import Fork, NewCallReason, Stop
 
 if TYPE_CHECKING:
@@ -79,19 +79,19 @@ class RunModelClient:
         """The maximum number of requests in one conversation with the root model."""
         return self._run.setup.max_turns(0)
 
-    def window(self, depth: int = 0) -> int:
+    def context_window(self, depth: int = 0) -> int:
         """Return the context window, in tokens, of the model that answers at ``depth``.
 
         Depth 0 is the root.
         """
-        return self._run.models.rlm(depth).window
+        return self._run.models.client_at_depth(depth).window
 
     def client_at(self, depth: int = 0) -> Client:
         """Return the client of the model that answers at ``depth``.
 
         Depth 0 is the root.
         """
-        return self._run.models.rlm(depth)
+        return self._run.models.client_at_depth(depth)
 
     def call_ids(self, thread: str) -> list[str]:
         """Return the ids of the calls that belong to the agent named ``thread``, in order of
@@ -107,7 +107,7 @@ class RunModelClient:
         At the first call with ``key``, the context manager that ``open()`` returns is entered. It
         is exited when the RLM closes its connections.
         """
-        return await self._resources.shared(key, open)
+        return await self._resources.get_or_open(key, open)
 
     async def ask(
         self,
@@ -122,9 +122,10 @@ class RunModelClient:
     ) -> Reply:
         """Send ``messages`` to the model and return its reply.
 
-        The options are those of ``replies``, which returns several replies to the same messages.
+        The options are those of ``request_replies``, which returns several replies to the same
+        messages.
         """
-        replies = await self.replies(
+        replies = await self.request_replies(
             messages,
             thread=thread,
             tools=tools,
@@ -135,7 +136,7 @@ class RunModelClient:
         )
         return replies[0]
 
-    async def replies(
+    async def request_replies(
         self,
         messages: Sequence[Message],
         *,
@@ -158,29 +159,31 @@ class RunModelClient:
         Raises ModelError if any reply could not be obtained, LimitReached if the run may not ask
         any more, and ConfigError if the model's chat template cannot render the messages.
         """
-        given = tuple(map(encodable_message, messages))
+        given = tuple(map(escape_message_surrogates, messages))
         request = _AgentRequest(given, tools, schema, depth, learns, num_replies, sampling)
         # The task inherits the run's context, and is cancelled with its caller.
         asking = asyncio.get_running_loop().create_task(
-            self._replies(request, self._agents.setdefault(thread, AgentConversations())),
+            self._answer_request(request, self._agents.setdefault(thread, AgentConversations())),
             context=self._context.copy(),
         )
         return await asking
 
-    async def _replies(
+    async def _answer_request(
         self, request: _AgentRequest, agent: AgentConversations
     ) -> tuple[Reply, ...]:
-        client = self._run.models.rlm(request.depth)
+        client = self._run.models.client_at_depth(request.depth)
         self._note_sampling(request)
-        place = agent.place(request.messages, request.tools, client, request.depth, request.learns)
-        first, start = self._opened(agent, request, place)
+        place = agent.match_conversation(
+            request.messages, request.tools, client, request.depth, request.learns
+        )
+        first, start = self._open_call(agent, request, place)
         new = request.messages[start:]
         num_turns = len(first.turns)
         more = [
-            self._forked(agent, first, num_turns, NewCallReason.SAMPLE)
+            self._fork_call(agent, first, num_turns, NewCallReason.SAMPLE)
             for _ in range(1, request.num_replies)
         ]
-        known = _moved(place.known, len(first.call.messages) - start)
+        known = _shift_prefix(place.known, len(first.call.messages) - start)
         calls = [first, *more]
         for each in calls:
             each.asked = new
@@ -188,7 +191,8 @@ class RunModelClient:
         try:
             # Wait for all replies before raising, so that no call is still waiting for one.
             results = await asyncio.gather(
-                *(self._turn(each, new, request, known) for each in calls), return_exceptions=True
+                *(self._take_turn(each, new, request, known) for each in calls),
+                return_exceptions=True,
             )
         finally:
             for each in calls:
@@ -199,22 +203,22 @@ class RunModelClient:
                 raise result
         return tuple(replies)
 
-    def _opened(
+    def _open_call(
         self, agent: AgentConversations, request: _AgentRequest, place: ConversationMatch
     ) -> tuple[ExternallyDrivenCall, int]:
         """Return the call that the request continues, or a new call, and the number of the
         request's messages that this call already contains."""
         if place.call is None:
-            return self._begun(agent, request, place.cause), 0
+            return self._begin_call(agent, request, place.cause), 0
         if place.cause is None:
             return place.call, place.start
-        return self._forked(agent, place.call, place.num_turns, place.cause), place.start
+        return self._fork_call(agent, place.call, place.num_turns, place.cause), place.start
 
-    def _begun(
+    def _begin_call(
         self, agent: AgentConversations, request: _AgentRequest, cause: NewCallReason | None
     ) -> ExternallyDrivenCall:
         depth, learns = request.depth, request.learns
-        client = self._run.models.rlm(depth)
+        client = self._run.models.client_at_depth(depth)
         history = CallMessageHistory(keeps_ids=learns)
         call = LiveCall(str(self._num_calls), "lm", client, depth, self._question, history=history)
         self._num_calls += 1
@@ -223,7 +227,7 @@ class RunModelClient:
         self._run.begin_call(call, cause=cause)
         return begun
 
-    def _forked(
+    def _fork_call(
         self,
         agent: AgentConversations,
         origin: ExternallyDrivenCall,
@@ -235,8 +239,8 @@ class RunModelClient:
         # If none of a fork's own turns is shared, continue from the call that it was forked from.
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
-        num_messages = origin.length_after(num_turns)
-        call = origin.call.forked(num_turns, num_messages)
+        num_messages = origin.num_messages_after(num_turns)
+        call = origin.call.fork(num_turns, num_messages)
         fork = ExternallyDrivenCall(
             call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
         )
@@ -244,7 +248,7 @@ class RunModelClient:
         self._run.begin_call(call, Fork(origin.call.id, num_turns - 1), cause)
         return fork
 
-    async def _turn(
+    async def _take_turn(
         self,
         each: ExternallyDrivenCall,
         new: tuple[Message, ...],
@@ -257,10 +261,10 @@ class RunModelClient:
         """
         run, call = self._run, each.call
         try:
-            stop = run.must_stop(call)
+            stop = run.stop_reason(call)
             if stop is not None:
                 num_turns = call.num_turns_before + call.turn
-                reason = run.reason(CallOutcome(stop), num_turns, request.depth)
+                reason = run.stop_explanation(CallOutcome(stop), num_turns, request.depth)
                 raise LimitReached(reason or f"the run is closing ({stop})", stop)
             reply = await run.requests.ask(
                 call,
@@ -289,7 +293,9 @@ class RunModelClient:
         """
         if request.sampling is None:
             return
-        own = self._run.requests.lengths.sampling_of(self._run.models.rlm(request.depth))
+        own = self._run.requests.lengths.sampling_of(
+            self._run.models.client_at_depth(request.depth)
+        )
         asked = request.sampling
         self._num_other_sampling += any(
             wanted is not None and wanted != have
@@ -319,7 +325,7 @@ class RunModelClient:
             self._run.end_call(each.call, own)
 
 
-def _moved(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
+def _shift_prefix(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
     """Adapt a known prefix of token ids to a call whose conversation has ``by`` more messages at
     its start.
 

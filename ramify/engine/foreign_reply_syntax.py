@@ -27,8 +27,8 @@ from ramify.engine.action import (
     FINAL_TOOL,
     ParsedAction,
     answer_from_tool_argument,
-    read_action,
-    unrun_fences,
+    parse_action,
+    unexecuted_code_fences,
     without_thinking,
 )
 from ramify.lazy_pattern import lazy_pattern
@@ -88,14 +88,14 @@ _RUNS_CODE = lazy_pattern(r"repl|python|code|interpreter|exec|run")
 _COMMAND = lazy_pattern(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls|load)\b)", re.M)
 
 
-def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
+def parse_any_syntax(message: Message, is_cut: bool = False) -> ParsedAction:
     """Return the action that a model's message asks for, even if its code is written in the format
     of another system."""
     if "<|channel|>" in message.content:
         message, calls = _without_harmony(message, is_cut)
     else:
         calls = []
-    action = _without_prompts(read_action(message, is_cut))
+    action = _without_prompts(parse_action(message, is_cut))
     if action.codes or action.final:
         return action
     if action.tool_call_ids:
@@ -104,7 +104,9 @@ def read_any(message: Message, is_cut: bool = False) -> ParsedAction:
         return action
     text = without_thinking(message.content)
     if _PYTHON_TAG in text and not is_cut:
-        calls = [(CODE_TOOL, _arguments(text.partition(_PYTHON_TAG)[2].partition("<|e")[0]))]
+        calls = [
+            (CODE_TOOL, _parse_json_or_text(text.partition(_PYTHON_TAG)[2].partition("<|e")[0]))
+        ]
     calls = calls or list(_tool_calls(text, is_cut))
     return _of_calls(action, calls) if calls else _of_text(action, text, is_cut)
 
@@ -162,9 +164,9 @@ def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
     Unmarked fences are run if they contain Python. Otherwise, the action gets a note that names the
     model's mistake.
     """
-    found = list(itertools.islice(unrun_fences(text), _MOST_FENCES))
+    found = list(itertools.islice(unexecuted_code_fences(text), _MOST_FENCES))
     bare = [body for mark, body, closed in found if mark in _BARE and (closed or not is_cut)]
-    codes = [code for body in bare if _is_code(code := _unprompted(body))]
+    codes = [code for body in bare if _is_code(code := _strip_prompts(body))]
     if codes:
         return ParsedAction(tuple(codes), ignored=(_RUN_AS_CODE,))
     shells = [mark for mark, _, _ in found if mark in _SHELLS]
@@ -195,13 +197,13 @@ def _is_code(text: str) -> bool:
 
 
 def _without_prompts(action: ParsedAction) -> ParsedAction:
-    codes = tuple(map(_unprompted, action.codes))
+    codes = tuple(map(_strip_prompts, action.codes))
     if codes == action.codes:
         return action
     return msgspec.structs.replace(action, codes=codes, ignored=(*action.ignored, _PROMPTS))
 
 
-def _unprompted(code: str) -> str:
+def _strip_prompts(code: str) -> str:
     """Return the code lines of a pasted interpreter session, without their ``>>>`` prompts and the
     output between them.
 
@@ -225,7 +227,7 @@ def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tupl
     for part in _HARMONY.finditer(message.content):
         to = re.search(r"to=(?:functions\.)?([\w.-]+)", part["head"])
         if to and (part["end"] or not is_cut):
-            calls.append((to[1], _arguments(part["body"])))
+            calls.append((to[1], _parse_json_or_text(part["body"])))
         elif not to and part["channel"] != "analysis":
             texts.append(part["body"])
     if not texts and not calls:
@@ -246,11 +248,11 @@ def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
         if "name" in call.re.groupindex:  # <function=NAME> or <invoke name="NAME">
             yield call["name"], dict(_parameters(body))
         elif not body.startswith("<"):
-            parsed = _arguments(body)
+            parsed = _parse_json_or_text(body)
             for one in parsed if isinstance(parsed, list) else [parsed]:
                 fields = one if isinstance(one, dict) else {}
                 given = fields.get("arguments", fields.get("parameters", {}))
-                given = _arguments(given) if isinstance(given, str) else given
+                given = _parse_json_or_text(given) if isinstance(given, str) else given
                 yield str(fields.get("name", CODE_TOOL)), given
     if not has_call:
         yield from _bare_calls(text)
@@ -278,12 +280,12 @@ def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
         except (ValueError, RecursionError):
             continue
         given = call.get("arguments", call.get("parameters"))
-        given = _arguments(given) if isinstance(given, str) else given
+        given = _parse_json_or_text(given) if isinstance(given, str) else given
         if isinstance(call.get("name"), str) and isinstance(given, dict):
             yield call["name"], given
 
 
-def _arguments(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     """Parse ``text`` as JSON.
 
     If it is not JSON, return it unchanged.

@@ -1,8 +1,8 @@
 """Answer the function calls that session code makes to its host: questions to models, child calls
 with a separate Python session, and tools.
 
-    session: llm_query_batched([p, q]) ─> CellHost.answer ─> two concurrent `lm` calls ─> ["…", "…"]
-    session: rlm_query("…", part)      ─> CellHost.answer ─> a child with its session  ─> its answer
+    session: llm_query_batched([p, q]) ─> CellHost ─> two concurrent `lm` calls ─> ["…", "…"]
+    session: rlm_query("…", part)      ─> CellHost ─> a child with its session  ─> its answer
 
 If a sub-call fails, the session raises ``SubcallError`` with all results once the rest of the batch
 has ended. A reply that was truncated at its limit counts as failed, and its text is in
@@ -88,7 +88,9 @@ class CellHost:
         self._where = CallSite(call.id, turn, cell)
         self._num_tool_calls = 0
 
-    async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def handle_host_call(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Answer one function call that the cell's code makes to the host.
 
         Raises HostCallError, which is raised in the cell, if there is no such function or its
@@ -99,7 +101,7 @@ class CellHost:
             "rlm_query_batched": self._rlm_query_batched,
             "budget": self._budget,
             "history": self._history,
-            "tool": self._tool,
+            "tool": self._call_tool,
         }
         if name not in functions:
             raise HostCallError("NameError", f"the host has no function '{name[:100]}'")
@@ -131,13 +133,13 @@ class CellHost:
         # The calls that a resumed run repeats come first, and need no task.
         repeated: list[CallOutcome] = []
         for call in calls:
-            outcome = self._repeated(call, call.question, kind, pictures[call.id])
+            outcome = self._repeat_plain_call(call, call.question, kind, pictures[call.id])
             if outcome is None:
                 break
             repeated.append(outcome)
-        return await self._all(
+        return await self._run_all(
             calls[len(repeated) :],
-            lambda call: self._plain(call, call.question, kind, pictures[call.id]),
+            lambda call: self._run_plain_call(call, call.question, kind, pictures[call.id]),
             before=repeated,
         )
 
@@ -175,17 +177,17 @@ class CellHost:
         """
         recording = self._run.recording
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
-            return not recording.has_call(self._call.next_child_id(), self._where)
-        return self._run.models.sees(client) is False
+            return not recording.was_call_made_at(self._call.peek_child_id(), self._where)
+        return self._run.models.can_read_pictures(client) is False
 
-    async def _plain(
+    async def _run_plain_call(
         self,
         call: LiveCall,
         prompt: str,
         kind: AnswerSchema | None,
         pictures: tuple[Picture, ...] = (),
     ) -> CallOutcome:
-        repeated = self._repeated(call, prompt, kind, pictures)
+        repeated = self._repeat_plain_call(call, prompt, kind, pictures)
         if repeated is not None:
             return repeated
         self._run.begin_call(call)
@@ -199,7 +201,7 @@ class CellHost:
             self._run.end_call(call, outcome)
         return outcome
 
-    def _repeated(
+    def _repeat_plain_call(
         self, call: LiveCall, prompt: str, kind: AnswerSchema | None, pictures: tuple[Picture, ...]
     ) -> CallOutcome | None:
         return None if pictures else repeat_plain(self._run, call, prompt, kind)
@@ -230,7 +232,7 @@ class CellHost:
         with _arguments_of("rlm_query_batched"):
             _check_texts(prompts)
             client = self._client(
-                model, self._run.models.rlm(depth) if deep else self._run.models.plain
+                model, self._run.models.client_at_depth(depth) if deep else self._run.models.plain
             )
             self._check_room(len(prompts))
             given = contexts if contexts is not None else [None] * len(prompts)
@@ -252,11 +254,11 @@ class CellHost:
             id(context): context for _, context in pairs if context is not None
         }.values():
             if context is not self._call.context:
-                await self._run.keep_context(context)
+                await self._run.store_child_context(context)
         if not deep:
-            return await self._all(calls, self._too_deep)
+            return await self._run_all(calls, self._too_deep)
         slots = asyncio.Semaphore(self._run.setup.limits.max_children)
-        return await self._all(calls, self._run_child, slots)
+        return await self._run_all(calls, self._run_child, slots)
 
     def _question_and_context(self, prompt: str, value: Any) -> tuple[str, SharedContext | None]:
         if value is not None:
@@ -298,7 +300,7 @@ class CellHost:
             pictures = self._context_pictures(call)
         except HostCallError as error:
             return self._not_asked(call, str(error))
-        return await self._plain(call, prompt, None, pictures)
+        return await self._run_plain_call(call, prompt, None, pictures)
 
     def _context_pictures(self, call: LiveCall) -> tuple[Picture, ...]:
         """Return the pictures in the context of ``call``.
@@ -308,8 +310,8 @@ class CellHost:
         run = self._run
         if call.context is None or not run.pictures.has_any:
             return ()
-        pictures = run.pictures.in_context(call.context.value)
-        if pictures and run.models.sees(call.client) is False:
+        pictures = run.pictures.find_in_context(call.context.value)
+        if pictures and run.models.can_read_pictures(call.client) is False:
             raise HostCallError("ValueError", run.models.pictures_unsupported_message(call.client))
         return pictures
 
@@ -335,7 +337,7 @@ class CellHost:
             for message in self._call.messages[seen:]
         ]
 
-    async def _tool(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    async def _call_tool(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(name, str):
             raise HostCallError(
                 "TypeError", f"the name of a tool must be a str, not {type(name).__name__}"
@@ -343,7 +345,7 @@ class CellHost:
         tools = self._run.tools_at(self._call.depth)
         if hasattr(tool := tools.functions.get(name), "strategy"):
             return await self._by_strategy(name, tool, args, kwargs)
-        return await self._recorded(name, args, kwargs, tools.call)
+        return await self._call_recorded(name, args, kwargs, tools.call)
 
     async def _by_strategy(
         self, name: str, tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -356,9 +358,9 @@ class CellHost:
         """
         run = self._run
         with _arguments_of(name):
-            strategy = _made(tool, args, kwargs)
+            strategy = _create_strategy(tool, args, kwargs)
         # Its id is taken before anything is awaited: several threads of a cell may ask at once.
-        id = self._call.next_child() if strategy.may_ask else self._call.next_child_id()
+        id = self._call.assign_child_id() if strategy.may_call_model else self._call.peek_child_id()
         depth = self._call.depth + 1
         call = LiveCall(id, "strategy", run.models.plain, depth, strategy.title, parent=self._where)
         context = None if self._call.context is None else self._call.context.value
@@ -366,14 +368,14 @@ class CellHost:
         calls = LeafCalls(run, call, question, self._rest_for(call))
         outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
-            outcome = await _answered(strategy, calls)
+            outcome = await _run_strategy(strategy, calls)
         finally:
             if calls.has_begun:
                 run.end_call(call, outcome)
         if isinstance(outcome.failure, ReplayDiverged | HostCallError):
             raise outcome.failure
         if outcome.stop is not Stop.FINAL:
-            why = _named(strategy.title, outcome.error or str(outcome.stop))
+            why = _prefix_with_name(strategy.title, outcome.error or str(outcome.stop))
             kind = "limit" if outcome.stop.is_truncated() else failure_kind(outcome)
             failures = {"failures": {0: why}, "kinds": {0: kind}}
             raise HostCallError("SubcallError", why, {"results": [outcome.answer], **failures})
@@ -392,7 +394,7 @@ class CellHost:
         from the record. Any other strategy in that cell gets nothing.
         """
         recording, ledger = self._run.recording, self._run.requests.ledger
-        if recording is not None and recording.has_call(call.id, self._where):
+        if recording is not None and recording.was_call_made_at(call.id, self._where):
             return ledger.limit
         is_repeated = recording is not None and recording.cell(
             *msgspec.structs.astuple(self._where)
@@ -410,12 +412,12 @@ class CellHost:
         """
 
         async def left(*_: Any) -> dict[str, int | float]:
-            return self._run.budget(self._call)
+            return self._run.remaining_budget(self._call)
 
-        answer: dict[str, int | float] = await self._recorded("budget", (), {}, left)
+        answer: dict[str, int | float] = await self._call_recorded("budget", (), {}, left)
         return answer
 
-    async def _recorded(
+    async def _call_recorded(
         self,
         name: str,
         args: Sequence[Any],
@@ -435,12 +437,12 @@ class CellHost:
         where = (self._where.call, self._where.turn, self._where.cell, ordinal)
         run = self._run
         if run.recording is not None:
-            recorded = run.recording.tool(*where, digest)
+            recorded = run.recording.recorded_tool_result(*where, digest)
             if recorded is not None:
                 return self._tool_outcome(
                     where, name, digest, recorded.result, recorded.error, recorded.seconds
                 )
-        began = run.recorder.now()
+        began = run.recorder.elapsed_s()
         try:
             result = run.pictures.replace_tool_pictures(await call(name, args, kwargs))
             packed, error = SharedContext(result).to_jsonable(), None
@@ -451,7 +453,7 @@ class CellHost:
         except SandboxError as failure:  # the tool returned a value that no session can hold
             packed, error = None, f"TypeError: {name}: {failure}"
         return self._tool_outcome(
-            where, name, digest, packed, error, round(run.recorder.now() - began, 6)
+            where, name, digest, packed, error, round(run.recorder.elapsed_s() - began, 6)
         )
 
     def _tool_outcome(
@@ -466,7 +468,7 @@ class CellHost:
         call, turn, cell, ordinal = where
         self._run.recorder.emit(
             ToolAnswered(
-                at_s=self._run.recorder.now(),
+                at_s=self._run.recorder.elapsed_s(),
                 call=call,
                 turn=turn,
                 cell=cell,
@@ -488,7 +490,7 @@ class CellHost:
     ) -> LiveCall:
         depth = self._call.depth + 1
         return LiveCall(
-            self._call.next_child(),
+            self._call.assign_child_id(),
             kind,
             client,
             depth,
@@ -505,7 +507,7 @@ class CellHost:
                 "TypeError",
                 f"model must be the name of a model or None, not {type(model).__name__}",
             )
-        client = self._run.models.named(model)
+        client = self._run.models.find_by_name(model)
         if client is None:
             known = ", ".join(sorted(client.name for client in self._run.models.all))
             raise HostCallError(
@@ -522,7 +524,7 @@ class CellHost:
         recording, limit = self._run.recording, self._run.requests.ledger.limit.calls
         left = self._run.requests.ledger.calls_left()
         if recording is not None and recording.cell(*msgspec.structs.astuple(self._where)):
-            left = num if recording.has_call(self._call.next_child_id(), self._where) else 0
+            left = num if recording.was_call_made_at(self._call.peek_child_id(), self._where) else 0
         if self._closed_by is not None:
             why = f"the run's limit is reached ({self._closed_by}): no more calls can be made"
         elif num > max(left, 1):
@@ -534,7 +536,7 @@ class CellHost:
             return
         raise HostCallError("SubcallError", why, _all_failed(num, why, "limit"))
 
-    async def _all(
+    async def _run_all(
         self,
         calls: list[LiveCall],
         run: Callable[[LiveCall], Awaitable[CallOutcome]],
@@ -548,7 +550,7 @@ class CellHost:
         ``slots`` limits how many of the calls run at the same time. ``before`` holds the outcomes
         of earlier calls of the batch, which precede the new ones.
         """
-        new = await asyncio.gather(*(_caught(run, call, slots) for call in calls))
+        new = await asyncio.gather(*(_run_catching(run, call, slots) for call in calls))
         outcomes = [*before, *new]
         failures = {
             index: outcome.error
@@ -571,7 +573,7 @@ class CellHost:
             )
             kinds = {index: failure_kind(outcomes[index]) for index in failures}
             data: dict[str, Any] = {"results": results, "failures": failures, "kinds": kinds}
-            partial = {i: text for i, o in enumerate(outcomes) if (text := _partial(o))}
+            partial = {i: text for i, o in enumerate(outcomes) if (text := _partial_answer(o))}
             if partial:
                 data["partial"] = partial
                 message = f"{message}; what arrived is in .partial of this error"
@@ -579,7 +581,7 @@ class CellHost:
         return results
 
 
-def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _create_strategy(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Create the strategy, a series of small model calls, with which ``tool`` answers one call.
 
     Raises HostCallError if the tool rejects the arguments.
@@ -590,7 +592,7 @@ def _made(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise HostCallError("ValueError", str(error)) from error
 
 
-async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
+async def _run_strategy(strategy: Any, calls: LeafCalls) -> CallOutcome:
     """Run a strategy, a series of small model calls that session code asked for, and return its
     outcome.
 
@@ -603,7 +605,7 @@ async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
     except ReplayDiverged as error:
         return CallOutcome(Stop.ERROR, error=str(error), failure=error)
     except ConfigError as error:
-        mistake = HostCallError("ValueError", _named(strategy.title, str(error)))
+        mistake = HostCallError("ValueError", _prefix_with_name(strategy.title, str(error)))
         return CallOutcome(Stop.ERROR, error=str(mistake), failure=mistake)
     except RamifyError as error:
         if isinstance(error, StoreError | LoopBlocked):
@@ -615,7 +617,7 @@ async def _answered(strategy: Any, calls: LeafCalls) -> CallOutcome:
         return CallOutcome(Stop.ERROR, error=str(mistake), failure=mistake)
 
 
-def _named(title: str, text: str) -> str:
+def _prefix_with_name(title: str, text: str) -> str:
     """Put the name of the function at the start of the error message ``text``, unless it is
     already there."""
     return text if text.startswith(title) else f"{title}: {text}"
@@ -628,7 +630,7 @@ def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
     return {"results": [None] * num, "failures": failures, "kinds": kinds}
 
 
-def _partial(outcome: CallOutcome) -> str:
+def _partial_answer(outcome: CallOutcome) -> str:
     """Return the incomplete answer of a failed sub-call: the text of a truncated reply, or the
     text of the call's last message."""
     return outcome.failure.text if isinstance(outcome.failure, ReplyCut) else outcome.partial
@@ -650,7 +652,7 @@ def failure_kind(outcome: CallOutcome) -> str:
             return "error"
 
 
-async def _caught(
+async def _run_catching(
     run: Callable[[LiveCall], Awaitable[CallOutcome]],
     call: LiveCall,
     slots: contextlib.AbstractAsyncContextManager[Any] | None,

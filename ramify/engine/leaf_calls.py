@@ -101,10 +101,10 @@ class LeafCalls:
         return own.limit if own.shared is None else own.limit.least(own.shared.limit)
 
     @property
-    def reasoning_tokens(self) -> int:
+    def reasoning_token_allowance(self) -> int:
         """Tokens of hidden reasoning that each reply may use, in addition to the request's
         ``max_tokens``."""
-        return self._run.requests.lengths.reasoning_tokens(self.client)
+        return self._run.requests.lengths.reasoning_token_allowance(self.client)
 
     async def ask_all(self, leaves: Iterable[LeafRequest], num: int) -> list[CallOutcome]:
         """Ask ``num`` small questions concurrently, and return their outcomes in order.
@@ -146,9 +146,9 @@ class LeafCalls:
     async def _ask(self, leaf: LeafRequest, client: Client) -> CallOutcome:
         run, root = self._run, self._root
         where = CallSite(root.id, self._step, 0)
-        id, depth = root.next_child(), root.depth + 1
+        id, depth = root.assign_child_id(), root.depth + 1
         call = LiveCall(id, "leaf", client, depth, leaf.label, parent=where)
-        hidden = run.requests.lengths.reasoning_tokens(client)
+        hidden = run.requests.lengths.reasoning_token_allowance(client)
         sampling = Sampling(max_tokens=leaf.max_tokens + hidden)
         repeated = repeat_plain(run, call, leaf.prompt, leaf.kind, sampling)
         if repeated is not None:

@@ -34,7 +34,7 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, LimitReached, StrictKeywordsMeta
-from ramify.format_quantities import plain
+from ramify.format_quantities import format_plain_number
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
@@ -275,22 +275,22 @@ class BudgetLedger:
         # Sums of floats may miss a limit by a rounding error; a billionth of it is tolerated.
         return Stop.MAX_COST if total.cost > limit.cost * (1 + 1e-9) else None
 
-    def would_pass(self, amount: BudgetAmount) -> Stop | None:
+    def limit_exceeded_by(self, amount: BudgetAmount) -> Stop | None:
         """Return the limit that ``amount`` would exceed even if all outstanding requests turned out
         to be free.
 
         Return None if there is no such limit.
         """
-        return self._first_exceeded(self._committed().plus(amount))
+        return self._first_exceeded(self._committed_amount().plus(amount))
 
-    def explain_refused_turn(self, exceeded: Stop, turn: BudgetAmount, final: BudgetAmount) -> None:
+    def record_turn_refusal(self, exceeded: Stop, turn: BudgetAmount, final: BudgetAmount) -> None:
         """Store the sentence that explains why ``turn`` is not begun: together with ``final``, the
         final request that may follow it, it would exceed the limit ``exceeded``."""
         committed = self.spent.plus(self.outstanding)
         what = "the next turn and the final reply, with their prompts,"
         self.refusals[exceeded] = self._refusal(exceeded, turn.plus(final), committed, what)
 
-    def _committed(self) -> BudgetAmount:
+    def _committed_amount(self) -> BudgetAmount:
         return self.spent.plus(self.held)
 
     def calls_left(self) -> int:
@@ -298,10 +298,10 @@ class BudgetLedger:
 
         Requests in flight and the one reserved for the final answer are already subtracted.
         """
-        own = self.limit.calls - self._committed().plus(self.outstanding).calls
+        own = self.limit.calls - self._committed_amount().plus(self.outstanding).calls
         return own if self.shared is None else min(own, self.shared.calls_left())
 
-    def hold(self, amount: BudgetAmount) -> Stop | None:
+    def reserve_final_answer(self, amount: BudgetAmount) -> Stop | None:
         """Hold back ``amount`` for the run's final answer, in place of any amount held back before.
 
         Return None on success. If a limit would be exceeded, change nothing and return that limit.
@@ -315,7 +315,7 @@ class BudgetLedger:
         return exceeded
 
     @property
-    def is_waiting_for_excess(self) -> bool:
+    def is_paused_by_overrun(self) -> bool:
         """True while no request may be sent because a reply used more than its reservation.
 
         The requests in flight must be settled first.
@@ -349,13 +349,13 @@ class BudgetLedger:
         """Wait until ``amount`` fits into this ledger, and reserve it there alone."""
         total = self.outstanding.plus(amount)
         is_next = not self._waiting and not self.is_draining
-        committed = self.spent if self.held is _NOTHING else self._committed()
+        committed = self.spent if self.held is _NOTHING else self._committed_amount()
         if is_next and self._first_exceeded(committed.plus(total)) is None:
             self.outstanding = total
             return
-        exceeded = self.would_pass(amount)
+        exceeded = self.limit_exceeded_by(amount)
         if exceeded is not None:
-            raise self._reached(exceeded, amount)
+            raise self._limit_reached_error(exceeded, amount)
         admission: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((amount, admission))
         # At once, because the requests before it may have been cancelled.
@@ -428,12 +428,13 @@ class BudgetLedger:
             if admission.done():  # its caller was cancelled
                 self._waiting.popleft()
                 continue
-            exceeded = self.would_pass(amount)
+            exceeded = self.limit_exceeded_by(amount)
             if exceeded is not None:
-                admission.set_exception(self._reached(exceeded, amount))
+                admission.set_exception(self._limit_reached_error(exceeded, amount))
             # The first request in the queue blocks the others, so large ones are not starved.
             elif not self.is_draining and (
-                self._first_exceeded(self._committed().plus(self.outstanding).plus(amount)) is None
+                self._first_exceeded(self._committed_amount().plus(self.outstanding).plus(amount))
+                is None
             ):
                 self.outstanding = self.outstanding.plus(amount)
                 admission.set_result(None)
@@ -441,12 +442,12 @@ class BudgetLedger:
                 return
             self._waiting.popleft()
 
-    def _reached(self, stop: Stop, amount: BudgetAmount) -> LimitReached:
-        self.refusals[stop] = self._refusal(stop, amount, self._committed())
+    def _limit_reached_error(self, stop: Stop, amount: BudgetAmount) -> LimitReached:
+        self.refusals[stop] = self._refusal(stop, amount, self._committed_amount())
         what = {
             Stop.MAX_CALLS: f"{self.limit.calls} calls",
             Stop.MAX_TOKENS: f"{self.limit.tokens:,} tokens",
-            Stop.MAX_COST: f"${plain(self.limit.cost, 6)}",
+            Stop.MAX_COST: f"${format_plain_number(self.limit.cost, 6)}",
         }[stop]
         return LimitReached(f"the {self.owner}'s limit of {what} is reached", stop)
 
@@ -460,13 +461,15 @@ class BudgetLedger:
         limit, left = self.limit, self.limit.minus(committed)
         if stop is Stop.MAX_COST and self.spent.cost > limit.cost:
             return (
-                f"${plain(self.spent.cost)} of ${plain(limit.cost, 6)} were spent, because "
+                f"${format_plain_number(self.spent.cost)} of "
+                f"${format_plain_number(limit.cost, 6)} were spent, because "
                 f"{self.last_excess}"
             )
         if stop is Stop.MAX_COST:
             return (
-                f"{what} may cost ${plain(amount.cost)}, and ${plain(max(left.cost, 0))} of "
-                f"${plain(limit.cost, 6)} were left: raise max_cost"
+                f"{what} may cost ${format_plain_number(amount.cost)}, and "
+                f"${format_plain_number(max(left.cost, 0))} of "
+                f"${format_plain_number(limit.cost, 6)} were left: raise max_cost"
             )
         if stop is Stop.MAX_TOKENS and self.spent.tokens > limit.tokens:
             return (
@@ -481,7 +484,7 @@ class BudgetLedger:
         kept = ", and one is kept for the final reply" if self.held.calls else ""
         return f"{self.spent.calls:,} of {limit.calls:,} requests were used{kept}: raise max_calls"
 
-    def limit_usage(self) -> list[tuple[str, float, float]]:
+    def usage_by_limit(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the maximum of each finite limit.
 
         Progress bars and messages to the model show these numbers.
@@ -563,7 +566,7 @@ class Reservation:
         Otherwise release the reservation; it is invalid because another reply used more than was
         reserved for that reply.
         """
-        if not self._ledger.is_waiting_for_excess:
+        if not self._ledger.is_paused_by_overrun:
             return True
         self.release()
         return False
@@ -592,7 +595,7 @@ class Reservation:
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (
-            f"{tokens:,} tokens" + ("" if cost is None else f" (${plain(dollars)})")
+            f"{tokens:,} tokens" + ("" if cost is None else f" (${format_plain_number(dollars)})")
             for tokens, dollars in (
                 (usage.total_tokens, cost or 0.0),
                 (self.amount.tokens, self.amount.cost),

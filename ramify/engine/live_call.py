@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.clients.base import Client, KnownPrefix, Request, max_message_tokens
-from ramify.types.message import Message, Reply, encodable
+from ramify.clients.base import Client, KnownPrefix, Request, message_tokens_upper_bound
+from ramify.types.message import Message, Reply, escape_surrogates
 from ramify.types.trajectory import CallKind, CallSite
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class CallMessageHistory(msgspec.Struct):
             replies=replies if is_known else [],
         )
 
-    def max_input_tokens(self, reused: int, new: Request) -> int:
+    def input_tokens_upper_bound(self, reused: int, new: Request) -> int:
         """Return an upper bound on the prompt tokens of a request.
 
         Its prompt is the first ``reused`` messages of the history followed by ``new``. Messages
@@ -98,15 +98,15 @@ class CallMessageHistory(msgspec.Struct):
             self.bounded_for, self.max_tokens = model, [0]
         bounds = self.max_tokens
         for message in self.messages[len(bounds) - 1 : num]:
-            bounds.append(bounds[-1] + max_message_tokens(message, model))
+            bounds.append(bounds[-1] + message_tokens_upper_bound(message, model))
         return bounds[num]
 
-    def known_tokens(self) -> int:
+    def server_counted_tokens(self) -> int:
         """Return the tokens of the conversation so far as counted by the server, or 0 if the server
         reported no count."""
         return self.counted[1] if self.counted else 0
 
-    def known_ids(self, reused: int) -> KnownPrefix | None:
+    def known_prefix_ids(self, reused: int) -> KnownPrefix | None:
         """Return the token ids of the longest known prefix of the conversation.
 
         The prefix ends with a reply and lies within the first ``reused`` messages. Return None if
@@ -184,7 +184,7 @@ class LiveCall:
         self.kind = kind
         self.client = client
         self.depth = depth
-        self.question = encodable(question)
+        self.question = escape_surrogates(question)
         self.parent = parent
         self.context = context
         self.history = CallMessageHistory() if history is None else history
@@ -215,7 +215,7 @@ class LiveCall:
     def is_branch(self) -> bool:
         return ":" in self.id
 
-    def next_child(self) -> str:
+    def assign_child_id(self) -> str:
         """Assign and return the id of the next child call.
 
         Ids follow the order in which children are created, which a replay can repeat, rather than
@@ -224,11 +224,11 @@ class LiveCall:
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
 
-    def next_child_id(self) -> str:
+    def peek_child_id(self) -> str:
         """Return the id that the next child call will get, without assigning it."""
         return f"{self.id}.{self.num_children}"
 
-    def forked(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
+    def fork(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
         """Return a copy of this call that continues separately from the current state.
 
         If ``num_turns`` is given, the copy has only the first ``num_turns`` turns, whose history

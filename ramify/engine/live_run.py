@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_call import LiveCall
@@ -33,7 +33,7 @@ from ramify.engine.run_ending import RunStopper
 from ramify.engine.run_pictures import RunPictures
 from ramify.errors import ReplyCut
 from ramify.logging import ComponentLogger
-from ramify.printable import one_line
+from ramify.printable import replace_unprintable
 from ramify.sandbox.base import Session, expect_module
 from ramify.store.durable_files import BlobStore
 from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RunResumed
@@ -111,16 +111,16 @@ class SharedRunState:
         self._arriving = (
             LiveReplyWriter(self.requests.partial_replies, live_text) if live_text else None
         )
-        self.ending.start()
+        self.ending.schedule_early_end()
 
     def release_resources(self) -> None:
         """Release the resources that the finished run holds on its event loop."""
-        self.ending.finish()
+        self.ending.cancel_timer()
         if self._arriving is not None:
             self._arriving.close()
 
     @property
-    def cell_s(self) -> float:
+    def cell_timeout_s(self) -> float:
         return self.setup.sandbox.cell_s
 
     @property
@@ -133,7 +133,7 @@ class SharedRunState:
 
         Recorded events after that turn remain charged but are otherwise ignored.
         """
-        for gone in self.recording.forgotten(call.id, call.turn) if self.recording else ():
+        for gone in self.recording.pop_dropped_turns(call.id, call.turn) if self.recording else ():
             for event in gone.events:
                 self.recorder.emit(event, is_written=True)
                 if isinstance(event, ReplyReceived):
@@ -141,13 +141,13 @@ class SharedRunState:
                         event.reply.usage, event.reply.cost, is_recorded=True
                     )
             resumed = RunResumed(
-                at_s=self.recorder.now(),
+                at_s=self.recorder.elapsed_s(),
                 limits=msgspec.to_builtins(self.setup.limits),
                 forgets={call.id: call.turn},
             )
             self.recorder.emit(resumed, is_written=gone.is_recorded)
 
-    def must_stop(self, call: LiveCall) -> Stop | None:
+    def stop_reason(self, call: LiveCall) -> Stop | None:
         """Return the reason why ``call`` must stop before another regular turn, or None if it may
         continue.
 
@@ -171,7 +171,7 @@ class SharedRunState:
             call.id, turn, cell
         )
 
-    def limit_usage(self) -> list[tuple[str, float, float]]:
+    def usage_by_limit(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the maximum of each limit that all calls of the run
         share.
 
@@ -179,9 +179,9 @@ class SharedRunState:
         """
         most = self.setup.limits.max_seconds
         spent = most - self.ending.seconds_left()
-        return [*self.requests.ledger.limit_usage(), ("seconds", spent, most)]
+        return [*self.requests.ledger.usage_by_limit(), ("seconds", spent, most)]
 
-    def budget(self, call: LiveCall) -> dict[str, int | float]:
+    def remaining_budget(self, call: LiveCall) -> dict[str, int | float]:
         """Return what ``call`` may still use, as a mapping from the name of each limit to the
         remaining amount.
 
@@ -207,7 +207,7 @@ class SharedRunState:
     ) -> None:
         self.recorder.emit(
             CallStarted(
-                at_s=self.recorder.now(),
+                at_s=self.recorder.elapsed_s(),
                 id=call.id,
                 kind=call.kind,
                 model=call.client.name,
@@ -225,16 +225,18 @@ class SharedRunState:
         is_suspended = self.ending.suspension is not None and outcome.stop is Stop.CANCELLED
         self.recorder.emit(
             CallEnded(
-                at_s=self.recorder.now(),
+                at_s=self.recorder.elapsed_s(),
                 id=call.id,
                 stop=Stop.SUSPENDED if is_suspended else outcome.stop,
-                answer=jsonable(outcome.answer),
+                answer=to_jsonable(outcome.answer),
                 error=outcome.error,
-                reason=self.reason(outcome, call.num_turns_before + call.turn, call.depth),
+                reason=self.stop_explanation(
+                    outcome, call.num_turns_before + call.turn, call.depth
+                ),
             )
         )
 
-    def reason(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
+    def stop_explanation(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
         """Return one sentence that explains why a call with ``num_turns`` turns ended, with the
         numbers of the limit that it reached.
 
@@ -251,11 +253,15 @@ class SharedRunState:
             most = self.setup.max_turns(depth)
             more = ", and one more for a final reply" if num_turns > most else ""
             used = f"{min(num_turns, most)} of {most} turns were used{more}"
-            return f"{used}: raise max_turns{_refused(outcome) or _cell_error(outcome)}"
+            return (
+                f"{used}: raise "
+                f"max_turns{_describe_refused_answer(outcome) or _cell_error(outcome)}"
+            )
         if stop is Stop.DEADLINE:
             kept = f", and the last {ending.last_word_s:.3g} s are kept for the final reply"
             return (
-                f"{self.recorder.now():.3g} s of {limits.max_seconds:g} s had passed{kept}: raise "
+                f"{self.recorder.elapsed_s():.3g} s of {limits.max_seconds:g} s had "
+                f"passed{kept}: raise "
                 "max_seconds"
             )
         if stop is Stop.NO_CODE:
@@ -267,7 +273,7 @@ class SharedRunState:
             )
             if outcome.refused_answer:
                 return f"{most} replies in a row had neither code nor a valid answer, {last}" + (
-                    _refused(outcome)
+                    _describe_refused_answer(outcome)
                 )
             return f"{most} replies in a row had neither code nor FINAL(…), {last}"
         if stop is Stop.CANCELLED and ending.closing is Stop.CANCELLED:
@@ -284,7 +290,9 @@ class SharedRunState:
         if stop not in _LIMITS or limit in reported:
             return
         reported.add(limit)
-        spent: dict[str, Any] = {name: num for name, num, _ in self.requests.ledger.limit_usage()}
+        spent: dict[str, Any] = {
+            name: num for name, num, _ in self.requests.ledger.usage_by_limit()
+        }
         text = f"call {call.id} ends at the limit {stop}"
         _log.warning("limit", text, limit=str(stop), call=call.id, **spent)
 
@@ -352,7 +360,7 @@ class SharedRunState:
         get the same prompts.
         """
         has_tool = PAGE_PICTURE in self.tools_at(depth).functions
-        sees = any(self.models.sees(client) is not False for client in self.models.all)
+        sees = any(self.models.can_read_pictures(client) is not False for client in self.models.all)
         return sees and (self._context_has_pictures or has_tool)
 
     # --- sessions ---------------------------------------------------------------------------------
@@ -360,7 +368,7 @@ class SharedRunState:
     def tools_at(self, depth: int) -> ToolSet:
         return self._tools[min(depth, len(self._tools) - 1)]
 
-    async def keep_context(self, context: SharedContext) -> None:
+    async def store_child_context(self, context: SharedContext) -> None:
         """Store the context of a child call with the run, before the child uses it."""
         blobs = self.setup.blobs
         if blobs is None:
@@ -387,10 +395,10 @@ def _cell_error(outcome: CallOutcome) -> str:
     """
     if outcome.answer is not None or not outcome.cell_error:
         return ""
-    return f"; its last cell raised {one_line(outcome.cell_error)[:_REFUSED_CHARS]}"
+    return f"; its last cell raised {replace_unprintable(outcome.cell_error)[:_REFUSED_CHARS]}"
 
 
-def _refused(outcome: CallOutcome) -> str:
+def _describe_refused_answer(outcome: CallOutcome) -> str:
     """Return the end of an error sentence about a call without an answer: the last answer it tried
     to give and why that was not accepted.
 
@@ -398,4 +406,7 @@ def _refused(outcome: CallOutcome) -> str:
     """
     if outcome.answer is not None or not outcome.refused_answer:
         return ""
-    return f"; its last attempt to answer: {one_line(outcome.refused_answer)[:_REFUSED_CHARS]}"
+    return (
+        f"; its last attempt to answer: "
+        f"{replace_unprintable(outcome.refused_answer)[:_REFUSED_CHARS]}"
+    )

@@ -72,7 +72,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         """
         if not servers:
             raise ConfigError("no MCP server: give a command or an address")
-        need_extra("MCP servers")
+        require_mcp_sdk("MCP servers")
         self.servers = tuple(map(redacted_server, servers))
         """Servers as written to the run's record, without the values of environment variables."""
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -109,9 +109,9 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         self.close()
 
     def _add(self, connection: _McpConnection, tool: Tool) -> None:
-        name = function_name(tool.name)
+        name = to_function_name(tool.name)
         if name in self._functions:
-            name = function_name(f"{connection.name}_{tool.name}")
+            name = to_function_name(f"{connection.name}_{tool.name}")
         number, unique = 2, name
         while unique in self._functions:
             unique, number = f"{name}_{number}", number + 1
@@ -162,7 +162,9 @@ class _McpConnection:
                 ready.set_exception(error)
             except BaseException as error:  # noqa: BLE001 -- the SDK raises many types and groups
                 if not ready.done():
-                    ready.set_exception(_unreachable(self._server, error, errors, self._start_s))
+                    ready.set_exception(
+                        _unreachable_error(self._server, error, errors, self._start_s)
+                    )
             finally:
                 self._client = None
 
@@ -185,7 +187,7 @@ class _McpConnection:
         return await self._client.call_tool(tool, arguments, read_timeout_seconds=self._timeout_s)
 
 
-def need_extra(what: str) -> None:
+def require_mcp_sdk(what: str) -> None:
     """Raise ConfigError if the MCP SDK is not installed.
 
     ``what`` names the feature that needs the SDK.
@@ -210,7 +212,7 @@ def redacted_server(server: str) -> str:
     return shlex.join([*(f"{name}=" for name in variables), *words]) if variables else server
 
 
-def function_name(tool: str) -> str:
+def to_function_name(tool: str) -> str:
     """Convert the name of a tool to a valid name for a function in a session; ``"git-log"`` becomes
     ``"git_log"``."""
     name = re.sub(r"\W", "_", tool, flags=re.ASCII) or "tool"
@@ -280,7 +282,9 @@ async def _all_tools(client: Client) -> list[Tool]:
     return tools
 
 
-def _unreachable(server: str, error: BaseException, errors: Any, start_s: float) -> ConfigError:
+def _unreachable_error(
+    server: str, error: BaseException, errors: Any, start_s: float
+) -> ConfigError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     errors.seek(0)
@@ -311,13 +315,13 @@ def _function(
         bound = signature.bind(*args, **kwargs)
         arguments = {**bound.arguments, **bound.arguments.pop("more", {})}
         future = asyncio.run_coroutine_threadsafe(
-            connection.call(tool.name, arguments), event_loop_thread.loop()
+            connection.call(tool.name, arguments), event_loop_thread.background_loop()
         )
-        return _value(await asyncio.wrap_future(future), tool)
+        return _convert_result(await asyncio.wrap_future(future), tool)
 
     call.owner = owner  # type: ignore[attr-defined]
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = _described(tool, schema)
+    call.__doc__ = _describe_tool(tool, schema)
     call.__signature__ = signature  # type: ignore[attr-defined]
     return call
 
@@ -348,7 +352,7 @@ def _signature(schema: Mapping[str, Any]) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
+def _describe_tool(tool: Tool, schema: Mapping[str, Any]) -> str:
     """Return one paragraph for the model that describes a tool and its parameters."""
     about = " ".join((tool.description or tool.title or "a tool of an MCP server").split())
     fields = [
@@ -361,7 +365,7 @@ def _described(tool: Tool, schema: Mapping[str, Any]) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}…"
 
 
-def _value(result: CallToolResult, tool: Tool) -> Any:
+def _convert_result(result: CallToolResult, tool: Tool) -> Any:
     """Convert the result of an MCP tool to a Python value for the session.
 
     Raises RuntimeError with the tool's message if the tool failed.

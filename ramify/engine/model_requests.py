@@ -32,12 +32,12 @@ from ramify.errors import (
     Refused,
     ReplyCut,
     ReplyFiltered,
-    can_be_fixed,
+    is_fixable_by_user,
 )
-from ramify.format_quantities import plain
+from ramify.format_quantities import format_plain_number
 from ramify.progress import report_reply_text
 from ramify.types.event import SENT_AGAIN, AttemptFailed, ReplyReceived, RequestStarted
-from ramify.types.message import Message, Reply, Usage, encodable, encodable_message
+from ramify.types.message import Message, Reply, Usage, escape_message_surrogates, escape_surrogates
 from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ModelRequests:
         self.recording = recording
         self.cache = cache
         self.read_picture = read_picture
-        check_prices(setup.limits, clients)
+        check_prices_known(setup.limits, clients)
         has_price = [client.price is not None for client in clients]
         self.ledger = BudgetLedger(setup.limits, priced=any(has_price), shared=setup.budget)
         self.lengths = ReplyTokenLimits(setup, models, self.ledger.limit)
@@ -130,51 +130,51 @@ class ModelRequests:
         """
         recording, ending = self.recording, self.ending
         reused = len(call.messages) if reused is None else reused
-        limit = self.reply_tokens(call, longer)
+        limit = self.max_reply_tokens(call, longer)
         if last_word:
             limit = min(limit, self._last_word_tokens(call))
             if call.parent is None and self._last_word_limit is not None:
                 limit = min(limit, self._last_word_limit)
         if asked is not None:
             limit = min(limit, asked.max_tokens)
-        messages = tuple(map(encodable_message, new))
+        messages = tuple(map(escape_message_surrogates, new))
         if recording is not None and last_word is None:
-            messages = recording.edited_messages(call.id, call.turn, messages)
+            messages = recording.apply_message_edits(call.id, call.turn, messages)
         is_direct = call.kind == "lm" and call.parent is None
         if is_direct and recording is None:
-            limit = self._affordable(call, messages, limit)
+            limit = self._affordable_reply_tokens(call, messages, limit)
         request = Request(
             (*call.messages[:reused], *messages),
             self._sampling(call, limit, asked),
             schema,
             tools,
             affinity=call.id,
-            known=known or call.history.known_ids(reused),
+            known=known or call.history.known_prefix_ids(reused),
             model=call.client.name,
             read_picture=self.read_picture,
             # The short reply of a leaf is not shown while it arrives, and a stream costs CPU time.
-            whole=call.kind == "leaf" and not self.lengths.reasoning_tokens(call.client),
+            whole=call.kind == "leaf" and not self.lengths.reasoning_token_allowance(call.client),
         )
         turn = TurnRequester(self, call, request, reused, last_word)
-        found = self._found(turn)
+        found = self._find_reply(turn)
         if found is not None:
-            turn.announce()  # as in the recorded run
+            turn.record_request_start()  # as in the recorded run
             reply, reused_ids = found
         else:
             self._check_open(turn)
             try:
-                async with ending.until_deadline() if last_word else ending.until_closing():
+                async with ending.cancel_at_deadline() if last_word else ending.cancel_on_closing():
                     reply = await self.models.pool.ask(
                         call.client,
                         turn.request,
                         turn,
-                        on_send=turn.announce,
-                        on_piece=turn.take_piece,
+                        on_send=turn.record_request_start,
+                        on_piece=turn.forward_reply_piece,
                         on_retry=lambda text: self.recorder.note(call.id, text),
                         patience_s=self.setup.limits.retry_patience_s(last_word),
                     )
             except ModelError as error:
-                if can_be_fixed(error) and ending.closing is None:
+                if is_fixable_by_user(error) and ending.closing is None:
                     await ending.suspend_and_wait(error)
                 raise
             except LimitReached as error:
@@ -182,12 +182,12 @@ class ModelRequests:
                     await ending.suspend_and_wait(error)
                 raise
             if call.parent is None:
-                ending.measure_reply(reply.seconds)
-            reply, reused_ids = self._received(turn, reply)
-        turn.answered(reply, reused_ids, found is not None)
+                ending.record_reply_time(reply.seconds)
+            reply, reused_ids = self._complete_reply(turn, reply)
+        turn.record_reply(reply, reused_ids, found is not None)
         self.remove_in_flight(turn)
         if reply.finish == "content_filter":
-            raise filtered(call.client.name, reply)
+            raise filtered_reply_error(call.client.name, reply)
         return reply
 
     def _sampling(self, call: LiveCall, max_tokens: int, asked: Sampling | None) -> Sampling:
@@ -220,7 +220,7 @@ class ModelRequests:
         self.under_way.discard(turn)
         self.ending.finish_suspension_if_idle()
 
-    def warn_of_excess(self, call: LiveCall, text: str) -> None:
+    def note_overrun(self, call: LiveCall, text: str) -> None:
         """Record that a reply used more than was reserved.
 
         Only the first such record is a warning, because some models exceed every reservation.
@@ -230,14 +230,14 @@ class ModelRequests:
         note = f"{prefix}{text}; later requests to it reserve as much"
         self.recorder.note(call.id, note, is_warning=is_first)
 
-    def reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
+    def max_reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
         """Return the maximum tokens of a reply of ``call``, hidden reasoning included.
 
         ``longer`` multiplies the part without reasoning.
         """
-        full = longer * self.visible_reply_token_limit(call)[0] + self.lengths.reasoning_tokens(
-            call.client
-        )
+        full = longer * self.visible_reply_token_limit(call)[
+            0
+        ] + self.lengths.reasoning_token_allowance(call.client)
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def visible_reply_token_limit(self, call: LiveCall) -> tuple[int, str]:
@@ -248,10 +248,10 @@ class ModelRequests:
 
     def _last_word_tokens(self, call: LiveCall) -> int:
         most = self.setup.limits.last_word_tokens
-        own = self.setup.at(call.depth).max_reply_tokens or most
-        return min(most, own) + self.lengths.reasoning_tokens(call.client)
+        own = self.setup.options_at_depth(call.depth).max_reply_tokens or most
+        return min(most, own) + self.lengths.reasoning_token_allowance(call.client)
 
-    def hold_last_word(
+    def reserve_final_request(
         self, call: LiveCall, new: Sequence[Message], longer: int = 1
     ) -> Stop | None:
         """Hold back the cost of the root call's final request before the root takes its next turn.
@@ -265,22 +265,22 @@ class ModelRequests:
         """
         before, call.shrunk = call.shrunk, None
         output = self.setup.scaffold.max_output_chars
-        exceeded = self._hold(call, new, self.reply_tokens(call, longer), output)
+        exceeded = self._hold_final_budget(call, new, self.max_reply_tokens(call, longer), output)
         if exceeded is not None and longer > 1:
             call.shrunk = before
         if exceeded not in (Stop.MAX_TOKENS, Stop.MAX_COST) or longer > 1:
             return exceeded
         refusal = self.ledger.refusals[exceeded]
-        usual = self.reply_tokens(call)
+        usual = self.max_reply_tokens(call)
         for tokens in _shorter_replies(usual):
-            if self._hold(call, new, tokens, 0) is None:
+            if self._hold_final_budget(call, new, tokens, 0) is None:
                 call.shrunk = (tokens, str(exceeded)) if tokens < usual else None
                 return None
         if call.messages:
             self.ledger.refusals[exceeded] = refusal
         return exceeded
 
-    def _hold(
+    def _hold_final_budget(
         self, call: LiveCall, new: Sequence[Message], reply_tokens: int, output_tokens: int
     ) -> Stop | None:
         """Hold back budget for the root's final request, which may follow the next turn.
@@ -289,7 +289,7 @@ class ModelRequests:
         code's output. Return the limit that either request would exceed, or None.
         """
         asked = Request(tuple(new), model=call.client.name)
-        prompt = call.history.max_input_tokens(len(call.messages), asked)
+        prompt = call.history.input_tokens_upper_bound(len(call.messages), asked)
         most = Usage(
             prompt + reply_tokens + output_tokens + 1000,
             min(self._last_word_tokens(call), reply_tokens),
@@ -297,19 +297,21 @@ class ModelRequests:
         before = self._last_word
         self._last_word = final = self._reservation(call, most)
         turn = self._reservation(call, Usage(prompt, reply_tokens))
-        exceeded = self.ledger.hold(final.amount)
+        exceeded = self.ledger.reserve_final_answer(final.amount)
         if exceeded is None:
             self._last_word_limit = most.output_tokens
-            exceeded = self.ledger.would_pass(turn.amount)
+            exceeded = self.ledger.limit_exceeded_by(turn.amount)
         if exceeded is not None:
             self._last_word = before
-            self.ledger.explain_refused_turn(exceeded, turn.amount, final.amount)
+            self.ledger.record_turn_refusal(exceeded, turn.amount, final.amount)
         return exceeded
 
     def _reservation(self, call: LiveCall, most: Usage) -> Reservation:
         return Reservation(self.ledger, call.client.name, most, call.client.price)
 
-    def _affordable(self, call: LiveCall, prompt: Sequence[Message], limit: int) -> int:
+    def _affordable_reply_tokens(
+        self, call: LiveCall, prompt: Sequence[Message], limit: int
+    ) -> int:
         """Return how many reply tokens the budget allows for ``prompt``, up to ``limit``.
 
         If even a short reply is too expensive, return ``limit``, so that the request fails with the
@@ -319,7 +321,7 @@ class ModelRequests:
         given = asked.max_input_tokens()
         for tokens in _shorter_replies(limit):
             reservation = self._reservation(call, Usage(given, tokens))
-            if (stop := self.ledger.would_pass(reservation.amount)) is None:
+            if (stop := self.ledger.limit_exceeded_by(reservation.amount)) is None:
                 return tokens
             call.shrunk = (max(tokens // 2, _LEAST_REPLY_TOKENS), str(stop))
         call.shrunk = None
@@ -334,16 +336,16 @@ class ModelRequests:
             raise error
         return limit
 
-    def raise_last_word(self) -> None:
+    def increase_final_reserve(self) -> None:
         """Hold back more budget for the root call's final answer.
 
         Called after a reply used more than was reserved for it, because the final answer may do the
         same.
         """
         if self.ledger.held.calls and self._last_word is not None and self._last_word.recompute():
-            self.ledger.hold(self._last_word.amount)
+            self.ledger.reserve_final_answer(self._last_word.amount)
 
-    def _found(self, turn: TurnRequester) -> tuple[Reply, int] | None:
+    def _find_reply(self, turn: TurnRequester) -> tuple[Reply, int] | None:
         """Return the reply to this request from the recorded run or from the cache, and how many of
         its prompt token ids are already stored.
 
@@ -361,9 +363,9 @@ class ModelRequests:
             self._repeat_attempts(recording, turn)
             reply = recording.reply(call.id, call.turn, turn.digest)
             if reply is not None and recording.is_fork:  # the forked run has paid for it
-                return _free(reply), recording.num_reused_token_ids(call.id, call.turn)
+                return _without_cost(reply), recording.num_reused_token_ids(call.id, call.turn)
             if reply is not None:
-                turn.book_recorded(reply)
+                turn.charge_recorded_reply(reply)
                 return reply, recording.num_reused_token_ids(call.id, call.turn)
             # A fork can have edited code, which takes the place of a reply.
             code = recording.given.get((call.id, call.turn))
@@ -373,7 +375,7 @@ class ModelRequests:
         if self.cache is not None and not call.is_branch:
             reply = self.cache.find(turn.digest, call.client.name, turn.request)
             if reply is not None:
-                return call.history.strip_stored_ids(_free(reply))
+                return call.history.strip_stored_ids(_without_cost(reply))
         return None
 
     def _repeat_attempts(self, recording: RunEventIndex, turn: TurnRequester) -> None:
@@ -387,7 +389,7 @@ class ModelRequests:
         if place in self._repeated:
             return
         self._repeated.add(place)
-        for attempt in recording.attempts_at(*place):
+        for attempt in recording.failed_attempts(*place):
             self.recorder.emit(attempt)
             self.ledger.charge(attempt.usage, attempt.cost, is_recorded=True)
         if recording.is_in_flight(*place):
@@ -403,12 +405,12 @@ class ModelRequests:
         if turn.last_word and turn.call.parent is None:
             self.ledger.held = BudgetAmount()
 
-    def _received(self, turn: TurnRequester, reply: Reply) -> tuple[Reply, int]:
+    def _complete_reply(self, turn: TurnRequester, reply: Reply) -> tuple[Reply, int]:
         """Complete a reply that has just arrived, and add it to the cache.
 
         Return the reply without the token ids that are already stored, and the number of those ids.
         """
-        reply = recordable(reply, self.setup.scaffold.stop, turn.most())
+        reply = prepare_for_record(reply, self.setup.scaffold.stop, turn.max_usage_and_cost())
         if self.cache is not None:
             self.cache.keep(turn.digest, turn.call.client.name, turn.request, reply)
         return turn.call.history.strip_stored_ids(reply)
@@ -445,7 +447,7 @@ class TurnRequester:
         self._requests = requests
         self._reused = reused
         most = Usage(
-            call.history.max_input_tokens(
+            call.history.input_tokens_upper_bound(
                 reused, Request(new, schema=schema, tools=tools, model=model)
             ),
             request.sampling.max_tokens,
@@ -470,7 +472,7 @@ class TurnRequester:
             return
         here, there = (
             [
-                observation_messages.without_limits(message)
+                observation_messages.strip_limit_text(message)
                 for message in prompt
                 if message.role != "system" or not recording.has_other_limits
             ]
@@ -479,14 +481,14 @@ class TurnRequester:
         if here == there:
             self._new, self.digest = recorded.prompt, recorded.prompt_hash
 
-    def announce(self) -> None:
+    def record_request_start(self) -> None:
         call, recorder = self.call, self._requests.recorder
         recording = self._requests.recording
         if recording is not None:  # a concurrent call may have diverged meanwhile
             recording.check_prompt_matches(call.id, call.turn, self.digest)
         recorder.emit(
             RequestStarted(
-                at_s=recorder.now(),
+                at_s=recorder.elapsed_s(),
                 call=call.id,
                 turn=call.turn,
                 reused=self._reused,
@@ -496,7 +498,7 @@ class TurnRequester:
             )
         )
 
-    def answered(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
+    def record_reply(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
         """Record ``reply`` and finish the turn.
 
         ``reused_ids`` is the number of token ids at the start of the prompt that are already stored
@@ -505,7 +507,7 @@ class TurnRequester:
         call, recorder = self.call, self._requests.recorder
         recorder.emit(
             ReplyReceived(
-                at_s=recorder.now(),
+                at_s=recorder.elapsed_s(),
                 call=call.id,
                 turn=call.turn,
                 reply=reply,
@@ -514,10 +516,10 @@ class TurnRequester:
             )
         )
         if self._excess:
-            self._requests.warn_of_excess(call, self._excess)
+            self._requests.note_overrun(call, self._excess)
         call.finish_turn(self._reused, self._new, reply, reused_ids)
 
-    def take_piece(self, piece: ReplyPiece) -> None:
+    def forward_reply_piece(self, piece: ReplyPiece) -> None:
         """Pass a newly arrived piece of the reply to those who follow the run live.
 
         The reply is recorded only once it is complete or the attempt has failed.
@@ -549,18 +551,18 @@ class TurnRequester:
     def settle(self, usage: Usage, cost: float | None) -> None:
         self._excess = self._reservation.settle(usage, cost, self._name)
         if self._excess:
-            self._requests.raise_last_word()
+            self._requests.increase_final_reserve()
 
     def release(self, error: str) -> None:
         self._reservation.release()
-        self._attempted(error, Usage(), None)
+        self._record_failed_attempt(error, Usage(), None)
 
     def charge_full_reservation(self, error: str) -> None:
-        usage, cost = self.most()
+        usage, cost = self.max_usage_and_cost()
         self._reservation.settle(usage, cost, self._name)
-        self._attempted(error, usage, cost)
+        self._record_failed_attempt(error, usage, cost)
 
-    def book_recorded(self, reply: Reply) -> None:
+    def charge_recorded_reply(self, reply: Reply) -> None:
         """Charge the budget for a recorded reply, which the run received before it was
         interrupted."""
         ledger, usage = self._requests.ledger, reply.usage
@@ -576,11 +578,11 @@ class TurnRequester:
 
         The provider may have billed it.
         """
-        usage, cost = self.most()
+        usage, cost = self.max_usage_and_cost()
         self._requests.ledger.charge(usage, cost)
-        self._attempted(SENT_AGAIN, usage, cost)
+        self._record_failed_attempt(SENT_AGAIN, usage, cost)
 
-    def most(self) -> tuple[Usage, float | None]:
+    def max_usage_and_cost(self) -> tuple[Usage, float | None]:
         """Return upper bounds on the usage and the cost of the request, which are the reserved
         amounts."""
         return self._reservation.usage, self._reservation.cost
@@ -589,17 +591,17 @@ class TurnRequester:
     def _name(self) -> str:
         return f"call {self.call.id}, turn {self.call.turn}"
 
-    def _attempted(self, error: str, usage: Usage, cost: float | None) -> None:
+    def _record_failed_attempt(self, error: str, usage: Usage, cost: float | None) -> None:
         recorder = self._requests.recorder
         recorder.emit(
             AttemptFailed(
-                at_s=recorder.now(),
+                at_s=recorder.elapsed_s(),
                 call=self.call.id,
                 turn=self.call.turn,
                 error=error,
                 usage=usage,
                 cost=cost,
-                text=encodable("".join(piece.text for piece in self.arrived)),
+                text=escape_surrogates("".join(piece.text for piece in self.arrived)),
             )
         )
         self._requests.remove_in_flight(self)
@@ -618,7 +620,7 @@ def _shorter_replies(longest: int) -> Iterator[int]:
     yield least
 
 
-def _free(reply: Reply) -> Reply:
+def _without_cost(reply: Reply) -> Reply:
     """Return a copy of ``reply`` without usage and cost, because a reused reply is not paid for
     again."""
     cost = None if reply.cost is None else 0.0
@@ -639,7 +641,10 @@ def truncated_reply_error(requests: ModelRequests, call: LiveCall, text: str) ->
 
     ``text`` is the part that arrived.
     """
-    limit, (for_text, name) = requests.reply_tokens(call), requests.visible_reply_token_limit(call)
+    limit, (for_text, name) = (
+        requests.max_reply_tokens(call),
+        requests.visible_reply_token_limit(call),
+    )
     if not text.strip() and limit > for_text:
         name = "max_reasoning_tokens"
     if call.shrunk is not None:
@@ -659,22 +664,24 @@ def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCu
     )
 
 
-def recordable(reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]) -> Reply:
+def prepare_for_record(
+    reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]
+) -> Reply:
     """Prepare a reply for recording.
 
     Replace characters that cannot be encoded, and restore a closing tag that the server removed as
     a stop string. If the server reported no usage, use the upper bounds in ``most``.
     """
-    message = encodable_message(reply.message)
+    message = escape_message_surrogates(reply.message)
     if stop and reply.finish == "stop" and not message.tool_calls:
         message = msgspec.structs.replace(
-            message, content=retool_protocol.closed(message.content, stop)
+            message, content=retool_protocol.restore_closing_tag(message.content, stop)
         )
     usage, cost = most if reply.usage.unknown_calls else (reply.usage, reply.cost)
     return msgspec.structs.replace(reply, message=message, usage=usage, cost=cost)
 
 
-def filtered(model: str, reply: Reply) -> ReplyFiltered:
+def filtered_reply_error(model: str, reply: Reply) -> ReplyFiltered:
     """Create the error for a reply that was stopped by a content filter, or in which the model
     refused to answer."""
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
@@ -692,7 +699,7 @@ def filtered(model: str, reply: Reply) -> ReplyFiltered:
     )
 
 
-def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
+def check_prices_known(limits: Limits, clients: Sequence[Client]) -> None:
     """Raise ConfigError if a cost limit is set but some model has no known price.
 
     The limit could not be enforced.
@@ -700,6 +707,7 @@ def check_prices(limits: Limits, clients: Sequence[Client]) -> None:
     unpriced = [client.name for client in clients if client.price is None]
     if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
         raise ConfigError(
-            f"a limit of ${plain(limits.max_cost, 6)} cannot be enforced: {', '.join(unpriced)} "
+            f"a limit of ${format_plain_number(limits.max_cost, 6)} cannot be enforced: "
+            f"{', '.join(unpriced)} "
             "has no known price; add it to a price file (RAMIFY_PRICES) or omit max_cost"
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from ramify.engine.action import ParsedAction, prose_of
 from ramify.engine.scaffold import Scaffold
-from ramify.types.message import Message, encodable_message
+from ramify.types.message import Message, escape_message_surrogates
 
 _LONG_CHARS = 100_000
 """Replies with more characters are parsed in a helper process. A reply of 8,192 tokens usually has
@@ -46,14 +46,14 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
     """
     if not _is_long(message):
         return ParsedReply(scaffold.read(message, is_cut))
-    from ramify.actors.untrusted_data_process import HelperProcessDied, in_helper
+    from ramify.actors.untrusted_data_process import HelperProcessDied, call_in_helper_process
 
     try:
         reading = _encode(_Reading(scaffold, message, is_cut))
     except UnicodeEncodeError:
-        reading = _encode(_Reading(scaffold, encodable_message(message), is_cut))
+        reading = _encode(_Reading(scaffold, escape_message_surrogates(message), is_cut))
     try:
-        answer = await in_helper(f"{__name__}:{read_in_helper.__name__}", reading)
+        answer = await call_in_helper_process(f"{__name__}:{read_in_helper.__name__}", reading)
     except HelperProcessDied as error:
         return ParsedReply(
             ParsedAction(ignored=(f"the whole reply: reading it failed, since {error}",)), ""

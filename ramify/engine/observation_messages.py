@@ -20,7 +20,7 @@ from ramify.lazy_pattern import lazy_pattern
 from ramify.sandbox.base import NumberArray, Table
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.types.message import Message
-from ramify.types.picture import picture_reference_digest, shown
+from ramify.types.picture import picture_placeholder, picture_reference_digest
 from ramify.types.trajectory import Cell, Stop
 
 LAST_WORD = (
@@ -99,7 +99,7 @@ def cut(text: str, max_chars: int, length: int, where: str) -> str:
     return f"{head}\n[… {hidden:,} of {length:,} characters cut; the whole is {where} …]\n{tail}"
 
 
-def shortened(message: Message, share: int, terse_chars: int) -> Message:
+def shorten_message(message: Message, share: int, terse_chars: int) -> Message:
     """Return ``message`` with its content shortened to 1 / ``share`` of its length.
 
     The head and the tail remain, with a note on the original length. If ``terse_chars`` is not 0,
@@ -142,7 +142,7 @@ NO_LAST_CELL = (Stop.DEADLINE, Stop.CANCELLED, Stop.ERROR)
 """Stop reasons after which no code runs in reply to the final request."""
 
 
-def last_word(stop: Stop, num_deaths: int) -> str:
+def final_answer_request(stop: Stop, num_deaths: int) -> str:
     """Return the message that asks the model for its final answer.
 
     ``stop`` is the reason why the call ends, and ``num_deaths`` is the number of its sessions that
@@ -156,7 +156,7 @@ def last_word(stop: Stop, num_deaths: int) -> str:
     return text.format(reason=reasons.get(stop, f"The limit is reached ({stop})."))
 
 
-def nudge(num_idle: int, max_idle: int) -> str:
+def idle_reminder(num_idle: int, max_idle: int) -> str:
     """Return a reminder for a model that has sent ``num_idle`` messages in a row with neither code
     nor an answer.
 
@@ -187,7 +187,7 @@ def recovered_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str
     return texts
 
 
-def observation(
+def observation_message(
     reports: Sequence[str], notes: Iterable[str], turn: int, max_turns: int, warnings: Iterable[str]
 ) -> str:
     """Return the message that the model receives after a turn's code has run.
@@ -206,7 +206,7 @@ def observation(
     )
 
 
-def terse(cell: Cell, max_chars: int) -> str:
+def terse_cell_report(cell: Cell, max_chars: int) -> str:
     """Return the result of a cell (piece of code) in at most ``max_chars`` characters: its output,
     and the line that names its error.
 
@@ -218,16 +218,16 @@ def terse(cell: Cell, max_chars: int) -> str:
     output = "\n".join(part for part in (cell.stdout.rstrip("\n"), cell.value) if part)
     if not cell.error:
         return output[:max_chars]
-    error = _named(cell.error)
+    error = _error_line(cell.error)
     output = f"{output}\n" if output else ""
     error = error[: max(max_chars // 2, max_chars - len(output))]
     return output[: max_chars - len(error) - 1].rstrip("\n") + "\n" * bool(output) + error
 
 
-def _named(error: str) -> str:
+def _error_line(error: str) -> str:
     """Return the line of a traceback that names the error: the first line after the source lines.
 
-    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
+    >>> _error_line("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
     'ValueError: no'
     """
     lines = error.rstrip("\n").split("\n")
@@ -244,7 +244,9 @@ _LAST = {"turns": 1, "calls": 2}
 2, because one call is reserved for the final reply."""
 
 
-def running_low(standing: Iterable[tuple[str, float, float]], told: dict[str, int]) -> list[str]:
+def low_limit_warnings(
+    standing: Iterable[tuple[str, float, float]], told: dict[str, int]
+) -> list[str]:
     """Return one warning for the model per limit that is nearly used up.
 
     Each limit is mentioned when a quarter is left, when a tenth is left, and before the last turn.
@@ -278,7 +280,7 @@ _LIMITS = lazy_pattern(
 )
 
 
-def without_limits(message: Message) -> Message:
+def strip_limit_text(message: Message) -> Message:
     """Return ``message`` with the limits of its run removed, so that prompts of runs with different
     limits can be compared."""
     return msgspec.structs.replace(message, content=_LIMITS.sub("", message.content))
@@ -306,7 +308,7 @@ def render_context(value: Any) -> str:
     if isinstance(value, str):
         return value
     if picture_reference_digest(value) is not None:
-        return shown(value)
+        return picture_placeholder(value)
     if isinstance(value, MappedText):
         return value[:]
     if isinstance(value, Mapping):

@@ -40,7 +40,7 @@ from ramify.types.event import (
     RunStarted,
     ToolAnswered,
 )
-from ramify.types.message import Message, Usage, encodable
+from ramify.types.message import Message, Usage, escape_surrogates
 from ramify.types.trajectory import CallSite, Stop
 
 if TYPE_CHECKING:
@@ -126,27 +126,27 @@ class OpenTelemetryListener:
         call = self._tree.apply(event)
         match event:
             case RunStarted():
-                self._begin(event)
+                self._begin_run(event)
             case CallStarted() if call is not None and call.kind == "rlm":
                 self._begin_session(call)  # the request spans of other calls contain everything
             case RequestStarted() if call is not None:
-                self._ask(call, event)
+                self._begin_request(call, event)
             case AttemptFailed() if event.call in self._requests:
                 self._requests[event.call].add_event(
                     "ramify.attempt_failed", timestamp=self._ns(event.at_s)
                 )
             case ReplyReceived():
-                self._answer(event)
+                self._end_request(event)
             case ToolAnswered():
-                self._tool(event)
+                self._add_tool_span(event)
             case CallEnded():
                 self._end_call(event.id, event.at_s, event.stop)
             case RunEnded():
-                self._end(event)
+                self._end_run(event)
 
     # --- the run and its calls --------------------------------------------------------------------
 
-    def _begin(self, event: RunStarted) -> None:
+    def _begin_run(self, event: RunStarted) -> None:
         self._zero_ns = int((event.started_at - event.at_s) * 1e9)
         sampling = event.config.get("sampling") or {}
         self._id = event.id
@@ -165,26 +165,26 @@ class OpenTelemetryListener:
                 "gen_ai.agent.name": "ramify",
                 "gen_ai.conversation.id": event.id,
                 "ramify.run": event.id,
-                **_model(model),
+                **_model_attributes(model),
                 **({"ramify.task": event.task} if event.task else {}),
             },
         )
         if self._content:
             self._run.set_attribute(
-                "gen_ai.input.messages", _messages([Message("user", event.question)])
+                "gen_ai.input.messages", _messages_json([Message("user", event.question)])
             )
 
     def _begin_session(self, call: CallNode) -> None:
-        self._sessions[call.id] = self._span(
+        self._sessions[call.id] = self._start_span(
             f"invoke_agent {call.id}",
-            self._above(call.parent),
+            self._parent_span(call.parent),
             call.started_s,
             {
                 "gen_ai.operation.name": "invoke_agent",
                 "gen_ai.agent.name": "ramify session",
                 "gen_ai.agent.id": call.id,
                 "ramify.depth": call.depth,
-                **_model(call.model),
+                **_model_attributes(call.model),
             },
         )
 
@@ -196,12 +196,12 @@ class OpenTelemetryListener:
         if session := self._sessions.pop(id, None):
             self._close(session, at_s, stop)
 
-    def _end(self, event: RunEnded) -> None:
+    def _end_run(self, event: RunEnded) -> None:
         for call in self._tree.order:
             if call.stop is None:
                 self._end_call(call.id, event.at_s, event.stop)
         if self._run is not None:
-            self._run.set_attributes(_usage(event.usage, event.cost))
+            self._run.set_attributes(_usage_attributes(event.usage, event.cost))
             if self._content and event.answer is not None:
                 text = (
                     event.answer
@@ -210,20 +210,20 @@ class OpenTelemetryListener:
                 )
                 self._run.set_attribute(
                     "gen_ai.output.messages",
-                    _messages([Message("assistant", text)], str(event.stop)),
+                    _messages_json([Message("assistant", text)], str(event.stop)),
                 )
             self._close(self._run, event.at_s, event.stop)
             self._run = None
 
     # --- requests, cells, tools -------------------------------------------------------------------
 
-    def _ask(self, call: CallNode, event: RequestStarted) -> None:
+    def _begin_request(self, call: CallNode, event: RequestStarted) -> None:
         if call.id in self._requests:
             return
-        name = _model(call.model)
-        span = self._span(
+        name = _model_attributes(call.model)
+        span = self._start_span(
             f"chat {name['gen_ai.request.model']}",
-            self._sessions.get(call.id) or self._above(call.parent),
+            self._sessions.get(call.id) or self._parent_span(call.parent),
             event.at_s,
             {
                 "gen_ai.operation.name": "chat",
@@ -236,35 +236,40 @@ class OpenTelemetryListener:
             is_client=True,
         )
         if self._content:
-            span.set_attribute("gen_ai.input.messages", _messages(event.prompt))
+            span.set_attribute("gen_ai.input.messages", _messages_json(event.prompt))
         self._requests[call.id] = span
 
-    def _answer(self, event: ReplyReceived) -> None:
+    def _end_request(self, event: ReplyReceived) -> None:
         span, reply = self._requests.pop(event.call, None), event.reply
         if span is None:
             return
         span.set_attributes(
-            {"gen_ai.response.finish_reasons": [reply.finish], **_usage(reply.usage, reply.cost)}
+            {
+                "gen_ai.response.finish_reasons": [reply.finish],
+                **_usage_attributes(reply.usage, reply.cost),
+            }
         )
         if reply.model:
             span.set_attribute("gen_ai.response.model", reply.model)
         if event.cached:
             span.set_attribute("ramify.from_record", True)
         if self._content:
-            span.set_attribute("gen_ai.output.messages", _messages([reply.message], reply.finish))
+            span.set_attribute(
+                "gen_ai.output.messages", _messages_json([reply.message], reply.finish)
+            )
         self._close(span, event.at_s)
 
-    def _tool(self, event: ToolAnswered) -> None:
-        span = self._span(
+    def _add_tool_span(self, event: ToolAnswered) -> None:
+        span = self._start_span(
             f"execute_tool {event.name}",
-            self._above(CallSite(event.call, event.turn, event.cell)),
+            self._parent_span(CallSite(event.call, event.turn, event.cell)),
             event.at_s - event.seconds,
             _tool_attributes(event.name),
         )
         self._close(span, event.at_s, Stop.ERROR if event.error is not None else None)
 
     def _cell_ended(self, event: CellRan) -> None:
-        span = self._above(CallSite(event.call, event.turn, event.cell))
+        span = self._parent_span(CallSite(event.call, event.turn, event.cell))
         cell = event.result
         if span is not None:
             span.set_attribute("ramify.cell.worked_s", cell.seconds)
@@ -272,8 +277,8 @@ class OpenTelemetryListener:
                 shown = "\n".join(filter(None, (cell.stdout, cell.value, cell.error)))
                 span.set_attributes(
                     {
-                        "gen_ai.tool.call.arguments": encodable(cell.code),
-                        "gen_ai.tool.call.result": encodable(shown),
+                        "gen_ai.tool.call.arguments": escape_surrogates(cell.code),
+                        "gen_ai.tool.call.result": escape_surrogates(shown),
                     }
                 )
             self._close(span, event.at_s, Stop.ERROR if cell.error is not None else None)
@@ -281,7 +286,7 @@ class OpenTelemetryListener:
 
     # --- spans ------------------------------------------------------------------------------------
 
-    def _above(self, parent: CallSite | None) -> Span | None:
+    def _parent_span(self, parent: CallSite | None) -> Span | None:
         """Return the span of the code cell that made a call, starting that span if necessary.
 
         Return the span of the run if ``parent`` is None.
@@ -291,7 +296,7 @@ class OpenTelemetryListener:
         key = (parent.call, parent.turn, parent.cell)
         if key not in self._cells:
             call = self._tree.nodes.get(parent.call)
-            self._cells[key] = self._span(
+            self._cells[key] = self._start_span(
                 f"execute_tool {_PYTHON}",
                 self._sessions.get(parent.call),
                 call.active_s if call is not None else 0.0,
@@ -302,7 +307,7 @@ class OpenTelemetryListener:
             )
         return self._cells[key]
 
-    def _span(
+    def _start_span(
         self,
         name: str,
         above: Span | None,
@@ -339,7 +344,7 @@ class OpenTelemetryListener:
         return self._zero_ns + int(at_s * 1e9)
 
 
-def _model(name: str) -> dict[str, str]:
+def _model_attributes(name: str) -> dict[str, str]:
     """Return the span attributes for the provider and the model.
 
     ``name`` is a full model name, such as ``openai:gpt-5-mini@http://…``.
@@ -352,7 +357,7 @@ def _model(name: str) -> dict[str, str]:
     }
 
 
-def _usage(usage: Usage, cost: float | None) -> dict[str, Any]:
+def _usage_attributes(usage: Usage, cost: float | None) -> dict[str, Any]:
     named = {
         "gen_ai.usage.input_tokens": usage.input_tokens,
         "gen_ai.usage.output_tokens": usage.output_tokens,
@@ -375,22 +380,22 @@ def _tool_attributes(name: str) -> dict[str, str]:
     }
 
 
-def _messages(messages: Sequence[Message], finish: str = "") -> str:
+def _messages_json(messages: Sequence[Message], finish: str = "") -> str:
     """Return messages as JSON in the format of OpenTelemetry's conventions, for example ``[{"role":
     "user", "parts": [{"type": "text", "content": "…"}]}]``."""
     written = []
     for message in messages:
         parts: list[dict[str, Any]] = []
         if message.reasoning:
-            parts.append({"type": "reasoning", "content": encodable(message.reasoning)})
+            parts.append({"type": "reasoning", "content": escape_surrogates(message.reasoning)})
         if message.content:
-            parts.append({"type": "text", "content": encodable(message.content)})
+            parts.append({"type": "text", "content": escape_surrogates(message.content)})
         parts += [
             {
                 "type": "tool_call",
                 "id": call.id,
                 "name": call.name,
-                "arguments": encodable(call.arguments),
+                "arguments": escape_surrogates(call.arguments),
             }
             for call in message.tool_calls
         ]

@@ -15,14 +15,14 @@ from typing import Any
 
 from ramify.clients.base import Client
 from ramify.clients.model_config import Model
-from ramify.engine.scaffold import card_of
+from ramify.engine.scaffold import trained_policy_settings
 from ramify.tasks.question_pattern import task_question_pattern
 
 _OF_A_TASK = "task"
 """Key in a run's configuration that marks the run as an attempt at a task item."""
 
 
-def out_of_scope(
+def scope_warning(
     model: Model | Client, question: str, context: Any, config: Mapping[str, Any]
 ) -> str | None:
     """Return a warning if ``model``, which answers the root call, was trained only for another kind
@@ -33,7 +33,7 @@ def out_of_scope(
     """
     if not isinstance(model, Model) or _OF_A_TASK in config:
         return None
-    card = card_of(model)
+    card = trained_policy_settings(model)
     if not card.task:
         return None
     form = task_question_pattern(card.task)

@@ -40,7 +40,7 @@ from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import ComponentLogger
-from ramify.module_compiler import compile_in_advance, file_source
+from ramify.module_compiler import compile_in_advance, read_module_source
 from ramify.sandbox.base import Answer, CellResult, Session
 from ramify.time_account import WallTimer
 from ramify.types.trajectory import Cell
@@ -132,7 +132,7 @@ class PersistentSession:
         answers = _RecordingHost(answer)
         reason = None
         try:
-            ran = await session.run(code, answer=answers.answer, timeout_s=self.run.cell_s)
+            ran = await session.run(code, answer=answers.answer, timeout_s=self.run.cell_timeout_s)
         except SessionDied as death:
             reason = str(death)
             ran = CellResult(Cell(code, death.stdout, stdout_chars=len(death.stdout)))
@@ -159,7 +159,7 @@ class PersistentSession:
         )
         return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
 
-    def shown(self, ran: CellResult, note: dict[str, Any]) -> Cell:
+    def truncate_cell_output(self, ran: CellResult, note: dict[str, Any]) -> Cell:
         """Return a cell's result in the form that is recorded and shown to the model.
 
         Long output is truncated, and its full text is stored separately.
@@ -236,7 +236,7 @@ class PersistentSession:
         # Remains the reason if the rerun is cancelled.
         problem: str | None = "it was cut off"
         try:
-            problem = await self._cell_history.rerun(await self.session(), self.run.cell_s)
+            problem = await self._cell_history.rerun(await self.session(), self.run.cell_timeout_s)
         finally:
             if problem is not None:
                 self._cell_history = CellHistory()
@@ -254,13 +254,13 @@ class PersistentSession:
 
     async def _new_session(self) -> Session:
         with WallTimer("sessions"):
-            return await self._opened()
+            return await self._open_session()
 
-    async def _opened(self) -> Session:
+    async def _open_session(self) -> Session:
         run, call = self.run, self.call
         tools = run.tools_at(call.depth)
         prelude = _prelude(run.setup.scaffold_at(call.depth).max_output_chars)
-        sources = {"prelude": prelude, **tools.sources()}
+        sources = {"prelude": prelude, **tools.module_sources()}
         compile_in_advance(sources)  # the first session's sandbox is still being started
         run.expect_module("prelude", prelude)
         session = await run.open_session(call)
@@ -291,13 +291,13 @@ class PersistentSession:
                 await opening.result().close()
         session, self._session = self._session, None
         if session is not None:
-            self.run.ending.forget(session)
+            self.run.ending.unregister_session(session)
             await session.close()
 
 
 @functools.cache
 def _prelude(max_output_chars: int) -> str:
-    source = file_source(Path(__file__).with_name("prelude.py"))
+    source = read_module_source(Path(__file__).with_name("prelude.py"))
     if f'"max_output_chars": {max_output_chars:_},' in source:  # as the file has it
         return source
     return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"
@@ -345,7 +345,7 @@ class CellHistory:
         were given.
         """
         cell = _Cell(
-            ran.cell.code, _outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
+            ran.cell.code, _hash_outcome(ran), ran.cell.seconds, ran.interrupted, tuple(answers)
         )
         self._cells.append(cell)
 
@@ -378,12 +378,12 @@ def _difference(cell: _Cell, ran: CellResult) -> str | None:
             if ran.interrupted
             else "was not stopped as it had been"
         )
-    if cell.interrupted is None and _outcome(ran) != cell.outcome:
+    if cell.interrupted is None and _hash_outcome(ran) != cell.outcome:
         return "gave another output than before"
     return None
 
 
-def _outcome(ran: CellResult) -> int:
+def _hash_outcome(ran: CellResult) -> int:
     texts = (ran.cell.stdout, ran.cell.value, ran.cell.error)
     return hash((ran.cell.stdout_chars, *(text and _ADDRESS.sub("0x…", text) for text in texts)))
 
@@ -459,18 +459,18 @@ def host_call_hash(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     does not copy the text.
     """
     try:
-        return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
+        return hash((name, _hash_value(list(args)), _hash_value(dict(kwargs))))
     except Exception:  # noqa: BLE001 -- a lone surrogate, more than 64 bits, nested too deeply
         return hash((name, len(args), *sorted(kwargs)))
 
 
-def _hashed(value: Any) -> int:
+def _hash_value(value: Any) -> int:
     match value:
         case str() | bytes():
             return hash(value)
         case list() if len(value) <= _FEW or all(type(item) is str for item in value):
-            return hash(tuple(map(_hashed, value)))
+            return hash(tuple(map(_hash_value, value)))
         case dict() if len(value) <= _FEW:
-            return hash(tuple((key, _hashed(item)) for key, item in value.items()))
+            return hash(tuple((key, _hash_value(item)) for key, item in value.items()))
         case _:
             return hash(msgspec.msgpack.encode(value, enc_hook=repr))

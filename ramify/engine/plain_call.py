@@ -20,7 +20,7 @@ from typing import Any
 from ramify.engine import observation_messages
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.prompt_text import PromptExample, user_instructions
-from ramify.engine.question import Question, opening
+from ramify.engine.question import Question, leading_messages
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import AnswerSchema, TypeMismatch
 from ramify.errors import LimitReached, ModelError, ReplayDiverged, ReplyCut
@@ -50,7 +50,7 @@ def direct_prompt(
         scaffold.direct_system if question.context is not None else "",
         user_instructions(text, examples),
     )
-    before = opening("\n\n".join(filter(None, texts)), question.before)
+    before = leading_messages("\n\n".join(filter(None, texts)), question.before)
     return before, f"{prompt}\n\n{question.about}" if question.about else prompt
 
 
@@ -60,7 +60,7 @@ def with_answer_format(prompt: str, kind: AnswerSchema | None) -> str:
     return f"{prompt}\n\n{kind.json_only_instruction()}" if kind else prompt
 
 
-async def answer_plainly(
+async def answer_without_session(
     ask: AskModel,
     model: str,
     first: list[Message],
@@ -94,16 +94,16 @@ async def answer_plainly(
             return CallOutcome(Stop.ERROR, error=str(failure), failure=failure)
         text, is_cut = reply.message.content, reply.finish == "length"
         if kind is None and is_cut:
-            return _cut(cut(text), text or None)
+            return _truncated_outcome(cut(text), text or None)
         if kind is None and (not retry_empty or (text.strip() and reply.finish != "tool_calls")):
             return CallOutcome(Stop.FINAL, text)
         if kind is None:
             error = "called a tool" if reply.message.tool_calls else "gave an empty reply"
             continue
         try:
-            value = await _value(kind, text)
+            value = await _parse_value(kind, text)
             # A truncated number or text that matches may be the beginning of a longer one.
-            return _cut(cut(text), None) if is_cut else CallOutcome(Stop.FINAL, value)
+            return _truncated_outcome(cut(text), None) if is_cut else CallOutcome(Stop.FINAL, value)
         except TypeMismatch as mismatch:
             error = str(mismatch)
             new = [
@@ -114,7 +114,7 @@ async def answer_plainly(
                 )
             ]
     if is_cut:
-        return _cut(cut(text), None)
+        return _truncated_outcome(cut(text), None)
     if kind is None:
         unanswered = ModelError(
             f"{model}: the model {error} instead of answering, {1 + max_repairs} times; "
@@ -128,13 +128,17 @@ async def answer_plainly(
     return CallOutcome(Stop.ERROR, error=str(misfit), failure=misfit)
 
 
-def _cut(error: ReplyCut, answer: str | None) -> CallOutcome:
+def _truncated_outcome(error: ReplyCut, answer: str | None) -> CallOutcome:
     return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
 
 
-async def _value(kind: AnswerSchema, text: str) -> Any:
+async def _parse_value(kind: AnswerSchema, text: str) -> Any:
     """Parse a reply as a value of the required type.
 
     A long reply is parsed in a thread, because that may take seconds.
     """
-    return await asyncio.to_thread(kind.read, text) if len(text) > LONG_CHARS else kind.read(text)
+    return (
+        await asyncio.to_thread(kind.parse_answer, text)
+        if len(text) > LONG_CHARS
+        else kind.parse_answer(text)
+    )

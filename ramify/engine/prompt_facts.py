@@ -58,10 +58,10 @@ def facts_of(
     limits = setup.limits
     has_children = depth < limits.max_depth
     roles: dict[int, list[str]] = {}
-    roles.setdefault(id(models.rlm(depth)), []).append("you")
+    roles.setdefault(id(models.client_at_depth(depth)), []).append("you")
     roles.setdefault(id(models.plain), []).append("`llm_query`")
     if has_children:
-        roles.setdefault(id(models.rlm(depth + 1)), []).append("your children")
+        roles.setdefault(id(models.client_at_depth(depth + 1)), []).append("your children")
 
     def prompt_model(client: Client) -> PromptModelFacts:
         own, known = roles.get(id(client), ()), models.facts(client)
@@ -98,7 +98,7 @@ def facts_of(
     )
 
 
-def check_instructions(setup: RlmSetup, models: RunModels) -> None:
+def check_instructions_fit(setup: RlmSetup, models: RunModels) -> None:
     """Raise ConfigError if the user's instructions cannot be added to every prompt.
 
     Reasons are that they are too long for a model's window, or that the prompt format has no system
@@ -108,7 +108,7 @@ def check_instructions(setup: RlmSetup, models: RunModels) -> None:
     if not num:
         return
     for depth in range(min(setup.limits.max_depth, 1) + 1):
-        client, scaffold = models.rlm(depth), setup.scaffold_at(depth)
+        client, scaffold = models.client_at_depth(depth), setup.scaffold_at(depth)
         if not scaffold.system:
             raise ConfigError(
                 f"scaffold '{scaffold.name}' has no system message, to which instructions could be "

@@ -21,7 +21,7 @@ from ramify.clients.model_config import Model
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.question import Question
-from ramify.engine.resources import RefCountedLoopResources, RlmSetup, new_id
+from ramify.engine.resources import RefCountedLoopResources, RlmSetup, new_run_id
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, ModelError
 from ramify.types.message import Message, Reply, Usage
@@ -173,7 +173,7 @@ async def preview(setup: RlmSetup, question: Question, depth: int) -> PromptPrev
         return pools[-1]
 
     shared = RefCountedLoopResources(setup.limits.max_concurrency, setup.sandbox, make_pool)
-    result = await RunHandle(setup, question, shared, EventRecorder(new_id(), None, ()))
+    result = await RunHandle(setup, question, shared, EventRecorder(new_run_id(), None, ()))
     kept = pools[0].kept
     if kept is None:
         raise ConfigError(f"no prompt was made at depth {depth}: {result.error or result.stop}")

@@ -26,7 +26,7 @@ import msgspec
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, did_you_mean
-from ramify.sandbox.base import NumberArray, Table, stays_in_files
+from ramify.sandbox.base import NumberArray, Table, is_file_backed
 from ramify.sandbox.guest.mapped_text import MAX_SLICE_CHARS, MappedText
 from ramify.types.picture import MAX_PICTURES
 
@@ -169,7 +169,7 @@ class PromptFacts(msgspec.Struct, frozen=True):
     instructions: str = ""
     examples: tuple[PromptExample, ...] = ()
 
-    def model_of(self, role: str) -> PromptModelFacts | None:
+    def model_for_role(self, role: str) -> PromptModelFacts | None:
         return next((model for model in self.models if role in model.roles), None)
 
 
@@ -242,7 +242,7 @@ def context_facts(
         is_frame = "pandas" in packages
         how = "A table is a pandas DataFrame." if is_frame else f"A table is a Table. {_TABLE}"
         shape += "\n" + how.format("t")
-    mapped = stays_in_files(value)
+    mapped = is_file_backed(value)
     return ContextFacts(kind, chars, shape, databases, type(value).__name__, density, mapped)
 
 
@@ -258,7 +258,9 @@ def _facts_of_values(
                 "`context[i]` and `context[i, j]` are its numbers or parts, `context[i:j]` is an "
                 "array, `context.tolist()` is a list; it has no arithmetic. "
             )
-        return ContextFacts("array", chars, f"{shape}It begins:\n{_begin(value)}", type=name)
+        return ContextFacts(
+            "array", chars, f"{shape}It begins:\n{_first_numbers(value)}", type=name
+        )
     is_frame = "pandas" in packages
     name = "pandas DataFrame" if is_frame else "Table"
     shape = (
@@ -267,20 +269,20 @@ def _facts_of_values(
     )
     if not is_frame:
         shape += f" {_TABLE.format('context')}"
-    rows = "\n".join(_short(row) for row in value.rows(0, _NUM_ROWS))
+    rows = "\n".join(_short_repr(row) for row in value.rows(0, _NUM_ROWS))
     shape += f" The first rows:\n{rows}" if rows else ""
     return ContextFacts("frame" if is_frame else "table", chars, shape, type=name)
 
 
 def _columns(table: Table) -> str:
-    names = [f"{_short(name, 60)} ({kind})" for name, kind in table.types.items()]
+    names = [f"{_short_repr(name, 60)} ({kind})" for name, kind in table.types.items()]
     return ", ".join(names[:_NUM_COLUMNS]) + (", …" if len(names) > _NUM_COLUMNS else "")
 
 
-def _begin(array: NumberArray) -> str:
+def _first_numbers(array: NumberArray) -> str:
     while len(array.shape) > 1 and len(array):
         array = array[0]
-    return _short(array[:_NUM_KEYS].tolist())
+    return _short_repr(array[:_NUM_KEYS].tolist())
 
 
 def _is_database(value: Any) -> bool:
@@ -325,15 +327,15 @@ def _shape(kind: ContextKind, value: Any, chars: int, density: float) -> str:
     if isinstance(value, str | MappedText):
         num_lines = value.count("\n") + (not value.endswith("\n"))
         lines = counted_noun(num_lines, "line")
-        return f"a {type(value).__name__} of {size}, in {lines}. {_ends(value)}"
+        return f"a {type(value).__name__} of {size}, in {lines}. {_describe_ends(value)}"
     if isinstance(value, Mapping):
         return _shape_of_dict(kind, value, size)
     if isinstance(value, list | tuple):
         return _shape_of_list(kind, value, size)
-    return f"a value of type {type(value).__name__}: {_short(value)}"
+    return f"a value of type {type(value).__name__}: {_short_repr(value)}"
 
 
-def _ends(text: str | MappedText) -> str:
+def _describe_ends(text: str | MappedText) -> str:
     if len(text) <= _HEAD_CHARS + _TAIL_CHARS:
         return f"All of it:\n{text!r}"
     return f"It begins:\n{text[:_HEAD_CHARS]!r}\nIt ends:\n{text[-_TAIL_CHARS:]!r}"
@@ -342,7 +344,7 @@ def _ends(text: str | MappedText) -> str:
 def _shape_of_dict(kind: ContextKind, value: Mapping[Any, Any], size: str) -> str:
     what = {"folder": "file", "tables": "table"}.get(kind, "entry")
     entries = list(value.items())[:_NUM_NAMES]
-    names = ", ".join(f"{_short(key, 120)} ({_size_of_entry(item)})" for key, item in entries)
+    names = ", ".join(f"{_short_repr(key, 120)} ({_size_of_entry(item)})" for key, item in entries)
     more = f", … ({len(value) - _NUM_NAMES:,} more)" if len(value) > _NUM_NAMES else ""
     keys = {
         "folder": "from file name to text",
@@ -351,7 +353,7 @@ def _shape_of_dict(kind: ContextKind, value: Mapping[Any, Any], size: str) -> st
     head = f"a dict {keys}: " if keys else "a dict of "
     text = f"{head}{counted_noun(len(value), what)}, {size} in all: {names}{more}"
     first = next(iter(value.values()), None)
-    return f"{text}\nThe first begins:\n{_short(first)}" if value else text
+    return f"{text}\nThe first begins:\n{_short_repr(first)}" if value else text
 
 
 def _size_of_entry(item: Any) -> str:
@@ -365,7 +367,7 @@ def _size_of_entry(item: Any) -> str:
 
 
 def _keys(row: Mapping[Any, Any]) -> str:
-    names = [_short(key, 60) for key in list(row)[:_NUM_KEYS]]
+    names = [_short_repr(key, 60) for key in list(row)[:_NUM_KEYS]]
     return ", ".join(names) + (", …" if len(row) > _NUM_KEYS else "")
 
 
@@ -386,8 +388,8 @@ def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
         what = f"a {name} of {counted_noun(len(value), 'item')}{_items(value)}, {size} in all"
     if not value:
         return what
-    last = f"\nThe last:\n{_short(value[-1], _TAIL_CHARS)}" if len(value) > 1 else ""
-    return f"{what}. The first:\n{_short(value[0])}{last}"
+    last = f"\nThe last:\n{_short_repr(value[-1], _TAIL_CHARS)}" if len(value) > 1 else ""
+    return f"{what}. The first:\n{_short_repr(value[0])}{last}"
 
 
 def _items(value: Sequence[Any]) -> str:
@@ -407,7 +409,7 @@ def _items(value: Sequence[Any]) -> str:
     return f", each of type {types[0]}"
 
 
-def _short(item: Any, most: int = _HEAD_CHARS) -> str:
+def _short_repr(item: Any, most: int = _HEAD_CHARS) -> str:
     # A long text is cut before its repr is taken, which would copy all of it.
     text = repr(item[: most + 1] if isinstance(item, str | bytes | MappedText) else item)
     return text if len(text) <= most + 2 else text[:most] + "…"
@@ -438,22 +440,22 @@ def marker_replacements(facts: PromptFacts) -> dict[str, str]:
     A marker that does not apply to this run gets an empty string.
     """
     return {
-        "task": _task(facts),
-        "example": fenced(first_example(facts)),
-        "notebook": _notebook(facts),
-        "names": _names(facts),
-        "children": _children(facts),
-        "final": _final(facts),
+        "task": _task_section(facts),
+        "example": fenced(inspection_example(facts)),
+        "notebook": _notebook_section(facts),
+        "names": _names_section(facts),
+        "children": _children_section(facts),
+        "final": _final_section(facts),
         "tools": facts.tools.rstrip("\n"),
-        "models": _models(facts),
-        "machine": _machine(facts),
-        "method": _method(facts),
-        "limits": _limits(facts),
+        "models": _models_section(facts),
+        "machine": _machine_section(facts),
+        "method": _method_section(facts),
+        "limits": _limits_section(facts),
         "instructions": user_instructions(facts.instructions, facts.examples),
     }
 
 
-def _task(facts: PromptFacts) -> str:
+def _task_section(facts: PromptFacts) -> str:
     what = "a question" if facts.depth == 0 else "one part of a larger question"
     if facts.context.kind == "none":
         return (
@@ -471,7 +473,7 @@ def fenced(code: str) -> str:
     return f"```repl\n{code}\n```"
 
 
-def first_example(facts: PromptFacts) -> str:
+def inspection_example(facts: PromptFacts) -> str:
     """Return the first code example of the prompt, which inspects a context of the given kind."""
     context = facts.context
     match context.kind:
@@ -526,7 +528,7 @@ def _look_at(mount: MountedPath) -> str:
     return f'print(open({mount.path!r}, "rb").read(500))'
 
 
-def _notebook(facts: PromptFacts) -> str:
+def _notebook_section(facts: PromptFacts) -> str:
     return (
         "The session is a notebook: variables, functions and imports stay; the last expression of "
         f"a cell is shown. You see at most {facts.output_chars:,} characters of a cell's output, "
@@ -534,8 +536,8 @@ def _notebook(facts: PromptFacts) -> str:
     )
 
 
-def _names(facts: PromptFacts) -> str:
-    sub = facts.model_of("`llm_query`")
+def _names_section(facts: PromptFacts) -> str:
+    sub = facts.model_for_role("`llm_query`")
     has_choice = len(facts.models) > 1
     most = f", at most {sub.chars:,} characters" if sub is not None else ""
     # A model that sees images might be asked to look at one.
@@ -558,11 +560,14 @@ def _names(facts: PromptFacts) -> str:
             "way."
         )
     if facts.context.kind != "none":
-        lines.insert(0, f"- `context`: the data, a {facts.context.type}.{_mapped(facts.context)}")
+        lines.insert(
+            0,
+            f"- `context`: the data, a {facts.context.type}.{_mapped_text_section(facts.context)}",
+        )
     return "\n".join(lines)
 
 
-def _mapped(context: ContextFacts) -> str:
+def _mapped_text_section(context: ContextFacts) -> str:
     """Return the part of the prompt that explains which string operations work on a large
     file-backed text.
 
@@ -581,7 +586,7 @@ def _mapped(context: ContextFacts) -> str:
     )
 
 
-def _children(facts: PromptFacts) -> str:
+def _children_section(facts: PromptFacts) -> str:
     if not facts.children:
         return ""
     budget = facts.budget or BudgetFacts()
@@ -602,7 +607,7 @@ def _children(facts: PromptFacts) -> str:
     )
 
 
-def _final(facts: PromptFacts) -> str:
+def _final_section(facts: PromptFacts) -> str:
     left = "`budget()`: what is left of your limits. " if "budget" not in facts.tool_names else ""
     return (
         "- SubcallError is raised if calls fail: `.results` has the replies that did arrive (None "
@@ -615,7 +620,7 @@ def _final(facts: PromptFacts) -> str:
     )
 
 
-def _models(facts: PromptFacts) -> str:
+def _models_section(facts: PromptFacts) -> str:
     if not facts.models:
         return ""
     if len(facts.models) == 1:
@@ -637,7 +642,7 @@ def _model_size(model: PromptModelFacts) -> str:
     return f"{text}, ${price.input:g} in and ${price.output:g} out per million tokens"
 
 
-def _machine(facts: PromptFacts) -> str:
+def _machine_section(facts: PromptFacts) -> str:
     packages = f", and {', '.join(facts.packages)}" if facts.packages else ""
     texts = [
         f"You can import Python's standard library{packages}."
@@ -652,7 +657,7 @@ def _machine(facts: PromptFacts) -> str:
     return " ".join(texts)
 
 
-def _method(facts: PromptFacts) -> str:
+def _method_section(facts: PromptFacts) -> str:
     if facts.context.kind == "none":
         return (
             "How to work: compute with code whatever code can compute exactly, and check the "
@@ -687,13 +692,13 @@ class _Parts(NamedTuple):
     """Maximum number of parts to ask about; None if the budget covers all of them."""
 
 
-def _parts(facts: PromptFacts) -> _Parts | None:
+def _choose_parts(facts: PromptFacts) -> _Parts | None:
     """Choose the size and number of parts for the example code in the prompt.
 
     The model behind ``llm_query`` must be able to read a part, and the budget must cover all of
     them. Return None if that is impossible.
     """
-    sub, budget = facts.model_of("`llm_query`"), facts.budget
+    sub, budget = facts.model_for_role("`llm_query`"), facts.budget
     if sub is None or budget is None or sub.chars < 2000:
         return None
     size = round_down_to_two_digits(min(_PART_CHARS, sub.chars * 4 // 5))
@@ -740,7 +745,7 @@ def batch_example(facts: PromptFacts) -> str:
     The example's code splits the context into parts, asks about all parts at once and combines the
     replies.
     """
-    parts = _parts(facts)
+    parts = _choose_parts(facts)
     if parts is None:
         return ""
     context = facts.context
@@ -796,7 +801,7 @@ def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
     ]
 
 
-def _limits(facts: PromptFacts) -> str:
+def _limits_section(facts: PromptFacts) -> str:
     budget = facts.budget
     if budget is None:
         return ""

@@ -1,8 +1,8 @@
 """Find the strings, comments and brackets of Python code that is embedded in arbitrary text.
 
-    call_end('3) (approx)', 0)           1: the parenthesis that closes the call
-    call_end('"a) b", [1])', 0)          11
-    call_end('it is "unclosed)', 0)      None: Python cannot read it
+    closing_parenthesis_index('3) (approx)', 0)       1: the parenthesis that closes the call
+    closing_parenthesis_index('"a) b", [1])', 0)      11
+    closing_parenthesis_index('it is "unclosed)', 0)  None: Python cannot read it
 
 This module decides where a call ends, and whether a position is inside a string. It makes one pass
 over the text with ``re``. The standard ``tokenize`` takes about 60 times as long, and its reading
@@ -49,7 +49,7 @@ _MAX_DEPTH = 200
 """Maximum nesting of brackets, as in Python itself."""
 
 
-def call_end(text: str, start: int) -> int | None:
+def closing_parenthesis_index(text: str, start: int) -> int | None:
     """Return the index of the parenthesis that closes a function call whose arguments begin at
     ``start``.
 

@@ -27,7 +27,7 @@ from ramify.engine.prompt_text import PromptExample, to_prompt_examples
 from ramify.engine.run_pictures import PictureSource
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.strategies import MODES, Mode, Strategy
-from ramify.engine.tool_set import optional_tools
+from ramify.engine.tool_set import optional_tool_names
 from ramify.engine.typed import CITE_INSTRUCTION, AnswerSchema, answer_type, cited_type
 from ramify.errors import ConfigError, StrictKeywordsMeta, did_you_mean
 from ramify.logging import calling_line, warn_at
@@ -36,7 +36,7 @@ from ramify.sandbox.base import JailSpec, Session, SharedContext, Table
 from ramify.sources.convert_to_context import as_context, needs_io
 from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS, SourcePlace
 from ramify.types.event import Listener, ModeChosen
-from ramify.types.message import Message, encodable
+from ramify.types.message import Message, escape_surrogates
 
 ModelSpec = str | Model | Client
 """A name ``provider:model``, a model with its key and settings, or a client."""
@@ -311,9 +311,11 @@ class Question(msgspec.Struct, frozen=True):
 
         A plain model call is then not enough, because only a session can offer tools.
         """
-        return bool(self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tools(self.tools)})
+        return bool(
+            self.tools and self.tools.keys() - {PAGE_PICTURE, *optional_tool_names(self.tools)}
+        )
 
-    def asked_with(self, options: RunOptions) -> Question:
+    def with_answer_options(self, options: RunOptions) -> Question:
         """Return a copy of the question with the settings of ``options`` that decide how it is
         answered."""
         return msgspec.structs.replace(
@@ -324,7 +326,7 @@ class Question(msgspec.Struct, frozen=True):
             mode=options.mode,
         )
 
-    def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
+    def can_answer_plainly(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """Return True if one plain model call can answer the question, because its context is small
         and nothing requires a session.
 
@@ -351,7 +353,7 @@ class Question(msgspec.Struct, frozen=True):
         )
 
 
-def source_or_value(prompt: Any) -> Any:
+def to_session_value(prompt: Any) -> Any:
     """Convert a prompt to a value that a session can hold.
 
     The result of ``ramify.load`` is returned unchanged. Paths and open files are read immediately.
@@ -371,7 +373,7 @@ async def read_if_file(prompt: Any) -> Any:
 
     Any other prompt is returned unchanged.
     """
-    return await asyncio.to_thread(source_or_value, prompt) if needs_io(prompt) else prompt
+    return await asyncio.to_thread(to_session_value, prompt) if needs_io(prompt) else prompt
 
 
 class _SourceFacts(NamedTuple):
@@ -412,12 +414,12 @@ def _facts_of(source: SourceContext) -> _SourceFacts:
         getattr(source, "pictures", {}),
         getattr(source, "needs_session", False),
         getattr(source, "places", {}),
-        getattr(source, "record", dict)(),
+        getattr(source, "to_record", dict)(),
         getattr(source, "recorded_sources", dict)(),
     )
 
 
-def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
+def make_question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """Create the question for ``completion(prompt, query)``.
 
     Raises ConfigError if the question or the context is empty or has the wrong type.
@@ -426,7 +428,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     instructions, examples = "", tuple[PromptExample, ...]()
     before = tuple[Message, ...]()
     source = _NO_SOURCE
-    prompt = source_or_value(prompt)
+    prompt = to_session_value(prompt)
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
     is_source = not isinstance(prompt, str) and isinstance(prompt, SourceContext)
     if is_source:
@@ -436,7 +438,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         on_session = getattr(prompt, "on_session", None)  # the setup of a task
         conduct = getattr(prompt, "conduct", None)
         source = _facts_of(prompt)
-        inner = source_or_value(prompt.context)
+        inner = to_session_value(prompt.context)
         if inner is not prompt.context and isinstance(inner, SourceContext):  # a task's path
             source, inner = source.around(_facts_of(inner)), inner.context
         prompt = inner
@@ -449,7 +451,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             ContextSqlTables,  # it imports what queries need
         )
 
-        tables = ContextSqlTables.of(prompt, tools)
+        tables = ContextSqlTables.from_context(prompt, tools)
     if tables is not None:
         about, tools = f"{about}\n{tables.manifest()}".strip(), {**tables.tools, **tools}
     if query is None:
@@ -489,9 +491,11 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
             "context"
         )
     if num_chars >= MIN_SEARCHED_CHARS and not is_source:  # sources bring these tools
-        from ramify.sources.text_search import search_tools  # few contexts are so long
+        from ramify.sources.text_search import (
+            build_context_search_tools,  # few contexts are so long
+        )
 
-        tools = {**tools, **search_tools(context)}
+        tools = {**tools, **build_context_search_tools(context)}
     if cite:
         kind = cited_type(kind, context, source.places)
     elif kind is not None:
@@ -499,7 +503,7 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     if cite and context is None:
         raise ConfigError("citations need a context to cite: give one, or ask without cite")
     return Question(
-        encodable(text),
+        escape_surrogates(text),
         context,
         "\n".join(filter(None, [about, CITE_INSTRUCTION if cite else ""])),
         tools,
@@ -545,7 +549,7 @@ def _refuse_pictures(context: Any) -> None:
                 )
 
 
-def opening(system: str, before: Sequence[Message]) -> list[Message]:
+def leading_messages(system: str, before: Sequence[Message]) -> list[Message]:
     """Return the messages that precede a question.
 
     Joins ``system`` and all system messages in ``before`` into one, because a prompt may have only

@@ -1,7 +1,7 @@
 """Make a plain model call as part of a run, with requests that are budgeted, recorded and sent like
 those of every other call.
 
-    ask_plain(run, call, prompt, kind) ──> answer_plainly ──> run.requests.ask ──> CallOutcome
+    ask_plain(run, call, prompt, kind) ─> answer_without_session ─> run.requests.ask ─> CallOutcome
 
 The direct answer of a run, ``llm_query`` and the leaf calls of strategies use this module. Replies
 are checked and repaired by ``plain_call.py``.
@@ -16,7 +16,7 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
 from ramify.engine.live_run import SharedRunState
 from ramify.engine.model_requests import truncated_reply_error, truncation_error
-from ramify.engine.plain_call import MAX_REPAIRS, answer_plainly, with_answer_format
+from ramify.engine.plain_call import MAX_REPAIRS, answer_without_session, with_answer_format
 from ramify.engine.typed import AnswerSchema
 from ramify.errors import ReplyCut
 from ramify.types.message import Message, Reply
@@ -38,7 +38,7 @@ async def ask_plain(
 
     The messages in ``before`` precede the prompt, and ``pictures`` are attached to it. ``sampling``
     may lower the maximum reply length. If the model fails, the outcome holds the error and nothing
-    is raised. ``retry_empty`` is that of ``answer_plainly``.
+    is raised. ``retry_empty`` is that of ``answer_without_session``.
     """
     run.continue_past_recorded_limit(call)
     first = [*before, Message("user", with_answer_format(prompt, kind), pictures=pictures)]
@@ -48,11 +48,11 @@ async def ask_plain(
         return await run.requests.ask(call, new, reused=reused, schema=schema, asked=sampling)
 
     def cut(text: str) -> ReplyCut:
-        if sampling is not None and sampling.max_tokens < run.requests.reply_tokens(call):
+        if sampling is not None and sampling.max_tokens < run.requests.max_reply_tokens(call):
             name, most = call.client.name, sampling.max_tokens
             return truncation_error(name, most, "reply_tokens of the leaf", text)
         return truncated_reply_error(run.requests, call, text)
 
-    return await answer_plainly(
+    return await answer_without_session(
         ask, call.client.name, first, kind, cut, max_repairs, retry_empty=retry_empty
     )

@@ -19,7 +19,7 @@ import math
 from msgspec.structs import replace
 
 from ramify.clients.base import Sampling
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import context_ref
 from ramify.engine.limits import max_request_amount
@@ -56,13 +56,13 @@ def repeat_plain(
         return None
     if not _is_within_reservation(run, call, message, reply, sampling):
         return None
-    outcome = _answer(reply, kind)
+    outcome = _certain_outcome(reply, kind)
     if outcome is not None:
         _record(run, call, request, replied, outcome)
     return outcome
 
 
-def _answer(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
+def _certain_outcome(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
     """Return the outcome if it is certain that ``reply`` is a complete answer of type ``kind``, and
     None otherwise."""
     text = reply.message.content
@@ -71,7 +71,7 @@ def _answer(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
     if kind is None:
         return CallOutcome(Stop.FINAL, text) if text.strip() else None
     try:
-        return CallOutcome(Stop.FINAL, kind.read(text))
+        return CallOutcome(Stop.FINAL, kind.parse_answer(text))
     except TypeMismatch:
         return None
 
@@ -83,7 +83,7 @@ def _is_within_reservation(
 
     A larger reply would affect later reservations.
     """
-    limit, usage = run.requests.reply_tokens(call), reply.usage
+    limit, usage = run.requests.max_reply_tokens(call), reply.usage
     if sampling is not None:
         limit = min(limit, sampling.max_tokens)
     num_bytes = len(message.content)  # at least; each may be a token
@@ -110,11 +110,11 @@ def _record(
     if recorder.needs_events:
         run.begin_call(call)
         ledger.charge(reply.usage, reply.cost, is_recorded=True)
-        recorder.emit(replace(request, at_s=recorder.now(), last_word=None))
-        recorder.emit(replace(replied, at_s=recorder.now(), cached=True))
+        recorder.emit(replace(request, at_s=recorder.elapsed_s(), last_word=None))
+        recorder.emit(replace(replied, at_s=recorder.elapsed_s(), cached=True))
         run.end_call(call, outcome)
         return
-    now = recorder.now()
+    now = recorder.elapsed_s()
     ledger.charge(reply.usage, reply.cost, is_recorded=True)
     recorder.add_journaled_call(
         Call(
@@ -126,7 +126,7 @@ def _record(
             parent=call.parent,
             context=context_ref(call.context),
             turns=[Turn(0, request.prompt, reply, reused_ids=replied.reused_ids)],
-            answer=jsonable(outcome.answer),
+            answer=to_jsonable(outcome.answer),
             stop=outcome.stop,
             usage=reply.usage,
             cost=reply.cost,

@@ -53,7 +53,7 @@ class ReusableReplies:
         for path in sorted(self._runs.glob("*.jsonl")):
             size = path.stat().st_size
             if size != self._cache.registered_journal_bytes(path.stem):
-                self._cache.add_run(path.stem, size, _places(path))
+                self._cache.register_run_replies(path.stem, size, _reply_offsets(path))
 
     def find(self, prompt_hash: str, model: str, request: Request) -> Reply | None:
         """Return the recorded reply to the same request, or to one that differs only in its limits.
@@ -64,7 +64,7 @@ class ReusableReplies:
             prompt_hash,
             request_key_without_limits(model, request.messages, request.sampling),
         ):
-            reply = self._cache.get(key) or self._recorded(key)
+            reply = self._cache.get(key) or self._read_recorded_reply(key)
             if reply is not None:
                 return reply
         return None
@@ -79,8 +79,8 @@ class ReusableReplies:
         )
         self._cache.put(key, reply)
 
-    def _recorded(self, key: str) -> Reply | None:
-        place = self._cache.journal_place(key)
+    def _read_recorded_reply(self, key: str) -> Reply | None:
+        place = self._cache.reply_journal_position(key)
         if place is None:
             return None
         path = self._runs / f"{place.run}.jsonl"
@@ -98,13 +98,13 @@ def request_key_without_limits(
 ) -> str:
     """Return a hash that identifies a request regardless of limits such as the maximum reply
     length."""
-    asked = [observation_messages.without_limits(message) for message in messages]
+    asked = [observation_messages.strip_limit_text(message) for message in messages]
     sampled = msgspec.structs.replace(sampling, max_tokens=0)
     data = msgspec.json.encode(("without limits", model, asked, sampled))
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def _places(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
+def _reply_offsets(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
     """Yield the key and the file position of each reusable reply in a journal.
 
     Stop at the first damaged line.
@@ -112,7 +112,7 @@ def _places(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
     run, replies, offset, chain = FileStoredRun(path), _RepliesOfRun(), 0, ChecksumChain()
     with contextlib.suppress(RamifyError, LookupError, msgspec.MsgspecError, UnicodeEncodeError):
         for number, line in enumerate(run.lines(), 1):
-            if chain.problem(line):
+            if chain.damage_reason(line):
                 return
             if line.startswith(_READ) and _REDACTED not in line:
                 for key in replies.add(decode_line(line, run, number)):

@@ -4,7 +4,7 @@ It is the smallest of the limits set by the run, the model and the depth, plus t
 model may use for hidden reasoning.
 
     limits.max_reply_tokens, sampling.max_tokens of the model, max_reply_tokens of the depth
-        ──> text_limit = the smallest        + reasoning_tokens of a model that reasons
+        ──> text_limit = the smallest        + reasoning_token_allowance of a model that reasons
 
 The budget from which this length is reserved is kept in ``limits.py``.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.clients.base import Client, Sampling, reasons
+from ramify.clients.base import Client, Sampling, is_reasoning_model
 
 if TYPE_CHECKING:
     from ramify.engine.limits import BudgetAmount
@@ -76,11 +76,11 @@ class ReplyTokenLimits:
     def reply_limits(self, client: Client, depth: int, is_plain: bool) -> tuple[int, int]:
         """Return the maximum tokens of a reply and, separately, the additional tokens for hidden
         reasoning."""
-        return self.visible_reply_token_limit(client, depth, is_plain)[0], self.reasoning_tokens(
-            client
-        )
+        return self.visible_reply_token_limit(client, depth, is_plain)[
+            0
+        ], self.reasoning_token_allowance(client)
 
-    def reasoning_tokens(self, client: Client) -> int:
+    def reasoning_token_allowance(self, client: Client) -> int:
         """Return the maximum tokens of hidden reasoning in a reply of the model behind
         ``client``."""
         if client.name not in self._reasoning:
@@ -96,7 +96,7 @@ class ReplyTokenLimits:
         of_model = self.sampling_of(client).max_tokens
         if of_model < min(limit, self.sampling.max_tokens):
             limit, name = of_model, f"sampling.max_tokens of {client.name}"
-        of_depth = setup.at(depth).max_reply_tokens
+        of_depth = setup.options_at_depth(depth).max_reply_tokens
         if of_depth is not None and of_depth < limit:
             limit, name = of_depth, f"max_reply_tokens of depth {depth}"
         return limit, name
@@ -108,7 +108,7 @@ class ReplyTokenLimits:
         thinking = self.sampling_of(client).extra.get("thinking")
         if isinstance(thinking, dict) and isinstance(thinking.get("budget_tokens"), int):
             return int(thinking["budget_tokens"])  # Anthropic's form
-        if not reasons(client.name):
+        if not is_reasoning_model(client.name):
             return 0
         # A small window or budget must still have room for several replies.
         most = [_REASONING_TOKENS, client.window // 4 - self.sampling.max_tokens]

@@ -18,10 +18,10 @@ import msgspec
 
 from ramify.engine.branch_search import recorded_search
 from ramify.engine.limits import Limits
-from ramify.engine.question import Question, RunOptions, question
+from ramify.engine.question import Question, RunOptions, make_question
 from ramify.engine.resources import INSTRUCTIONS, RlmSetup, require_store
 from ramify.engine.run_result import Result, as_text
-from ramify.engine.tool_set import optional_tools
+from ramify.engine.tool_set import optional_tool_names
 from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SharedContext
@@ -145,7 +145,7 @@ def check_models_match_recording(started: RunStarted, setup: RlmSetup) -> None:
         )
 
 
-def is_raised(recording: RunEventIndex, limits: Limits) -> bool:
+def is_limit_raised(recording: RunEventIndex, limits: Limits) -> bool:
     """Return True if the recorded run ended at a limit and ``limits`` now allows more."""
     ended = recording.ended
     if ended is None or ended.stop not in _LIMIT_OF:
@@ -207,7 +207,7 @@ def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, An
     return reload_recorded_tools(started.id, sources)
 
 
-def question_of(
+def rebuild_question(
     store: RunStore | None,
     started: RunStarted,
     kind: Any,
@@ -224,16 +224,16 @@ def question_of(
     cite = bool(config.get("cite"))
     kind = kind if kind is not None else None if cite else config.get("answer_schema")
     resolved = (
-        question("" if value is None else value, started.question, kind, cite)
+        make_question("" if value is None else value, started.question, kind, cite)
         if value is not None
         else None
     )
-    resolved = resolved or question(started.question, None, kind, cite)
+    resolved = resolved or make_question(started.question, None, kind, cite)
     direct = config.get("direct", True)
     tools = _recorded_tools(resolved, config, of_sources or {})
     resolved = msgspec.structs.replace(resolved, tools=tools)
     if prompt is not None:
-        given = question(prompt, started.question, None, False)
+        given = make_question(prompt, started.question, None, False)
         resolved = msgspec.structs.replace(
             resolved,
             tools={**resolved.tools, **given.tools},
@@ -265,13 +265,13 @@ def _recorded_tools(
     """Return the tools that the recorded run got from its context and its data sources, in their
     original order."""
     # Whether a context is searched may depend on what is installed here.
-    optional = optional_tools(resolved.tools)
+    optional = optional_tool_names(resolved.tools)
     tools = {name: tool for name, tool in resolved.tools.items() if name not in optional}
     tools |= of_sources
     if names := config.get("context_tools"):
-        from ramify.sources.text_search import search_tools_by_name
+        from ramify.sources.text_search import context_search_tools_by_name
 
-        tools |= search_tools_by_name(names, resolved.context)
+        tools |= context_search_tools_by_name(names, resolved.context)
     return tools
 
 

@@ -21,19 +21,19 @@ import msgspec
 
 from ramify.clients.base import Client, Price, Sampling
 from ramify.clients.model_config import Model, bare_name, check_aliases
-from ramify.clients.providers import load_clients
-from ramify.engine.branch_search import BranchSearch, search_of
+from ramify.clients.providers import import_client_modules
+from ramify.engine.branch_search import BranchSearch, parse_search
 from ramify.engine.branch_search import config_of as search_config
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_text import PromptExample, to_prompt_examples
 from ramify.engine.question import ModelSpec, Question, RunOptions
 from ramify.engine.scaffold import Scaffold, scaffold_of
-from ramify.engine.strategies import plan_tool, record_of
+from ramify.engine.strategies import plan_tool, strategy_record
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, StrictKeywordsMeta, WeakSandboxWarning
 from ramify.logging import ComponentLogger
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox, warning_of
-from ramify.sandbox.prewarm import launch
+from ramify.sandbox.prewarm import prewarm_sandbox
 
 if TYPE_CHECKING:
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
@@ -85,11 +85,11 @@ class RunModels:
         )
         self._aliases = _aliases(self.all, self._bound)
 
-    def rlm(self, depth: int) -> Client:
+    def client_at_depth(self, depth: int) -> Client:
         """Return the client of the model that answers in a session at ``depth``."""
         return self._by_depth[min(depth, len(self._by_depth) - 1)]
 
-    def named(self, name: str) -> Client | None:
+    def find_by_name(self, name: str) -> Client | None:
         """Return the client of the model that a session requested by name, or None.
 
         The name may be the model's alias, its full name, or the part after the provider.
@@ -110,7 +110,7 @@ class RunModels:
             self._aliases[id(client)], client.name, client.window, client.price, vision
         )
 
-    def sees(self, client: Client) -> bool | None:
+    def can_read_pictures(self, client: Client) -> bool | None:
         """Return True if a client's model can read pictures, False if it cannot, and None if
         unknown.
 
@@ -125,7 +125,11 @@ class RunModels:
     def pictures_unsupported_message(self, client: Client) -> str:
         """Return the error message, with advice, for pictures that were given to a model that
         cannot read them."""
-        seeing = [self._aliases[id(each)] for each in self.all if self.sees(each) is not False]
+        seeing = [
+            self._aliases[id(each)]
+            for each in self.all
+            if self.can_read_pictures(each) is not False
+        ]
         remedy = "name one that does: " + ", ".join(seeing) if seeing else "name a model that does"
         is_able = hasattr(client, "vision")
         stated = "; if it does, say so: ramify.Model(…, vision=True), or vision = true in settings"
@@ -168,14 +172,14 @@ def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int,
             form
             for other in clients
             if other is not client
-            for form in (given.get(id(other)), other.name, *_parts(bare_name(other.name)))
+            for form in (given.get(id(other)), other.name, *_name_forms(bare_name(other.name)))
         ]
         free = [form for form in forms if form not in others]
         aliases[id(client)] = given.get(id(client)) or (free or forms[-1:])[0]
     return aliases
 
 
-def _parts(name: str) -> tuple[str, str]:
+def _name_forms(name: str) -> tuple[str, str]:
     return name, name.rpartition("/")[2]
 
 
@@ -218,7 +222,9 @@ class EventLoopResources:
         self._entered = AsyncExitStack()
         self._entering = asyncio.Lock()
 
-    async def shared(self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]) -> T:
+    async def get_or_open(
+        self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]
+    ) -> T:
         """Return the object shared under ``key``.
 
         The first call for a key enters the context manager that ``open()`` returns. The context
@@ -240,16 +246,16 @@ class EventLoopResources:
         """
         if self._sandbox is None:
             # It is needed soon. It reports its own isolation, so no separate test is needed.
-            launch(self._spec)
+            prewarm_sandbox(self._spec)
             self._sandbox = open_sandbox(self._spec)
             if warning := warning_of(self._sandbox, self._spec):
-                _log.warn(warning, WeakSandboxWarning, stacklevel=2)
+                _log.issue_python_warning(warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
 
-    def prepare(self) -> None:
+    def prestart_sandbox(self) -> None:
         """Start preparing a session in the background, because one will be needed soon."""
         if self._sandbox is None:
-            launch(self._spec)
+            prewarm_sandbox(self._spec)
 
     async def close(self) -> None:
         try:
@@ -277,11 +283,11 @@ class RefCountedLoopResources:
         self._spec = spec
         self._open: dict[asyncio.AbstractEventLoop, tuple[EventLoopResources, int]] = {}
 
-    def prepare(self) -> None:
+    def prestart_sandbox(self) -> None:
         """Start preparing a first session in the background, unless an event loop already has its
         resources."""
         if not self._open:
-            launch(self._spec)
+            prewarm_sandbox(self._spec)
 
     def pin(self) -> EventLoopResources:
         """Register one more user of the running event loop's resources, and return the resources.
@@ -370,20 +376,20 @@ class RlmSetup(msgspec.Struct, frozen=True):
         check_aliases([*self.model, *self.sub_model])
 
     async def connect_models(self, resources: EventLoopResources) -> RunModels:
-        await load_clients(
+        await import_client_modules(
             spec.provider for spec in (*self.model, *self.sub_model) if isinstance(spec, Model)
         )
         return RunModels(self.model, self.sub_model, resources.pool)
 
-    def at(self, depth: int) -> DepthOptions:
+    def options_at_depth(self, depth: int) -> DepthOptions:
         """Return the options for calls at ``depth``, where 0 is the root call."""
         return self.depths[min(depth, len(self.depths) - 1)] if self.depths else _SAME
 
     def max_turns(self, depth: int) -> int:
-        return self.at(depth).max_turns or self.limits.max_turns
+        return self.options_at_depth(depth).max_turns or self.limits.max_turns
 
     def scaffold_at(self, depth: int) -> Scaffold:
-        return self.at(depth).scaffold or self.scaffold
+        return self.options_at_depth(depth).scaffold or self.scaffold
 
     def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
         """Return the tools of a session at ``depth``: the RLM's tools together with the question's
@@ -397,7 +403,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
             given = given.without_optional()
         if self.scaffold_at(depth).plans:
             given = given.plus(plan_tool())
-        names = self.at(depth).tools
+        names = self.options_at_depth(depth).tools
         return given if names is None else given.only(names)
 
     def for_run(self, options: RunOptions) -> RlmSetup:
@@ -419,10 +425,10 @@ class RlmSetup(msgspec.Struct, frozen=True):
             changes["instructions"] = options.instructions
         if options.examples:
             changes["examples"] = to_prompt_examples(options.examples)
-        search = self.search if options.search is None else search_of(options.search)
+        search = self.search if options.search is None else parse_search(options.search)
         special = {} if search is None else search_config(search)
         if options.strategy is not None:
-            special["strategy"] = record_of(options.strategy)
+            special["strategy"] = strategy_record(options.strategy)
         setup = msgspec.structs.replace(self, **changes, search=search, budget=options.budget)
         plain = setup.as_plain_data() if changes else {}
         recorded = {name: plain[name] for name in changes}
@@ -468,11 +474,11 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
     def as_plain_data(self) -> dict[str, Any]:
         """Return the settings as plain data, exactly as they are written to the journal."""
-        servers, tools = self.tools.servers, self.tools.recorded()
+        servers, tools = self.tools.servers, self.tools.journal_record()
         config = {
             "model": [model.name for model in self.model],
             "sub_model": [model.name for model in self.sub_model],
-            **({"models": given} if (given := _given(self.model, self.sub_model)) else {}),
+            **({"models": given} if (given := _model_settings(self.model, self.sub_model)) else {}),
             "limits": self.limits,
             "scaffold": self.scaffold,
             "sandbox": self.sandbox,
@@ -487,7 +493,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return plain
 
 
-def _given(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
+def _model_settings(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
     """Return the user's settings for individual models, as plain data without secrets.
 
     Models without such settings are omitted.
@@ -528,6 +534,6 @@ def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | N
     return ReusableReplies(kept)
 
 
-def new_id() -> str:
+def new_run_id() -> str:
     """Return a unique id for a run that is not stored."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}"

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ramify.clients.base import Tool
-from ramify.engine.action import FinalAnswerText, ParsedAction, read_action, without_thinking
+from ramify.engine.action import FinalAnswerText, ParsedAction, parse_action, without_thinking
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message, ToolCall
@@ -53,7 +53,7 @@ _XML = lazy_pattern(
 )
 
 
-def read(message: Message, is_cut: bool = False) -> ParsedAction:
+def parse_reply(message: Message, is_cut: bool = False) -> ParsedAction:
     """Parse a reply into pieces of code or a final answer.
 
     A boxed answer counts only if no code follows it. If ``is_cut`` is True, the reply was
@@ -75,13 +75,13 @@ def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
     codes: list[str] = []
     problems: list[str] = []
     for call in calls:
-        code = _argument(call.arguments)
+        code = _parse_code_argument(call.arguments)
         if call.name not in _NAMES:
             problems.append(f"there is no tool '{call.name}'")
         elif code is None:
             problems.append(f"the arguments of {call.name} are not JSON with a text under 'code'")
         else:
-            codes.append(_bare(code))
+            codes.append(_strip_fence(code))
     return codes, problems
 
 
@@ -99,13 +99,13 @@ def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
             if all(read)
             else ["a tool call could not be read: it is JSON with 'name' and 'arguments'"]
         )
-        return [_bare(code) for code in read if code], problems, calls[-1].end()
+        return [_strip_fence(code) for code in read if code], problems, calls[-1].end()
     blocks = [block for block in _CODE.finditer(text) if block[1].strip()]
     if blocks:
         half = is_cut and not blocks[-1][0].endswith("</code>")
         complete = blocks[:-1] if half else blocks
-        return [_bare(block[1]) for block in complete], [_HALF] * half, blocks[-1].end()
-    fenced = read_action(Message("assistant", text), is_cut)
+        return [_strip_fence(block[1]) for block in complete], [_HALF] * half, blocks[-1].end()
+    fenced = parse_action(Message("assistant", text), is_cut)
     end = text.rfind("```") + 3 if fenced.codes else 0
     return list(fenced.codes), [_HALF] * (is_cut and not fenced.codes and "```" in text), end
 
@@ -125,10 +125,10 @@ def _of_call(body: str) -> str | None:
     if not isinstance(call, dict) or call.get("name") not in _NAMES:
         return None
     arguments = call.get("arguments")
-    return _argument(arguments if isinstance(arguments, str) else json.dumps(arguments))
+    return _parse_code_argument(arguments if isinstance(arguments, str) else json.dumps(arguments))
 
 
-def _argument(arguments: str) -> str | None:
+def _parse_code_argument(arguments: str) -> str | None:
     try:
         parsed = json.loads(arguments, strict=False)
     except ValueError:
@@ -137,7 +137,7 @@ def _argument(arguments: str) -> str | None:
     return code if isinstance(code, str) and code.strip() else None
 
 
-def _bare(code: str) -> str:
+def _strip_fence(code: str) -> str:
     """Strip surrounding newlines from ``code``, and the Markdown fence if one encloses all of
     it."""
     fence, end = _FENCE.match(code), code.rstrip()
@@ -190,7 +190,7 @@ def _with_notes(reports: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
     yield "\n".join([shown[-1], *(f"({note})" for note in notes)])
 
 
-def closed(content: str, stop: Iterable[str]) -> str:
+def restore_closing_tag(content: str, stop: Iterable[str]) -> str:
     """Return ``content`` with its closing tag restored.
 
     Servers remove a tag that was used as a stop string, as when ``<code>1+1`` stopped at

@@ -29,7 +29,7 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine import event_loop_thread, rerun
-from ramify.engine.branch_search import search_of
+from ramify.engine.branch_search import parse_search
 from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.prompt_text import to_prompt_examples
@@ -38,7 +38,7 @@ from ramify.engine.question import (
     RlmKeywords,
     RunKeywords,
     RunOptions,
-    question,
+    make_question,
     read_if_file,
 )
 from ramify.engine.resources import (
@@ -46,12 +46,12 @@ from ramify.engine.resources import (
     RefCountedLoopResources,
     RlmSetup,
     as_models,
-    new_id,
+    new_run_id,
     reply_cache,
     require_store,
 )
-from ramify.engine.run_result import Result, checked, suspend_if_blocked
-from ramify.engine.scaffold import Scaffold, card_of, scaffold_of
+from ramify.engine.run_result import Result, convert_blocked_error, raise_if_failed
+from ramify.engine.scaffold import Scaffold, scaffold_of, trained_policy_settings
 from ramify.engine.strategies import recorded_strategy
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
@@ -107,7 +107,7 @@ class RLM:
         **defaults: Unpack[RlmKeywords],
     ) -> None:
         options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
-        limits = options.limits or Limits(**card_of(model).limits)
+        limits = options.limits or Limits(**trained_policy_settings(model).limits)
         given_spec = SandboxSpec(sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
         _check_type("sandbox", given_spec, SandboxSpec, "SandboxSpec")
         if store is not None:
@@ -124,7 +124,7 @@ class RLM:
             )
             raise ConfigError(f"branches is {branches}: {problem}")
         given = options.search if options.search is not None or branches == 1 else branches
-        search = None if given is None else search_of(given)
+        search = None if given is None else parse_search(given)
         check_provider(given_spec)  # reports an unknown provider before any model is called
         spec = provider_spec(given_spec)
         tool_set = ToolSet(tools)
@@ -201,14 +201,14 @@ class RLM:
         this RLM apply to each question.
         """
         from ramify.engine.calls_outside_runs import DirectCalls
-        from ramify.engine.model_requests import check_prices
+        from ramify.engine.model_requests import check_prices_known
 
         chosen = self._options.updated(options, changes)
         async with self._shared.use() as resources:
             setup = self._setup.for_run(chosen)
             models = await setup.connect_models(resources)
             if isinstance(shared, Limits):
-                check_prices(shared, models.all)
+                check_prices_known(shared, models.all)
                 is_priced = any(client.price is not None for client in models.all)
                 shared = BudgetLedger(shared, priced=is_priced, owner="map")
             yield DirectCalls(setup, models, shared, chosen.mode)
@@ -233,7 +233,7 @@ class RLM:
         prevented an answer. Reaching a limit is not an error: see ``Result.stop``. Raises Suspended
         if the run is stored and a person can remove the cause.
         """
-        again = self._again(options, changes)
+        again = self._resume_function(options, changes)
         return self._in_thread(self.acompletion(prompt, query, options, **changes), again)
 
     async def acompletion(
@@ -248,9 +248,9 @@ class RLM:
 
         Cancelling this coroutine cancels all calls of the run.
         """
-        again = self._again(options, changes)
+        again = self._resume_function(options, changes)
         prompt = await read_if_file(prompt)
-        return checked(await self.start(prompt, query, options, **changes), again)
+        return raise_if_failed(await self.start(prompt, query, options, **changes), again)
 
     async def stream(
         self,
@@ -267,7 +267,7 @@ class RLM:
         try:
             async for event in running.events():
                 yield event
-            checked(await running, self._again(options, changes))
+            raise_if_failed(await running, self._resume_function(options, changes))
         finally:
             running.cancel()
 
@@ -288,8 +288,8 @@ class RLM:
         from ramify.engine.run_handle import RunHandle
 
         options = self._options.updated(options, changes)
-        parsed = question(prompt, query, options.answer_type, options.cite)
-        resolved = parsed.asked_with(options)
+        parsed = make_question(prompt, query, options.answer_type, options.cite)
+        resolved = parsed.with_answer_options(options)
         setup = self._setup.for_run(options).with_question_instructions(resolved)
         cache = reply_cache(self.store, options.cache)  # first: it may raise, and holds no journal
         recorder = self._recorder(resolved.text, options)
@@ -302,7 +302,7 @@ class RLM:
         """
         listeners = (*as_listeners(options.on_event), *tracing())
         if self.store is None:
-            return EventRecorder(new_id(), None, listeners)
+            return EventRecorder(new_run_id(), None, listeners)
         journal = self.store.create(self.store.new_id(question))
         finish = functools.partial(self.store.finish, journal)
         return EventRecorder(journal.id, journal, listeners, on_close=finish)
@@ -326,8 +326,8 @@ class RLM:
 
         options = self._options.updated(options, changes)
         prompt = await read_if_file(prompt)
-        parsed = question(prompt, query, options.answer_type, options.cite)
-        resolved = parsed.asked_with(options)
+        parsed = make_question(prompt, query, options.answer_type, options.cite)
+        resolved = parsed.with_answer_options(options)
         return await preview(
             self._setup.for_run(options).with_question_instructions(resolved), resolved, depth
         )
@@ -354,7 +354,7 @@ class RLM:
         """
         from ramify.engine.ways_to_answer import way_to_answer
 
-        resolved = question(prompt, query, None, False)
+        resolved = make_question(prompt, query, None, False)
         async with self._shared.use() as resources:
             models = await self._setup.connect_models(resources)
             return way_to_answer(self._setup, resolved, models, None) == "plain call"
@@ -399,11 +399,11 @@ class RLM:
         )  # reports wrong ones even if it has ended
         recording = self._recording(run, "resume")
         limits = self._setup.for_run(chosen).limits
-        if recording.ended is not None and not rerun.is_raised(recording, limits):
+        if recording.ended is not None and not rerun.is_limit_raised(recording, limits):
             store = require_store(self.store, "resume")
             return rerun.recorded_result(store, run, recording.ended, chosen.answer_type)
-        again = self._again(options, changes)
-        return checked(await self._restart(run, recording, chosen), again)
+        again = self._resume_function(options, changes)
+        return raise_if_failed(await self._restart(run, recording, chosen), again)
 
     def recorded(self, run: str) -> Result | None:
         """Return the result of a stored run that has ended.
@@ -438,7 +438,7 @@ class RLM:
         setup = rerun.rerun_setup(self._setup, recording, options)
         started = recording.questions[-1]
         if recording.ended is not None:
-            if not rerun.is_raised(recording, setup.limits):
+            if not rerun.is_limit_raised(recording, setup.limits):
                 remedy = rerun.limit_hint(recording) or "ask it as a new run"
                 raise ConfigError(f"run {started.id} has ended ({recording.ended.stop}): {remedy}")
             recording.continue_past_limit()
@@ -481,7 +481,7 @@ class RLM:
         rerun.check_models_match_recording(recording.started, setup)
         recording.has_other_limits = bool(recording.limits)
         recorder = EventRecorder(recording.started.id, None, as_listeners(options.on_event))
-        return checked(await self._rerun(recording, setup, options, recorder), self.resume)
+        return raise_if_failed(await self._rerun(recording, setup, options, recorder), self.resume)
 
     def start_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
@@ -548,7 +548,7 @@ class RLM:
         edited prompt exceeds the model's window or the budget.
         """
         await self.estimate_fork(run, turn, options, **changes)
-        return checked(await self.start_fork(run, turn, options, **changes), self.resume)
+        return raise_if_failed(await self.start_fork(run, turn, options, **changes), self.resume)
 
     def resume(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -558,7 +558,7 @@ class RLM:
 
         This method blocks; ``aresume`` is the async version and explains the options.
         """
-        again = self._again(options, changes)
+        again = self._resume_function(options, changes)
         return self._in_thread(self.aresume(run, options, **changes), again)
 
     def replay(
@@ -602,7 +602,7 @@ class RLM:
         *before, started = recording.questions
         given = {*setup.tools.functions, *setup.tools.values}
         tools = rerun.tools_of_sources(started, given) if prompt is None else {}
-        last = rerun.question_of(self.store, started, options.answer_type, prompt, tools)
+        last = rerun.rebuild_question(self.store, started, options.answer_type, prompt, tools)
         strategy = recorded_strategy(started.config.get("strategy"), options.strategy)
         last = msgspec.structs.replace(last, strategy=strategy, chosen_mode=recording.chosen_mode)
         state = UserConversationState(recorder) if rerun.is_conversation(recording) else None
@@ -614,7 +614,7 @@ class RLM:
             conversation=state,
             recording=recording,
             earlier=[
-                rerun.question_of(self.store, each, None, of_sources=tools) for each in before
+                rerun.rebuild_question(self.store, each, None, of_sources=tools) for each in before
             ],
         )
 
@@ -623,10 +623,12 @@ class RLM:
     def _in_thread(
         self, work: Coroutine[Any, Any, Result], again: Callable[[str], Result] | None = None
     ) -> Result:
-        with suspend_if_blocked(again or self.resume):
+        with convert_blocked_error(again or self.resume):
             return self._loop.run(work)
 
-    def _again(self, options: RunOptions | None, changes: RunKeywords) -> Callable[[str], Result]:
+    def _resume_function(
+        self, options: RunOptions | None, changes: RunKeywords
+    ) -> Callable[[str], Result]:
         """Return a function that takes the id of a suspended run and resumes it with the same
         options."""
         return functools.partial(self.resume, options=self._options.updated(options, changes))
@@ -634,7 +636,7 @@ class RLM:
     def _prepare(self) -> None:
         """Start a first session in the background if every question needs one."""
         if self._setup.scaffold.direct_chars == 0:
-            self._shared.prepare()
+            self._shared.prestart_sandbox()
 
     def close(self) -> None:
         """Release the resources that the synchronous API keeps open between completions.

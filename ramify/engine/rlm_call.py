@@ -27,8 +27,8 @@ from ramify.engine.action import (
     FinalAnswerText,
     ParsedAction,
     final_expression_code,
+    parse_action,
     prose_of,
-    read_action,
 )
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.foreign_reply_syntax import syntax_hint
@@ -38,7 +38,7 @@ from ramify.engine.live_run import SharedRunState
 from ramify.engine.model_requests import truncated_reply_error
 from ramify.engine.nonblocking_reply_parsing import read_reply
 from ramify.engine.persistent_session import MAX_DEATHS, PersistentSession
-from ramify.engine.question import opening
+from ramify.engine.question import leading_messages
 from ramify.engine.truncated_replies import complete_truncated
 from ramify.engine.typed import AnswerSchema, TypeMismatch
 from ramify.errors import (
@@ -50,7 +50,7 @@ from ramify.errors import (
     SandboxError,
     SessionDied,
 )
-from ramify.printable import one_line
+from ramify.printable import replace_unprintable
 from ramify.sandbox.base import Answer
 from ramify.types.event import CellRan
 from ramify.types.message import Message, Reply
@@ -180,7 +180,7 @@ class RlmCall:
         If the call has not taken a turn yet, the continuation gets a new session instead.
         """
         origin = self.call
-        call = origin.forked()
+        call = origin.fork()
         fork = RlmCall(self.run, call)
         if origin.messages:
             fork.notebook = await self.notebook.fork(call)
@@ -200,10 +200,10 @@ class RlmCall:
         """
         run, call = self.run, self.call
         run.continue_past_recorded_limit(call)
-        stop = run.must_stop(call)
+        stop = run.stop_reason(call)
         # The final request of a child call is not reserved: after most limits, it is not sent.
         if stop is None and self._is_root and self.scaffold.last_word:
-            stop = run.requests.hold_last_word(call, self._state.pending)
+            stop = run.requests.reserve_final_request(call, self._state.pending)
         if (
             stop in (Stop.MAX_TOKENS, Stop.MAX_COST)
             and not call.messages
@@ -229,7 +229,7 @@ class RlmCall:
             )
             # Without compaction, a long history fills the window. This is a limit, not an error.
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR
-            return CallOutcome(stop, self._best(use_prose=False), str(error), error)
+            return CallOutcome(stop, self._best_answer(use_prose=False), str(error), error)
         self._state.reused = None
         self._state.is_cut = reply.finish == "length"
         read = await read_reply(self.scaffold, reply.message, self._state.is_cut)
@@ -241,7 +241,9 @@ class RlmCall:
             outcome, messages = await self._act(action)
         except SessionDied as died:
             outcome = await self._last_word(Stop.ERROR)
-            answer = outcome.answer if outcome.answer is not None else self._best(use_prose=False)
+            answer = (
+                outcome.answer if outcome.answer is not None else self._best_answer(use_prose=False)
+            )
             return CallOutcome(Stop.ERROR, answer, str(died), died)
         if outcome is None:
             self._state.pending = messages
@@ -259,7 +261,7 @@ class RlmCall:
         error: Refused | None = None
         for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
             pending = [
-                observation_messages.shortened(message, share, self.scaffold.terse_chars)
+                observation_messages.shorten_message(message, share, self.scaffold.terse_chars)
                 for message in full
             ]
             if error is not None and pending == self._state.pending:
@@ -301,7 +303,7 @@ class RlmCall:
         if final is _NOTHING and action.final is not None:
             final = await self._text_final(action.final, notes)
         if final is _NOTHING and not action.codes:
-            return self._idle(action, deferred, notes)
+            return self._handle_idle_reply(action, deferred, notes)
         self._state.num_idle = 0
         if final is not _NOTHING:
             outcome = self._conclude(final, reports, notes, confirmed=deferred is not _NOTHING)
@@ -311,7 +313,7 @@ class RlmCall:
             self._state.partial = deferred
         return None, self._observation(action, reports, notes)
 
-    def _idle(
+    def _handle_idle_reply(
         self, action: ParsedAction, deferred: Any, notes: list[str]
     ) -> tuple[CallOutcome | None, list[Message]]:
         """Handle a reply without code or an answer.
@@ -328,7 +330,7 @@ class RlmCall:
         self._state.num_idle += 1
         if self._state.num_idle >= self.scaffold.max_idle:
             return self._prose_outcome(), []
-        reminder = observation_messages.nudge(self._state.num_idle, self.scaffold.max_idle)
+        reminder = observation_messages.idle_reminder(self._state.num_idle, self.scaffold.max_idle)
         if self._state.refused_answer in notes and self._state.num_idle == 1:
             reminder = observation_messages.NOT_RUN  # there was a FINAL(…)
         return None, self._observation(action, [reminder], notes)
@@ -339,9 +341,9 @@ class RlmCall:
         Prose may be a plan rather than an answer. It counts as the answer only if it matches the
         answer type, and if that type would not accept just any text.
         """
-        best, words = self._best(use_prose=False), prose_of(self._state.last_text)
+        best, words = self._best_answer(use_prose=False), prose_of(self._state.last_text)
         if best is None and self._state.kind is not None and not self._state.is_cut:
-            best = self._state.kind.from_words(words)
+            best = self._state.kind.convert_prose(words)
         if best is not None:
             return CallOutcome(Stop.NO_CODE, best, refused_answer=self._state.refused_answer)
         if not self._state.is_cut:
@@ -417,23 +419,26 @@ class RlmCall:
         @functools.cache
         def answer() -> Answer:
             host = CellHost(run, self.call, turn, index, self.run_child, self._closed_by)
-            return host.answer
+            return host.handle_host_call
 
         recorded = run.recording.cell(*place) if run.recording is not None else None
         ran = await self.notebook.execute(code, answer, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
             state = "there" if (await self.notebook.session()).caps.interrupt else "undone"
             notes.append(
-                f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is {state}"
+                f"the cell was stopped after {run.cell_timeout_s:g} s of work; what it "
+                f"had bound is {state}"
             )
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
-        cell = self.notebook.shown(ran, note)
+        cell = self.notebook.truncate_cell_output(ran, note)
         notes += observation_messages.recovered_value_notes(note, cell.error is not None)
         if recorded is not None:
             cell = self.notebook.replace_with_recorded(cell, recorded)
         run.recorder.emit(
-            CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell)
+            CellRan(
+                at_s=run.recorder.elapsed_s(), call=self.call.id, turn=turn, cell=index, result=cell
+            )
         )
         if self.notebook.num_deaths >= MAX_DEATHS:
             raise SessionDied(
@@ -463,15 +468,17 @@ class RlmCall:
                     form = "FINAL_VAR" if final.variable else "FINAL"
                     self._refuse(f"{form}({name}): {error}", notes)
                     return _NOTHING
-        return self._state.kind.literal(name) if self._state.kind else final.untyped_value()
+        return self._state.kind.literal_value(name) if self._state.kind else final.untyped_value()
 
     def _refuse(self, why: str, notes: list[str]) -> None:
         """Record that an answer is not accepted, both for the model and for readers of the run."""
         notes.append(why)
         self._state.refused_answer = why
-        self.run.note(self.call, f"answer not accepted: {one_line(why)[:_REFUSED_CHARS]}")
+        self.run.note(
+            self.call, f"answer not accepted: {replace_unprintable(why)[:_REFUSED_CHARS]}"
+        )
 
-    def _best(self, *, use_prose: bool = True) -> Any:
+    def _best_answer(self, *, use_prose: bool = True) -> Any:
         """Return the best answer so far that matches the required type, or None.
 
         Candidates are an answer that awaits confirmation, a partial answer and, if allowed, the
@@ -487,7 +494,11 @@ class RlmCall:
             is_text = candidate is prose and not self._state.is_cut
             with contextlib.suppress(TypeMismatch):
                 kind = self._state.kind
-                return (kind.read if is_text else kind.convert)(candidate) if kind else candidate
+                return (
+                    (kind.parse_answer if is_text else kind.convert)(candidate)
+                    if kind
+                    else candidate
+                )
         return None
 
     async def _last_word(self, stop: Stop) -> CallOutcome:
@@ -501,7 +512,9 @@ class RlmCall:
             return self._cut_short(stop)
         if not self._is_root and stop not in (Stop.MAX_TURNS, Stop.ERROR):
             return self._cut_short(stop)
-        request = Message("user", observation_messages.last_word(stop, self.notebook.num_deaths))
+        request = Message(
+            "user", observation_messages.final_answer_request(stop, self.notebook.num_deaths)
+        )
         prompts = [[*self._state.pending, request]]
         if self.call.messages:
             prompts.append([request])  # without the observation, which may be too long to fit
@@ -515,7 +528,7 @@ class RlmCall:
             except ModelError as error:
                 if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
                     continue
-                return CallOutcome(stop, self._best(), str(error), error)
+                return CallOutcome(stop, self._best_answer(), str(error), error)
             self._state.last_text, self._state.last_prose = reply.message.content, None
             self._state.is_cut = reply.finish == "length"
             answer = await self._last_answer(reply.message, stop)
@@ -531,7 +544,7 @@ class RlmCall:
         return self._cut_short(stop)
 
     def _cut_short(self, stop: Stop) -> CallOutcome:
-        best = self._best()
+        best = self._best_answer()
         return CallOutcome(
             stop,
             best,
@@ -544,7 +557,7 @@ class RlmCall:
         """Return the answer that the reply to the final request gives, or else the best so far."""
         # Otherwise such a scaffold runs each reply as code. This one may be an answer in text.
         if self.scaffold.raw_code:
-            action = read_action(message)
+            action = parse_action(message)
         else:
             read = await read_reply(self.scaffold, message)
             action, self._state.last_prose = read.action, read.prose
@@ -552,12 +565,12 @@ class RlmCall:
         if value is _NOTHING and action.final is not None:
             value = await self._text_final(action.final, [])  # no turn follows to show notes in
         if value is _NOTHING:
-            return self._best()
+            return self._best_answer()
         try:
             return self._state.kind.convert(value) if self._state.kind else value
         except TypeMismatch as mismatch:
             self._refuse(f"The answer does not fit its type: {mismatch}", [])
-            return self._best()
+            return self._best_answer()
 
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
         """Run the code in the reply to the final request, after a limit was reached.
@@ -586,7 +599,7 @@ class RlmCall:
         tool calls of the last reply.
         """
         if not self.call.messages:
-            return opening(self.run.system_prompt(self.call), before)
+            return leading_messages(self.run.system_prompt(self.call), before)
         return [
             Message("tool", "(answered)", tool_call_id=call.id)
             for call in self.call.messages[-1].tool_calls
@@ -606,9 +619,9 @@ class RlmCall:
             self.call.num_turns_before + self.call.turn,
             self.run.setup.max_turns(self.call.depth),
         )
-        standing = [*self.run.limit_usage(), ("turns", float(turn), float(most))]
-        warnings = observation_messages.running_low(standing, self._state.told)
-        text = observation_messages.observation(reports, notes, turn, most, warnings)
+        standing = [*self.run.usage_by_limit(), ("turns", float(turn), float(most))]
+        warnings = observation_messages.low_limit_warnings(standing, self._state.told)
+        text = observation_messages.observation_message(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:
             return [Message("user", text)]
         # Each native call needs an answer, and the first one carries the report.
@@ -626,7 +639,7 @@ class RlmCall:
         run, call = self.run, self.call
         if not self.scaffold.compact_at:
             return
-        known = call.history.known_tokens()
+        known = call.history.server_counted_tokens()
         unknown = self._state.pending if known else [*call.messages, *self._state.pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
         most = self.scaffold.compact_at * call.client.window

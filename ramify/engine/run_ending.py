@@ -68,13 +68,13 @@ class RunStopper:
         self._sessions: set[Session] = set()
         recorder.on_trouble = self.suspend
 
-    def start(self) -> None:
+    def schedule_early_end(self) -> None:
         """Schedule the end of the run, early enough for the root call to answer before the
         deadline."""
         when = self._deadline - self.last_word_s
         self._alarm = self._loop.call_at(when, self.end_work_early, Stop.DEADLINE)
 
-    def finish(self) -> None:
+    def cancel_timer(self) -> None:
         """Cancel the timer of the run, because the run has finished."""
         if self._alarm is not None:
             self._alarm.cancel()
@@ -84,7 +84,7 @@ class RunStopper:
         """Return the number of seconds until the deadline."""
         return self._deadline - self._loop.time()
 
-    def measure_reply(self, seconds: float) -> None:
+    def record_reply_time(self, seconds: float) -> None:
         """Adjust the time kept for the root call's final reply to the slowest reply of its model so
         far.
 
@@ -101,7 +101,7 @@ class RunStopper:
         self.last_word_s = last_word_s
         if self.closing is None and self._main is not None and self._alarm is not None:
             self._alarm.cancel()
-            self.start()
+            self.schedule_early_end()
 
     # --- ending early -----------------------------------------------------------------------------
 
@@ -122,13 +122,13 @@ class RunStopper:
         """Register ``session``, so that its code is interrupted when the run ends early."""
         self._sessions.add(session)
 
-    def forget(self, session: Session) -> None:
+    def unregister_session(self, session: Session) -> None:
         """Unregister ``session``, so that its code is no longer interrupted when the run ends
         early."""
         self._sessions.discard(session)
 
     @contextlib.asynccontextmanager
-    async def until_closing(self) -> AsyncIterator[None]:
+    async def cancel_on_closing(self) -> AsyncIterator[None]:
         """Provide a context manager that cancels a wait and raises LimitReached if the run ends
         early.
 
@@ -149,7 +149,7 @@ class RunStopper:
             self._in_flight.discard(task)
 
     @contextlib.asynccontextmanager
-    async def until_deadline(self) -> AsyncIterator[None]:
+    async def cancel_at_deadline(self) -> AsyncIterator[None]:
         """Provide a context manager that cancels the run's final request at the deadline and raises
         LimitReached."""
         try:

@@ -23,7 +23,7 @@ from ramify.engine.limits import BudgetLedger, Limits, max_request_amount
 from ramify.engine.question import RunKeywords
 from ramify.engine.rerun import COMPARED
 from ramify.errors import ConfigError, did_you_mean
-from ramify.format_quantities import plain
+from ramify.format_quantities import format_plain_number
 from ramify.store.recorded_replies import RunEventIndex
 from ramify.types.event import (
     AnyEvent,
@@ -195,7 +195,9 @@ class ForkPoint:
         tokens = None
         if self._edited != "code":
             _, recorded, reply = self._recorded[self.turn]
-            edited = self.recording.edited_messages(self.call.id, self.turn, self.added_messages)
+            edited = self.recording.apply_message_edits(
+                self.call.id, self.turn, self.added_messages
+            )
             messages = (*recorded[: len(recorded) - len(self.added_messages)], *edited)
             chars, before = _num_chars(messages), _num_chars(recorded)
             counted = reply.reply.usage.input_tokens
@@ -225,11 +227,13 @@ class ForkPoint:
         self, ledger: BudgetLedger, client: Client, request: Request, reply_tokens: int
     ) -> None:
         most = max_request_amount(request.max_input_tokens(), reply_tokens, client.price)
-        exceeded = ledger.would_pass(most)
+        exceeded = ledger.limit_exceeded_by(most)
         if exceeded is Stop.MAX_COST:
             raise ConfigError(
-                f"the edited prompt and its reply could cost ${plain(most.cost)}, too much for "
-                f"the run's limit of ${plain(ledger.limit.cost, 6)}: shorten it, or raise max_cost"
+                "the edited prompt and its reply could cost "
+                f"${format_plain_number(most.cost)}, too much for "
+                f"the run's limit of ${format_plain_number(ledger.limit.cost, 6)}: "
+                "shorten it, or raise max_cost"
             )
         if exceeded is not None:
             raise ConfigError(

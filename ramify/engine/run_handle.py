@@ -20,21 +20,21 @@ from ramify.engine import event_loop_thread, observation_messages
 from ramify.engine.answer_mode_choice import (
     ModeChoice,
     ModeChoiceCall,
-    applied,
-    first_choice,
+    apply_choice,
+    choose_initial_mode,
     make_mode_chosen_event,
 )
-from ramify.engine.answer_serialization import jsonable, typed_record
-from ramify.engine.call_outcome import CallOutcome, failed
+from ramify.engine.answer_serialization import pack_typed_answer, to_jsonable
+from ramify.engine.call_outcome import CallOutcome, failed_outcome
 from ramify.engine.event_loop_thread import RunLivenessWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
 from ramify.engine.live_run import SharedRunState, store_context
-from ramify.engine.out_of_scope_warning import out_of_scope
-from ramify.engine.prompt_facts import check_instructions
+from ramify.engine.out_of_scope_warning import scope_warning
+from ramify.engine.prompt_facts import check_instructions_fit
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.resources import EventLoopResources, RefCountedLoopResources, RlmSetup
 from ramify.engine.run_result import Result, as_text
-from ramify.engine.tool_set import optional_tools
+from ramify.engine.tool_set import optional_tool_names
 from ramify.engine.typed import CitedAnswer
 from ramify.engine.ways_to_answer import (
     UserConversationState,
@@ -55,11 +55,11 @@ from ramify.errors import (
 from ramify.logging import (
     ComponentLogger,
     calling_line,
-    in_run,
-    take_collected,
+    run_log_context,
+    take_held_warnings,
     warnings_at,
 )
-from ramify.sandbox.base import SharedContext, stays_in_files
+from ramify.sandbox.base import SharedContext, is_file_backed
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -110,7 +110,10 @@ class RunHandle:
         self._requested_stop: Stop | None = None
         self._thread = threading.get_ident()
         self._on_blocked = event_loop_thread.on_blocked.get()
-        with in_run(self.id, self._warn), warnings_at(calling_line()):  # the task inherits both
+        with (
+            run_log_context(self.id, self._warn),
+            warnings_at(calling_line()),
+        ):  # the task inherits both
             self._task = asyncio.get_running_loop().create_task(self._drive())
 
     # --- for the caller ---------------------------------------------------------------------------
@@ -155,10 +158,10 @@ class RunHandle:
         """End the run at once, without an answer."""
         self._task.cancel()
 
-    def limit_usage(self) -> list[tuple[str, float, float]]:
+    def usage_by_limit(self) -> list[tuple[str, float, float]]:
         """Return the name, the amount spent and the maximum of each limit of the run, for a
         progress bar."""
-        return self._run.requests.ledger.limit_usage() if self._run is not None else []
+        return self._run.requests.ledger.usage_by_limit() if self._run is not None else []
 
     # --- the run itself ---------------------------------------------------------------------------
 
@@ -174,7 +177,7 @@ class RunHandle:
             loop.call_soon_threadsafe(self.recorder.warn, text)
 
     async def _drive(self) -> Result:
-        for text in take_collected():
+        for text in take_held_warnings():
             self._warn(text)
         for text in self._question.warnings:
             _log.warning("warning", text)
@@ -187,7 +190,7 @@ class RunHandle:
                 models = await self._setup.connect_models(resources)
                 check_pictures(self._question, models)
                 self._check_scope()
-                choice = await first_choice(
+                choice = await choose_initial_mode(
                     self._setup,
                     self._question,
                     models,
@@ -195,10 +198,10 @@ class RunHandle:
                 )
                 asked = choice if isinstance(choice, ModeChoiceCall) else None
                 if isinstance(choice, ModeChoice):
-                    self._question = applied(self._question, choice)
+                    self._question = apply_choice(self._question, choice)
                 check_strategy(self._setup, self._question, self._conversation)
                 context = await self._context(resources)
-                check_instructions(self._setup, models)
+                check_instructions_fit(self._setup, models)
                 way = way_to_answer(self._setup, self._question, models, self._conversation, asked)
                 if way in ("session", "asked"):
                     # Without a sandbox, nothing is asked and nothing is recorded.
@@ -215,13 +218,13 @@ class RunHandle:
                 )
                 limits = self._setup.limits
                 watch = RunLivenessWatch(
-                    limits.max_seconds, limits.stall_s, self._blocked, run.ending.cancel_overdue
+                    limits.max_seconds, limits.stall_s, self._end_blocked, run.ending.cancel_overdue
                 )
                 if self._question.pictures:
                     await asyncio.to_thread(run.pictures.store_all)
-                self._started(context, way)
+                self._record_start(context, way)
                 if isinstance(choice, ModeChoice):
-                    self.recorder.emit(make_mode_chosen_event(choice, self.recorder.now()))
+                    self.recorder.emit(make_mode_chosen_event(choice, self.recorder.elapsed_s()))
                 if self._requested_stop is not None:
                     run.ending.end_work_early(self._requested_stop)
                 outcome = await answer(
@@ -231,9 +234,9 @@ class RunHandle:
             outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
             if run is None or run.ending.suspension is None or self._task.uncancel():
                 raise
-            outcome = failed(run.ending.suspension, self.recorder.is_stored)
+            outcome = failed_outcome(run.ending.suspension, self.recorder.is_stored)
         except RamifyError as error:
-            outcome = failed(error, self.recorder.is_stored)
+            outcome = failed_outcome(error, self.recorder.is_stored)
             if run is None:
                 raise
         except BaseException as error:
@@ -244,7 +247,7 @@ class RunHandle:
                 await self._conversation.close()
             if watch is not None:
                 watch.end()
-            outcome = self._ended(outcome, run)
+            outcome = self._finish_run(outcome, run)
             # This object is part of reference cycles, so a large context would stay until the next
             # collection of all objects, which may be many runs away.
             self._question = msgspec.structs.replace(self._question, context=None)
@@ -254,9 +257,9 @@ class RunHandle:
         """Warn if the model was not trained for questions of this kind."""
         question, setup = self._question, self._setup
         if self._conversation is None and (
-            warning := out_of_scope(setup.model[0], question.text, question.context, setup.config)
+            warning := scope_warning(setup.model[0], question.text, question.context, setup.config)
         ):
-            _engine_log.warn(warning, stacklevel=2)
+            _engine_log.issue_python_warning(warning, stacklevel=2)
 
     async def _repeat_earlier(self) -> None:
         for question in self._earlier or ():
@@ -273,7 +276,7 @@ class RunHandle:
             if is_over and isinstance(result.failure, RamifyError):
                 raise result.failure
 
-    def _blocked(self, place: str) -> None:
+    def _end_blocked(self, place: str) -> None:
         """End the run from another thread, because its event loop is blocked or the run cannot be
         cancelled.
 
@@ -289,7 +292,7 @@ class RunHandle:
         id = self.id if self.recorder.is_stored else ""
         error = LoopBlocked(why if place else str(run.ending.suspension), id)
         run.ending.suspension = error
-        end = self._end_of(failed(error, self.recorder.is_stored), run)
+        end = self._end_of(failed_outcome(error, self.recorder.is_stored), run)
         # In a thread, because the disk may be what blocks the loop.
         ending = threading.Thread(target=self.recorder.seal, args=(end, error), daemon=True)
         ending.start()
@@ -306,24 +309,24 @@ class RunHandle:
 
         It is encoded once, in a thread if it is large. If there is a store, the context is stored.
         """
-        context = await self._encoded(resources)
+        context = await self._encode_context(resources)
         if context is not None and self._question.on_context is not None:
             self._question.on_context(context)
         return context
 
-    async def _encoded(self, resources: EventLoopResources) -> SharedContext | None:
+    async def _encode_context(self, resources: EventLoopResources) -> SharedContext | None:
         if self._conversation is not None and self._conversation.context is not None:
             return self._conversation.context
         value, blobs = self._question.context, self._setup.blobs
         if value is None:
             return None
 
-        maps_files = not stays_in_files(value) or resources.sandbox().caps.shares_context
+        maps_files = not is_file_backed(value) or resources.sandbox().caps.shares_context
 
         def prepare() -> SharedContext:
             try:
                 context = SharedContext(value)
-                context = context if maps_files else context.unmapped()
+                context = context if maps_files else context.in_memory_copy()
             except SandboxError as error:  # about the caller's value
                 raise ConfigError(f"the context cannot be given to a session: {error}") from None
             if large:
@@ -334,18 +337,18 @@ class RunHandle:
 
         large = observation_messages.count_text_chars(value) > 1 << 20
         if large and self._question.strategy is None and self._question.direct != ALWAYS:
-            resources.prepare()
+            resources.prestart_sandbox()
         context = await asyncio.to_thread(prepare) if large else prepare()
         if self._conversation is not None:
             self._conversation.context = context
         return context
 
-    def _started(self, context: SharedContext | None, way: WayToAnswer) -> None:
+    def _record_start(self, context: SharedContext | None, way: WayToAnswer) -> None:
         schema = self._question.kind.schema if self._question.kind else None
         before, pictures = self._question.before, self._question.pictures
         retry_empty = self._question.retry_empty
         is_special = bool(pictures) or self._question.needs_session
-        optional = optional_tools(self._question.tools)
+        optional = optional_tool_names(self._question.tools)
         config = {
             **self._setup.config,
             **({"conversation": True} if self._conversation is not None else {}),
@@ -363,7 +366,7 @@ class RunHandle:
         }
         self.recorder.emit(
             RunStarted(
-                at_s=self.recorder.now(),
+                at_s=self.recorder.elapsed_s(),
                 id=self.id,
                 question=self._question.text,
                 started_at=time.time(),
@@ -373,7 +376,7 @@ class RunHandle:
             )
         )
 
-    def _ended(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
+    def _finish_run(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
         """Record the end of the run, release its resources, and return its outcome.
 
         If the end cannot be written to the journal, the outcome becomes a failure.
@@ -382,7 +385,7 @@ class RunHandle:
             if self.recorder.trajectory.id:
                 self.recorder.emit(self._end_of(outcome, run))
         except (StoreError, LoopBlocked) as error:  # its journal ends as if killed
-            return failed(error, self.recorder.is_stored)
+            return failed_outcome(error, self.recorder.is_stored)
         finally:
             if run is not None:
                 run.release_resources()
@@ -392,15 +395,15 @@ class RunHandle:
 
     def _end_of(self, outcome: CallOutcome, run: SharedRunState | None) -> RunEnded:
         return RunEnded(
-            at_s=self.recorder.now(),
+            at_s=self.recorder.elapsed_s(),
             stop=outcome.stop,
-            answer=jsonable(outcome.answer),
+            answer=to_jsonable(outcome.answer),
             error=outcome.error,
             usage=run.requests.ledger.usage if run else Usage(),
             cost=run.requests.ledger.cost if run else None,
             answered_by=outcome.answered_by,
             reason=self._reason(outcome, run),
-            typed_answer=typed_record(outcome.answer),
+            typed_answer=pack_typed_answer(outcome.answer),
             partial=outcome.partial,
         )
 
@@ -412,7 +415,7 @@ class RunHandle:
         calls = [call for call in roots if not chosen or call.id == chosen]
         if calls and calls[-1].stop == outcome.stop:
             return calls[-1].reason
-        return run.reason(outcome, 0) if run else outcome.error or ""
+        return run.stop_explanation(outcome, 0) if run else outcome.error or ""
 
     def _result(self, outcome: CallOutcome, run: SharedRunState) -> Result:
         answer, citations = outcome.answer, ()

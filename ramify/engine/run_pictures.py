@@ -130,7 +130,7 @@ class RunPictures:
             raise HostCallError("ValueError", f"{at}: {why}")
         return pictures
 
-    def in_context(self, value: Any) -> tuple[Picture, ...]:
+    def find_in_context(self, value: Any) -> tuple[Picture, ...]:
         """Return all pictures of a context, for a plain model call.
 
         Raises HostCallError if they do not fit into one request.

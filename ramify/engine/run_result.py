@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.typed import Citation
 from ramify.errors import LoopBlocked, RamifyError, Suspended
-from ramify.types.ending import ending
+from ramify.types.ending import describe_ending
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -96,7 +96,7 @@ def as_text(answer: Any) -> str:
         return ""
     if isinstance(answer, str):
         return answer
-    plain = jsonable(answer)
+    plain = to_jsonable(answer)
     try:
         return msgspec.json.encode(plain).decode()
     except UnicodeEncodeError:  # a lone surrogate, which only an escape can represent
@@ -109,17 +109,17 @@ def why_unanswered(result: Result) -> str:
         return result.error
     if result.stop is Stop.FINAL:
         return "no answer: the model gave None as its final answer"
-    return f"no answer: {ending(result.stop, result.trajectory.reason, 0)}"
+    return f"no answer: {describe_ending(result.stop, result.trajectory.reason, 0)}"
 
 
-def checked(result: Result, resume: Callable[[str], Result]) -> Result:
+def raise_if_failed(result: Result, resume: Callable[[str], Result]) -> Result:
     """Return ``result``, or raise the corresponding error if the run is suspended or failed without
     an answer.
 
     The ``resume`` method of a Suspended error calls the function ``resume``.
     """
     if result.stop is Stop.SUSPENDED:
-        raise _suspended(result.run_id, result.error, resume) from result.failure
+        raise _suspended_error(result.run_id, result.error, resume) from result.failure
     if result.stop is Stop.ERROR and result.answer is None:
         raise (
             result.failure
@@ -130,7 +130,7 @@ def checked(result: Result, resume: Callable[[str], Result]) -> Result:
 
 
 @contextlib.contextmanager
-def suspend_if_blocked(resume: Callable[[str], Result]) -> Iterator[None]:
+def convert_blocked_error(resume: Callable[[str], Result]) -> Iterator[None]:
     """Provide a context manager that turns LoopBlocked into Suspended if the run is stored, so that
     the caller can continue the run with ``resume``."""
     try:
@@ -138,10 +138,10 @@ def suspend_if_blocked(resume: Callable[[str], Result]) -> Iterator[None]:
     except LoopBlocked as error:
         if not error.run_id:
             raise
-        raise _suspended(error.run_id, str(error), resume) from error
+        raise _suspended_error(error.run_id, str(error), resume) from error
 
 
-def _suspended(run_id: str, error: str | None, resume: Callable[[str], Result]) -> Suspended:
+def _suspended_error(run_id: str, error: str | None, resume: Callable[[str], Result]) -> Suspended:
     return Suspended(
         f"the run is suspended: {error}; continue it with resume({run_id!r})",
         run_id,

@@ -18,8 +18,8 @@ import msgspec
 from ramify.clients.base import Tool
 from ramify.clients.model_config import Model
 from ramify.engine import observation_messages, prompt_text, retool_protocol
-from ramify.engine.action import NATIVE_TOOLS, ParsedAction, read_action
-from ramify.engine.foreign_reply_syntax import read_any
+from ramify.engine.action import NATIVE_TOOLS, ParsedAction, parse_action
+from ramify.engine.foreign_reply_syntax import parse_any_syntax
 from ramify.engine.prompt_text import ContextFacts, PromptFacts
 from ramify.errors import ConfigError, StrictKeywordsMeta
 from ramify.plugins import Registry
@@ -27,7 +27,7 @@ from ramify.trained_policy_settings import (
     FILE,
     TrainedPolicySettings,
     local_model_folder,
-    read_card,
+    read_policy_settings,
 )
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell
@@ -91,7 +91,7 @@ _MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}
 """Matches a marker: alone between two empty lines, alone on its line, or elsewhere."""
 
 
-def _filled(found: re.Match[str], filled: Mapping[str, str]) -> str:
+def _fill_marker(found: re.Match[str], filled: Mapping[str, str]) -> str:
     """Return the text that replaces a marker such as ``{{tools}}``.
 
     A marker without text is removed together with its line. Other words in double braces remain
@@ -221,7 +221,7 @@ class Scaffold(
         if added and "{{instructions}}" not in text:
             text = f"{text.rstrip()}\n\n{{{{instructions}}}}"
             filled["instructions"] = added
-        return _MARKER.sub(lambda found: _filled(found, filled), text).strip()
+        return _MARKER.sub(lambda found: _fill_marker(found, filled), text).strip()
 
     def first_message(
         self, question: str, context: object, facts: ContextFacts | None = None, about: str = ""
@@ -280,16 +280,20 @@ class Scaffold(
         if self.raw_code:
             return ParsedAction(codes=(message.content,))
         if self.protocol == "retool":
-            return retool_protocol.read(message, is_cut)
-        action = read_action(message, is_cut)
-        return action if action.is_in_our_form(message.content) else read_any(message, is_cut)
+            return retool_protocol.parse_reply(message, is_cut)
+        action = parse_action(message, is_cut)
+        return (
+            action
+            if action.is_in_expected_form(message.content)
+            else parse_any_syntax(message, is_cut)
+        )
 
     def report(self, cell: Cell) -> str:
         """Return the text that the model sees after a piece of its code (a cell) has run."""
         if self.protocol == "retool":
             return retool_protocol.report(cell)
         return (
-            observation_messages.terse(cell, self.terse_chars)
+            observation_messages.terse_cell_report(cell, self.terse_chars)
             if self.terse_chars
             else observation_messages.cell_report(cell)
         )
@@ -373,7 +377,7 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
         raise ConfigError(f"scaffold is a {type(given).__name__}: give a name or a Scaffold")
     name = given or trained_scaffold_name(model) or "default"
     try:
-        found = SCAFFOLDS.of(name)
+        found = SCAFFOLDS.resolve(name)
     except ConfigError as error:
         if given is not None:
             raise
@@ -398,12 +402,12 @@ def trained_scaffold_name(model: object) -> str | None:
     named = getattr(model, "scaffold", None)
     if isinstance(named, str):
         return named
-    card = card_of(model)
+    card = trained_policy_settings(model)
     # Policies from scratch were all trained with this one before folders named their scaffold.
     return TINY.name if card.scaffold is None and card.is_from_scratch else card.scaffold
 
 
-def card_of(model: object) -> TrainedPolicySettings:
+def trained_policy_settings(model: object) -> TrainedPolicySettings:
     """Return the settings stored in the checkpoint folder of a trained policy: its scaffold and its
     limits.
 
@@ -411,11 +415,11 @@ def card_of(model: object) -> TrainedPolicySettings:
     settings are empty if nothing is known about the model.
     """
     if isinstance(model, list | tuple) and model:
-        return card_of(model[0])
+        return trained_policy_settings(model[0])
     if isinstance(model, Model):
         model = model.name
     if isinstance(model, str):
         folder = local_model_folder(model)
-        return TrainedPolicySettings() if folder is None else read_card(folder)
+        return TrainedPolicySettings() if folder is None else read_policy_settings(folder)
     card = getattr(model, "card", None)
     return card if isinstance(card, TrainedPolicySettings) else TrainedPolicySettings()

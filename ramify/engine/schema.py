@@ -98,9 +98,9 @@ class JsonSchema:
         if "$id" not in json.dumps(schema):
             _check_references(schema, schema)
         registry = referencing.Registry()  # fetches nothing, because the schema may be untrusted
-        self._validator = _counting(kind, trusted)(schema, registry=registry)
+        self._validator = _counting_validator(kind, trusted)(schema, registry=registry)
 
-    def failure(self, value: Any) -> str | None:
+    def find_mismatch(self, value: Any) -> str | None:
         """Return a description of what is wrong with ``value`` (plain JSON), or None if the value
         matches the schema.
 
@@ -159,7 +159,7 @@ def _check_stranger(schema: Any, size: int) -> None:
             part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else []
         )
         for pattern in patterns:
-            _pattern(pattern)
+            _compile_pattern(pattern)
     if "patternProperties" in named and "unevaluatedProperties" in named:
         raise ConfigError(
             "a JSON schema may not have both patternProperties and unevaluatedProperties here"
@@ -167,7 +167,7 @@ def _check_stranger(schema: Any, size: int) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _pattern(text: str) -> Any:
+def _compile_pattern(text: str) -> Any:
     """Compile an untrusted regular expression with RE2.
 
     Raises ConfigError, with advice, if RE2 does not accept it.
@@ -184,11 +184,11 @@ def _pattern(text: str) -> Any:
         why = why.decode(errors="replace") if isinstance(why, bytes) else str(why)
         raise ConfigError(
             f"the pattern {text!r:.100} of the JSON schema is not accepted: RE2 says "
-            f"{why[:200]!r}: {_instead(why)}"
+            f"{why[:200]!r}: {_regex_advice(why)}"
         ) from None
 
 
-def _instead(why: str) -> str:
+def _regex_advice(why: str) -> str:
     """Return advice on what to write instead of a regular expression that RE2 rejected.
 
     ``why`` is the error message of RE2.
@@ -217,7 +217,7 @@ def _instead(why: str) -> str:
 
 
 @functools.cache
-def _counting(kind: Any, trusted: bool) -> Any:
+def _counting_validator(kind: Any, trusted: bool) -> Any:
     """Return a subclass of the jsonschema validator ``kind`` that counts its steps.
 
     It stops when the budget of the current check is used up.
@@ -232,13 +232,13 @@ def _counting(kind: Any, trusted: bool) -> Any:
         changed = {
             "pattern": _match,
             "patternProperties": _pattern_properties,
-            "additionalProperties": _additional,
+            "additionalProperties": _check_additional_properties,
         }
         checks |= {name: function for name, function in changed.items() if name in checks}
     is_old = not {"$dynamicRef", "$recursiveRef"} & checks.keys()
     counting = validators.create(
         meta_schema=kind.META_SCHEMA,
-        validators={name: _counted(name, function) for name, function in checks.items()},
+        validators={name: _count_steps(name, function) for name, function in checks.items()},
         type_checker=kind.TYPE_CHECKER,
         format_checker=kind.FORMAT_CHECKER,
         id_of=kind.ID_OF,
@@ -262,7 +262,7 @@ def _ignore_beside_reference(schema: dict[str, Any]) -> Any:
     return [("$ref", schema["$ref"])] if "$ref" in schema else schema.items()
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+def _count_steps(name: str, function: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
         budget = _budget.get()
         budget.spend(_cost(name, value, instance, budget))
@@ -295,26 +295,26 @@ def _unique_items(validator: Any, is_required: Any, instance: Any, _: Any) -> It
     if (
         is_required
         and validator.is_type(instance, "array")
-        and len(set(map(_hashable, instance))) < len(instance)
+        and len(set(map(_hashable_key, instance))) < len(instance)
     ):
         yield ValidationError(f"{instance!r} has non-unique elements")
 
 
-def _hashable(value: Any) -> Any:
+def _hashable_key(value: Any) -> Any:
     """Return a hashable key for a JSON value.
 
     Two values have equal keys if and only if JSON Schema treats them as equal: 1 and 1.0 are equal,
     but 1 and true are not.
     """
     if isinstance(value, dict):
-        return frozenset((name, _hashable(item)) for name, item in value.items())
+        return frozenset((name, _hashable_key(item)) for name, item in value.items())
     if isinstance(value, list):
-        return tuple(map(_hashable, value))
+        return tuple(map(_hashable_key, value))
     return (bool, value) if isinstance(value, bool) else value
 
 
-def _searched(pattern: str, text: str) -> bool:
-    regex = _pattern(pattern)
+def _search_pattern(pattern: str, text: str) -> bool:
+    regex = _compile_pattern(pattern)
     _budget.get().spend(1 + regex.programsize * len(text) // _MATCHES_PER_STEP)
     return regex.search(text) is not None
 
@@ -322,7 +322,7 @@ def _searched(pattern: str, text: str) -> bool:
 def _match(validator: Any, pattern: str, instance: Any, _: Any) -> Iterator[Any]:
     from jsonschema import ValidationError
 
-    if validator.is_type(instance, "string") and not _searched(pattern, instance):
+    if validator.is_type(instance, "string") and not _search_pattern(pattern, instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
@@ -332,11 +332,13 @@ def _pattern_properties(
     if validator.is_type(instance, "object"):
         for pattern, schema in patterns.items():
             for name, item in instance.items():
-                if _searched(pattern, name):
+                if _search_pattern(pattern, name):
                     yield from validator.descend(item, schema, path=name, schema_path=pattern)
 
 
-def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[Any]:
+def _check_additional_properties(
+    validator: Any, allowed: Any, instance: Any, schema: Any
+) -> Iterator[Any]:
     from jsonschema import ValidationError
 
     if not validator.is_type(instance, "object"):
@@ -345,7 +347,7 @@ def _additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Ite
     extras = [
         name
         for name in instance
-        if name not in named and not any(_searched(pattern, name) for pattern in patterns)
+        if name not in named and not any(_search_pattern(pattern, name) for pattern in patterns)
     ]
     if isinstance(allowed, dict):
         for name in extras:
@@ -370,7 +372,7 @@ def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
     if not isinstance(part, dict):
         return
     for name, item in part.items():
-        if name == "$ref" and isinstance(item, str) and not _leads(item, schema):
+        if name == "$ref" and isinstance(item, str) and not _is_resolvable(item, schema):
             raise ConfigError(
                 f"the JSON schema refers to {item!r:.200}, which is not in it: put it under its "
                 "$defs"
@@ -378,7 +380,7 @@ def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
         _check_references(item, schema)
 
 
-def _leads(reference: str, schema: Any) -> bool:
+def _is_resolvable(reference: str, schema: Any) -> bool:
     """Return True if ``reference``, such as ``#/$defs/Item``, points to an existing part of
     ``schema``.
 

@@ -52,13 +52,13 @@ def plan_tool() -> dict[str, Any]:
     return {tool.__name__: tool}
 
 
-def record_of(strategy: Any) -> dict[str, Any]:
+def strategy_record(strategy: Any) -> dict[str, Any]:
     """Return what the journal records about ``strategy``: the fields of a registered struct, and
     otherwise only the name of the function."""
     if isinstance(strategy, msgspec.Struct):
         fields: dict[str, Any] = msgspec.to_builtins(strategy)
         name = str(fields.get("name")) if isinstance(fields, dict) else ""
-        if name in STRATEGIES and STRATEGIES.of(name) is type(strategy):
+        if name in STRATEGIES and STRATEGIES.resolve(name) is type(strategy):
             return fields
     return {"function": getattr(strategy, "__qualname__", type(strategy).__name__)}
 

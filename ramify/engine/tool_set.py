@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ramify.engine import observation_messages
-from ramify.engine.event_loop_thread import in_thread
+from ramify.engine.event_loop_thread import run_in_thread
 from ramify.errors import ConfigError, HostCallError, did_you_mean
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
@@ -53,7 +53,7 @@ RESERVED = frozenset(
 )
 
 
-def optional_tools(tools: Mapping[str, Any]) -> list[str]:
+def optional_tool_names(tools: Mapping[str, Any]) -> list[str]:
     """Return the names of the tools that are marked as optional.
 
     Optional tools come with a context and can be created again when a run is repeated.
@@ -125,7 +125,7 @@ class ToolSet:
         }
 
     def plus(self, tools: Mapping[str, Any]) -> ToolSet:
-        return ToolSet({**self._given(), **tools})
+        return ToolSet({**self._user_tools(), **tools})
 
     def overrides_optional(self, name: str, tool: Any) -> bool:
         """Return True if ``tool`` is optional and the user has passed another tool of the same
@@ -133,7 +133,7 @@ class ToolSet:
         is_taken = name in self.functions or name in self.values
         return is_taken and getattr(tool, "is_optional", False)
 
-    def _given(self) -> dict[str, Any]:
+    def _user_tools(self) -> dict[str, Any]:
         """Return the tools in the form in which the user passed them, including descriptions."""
         return {
             name: {"tool": tool, "description": self.descriptions[name]}
@@ -147,7 +147,7 @@ class ToolSet:
 
         Raises ConfigError for an unknown name.
         """
-        every = self._given()
+        every = self._user_tools()
         for name in names:
             if name not in every:
                 raise ConfigError(f"depths: unknown tool '{name}': {did_you_mean(name, every)}")
@@ -155,8 +155,8 @@ class ToolSet:
 
     def without_optional(self) -> ToolSet:
         """Return the set without optional tools, for scaffolds whose prompt does not list tools."""
-        every = self._given()
-        optional = optional_tools(self.functions)
+        every = self._user_tools()
+        optional = optional_tool_names(self.functions)
         return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self
 
     def warm_up(self) -> None:
@@ -175,7 +175,7 @@ class ToolSet:
             *dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))
         ]
 
-    def recorded(self) -> dict[str, str]:
+    def journal_record(self) -> dict[str, str]:
         """Return what the run's journal records about each tool, by name: a hash of the code of a
         function, or the type of another value.
 
@@ -204,7 +204,7 @@ class ToolSet:
     def _summary(self, name: str) -> str:
         return self.descriptions.get(name) or _summary(self.functions[name])
 
-    def sources(self) -> dict[str, str]:
+    def module_sources(self) -> dict[str, str]:
         """Return the source code of the modules to install in a session, by module name.
 
         One module has a function for each tool that the host executes. The others belong to tools
@@ -239,7 +239,7 @@ class ToolSet:
         tool = self.functions.get(name)
         if tool is None:
             raise HostCallError("NameError", observation_messages.NO_TOOL.format(name=name))
-        result, error = await _outcome(tool, args, kwargs)
+        result, error = await _execute_tool(tool, args, kwargs)
         if error is not None:
             raise HostCallError(type(error).__name__, f"{name}: {_text_of(error)}") from error
         return result
@@ -255,7 +255,7 @@ def _hash_of(tool: Any) -> str:
     return hashlib.sha256(repr(source).encode()).hexdigest()[:16]
 
 
-async def _outcome(
+async def _execute_tool(
     tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """Execute a tool, and return its result and its exception, one of which is None.
@@ -270,7 +270,7 @@ async def _outcome(
         except BaseException as error:  # noqa: BLE001 -- shown to the model, whatever it is
             return None, error
 
-    result, error = run() if inspect.iscoroutinefunction(tool) else await in_thread(run)
+    result, error = run() if inspect.iscoroutinefunction(tool) else await run_in_thread(run)
     if not inspect.isawaitable(result):
         return result, error
     task = asyncio.current_task()

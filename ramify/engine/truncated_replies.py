@@ -61,10 +61,10 @@ async def _more_of(
     is_continued = is_continued and getattr(call.client, "continues", False)
     if is_continued:
         new, reused, longer = (), len(call.messages), 1
-    if run.must_stop(call) is not None:
+    if run.stop_reason(call) is not None:
         return None
     holds = call.parent is None and setup.scaffold.last_word
-    if holds and run.requests.hold_last_word(call, new, longer) is not None:
+    if holds and run.requests.reserve_final_request(call, new, longer) is not None:
         return None
     how = "continuing it" if is_continued else "asking again with a larger one"
     run.note(call, f"the reply was cut at its limit of tokens: {how}")

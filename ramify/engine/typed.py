@@ -61,7 +61,7 @@ class AnswerSchema(msgspec.Struct, frozen=True):
     convert: Callable[[Any], Any]
     """Converts a plain value (dicts, lists, text, …) to the typed one. Raises TypeMismatch."""
 
-    def read(self, text: str) -> Any:
+    def parse_answer(self, text: str) -> Any:
         """Return the typed value in a reply.
 
         The reply is parsed as JSON, as JSON in a Markdown fence, or as plain text if the text
@@ -78,27 +78,27 @@ class AnswerSchema(msgspec.Struct, frozen=True):
                 pass
             raise
 
-    def from_words(self, text: str) -> Any:
+    def convert_prose(self, text: str) -> Any:
         """Try to convert prose that was not marked as an answer.
 
         Return None if it is not a value of this type, or if any text would match the type.
         """
         with contextlib.suppress(TypeMismatch):
-            value = self.read(text)
+            value = self.parse_answer(text)
             try:
                 self.convert("I will look at the data first.")
             except TypeMismatch:
                 return value
         return None
 
-    def literal(self, text: str) -> Any:
+    def literal_value(self, text: str) -> Any:
         """Return the value that the model meant by ``FINAL(text)``, before conversion.
 
         Tries a Python literal, a literal inside a quoted string, and plain text. If none matches
         the type, return the literal, so that the mismatch can be reported.
         """
-        value = FinalAnswerText(text).literal()
-        quoted = FinalAnswerText(value).literal() if isinstance(value, str) else value
+        value = FinalAnswerText(text).parsed_value()
+        quoted = FinalAnswerText(value).parsed_value() if isinstance(value, str) else value
         for reading in (value, quoted, text):
             try:
                 self.convert(reading)
@@ -131,12 +131,12 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerSchema:
     if isinstance(kind, Mapping):
         return _of_schema(dict(kind), trusted)
     if _is_pydantic(kind):
-        return AnswerSchema(kind.model_json_schema(), _pydantic(kind.model_validate))
-    if any(map(_is_pydantic, _parts(kind))):
+        return AnswerSchema(kind.model_json_schema(), _pydantic_converter(kind.model_validate))
+    if any(map(_is_pydantic, _contained_types(kind))):
         adapter = sys.modules["pydantic"].TypeAdapter(kind)
-        return AnswerSchema(adapter.json_schema(), _pydantic(adapter.validate_python))
+        return AnswerSchema(adapter.json_schema(), _pydantic_converter(adapter.validate_python))
     try:
-        schema = _inlined(msgspec.json.schema(kind))
+        schema = _inline_top_reference(msgspec.json.schema(kind))
     except TypeError as error:
         why = " ".join(str(error).split())
         raise ConfigError(
@@ -144,7 +144,7 @@ def answer_type(kind: Any, *, trusted: bool = True) -> AnswerSchema:
             "dataclass type, a type such as "
             "list[int], or a JSON schema as a dict"
         ) from None
-    return AnswerSchema(schema, _msgspec(kind))
+    return AnswerSchema(schema, _msgspec_converter(kind))
 
 
 def parse_json(text: str) -> Any:
@@ -174,9 +174,9 @@ def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerSchema:
     checked = JsonSchema(schema, trusted=trusted)
 
     def convert(value: Any) -> Any:
-        plain = _plain(value)
+        plain = _to_plain_data(value)
         try:
-            failure = checked.failure(plain)
+            failure = checked.find_mismatch(plain)
         except SchemaCheckTooLong:
             raise TypeMismatch(
                 "checking the value against this schema takes too many steps: give a smaller "
@@ -184,19 +184,19 @@ def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerSchema:
             ) from None
         if failure is not None:
             raise TypeMismatch(failure)
-        return _writable(plain)
+        return _check_writable(plain)
 
     return AnswerSchema(schema, convert)
 
 
-def _msgspec(kind: Any) -> Callable[[Any], Any]:
+def _msgspec_converter(kind: Any) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         try:
-            return msgspec.convert(_writable(_plain(value)), kind)
+            return msgspec.convert(_check_writable(_to_plain_data(value)), kind)
         except msgspec.ValidationError as error:
             raise TypeMismatch(str(error)) from None
         except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-            raise _unchecked(error) from None
+            raise _uncheckable_error(error) from None
 
     return convert
 
@@ -205,33 +205,35 @@ def _is_pydantic(kind: Any) -> bool:
     return hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate")
 
 
-def _parts(kind: Any) -> Iterator[Any]:
+def _contained_types(kind: Any) -> Iterator[Any]:
     """Yield the types that ``kind`` contains, at all levels.
 
     For ``list[A | None]``, these include ``A`` and ``None``.
     """
     for part in typing.get_args(kind):
         yield part
-        yield from _parts(part)
+        yield from _contained_types(part)
 
 
-def _pydantic(validate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _pydantic_converter(validate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         try:
-            return validate(_writable(_plain(value)))
+            return validate(_check_writable(_to_plain_data(value)))
         except ValueError as error:  # pydantic's ValidationError is one
             raise TypeMismatch(str(error)[:1000]) from None
         except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise _unchecked(error) from None  # a validator that does not expect such a value
+            raise _uncheckable_error(
+                error
+            ) from None  # a validator that does not expect such a value
 
     return convert
 
 
-def _unchecked(error: Exception) -> TypeMismatch:
+def _uncheckable_error(error: Exception) -> TypeMismatch:
     return TypeMismatch(f"the value cannot be checked ({type(error).__name__}: {str(error)[:300]})")
 
 
-def _writable(plain: Any) -> Any:
+def _check_writable(plain: Any) -> Any:
     """Return ``plain`` unchanged if it can be written as JSON.
 
     Raises TypeMismatch otherwise, for example for an integer with thousands of digits.
@@ -243,11 +245,11 @@ def _writable(plain: Any) -> Any:
     except UnicodeEncodeError:  # a lone surrogate, which a journal writes as an escape
         pass
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise _unchecked(error) from None
+        raise _uncheckable_error(error) from None
     return plain
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_data(value: Any) -> Any:
     """Convert ``value`` to plain data for JSON.
 
     Tuples and sets become lists, and keys that are not text become text. Raises TypeMismatch if the
@@ -261,7 +263,7 @@ def _plain(value: Any) -> Any:
         ) from None
 
 
-def _inlined(schema: dict[str, Any]) -> dict[str, Any]:
+def _inline_top_reference(schema: dict[str, Any]) -> dict[str, Any]:
     """Replace a ``$ref`` at the top level of a schema with the definition that it names. msgspec
     writes such a reference for a Struct, but providers require an object at the top level."""
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")

@@ -18,10 +18,10 @@ import msgspec
 
 from ramify.engine import event_loop_thread
 from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
-from ramify.engine.question import RunKeywords, RunOptions, question, source_or_value
+from ramify.engine.question import RunKeywords, RunOptions, make_question, to_session_value
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
 from ramify.engine.run_handle import RunHandle
-from ramify.engine.run_result import Result, checked, suspend_if_blocked
+from ramify.engine.run_result import Result, convert_blocked_error, raise_if_failed
 from ramify.engine.ways_to_answer import UserConversationState
 from ramify.errors import ConfigError
 from ramify.types.trajectory import Trajectory
@@ -54,7 +54,7 @@ class UserConversation:
         self._setup = setup
         self._shared = shared
         self._store = store
-        self._prompt = source_or_value(prompt)  # an open file can be read once
+        self._prompt = to_session_value(prompt)  # an open file can be read once
         self._options = options
         self._resume = resume
         self._state: UserConversationState | None = None
@@ -64,7 +64,7 @@ class UserConversation:
     @property
     def trajectory(self) -> Trajectory:
         """The record of all questions asked so far."""
-        return self._opened().recorder.trajectory
+        return self._require_open().recorder.trajectory
 
     def ask(
         self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
@@ -74,7 +74,7 @@ class UserConversation:
         This method blocks; ``aask`` is the async version. The options and errors are those of
         ``RLM.completion``.
         """
-        with suspend_if_blocked(self._resume):
+        with convert_blocked_error(self._resume):
             return event_loop_thread.run(self.aask(query, options, **changes))
 
     async def aask(
@@ -90,11 +90,11 @@ class UserConversation:
             return await self._answer(query, chosen)
 
     async def _answer(self, query: str, options: RunOptions) -> Result:
-        state = self._opened()
-        parsed = question(self._prompt, query, options.answer_type, options.cite)
+        state = self._require_open()
+        parsed = make_question(self._prompt, query, options.answer_type, options.cite)
         parsed = msgspec.structs.replace(parsed, mode=options.mode)
         for listener in as_listeners(options.on_event):
-            state.recorder.listen(listener)
+            state.recorder.add_listener(listener)
         try:
             running = RunHandle(
                 self._setup.for_run(options).with_question_instructions(parsed),
@@ -104,10 +104,10 @@ class UserConversation:
                 conversation=state,
                 cache=reply_cache(self._store, options.cache),
             )
-            return checked(await running, functools.partial(self._resume, options=options))
+            return raise_if_failed(await running, functools.partial(self._resume, options=options))
         finally:
             if options.on_event is not None:
-                state.recorder.ignore(options.on_event)
+                state.recorder.remove_listener(options.on_event)
 
     async def __aenter__(self) -> UserConversation:
         import secrets
@@ -130,7 +130,7 @@ class UserConversation:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        state, self._state = self._opened(), None
+        state, self._state = self._require_open(), None
         try:
             await state.close()
         finally:
@@ -148,7 +148,7 @@ class UserConversation:
     ) -> None:
         event_loop_thread.run(self.__aexit__(kind, error, at))
 
-    def _opened(self) -> UserConversationState:
+    def _require_open(self) -> UserConversationState:
         if self._state is None:
             raise ConfigError(
                 "the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`"

@@ -24,12 +24,12 @@ import msgspec
 from ramify.engine.answer_mode_choice import (
     ModeChoice,
     ModeChoiceCall,
-    applied,
+    apply_choice,
     make_mode_chosen_event,
     recorded_choice,
 )
 from ramify.engine.branch import BranchedCall
-from ramify.engine.call_outcome import CallOutcome, failed
+from ramify.engine.call_outcome import CallOutcome, failed_outcome
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.engine.live_call import LiveCall
@@ -41,7 +41,13 @@ from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.resources import EventLoopResources, RlmSetup, RunModels
 from ramify.engine.rlm_call import RlmCall
 from ramify.engine.typed import TypeMismatch
-from ramify.errors import ConfigError, HostCallError, RamifyError, ReplayDiverged, raised_at
+from ramify.errors import (
+    ConfigError,
+    HostCallError,
+    RamifyError,
+    ReplayDiverged,
+    user_line_of_error,
+)
 from ramify.sandbox.base import SharedContext
 from ramify.types.picture import (
     MAX_PICTURES,
@@ -96,13 +102,13 @@ def way_to_answer(
             )
         return "session"
     has_tools = bool(setup.tools.functions or setup.tools.values)
-    root = models.rlm(0)
-    is_direct = question.is_direct(setup.scaffold, root.window, has_tools)
+    root = models.client_at_depth(0)
+    is_direct = question.can_answer_plainly(setup.scaffold, root.window, has_tools)
     if is_direct and question.pictures:
         pictures = pictures_in(question.context)
         num_bytes = sum(picture["bytes"] for picture in pictures)
         fits = len(pictures) <= MAX_PICTURES and num_bytes <= MAX_REQUEST_BYTES
-        is_direct = fits and models.sees(root) is not False
+        is_direct = fits and models.can_read_pictures(root) is not False
     return "plain call" if is_direct else "session"
 
 
@@ -133,9 +139,12 @@ def check_pictures(question: Question, models: RunModels) -> None:
             "the context has pictures without their bytes: give the object that ramify.load "
             "returns, not its context"
         )
-    if question.pictures and all(models.sees(client) is False for client in models.all):
+    if question.pictures and all(
+        models.can_read_pictures(client) is False for client in models.all
+    ):
         raise ConfigError(
-            f"the context has pictures, and {models.pictures_unsupported_message(models.rlm(0))}"
+            "the context has pictures, and "
+            f"{models.pictures_unsupported_message(models.client_at_depth(0))}"
         )
 
 
@@ -183,13 +192,13 @@ async def _answer_by_conversations(
     try:
         outcome = CallOutcome(Stop.FINAL, await question.conduct(conversations))
     except RamifyError as error:
-        outcome = failed(error, run.recorder.is_stored)
+        outcome = failed_outcome(error, run.recorder.is_stored)
     except Exception as error:  # noqa: BLE001 -- code of the task, which may raise anything
         failure = RamifyError(
-            f"the task's conversations ended with {error!r:.400}{raised_at(error)}"
+            f"the task's conversations ended with {error!r:.400}{user_line_of_error(error)}"
         )
         failure.__cause__ = error
-        outcome = failed(failure, run.recorder.is_stored)
+        outcome = failed_outcome(failure, run.recorder.is_stored)
     finally:
         conversations.end_calls(outcome)
     return outcome
@@ -202,7 +211,9 @@ async def _answer_by_strategy(
 
     The root call is recorded without turns, because only its child calls ask a model.
     """
-    root = LiveCall("0", "strategy", run.models.rlm(0), 0, question.text, context=context)
+    root = LiveCall(
+        "0", "strategy", run.models.client_at_depth(0), 0, question.text, context=context
+    )
     run.begin_call(root)
     run.continue_past_recorded_limit(root)
     return await _ended_by_strategy(run, root, question, LeafCalls(run, root, question))
@@ -219,13 +230,13 @@ async def _ended_by_strategy(
     assert question.strategy is not None
     outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
     try:
-        outcome = _typed(await question.strategy(calls), question)
+        outcome = _convert_answer(await question.strategy(calls), question)
     except RamifyError as error:
-        outcome = failed(error, run.recorder.is_stored)
+        outcome = failed_outcome(error, run.recorder.is_stored)
     except Exception as error:  # noqa: BLE001 -- a strategy may be the user's code
-        failure = RamifyError(f"the strategy ended with {error!r:.400}{raised_at(error)}")
+        failure = RamifyError(f"the strategy ended with {error!r:.400}{user_line_of_error(error)}")
         failure.__cause__ = error
-        outcome = failed(failure, run.recorder.is_stored)
+        outcome = failed_outcome(failure, run.recorder.is_stored)
     finally:
         run.end_call(root, outcome)
     return outcome
@@ -238,27 +249,27 @@ async def _answer_as_asked(
 
     The call that makes the choice is recorded as the first child of the root call.
     """
-    root = LiveCall("0", "rlm", run.models.rlm(0), 0, question.text, context=context)
+    root = LiveCall("0", "rlm", run.models.client_at_depth(0), 0, question.text, context=context)
     run.begin_call(root)
     calls = LeafCalls(run, root, question)
     try:
-        choice = await _chosen(calls, question, asked)
+        choice = await _choose_mode(calls, question, asked)
     except ReplayDiverged as error:
-        outcome = failed(error, run.recorder.is_stored)
+        outcome = failed_outcome(error, run.recorder.is_stored)
         run.end_call(root, outcome)
         return outcome
     except BaseException:
         run.end_call(root, CallOutcome(Stop.CANCELLED, error="cancelled"))
         raise
-    run.recorder.emit(make_mode_chosen_event(choice, run.recorder.now(), is_asked=True))
-    question = applied(question, choice)
+    run.recorder.emit(make_mode_chosen_event(choice, run.recorder.elapsed_s(), is_asked=True))
+    question = apply_choice(question, choice)
     if question.strategy is not None:
         run.continue_past_recorded_limit(root)
         return await _ended_by_strategy(run, root, question, calls)
     return await _answer_in_session(run, question, context, None, root)
 
 
-async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -> ModeChoice:
+async def _choose_mode(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -> ModeChoice:
     """Return the mode that the model chooses, or the recorded choice if the run is being resumed.
 
     Even then the call is made again so that later calls keep their ids. This costs nothing because
@@ -271,7 +282,7 @@ async def _chosen(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -
     return await asyncio.to_thread(asked.choice, outcome.answer, outcome.error or "")
 
 
-def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
+def _convert_answer(outcome: CallOutcome, question: Question) -> CallOutcome:
     """Convert the answer in ``outcome`` to the type that the question requires.
 
     Return a failed outcome if the answer does not match that type.
@@ -288,9 +299,9 @@ def _typed(outcome: CallOutcome, question: Question) -> CallOutcome:
 async def _answer_by_plain_call(
     run: SharedRunState, question: Question, context: SharedContext | None
 ) -> CallOutcome:
-    call = LiveCall("0", "lm", run.models.rlm(0), 0, question.text, context=context)
+    call = LiveCall("0", "lm", run.models.client_at_depth(0), 0, question.text, context=context)
     try:
-        pictures = run.pictures.in_context(question.context) if question.pictures else ()
+        pictures = run.pictures.find_in_context(question.context) if question.pictures else ()
     except HostCallError as error:
         raise ConfigError(f"{error}: load the pictures again") from None
     before, prompt = direct_prompt(
@@ -331,7 +342,7 @@ async def _answer_in_session(
     if previous is not None and previous.call.messages:
         history = previous.call.history.copy()
         fork = Fork(previous.call.id, previous.call.turn - 1)
-    client, text = run.models.rlm(0), question.text
+    client, text = run.models.client_at_depth(0), question.text
     call = begun or LiveCall(str(number), "rlm", client, 0, text, context=context, history=history)
     root = RlmCall(run, call, previous)
     search = run.setup.search
@@ -347,7 +358,7 @@ async def _answer_in_session(
     try:
         outcome = await (branched or root).answer(message, question.kind, question.before)
     except RamifyError as error:
-        outcome = failed(error, run.recorder.is_stored)
+        outcome = failed_outcome(error, run.recorder.is_stored)
     finally:
         chosen, own = (branched.chosen, branched.own) if branched else (root, None)
         if conversation is None:

@@ -1,7 +1,7 @@
 """Serve the models of runs to external agents and environments, through a local HTTP endpoint with
 the APIs of OpenAI and Anthropic.
 
-    program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``RunModelClient.replies``
+    program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``RunModelClient``
             ── POST /seats/NAME/v1/chat/completions     ──> seat ──┤
     agent   ── POST /v1/messages, its key               ──> seat ──┘
 
@@ -34,7 +34,7 @@ from ramify.errors import RamifyError, Refused
 from ramify.http_server.access import ListenAddress, digest_of, new_key, presented_key
 from ramify.http_server.base_server import AiohttpServer
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, listed_models
+from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
 from ramify.types.message import Message, Reply
@@ -81,17 +81,17 @@ class AgentServedModel:
 
     def __init__(self, seat: AgentModelAccess) -> None:
         self._seat = seat
-        self.window = seat.conversations.window(seat.depth)
+        self.window = seat.conversations.context_window(seat.depth)
         client = seat.conversations.client_at(seat.depth)
         self._rendering: PromptRenderer | None = getattr(client, "rendering", None)
 
-    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+    async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Return replies sampled with the settings of the run.
 
         Of the request's own settings, only ``max_tokens``, ``stop`` and ``top_logprobs`` are used.
         """
         seat = self._seat
-        return await seat.conversations.replies(
+        return await seat.conversations.request_replies(
             request.messages,
             thread=seat.thread,
             tools=request.tools,
@@ -106,7 +106,7 @@ class AgentServedModel:
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
         """Yield each reply in one piece, once all replies have arrived."""
-        for index, reply in enumerate(await self.replies(request, num_replies)):
+        for index, reply in enumerate(await self.generate_replies(request, num_replies)):
             yield index, reply
 
     def num_tokens(self, request: Request) -> int:
@@ -152,7 +152,7 @@ class AgentModelServer:
         return f"{self._http.url}/seats/{seat}/v1" if seat else f"{self._http.url}/v1"
 
     @contextmanager
-    def open_seats(self) -> Iterator[dict[str, AgentModelAccess]]:
+    def register_model_access(self) -> Iterator[dict[str, AgentModelAccess]]:
         """Provide a dict to which a run adds its *seats*.
 
         Each seat gives one agent access to a model. When the ``with`` block ends, the endpoint no
@@ -182,7 +182,7 @@ class AgentModelServer:
                 task.cancel()
 
     @contextmanager
-    def _answering(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
+    def _track_request(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
         """Provide a context manager for answering one request of an agent.
 
         It counts the request, cancels it if the agent's key is revoked, and stores the error
@@ -204,7 +204,7 @@ class AgentModelServer:
 
     async def __aenter__(self) -> AgentModelServer:
         app = web.Application()
-        routes = ModelApiRoutes(self._admitted)
+        routes = ModelApiRoutes(self._admit_request)
         for prefix in ("", "/seats/{seat}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
             routes.add_to(app, prefix)
@@ -215,9 +215,9 @@ class AgentModelServer:
         await self._http.close()
 
     @asynccontextmanager
-    async def _admitted(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
+    async def _admit_request(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
         seat = self._seat(http)
-        with self._answering(presented_key(http), seat):
+        with self._track_request(presented_key(http), seat):
             yield ModelForCaller(AgentServedModel(seat), seat.stored)
 
     def _seat(self, http: web.Request) -> AgentModelAccess:
@@ -248,8 +248,8 @@ class AgentModelServer:
             seats = list(self._seats.values())
         else:
             raise RequestRejected(_WRONG_KEY, status=401, code="invalid_api_key")
-        windows = [seat.conversations.window(seat.depth) for seat in seats]
-        return listed_models(http, MODEL, min(windows, default=None))
+        windows = [seat.conversations.context_window(seat.depth) for seat in seats]
+        return model_list_response(http, MODEL, min(windows, default=None))
 
 
 class _Seats(dict[str, AgentModelAccess]):

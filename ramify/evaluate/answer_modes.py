@@ -70,7 +70,7 @@ class ModelCapacity(msgspec.Struct, frozen=True):
         return (read + self.reply * self.price.output) / 1e6
 
 
-async def room_of(rlm: RLM) -> ModelCapacity:
+async def root_model_capacity(rlm: RLM) -> ModelCapacity:
     """Return the context window, the reply limit and the price of the root call's model.
 
     The model is not called.
@@ -86,7 +86,7 @@ async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> T
 
     If the item does not fit the model's window, the model is not called.
     """
-    room = await room_of(rlm)
+    room = await root_model_capacity(rlm)
 
     def unfit(start: TaskStart) -> str:
         chars = len(item.question) + (
@@ -97,7 +97,7 @@ async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> T
     return await attempt(rlm, task, item, **{**options, "direct": ALWAYS, "refuse": unfit})
 
 
-async def answer_freely(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
+async def answer_in_session(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
     """Attempt an item (a question of a task) in a Python session, in which the model writes code
     and calls models."""
     return await attempt(rlm, task, item, **{**options, "direct": False})
@@ -117,14 +117,14 @@ async def answer_automatically(rlm: RLM, task: Task, item: Item, **options: Any)
 
 MODES: Mapping[str, AttemptFunction] = {
     "direct": answer_directly,
-    "free": answer_freely,
+    "free": answer_in_session,
     "plan": answer_by_plan,
     "auto": answer_automatically,
 }
 """Name of a mode -> its function."""
 
 
-def mode_of(name: str) -> AttemptFunction:
+def mode_function(name: str) -> AttemptFunction:
     """Return the function of the mode called ``name``.
 
     Raises ConfigError for an unknown name.

@@ -30,7 +30,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.clients.model_config import Model
 from ramify.engine.branch_search import BranchSearch
-from ramify.engine.event_loop_thread import in_thread
+from ramify.engine.event_loop_thread import run_in_thread
 from ramify.engine.limits import Limits
 from ramify.engine.question import DirectChoice
 from ramify.engine.rlm import RLM
@@ -44,11 +44,11 @@ from ramify.errors import (
     ReplayDiverged,
     ReplyFiltered,
     SessionDied,
-    raised_at,
+    user_line_of_error,
 )
 from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item, Task, TaskStart
-from ramify.tasks.batch_scoring import score_step_in_time
+from ramify.tasks.batch_scoring import score_batch_with_timeout
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.event import score_events
 from ramify.types.fork_segment import path_trajectory, root_segment
@@ -139,10 +139,10 @@ async def attempt(
     try:
         if search is not None:
             _check_forkable(start)
-        ran = await _continued(rlm, resume, shown, start, options, grace_s) if resume else None
+        ran = await _continue_run(rlm, resume, shown, start, options, grace_s) if resume else None
         trajectory, result = ran or await _run(shown, begin, grace_s, on_start)
         failure = _failure(result)
-        if why := _unanswered(result):
+        if why := _no_answer_reason(result):
             trajectory.metadata = {**trajectory.metadata, UNANSWERED: why}
     except BaseException as error:
         if start.on_end is not None:
@@ -155,7 +155,7 @@ async def attempt(
     trajectory.id, trajectory.task = name or trajectory.id, item.id
     try:
         if start.on_end is not None:
-            end = functools.partial(in_thread, start.on_end, trajectory.answer)
+            end = functools.partial(run_in_thread, start.on_end, trajectory.answer)
             trajectory.metadata = {
                 **trajectory.metadata,
                 **await _in_time(end, task, item, "on_end", grace_s),
@@ -188,9 +188,9 @@ async def _score(
 
     If the attempt has forked and ``every_line`` is true, score each path through it separately.
     """
-    lines = _lines(trajectory, every_line)
+    lines = _scored_paths(trajectory, every_line)
     for line in lines:
-        await in_thread(score_with_timeout, task, item, line.trajectory, grace_s)
+        await run_in_thread(score_with_timeout, task, item, line.trajectory, grace_s)
     _merge_lines(trajectory, lines)
 
 
@@ -212,7 +212,7 @@ async def score_attempts(
 
     Each trajectory gets its rewards, or the reason in ``errors`` if it could not be scored.
     """
-    lines = [_lines(each.trajectory, each.every_line) for each in attempts]
+    lines = [_scored_paths(each.trajectory, each.every_line) for each in attempts]
     rollouts = [
         (each.item, line.trajectory)
         for each, own in zip(attempts, lines, strict=True)
@@ -220,7 +220,7 @@ async def score_attempts(
     ]
     if not rollouts:
         return
-    problems = iter(await in_thread(score_step_in_time, task, rollouts, grace_s))
+    problems = iter(await run_in_thread(score_batch_with_timeout, task, rollouts, grace_s))
     for each, own in zip(attempts, lines, strict=True):
         each.trajectory.awaits_score = False
         failed = [problem for _ in own if (problem := next(problems)) is not None]
@@ -251,7 +251,7 @@ class _Line(NamedTuple):
     trajectory: Trajectory
 
 
-def _lines(trajectory: Trajectory, every_line: bool) -> list[_Line]:
+def _scored_paths(trajectory: Trajectory, every_line: bool) -> list[_Line]:
     """Return the paths through an attempt that are scored separately.
 
     If the attempt has forked and ``every_line`` is true, there is one path for each end. Otherwise,
@@ -343,14 +343,14 @@ async def check_task_start(task: Task, item: Item, grace_s: float = GRACE_S) -> 
     start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     if start.on_end is not None:
         await _in_time(
-            functools.partial(in_thread, start.on_end, None), task, item, "on_end", grace_s
+            functools.partial(run_in_thread, start.on_end, None), task, item, "on_end", grace_s
         )
 
 
 RootKind = Literal["session", "plain call", "conversations"]
 
 
-async def root_kind(
+async def attempt_start_kind(
     rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
 ) -> RootKind:
     """Return how an attempt at an item begins: with a session, with a plain call (only if
@@ -368,7 +368,7 @@ async def root_kind(
             return "plain call" if is_plain else "session"
         finally:
             if start.on_end is not None:
-                end = functools.partial(in_thread, start.on_end, None)
+                end = functools.partial(run_in_thread, start.on_end, None)
                 await _in_time(end, task, item, "on_end", grace_s)
     except RamifyError:
         return "session"
@@ -390,7 +390,7 @@ async def _in_time(
     except RamifyError:
         raise
     except Exception as error:
-        raise RamifyError(f"{where} raised {error!r}{raised_at(error)}") from error
+        raise RamifyError(f"{where} raised {error!r}{user_line_of_error(error)}") from error
 
 
 async def _run(
@@ -443,7 +443,7 @@ async def _run(
         await asyncio.wait([ending], timeout=grace_s)
 
 
-async def _continued(
+async def _continue_run(
     rlm: RLM,
     run: str,
     name: str,
@@ -474,7 +474,7 @@ async def _continued(
     return None
 
 
-def _unanswered(result: Result | str) -> str:
+def _no_answer_reason(result: Result | str) -> str:
     """Return in a few words why an answer is missing if the model caused it: its session died, its
     reply was filtered, or its prompt did not fit.
 
@@ -494,7 +494,7 @@ def _failure(result: Result | str) -> str | None:
     """Return the reason why an attempt cannot be scored, or None if it can."""
     if isinstance(result, str):
         return result
-    if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or _unanswered(result):
+    if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or _no_answer_reason(result):
         return None
     return result.error or "it ended in an unknown error"
 

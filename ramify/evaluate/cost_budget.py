@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 
 from ramify.errors import ConfigError
-from ramify.format_quantities import plain
+from ramify.format_quantities import format_plain_number
 
 _LEAST = 0.5
 """Minimum fraction of an attempt's usual cost limit that must be left to start it. With less, it
@@ -39,7 +39,8 @@ class CostBudget:
         """
         if not limit > 0 or not per_attempt > 0:
             raise ConfigError(
-                f"a budget of ${plain(limit, 6)}, with ${plain(per_attempt, 6)} for one attempt, "
+                f"a budget of ${format_plain_number(limit, 6)}, with "
+                f"${format_plain_number(per_attempt, 6)} for one attempt, "
                 "allows nothing: give positive numbers"
             )
         self.limit = limit
@@ -50,7 +51,7 @@ class CostBudget:
         self._held = 0.0
         self._freed = asyncio.Event()
 
-    async def hold(self) -> float | None:
+    async def reserve(self) -> float | None:
         """Reserve dollars for the next attempt and return the amount, or None if too little is
         left.
 
@@ -70,7 +71,7 @@ class CostBudget:
             self._freed.clear()
             await self._freed.wait()
 
-    def is_reduced(self, held: float) -> bool:
+    def was_reservation_reduced(self, held: float) -> bool:
         """Return True if an attempt reserved less than the usual amount.
 
         If it was then stopped for reaching that amount, its result says nothing about the model.

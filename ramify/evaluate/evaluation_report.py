@@ -29,7 +29,7 @@ from ramify.evaluate.statistics import (
     quantile,
     score_with_interval,
 )
-from ramify.format_quantities import plain, seconds
+from ramify.format_quantities import format_duration, format_plain_number
 
 RIGHT = 1 - 1e-9
 """Minimum reward of an attempt that counts as right, just below 1 to allow rounding errors."""
@@ -129,7 +129,7 @@ def report(
         _means(outcome.rewards for outcome in scored),
         _means(outcome.metrics for outcome in scored),
         dict(Counter(str(outcome.stop) for outcome in outcomes).most_common()),
-        _spent(outcomes),
+        _attempt_totals(outcomes),
     )
 
 
@@ -245,7 +245,7 @@ def _means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: sum(row) / len(row) for name, row in values.items()}
 
 
-def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
+def _attempt_totals(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
     durations = sorted(outcome.seconds for outcome in outcomes)
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     num = len(outcomes)
@@ -268,8 +268,8 @@ def table(evaluation_report: EvaluationReport) -> str:
     """Format a report as a text table with lines of fewer than 100 characters."""
     plan = evaluation_report.plan
     num, attempts = (
-        _many(f"{evaluation_report.rows[0].items:,}", "item"),
-        _many(str(plan.attempts), "attempt"),
+        _pluralize_noun(f"{evaluation_report.rows[0].items:,}", "item"),
+        _pluralize_noun(str(plan.attempts), "attempt"),
     )
     head = f"{plan.task}/{plan.split} · {plan.model} · {num}, {attempts} each"
     names = (
@@ -286,29 +286,29 @@ def table(evaluation_report: EvaluationReport) -> str:
         (
             row.kind or "(no kind)",
             f"{row.items:,}",
-            *map(_shown, (row.average, row.passes, row.majority)),
+            *map(_format_estimate, (row.average, row.passes, row.majority)),
         )
         for row in evaluation_report.rows
     ]
-    lines = [head, *aligned([names, *(row[: len(names)] for row in rows)])]
+    lines = [head, *align_columns([names, *(row[: len(names)] for row in rows)])]
     if len(evaluation_report.rewards) > 1 or evaluation_report.metrics:
         named = {**evaluation_report.rewards, **evaluation_report.metrics}
         lines.append("mean " + ", ".join(f"{name} {value:.3g}" for name, value in named.items()))
-    return "\n".join([*lines, *_closing(evaluation_report)])
+    return "\n".join([*lines, *_closing_lines(evaluation_report)])
 
 
-def _closing(evaluation_report: EvaluationReport) -> list[str]:
+def _closing_lines(evaluation_report: EvaluationReport) -> list[str]:
     spent = evaluation_report.spent
     turns, calls = (
-        _many(f"{spent.turns_mean:.3g}", "turn"),
-        _many(f"{spent.calls_mean:.3g}", "call"),
+        _pluralize_noun(f"{spent.turns_mean:.3g}", "turn"),
+        _pluralize_noun(f"{spent.calls_mean:.3g}", "call"),
     )
-    details = f"{turns} and {calls} below the root in {seconds(spent.seconds_mean)}"
-    dollars = ", cost unknown" if spent.cost is None else f", ${plain(spent.cost, 4)}"
+    details = f"{turns} and {calls} below the root in {format_duration(spent.seconds_mean)}"
+    dollars = ", cost unknown" if spent.cost is None else f", ${format_plain_number(spent.cost, 4)}"
     lines = [
         "ended "
         + ", ".join(f"{count:,} {stop}" for stop, count in evaluation_report.stops.items()),
-        f"an attempt took {details} (95 % within {seconds(spent.seconds_p95)})",
+        f"an attempt took {details} (95 % within {format_duration(spent.seconds_p95)})",
         f"in all {spent.input_tokens:,} tokens in, {spent.output_tokens:,} out, {spent.requests:,} "
         f"requests{dollars}",
     ]
@@ -320,15 +320,15 @@ def _closing(evaluation_report: EvaluationReport) -> list[str]:
     return lines
 
 
-def _many(number: str, noun: str) -> str:
+def _pluralize_noun(number: str, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == "1" else "s")
 
 
-def _shown(figure: MeanEstimate | None) -> str:
+def _format_estimate(figure: MeanEstimate | None) -> str:
     return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.2f} {figure.high:.2f}]"
 
 
-def aligned(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
     """Format rows of cells as the lines of a text table.
 
     Columns whose index is in ``numbers`` are right-aligned.

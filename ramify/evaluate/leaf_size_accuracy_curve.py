@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelCapacity
-from ramify.evaluate.evaluation_report import aligned
+from ramify.evaluate.evaluation_report import align_columns
 from ramify.evaluate.matrix import MatrixCell, MatrixPlan
 from ramify.evaluate.matrix_report import is_right
 from ramify.evaluate.run import AttemptOutcome
@@ -38,7 +38,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
-def sizes_for(room: ModelCapacity) -> list[int]:
+def calibration_sizes(room: ModelCapacity) -> list[int]:
     """Return the call sizes that a calibration measures by default.
 
     The smallest size is doubled until the result would no longer fit into the model's window.
@@ -57,20 +57,20 @@ def to_text_tokens(size: int) -> int:
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
 
 
-def size_of(cell: MatrixCell) -> int:
+def call_size_of_cell(cell: MatrixCell) -> int:
     """Return how much text each call of an evaluation reads, in tokens of three bytes, the unit of
     call sizes."""
-    return -(-(cell.tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
+    return -(-(cell.context_tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
-def likely_dollars(plan: MatrixPlan, room: ModelCapacity) -> float | None:
+def estimate_calibration_cost(plan: MatrixPlan, room: ModelCapacity) -> float | None:
     """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
 
     Return None if the model has no known price.
     """
     if room.price is None:
         return None
-    read = sum(cell.plan.items * (cell.tokens or 0) for cell in plan.cells)
+    read = sum(cell.plan.items * (cell.context_tokens or 0) for cell in plan.cells)
     replies = sum(cell.plan.items * _REPLY_TOKENS for cell in plan.cells)
     return (read * room.price.input + replies * room.price.output) / 1e6
 
@@ -81,7 +81,7 @@ def is_calibration(plan: MatrixPlan) -> bool:
     models = {cell.plan.model for cell in plan.cells}
     return len(models) == 1 and all(
         cell.mode == "direct"
-        and cell.tokens
+        and cell.context_tokens
         and cell.place.get("family") in QUESTIONS.get(cell.place["suite"], ())
         for cell in plan.cells
     )
@@ -92,7 +92,7 @@ def date_of(plan: MatrixPlan) -> str:
     return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
 
 
-def points_of(
+def calibration_points(
     plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
 ) -> tuple[CalibrationPoint, ...]:
     """Compute the points of a calibration curve, smallest size first.
@@ -102,7 +102,7 @@ def points_of(
     made: dict[int, list[AttemptOutcome]] = {}
     for cell in plan.cells:
         scored = [each for each in outcomes.get(cell.record, ()) if each.reward is not None]
-        made.setdefault(size_of(cell), []).extend(scored)
+        made.setdefault(call_size_of_cell(cell), []).extend(scored)
     return tuple(_point(size, made[size]) for size in sorted(made) if made[size])
 
 
@@ -123,7 +123,7 @@ def curve_lines(calibration: PartSizeCalibration) -> list[str]:
         interval = f"{point.accuracy:.3f} [{point.low:.2f} {point.high:.2f}]"
         cells = [f"{point.tokens:,}", f"{point.items:,}", interval, price]
         rows.append([*cells, _bar(point.accuracy) + mark])
-    return aligned(rows, (0, 1, 3))
+    return align_columns(rows, (0, 1, 3))
 
 
 def _bar(share: float) -> str:

@@ -30,9 +30,9 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError, UnknownRun
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelCapacity, mode_of
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelCapacity, mode_function
 from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationStore, choose_split
-from ramify.evaluate.systems.attempt import system_of
+from ramify.evaluate.systems.attempt import parse_system
 from ramify.store.durable_files import (
     EVALUATIONS,
     FILE_MODE,
@@ -63,7 +63,7 @@ def parse_length(text: str) -> int:
     return num
 
 
-def length_name(num: int) -> str:
+def format_length(num: int) -> str:
     """Return the short name of a number of tokens.
 
     For example, 8192 tokens are ``8k``.
@@ -106,7 +106,7 @@ class MatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Id under which the cell's evaluation is recorded."""
 
     @property
-    def tokens(self) -> int | None:
+    def context_tokens(self) -> int | None:
         """Length of each context in tokens; None if the suite chooses the length."""
         return parse_length(self.place["length"]) if "length" in self.place else None
 
@@ -151,8 +151,8 @@ def make_matrix_plan(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
     for a suite, family, length, mode or system that does not exist.
     """
     for name in axes.modes:
-        mode_of(name)
-    systems = {system_of(words).name: words for words in axes.systems}
+        mode_function(name)
+    systems = {parse_system(words).name: words for words in axes.systems}
     for axis in ("suites", "lengths", "models", "modes", "systems", "scaffolds"):
         values = getattr(axes, axis)
         if len({*values}) < len(values):
@@ -168,8 +168,8 @@ def make_matrix_plan(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
     places = [
         ({"suite": suite, **family, **length}, options)
         for suite in axes.suites
-        for length, sized in _lengths(suite, axes)
-        for family, options in _families(suite, sized, axes.split or "test", tasks)
+        for length, sized in _length_options(suite, axes)
+        for family, options in _family_options(suite, sized, axes.split or "test", tasks)
     ]
     plans: list[tuple[dict[str, str], EvaluationPlan]] = []
     for place, options in places:
@@ -187,7 +187,7 @@ def make_matrix_plan(axes: MatrixAxes, tasks: MatrixTaskCache) -> MatrixPlan:
                         model=model,
                         settings=settings,
                     )
-                    task = tasks.of(plan)
+                    task = tasks.get_or_create(plan)
                     split = choose_split(task, axes.split)
                     num = min(plan.items, len(task.splits[split]))
                     plan = msgspec.structs.replace(plan, items=num, split=split)
@@ -215,7 +215,7 @@ def _file_words(place: Mapping[str, str]) -> str:
     return re.sub(r"[^\w.]+", "-", "-".join(words)).strip("-.")[:60]
 
 
-def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[str, Any]]]:
+def _length_options(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[str, Any]]]:
     """Return, for each requested length, the cell's coordinates and the task options that give the
     suite's texts this length.
 
@@ -238,11 +238,11 @@ def _lengths(suite: str, axes: MatrixAxes) -> list[tuple[dict[str, str], dict[st
         raise ConfigError(f"{suite}: give --lengths or {name}=…, not both")
     factor = 1 if name == "tokens" else CHARS_PER_TOKEN
     return [
-        ({"length": length_name(each)}, {**options, name: factor * each}) for each in axes.lengths
+        ({"length": format_length(each)}, {**options, name: factor * each}) for each in axes.lengths
     ]
 
 
-def _families(
+def _family_options(
     suite: str, options: dict[str, Any], split: str, tasks: MatrixTaskCache
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
     """Return, for each family of questions in a suite, the cell's coordinates and the task options
@@ -251,7 +251,7 @@ def _families(
     Suites without families, or with questions from a file, have a single entry without coordinates.
     """
     plan = EvaluationPlan(model="", task=suite, options=options)
-    names: Sequence[str] = getattr(tasks.of(plan), "families", ())
+    names: Sequence[str] = getattr(tasks.get_or_create(plan), "families", ())
     if not names or _is_from_a_file(options, split):
         return [({}, options)]
     return [({"family": name}, {**options, "families": [name]}) for name in names]
@@ -269,7 +269,7 @@ def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
     """
     if suite.endswith(DATA_SUFFIXES) or suite.startswith(("hf:", "verifiers:")):
         return {}
-    make = TASKS.of(suite)
+    make = TASKS.resolve(suite)
     try:
         return inspect.signature(make).parameters if callable(make) else {}
     except (ValueError, TypeError):  # a function in C
@@ -285,7 +285,7 @@ class MatrixTaskCache:
     def __init__(self) -> None:
         self._made: dict[bytes, Task] = {}
 
-    def of(self, plan: EvaluationPlan) -> Task:
+    def get_or_create(self, plan: EvaluationPlan) -> Task:
         """Return the task that a cell evaluates, creating it on first use.
 
         Raises ConfigError if it cannot be created.
@@ -310,7 +310,7 @@ class MatrixEstimate(msgspec.Struct, frozen=True):
     model has no known price."""
 
 
-def estimate(
+def estimate_remaining_cost(
     plan: MatrixPlan,
     rooms: Mapping[str, ModelCapacity],
     limit: float | None,
@@ -324,7 +324,7 @@ def estimate(
     unfit, total = 0, 0.0
     is_priced = True
     for cell in plan.cells:
-        num, room, tokens = left[cell.record], rooms[cell.plan.model], cell.tokens
+        num, room, tokens = left[cell.record], rooms[cell.plan.model], cell.context_tokens
         is_direct = cell.mode == "direct" and tokens is not None
         if is_direct and not room.fits(tokens or 0):
             unfit += num

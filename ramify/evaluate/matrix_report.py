@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ramify.evaluate.evaluation_report import ALL, RIGHT, aligned, check_k
+from ramify.evaluate.evaluation_report import ALL, RIGHT, align_columns, check_k
 from ramify.evaluate.matrix import AXES, MatrixCell, MatrixPlan, sort_coordinates
 from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.statistics import (
@@ -245,7 +245,7 @@ def _row(
     ]
     seconds = sorted(outcome.seconds for outcome in outcomes)
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
-    reasons = Counter(filter(None, map(reason_of, outcomes)))
+    reasons = Counter(filter(None, map(failure_reason, outcomes)))
     return MatrixCellScores(
         group.place,
         group.records,
@@ -282,7 +282,7 @@ def is_right(outcome: AttemptOutcome) -> bool:
     return outcome.reward is not None and outcome.reward >= RIGHT
 
 
-def reason_of(outcome: AttemptOutcome) -> str:
+def failure_reason(outcome: AttemptOutcome) -> str:
     """Return in a few words why an attempt is not right, or an empty string if it is right.
 
     The word ``failed`` means that the attempt has no reward, because something other than the model
@@ -314,18 +314,18 @@ def matrix_table(report: MatrixReport) -> str:
     num = f"{plan.items:,} item{'s' * (plan.items != 1)}{per}"
     num += f", {plan.attempts} attempt{'s' * (plan.attempts != 1)} each"
     columns: list[tuple[str, bool, Callable[[MatrixCellScores], str]]] = [
-        (axis, False, functools.partial(_place, axis)) for axis in varied
+        (axis, False, functools.partial(_axis_value, axis)) for axis in varied
     ]
-    columns.append(("score", False, lambda row: _figure(row.score)))
+    columns.append(("score", False, lambda row: _format_estimate(row.score)))
     if report.k > 1:
-        columns.append((f"pass@{report.k}", False, lambda row: _figure(row.passes)))
+        columns.append((f"pass@{report.k}", False, lambda row: _format_estimate(row.passes)))
     if report.baseline:
         name = f"minus {', '.join(report.baseline.values())}"
-        columns.append((name, False, lambda row: _signed(row.difference)))
+        columns.append((name, False, lambda row: _format_difference(row.difference)))
     columns += [
         ("cost", True, lambda row: "-" if row.cost is None else f"${row.cost:.3g}"),
         ("calls", True, lambda row: f"{row.calls:,}"),
-        ("tokens", True, lambda row: _short(row.input_tokens + row.output_tokens)),
+        ("tokens", True, lambda row: _format_short_number(row.input_tokens + row.output_tokens)),
         *_own_columns(rows),
         ("p50", True, lambda row: _seconds(row.seconds_p50)),
         ("p95", True, lambda row: _seconds(row.seconds_p95)),
@@ -337,7 +337,7 @@ def matrix_table(report: MatrixReport) -> str:
     ]
     numbers = [at for at, (_, is_number, _) in enumerate(columns) if is_number]
     head = " · ".join([*common, num])
-    lines = [head, *aligned(cells, numbers)]
+    lines = [head, *align_columns(cells, numbers)]
     if report.first_error:
         lines.append(
             f"attempts that failed are not counted in scores; the first: {report.first_error}"
@@ -363,23 +363,27 @@ def _own_columns(
 
     return [
         ("own calls", True, calls),
-        ("own tokens", True, lambda row: "-" if row.own is None else _short(row.own.tokens)),
+        (
+            "own tokens",
+            True,
+            lambda row: "-" if row.own is None else _format_short_number(row.own.tokens),
+        ),
     ]
 
 
-def _place(axis: str, row: MatrixCellScores) -> str:
+def _axis_value(axis: str, row: MatrixCellScores) -> str:
     return row.place.get(axis, "")
 
 
-def _figure(figure: MeanEstimate | None) -> str:
+def _format_estimate(figure: MeanEstimate | None) -> str:
     return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.2f} {figure.high:.2f}]"
 
 
-def _signed(figure: MeanEstimate | None) -> str:
+def _format_difference(figure: MeanEstimate | None) -> str:
     return "" if figure is None else f"{figure.value:+.3f} [{figure.low:+.2f} {figure.high:+.2f}]"
 
 
-def _short(num: int) -> str:
+def _format_short_number(num: int) -> str:
     """Return a large number in a short form.
 
     For example, 1234567 becomes ``1.2M``.

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ramify.engine.mcp_tools import McpTools, need_extra, redacted_server
+from ramify.engine.mcp_tools import McpTools, redacted_server, require_mcp_sdk
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, Score, Task, TaskStart
 from ramify.tasks.batch_scoring import batch_scores, is_scored_by_step
@@ -55,7 +55,7 @@ class McpTask:
                 f"task '{task.name}': lifetime={lifetime!r} of its MCP servers is not 'rollout' or "
                 "'process'"
             )
-        need_extra("MCP servers")
+        require_mcp_sdk("MCP servers")
         self.name, self.splits, self.weights = task.name, task.splits, task.weights
         self._task = task
         self._servers = servers

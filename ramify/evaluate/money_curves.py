@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from ramify.evaluate.evaluation_report import aligned
+from ramify.evaluate.evaluation_report import align_columns
 from ramify.evaluate.matrix import MatrixPlan
 from ramify.evaluate.run import AttemptOutcome
 from ramify.evaluate.statistics import MeanEstimate, score_with_interval
@@ -50,7 +50,7 @@ class MoneyPoint(msgspec.Struct, frozen=True):
     """Number of attempts that cost at most the budget."""
 
 
-def money_curves(
+def score_by_budget_curves(
     outcomes: Mapping[str, Sequence[AttemptOutcome]], num_points: int = NUM_POINTS
 ) -> dict[str, tuple[MoneyPoint, ...]]:
     """Compute the curve of score against budget for each named system, all at the same budgets.
@@ -58,7 +58,7 @@ def money_curves(
     A system without a scored attempt of known cost gets no points.
 
     Example:
-        curves = money_curves({"free": ours.outcomes, "rlms": theirs.outcomes})
+        curves = score_by_budget_curves({"free": ours.outcomes, "rlms": theirs.outcomes})
     """
     known = {
         name: [each for each in attempts if each.reward is not None and each.cost is not None]
@@ -103,7 +103,7 @@ class SystemMoneyCurve(msgspec.Struct, frozen=True):
     points: tuple[MoneyPoint, ...]
 
 
-def matrix_money(
+def matrix_score_by_budget(
     plan: MatrixPlan,
     outcomes: Mapping[str, Sequence[AttemptOutcome]],
     num_points: int = NUM_POINTS,
@@ -129,7 +129,7 @@ def matrix_money(
     return [
         SystemMoneyCurve(places[items, system], points)
         for items, by_system in together.items()
-        for system, points in money_curves(by_system, num_points).items()
+        for system, points in score_by_budget_curves(by_system, num_points).items()
     ]
 
 
@@ -144,7 +144,7 @@ class MoneyTable(msgspec.Struct, frozen=True):
     """System -> one point per budget; None where its cost is unknown."""
 
 
-def money_tables(rows: Sequence[SystemMoneyCurve]) -> list[MoneyTable]:
+def score_by_budget_tables(rows: Sequence[SystemMoneyCurve]) -> list[MoneyTable]:
     """Arrange the curves as tables, one for each combination of suite, length and model.
 
     Combinations with fewer than two different budgets are omitted.
@@ -164,7 +164,7 @@ def money_tables(rows: Sequence[SystemMoneyCurve]) -> list[MoneyTable]:
     return tables
 
 
-def money_table_lines(tables: Sequence[MoneyTable]) -> list[str]:
+def format_budget_tables(tables: Sequence[MoneyTable]) -> list[str]:
     """Format the tables of scores by budget as lines of text."""
     lines: list[str] = []
     for table in tables:
@@ -173,7 +173,7 @@ def money_table_lines(tables: Sequence[MoneyTable]) -> list[str]:
         for system, points in table.systems.items():
             scores = ("-" if point is None else f"{point.score.value:.3f}" for point in points)
             cells.append([system, *scores])
-        lines += aligned(cells, list(range(1, 1 + len(table.budgets))))
+        lines += align_columns(cells, list(range(1, 1 + len(table.budgets))))
     return lines
 
 

@@ -1,7 +1,7 @@
 """Run the attempts of evaluations on the machines of a Ray cluster.
 
-    evaluate_all ── RayAttemptMaker.make ──> EvaluationWorker (actors) ──> a run's id, its outcome
-    this process: the order, the records, and what is asked next        a task and an RLM each
+    evaluate_all ── RayAttemptMaker ──> EvaluationWorker (actors) ──> a run's id, its outcome
+    this process: the order, the records, and what is asked next  a task and an RLM each
 
 Each worker makes the items of a task itself, so that no long context is sent over the network, and
 attempts at one item go to the same worker as long as it has room. The outcomes are recorded by this
@@ -28,10 +28,10 @@ import msgspec
 from ramify import __version__
 from ramify.actors.ray_cluster import (
     RayClusterConnection,
-    check_nodes,
+    check_node_versions,
     check_ramify_version,
-    imported,
-    last_line,
+    error_cause_line,
+    import_ray,
 )
 from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, RamifyError
@@ -110,7 +110,7 @@ class EvaluationWorker:
 
         def work() -> None:
             try:
-                told.put(self._outcome(order, told.put))
+                told.put(self._run_attempt(order, told.put))
             except BaseException as error:  # noqa: BLE001 (it is raised by the generator)
                 told.put(error)
 
@@ -123,18 +123,18 @@ class EvaluationWorker:
             if isinstance(found, AttemptOutcome):
                 return
 
-    def _outcome(
+    def _run_attempt(
         self, order: RemoteAttemptRequest, tell: Callable[[object], None]
     ) -> AttemptOutcome:
         plan = order.plan
         with self._lock:
-            task = self._tasks.of(plan)
+            task = self._tasks.get_or_create(plan)
             item = self._item(id(task), items_of(task, plan.split), plan.split, order.index)
-            makes = self._opened(plan)
+            makes = self._open_maker(plan)
         record: Any = _RemoteRecord(order.run, (item.id, order.number), tell)
         job = EvaluationSetup(plan, task, record, makes)
         which = PlannedAttempt(order.index, item.id, item, order.number)
-        outcome, _ = event_loop_thread.run(makes.make(job, which, order.max_cost))
+        outcome, _ = event_loop_thread.run(makes.run_attempt(job, which, order.max_cost))
         return outcome
 
     def _item(self, task: int, items: Sequence[Item], split: str, index: int) -> Item:
@@ -145,7 +145,7 @@ class EvaluationWorker:
             self._items[place] = items[index]
         return self._items[place]
 
-    def _opened(self, plan: EvaluationPlan) -> RlmAttemptMaker:
+    def _open_maker(self, plan: EvaluationPlan) -> RlmAttemptMaker:
         key = msgspec.json.encode((plan.model, plan.settings), order="deterministic")
         if key not in self._made:
             made = self._make(plan, self._store)
@@ -204,12 +204,12 @@ class RayAttemptMaker:
         self._is_joined = False
 
     async def __aenter__(self) -> RayAttemptMaker:
-        ray = imported()
+        ray = import_ray()
         if not ray.is_initialized():
             await asyncio.to_thread(self._cluster.join)
             self._is_joined = True
         try:
-            await asyncio.to_thread(check_nodes, __version__)
+            await asyncio.to_thread(check_node_versions, __version__)
             cpus = int(ray.cluster_resources().get("CPU", 1))
             num = min(self._concurrency, self._workers or max(1, cpus))
             each = math.ceil(self._concurrency / num)
@@ -225,7 +225,7 @@ class RayAttemptMaker:
         return self
 
     async def __aexit__(self, *exc: Any) -> None:
-        ray = imported()
+        ray = import_ray()
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -233,14 +233,14 @@ class RayAttemptMaker:
             self._is_joined = False
             await asyncio.to_thread(self._cluster.leave)
 
-    async def make(
+    async def run_attempt(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
         """Run one attempt on a worker, and try again if the worker is lost.
 
         Return the outcome of the attempt without its trajectory, which stays on the worker.
         """
-        ray = imported()
+        ray = import_ray()
         lost = ""
         for number in range(_TRIES):
             if number:
@@ -251,7 +251,7 @@ class RayAttemptMaker:
                 return await self._made_by(self._actors[worker], job, which, max_cost), None
             except ray.exceptions.RayActorError as error:
                 self.num_again += 1
-                lost = last_line(error)
+                lost = error_cause_line(error)
             except ray.exceptions.RayTaskError as error:
                 cause = getattr(error, "cause", None)
                 if isinstance(cause, RamifyError):
@@ -259,7 +259,7 @@ class RayAttemptMaker:
                 raise
             finally:
                 self._load[worker] -= 1
-        return self._lost(which, lost), None
+        return self._lost_outcome(which, lost), None
 
     async def _made_by(
         self, actor: Any, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
@@ -290,7 +290,7 @@ class RayAttemptMaker:
             self._home[place] = home
         return home
 
-    def _lost(self, which: PlannedAttempt, why: str) -> AttemptOutcome:
+    def _lost_outcome(self, which: PlannedAttempt, why: str) -> AttemptOutcome:
         return AttemptOutcome(
             item=which.id,
             attempt=which.number,

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ramify.clients.chat_json import from_status
+from ramify.clients.chat_json import error_from_status
 from ramify.errors import (
     ConfigError,
     MalformedResponse,
@@ -40,7 +40,7 @@ from ramify.http_client.http_transport import (
     RequestDestination,
     route_to,
 )
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.batched import BatchedReward
 
@@ -113,7 +113,7 @@ class RewardModel:
                 f"reward model {url}: the environment variable {key_variable} is not set"
             )
         if key:
-            remember(key_variable, key)
+            register_secret(key_variable, key)
         self.url = url
         self._form = form or last
         self._model = model
@@ -166,7 +166,7 @@ class RewardModel:
         except TimeoutError:
             raise ReplyLost(f"{where}: no reply within {self._timeout_s:g} s") from None
         if answer.status != 200:
-            raise from_status(
+            raise error_from_status(
                 where,
                 answer.status,
                 answer.headers,
@@ -174,7 +174,7 @@ class RewardModel:
                 key_variable=self._key_variable,
                 secrets=(self._key,) if self._key else (),
             )
-        return self._rewards(where, answer, len(texts))
+        return self._parse_rewards(where, answer, len(texts))
 
     def _connections(self) -> HttpConnectionPool:
         """Return the connection pool of the running event loop.
@@ -186,11 +186,11 @@ class RewardModel:
             self._pool = loop, HttpConnectionPool()
         return self._pool[1]
 
-    def _rewards(self, where: str, answer: HttpResponse, num: int) -> list[float]:
+    def _parse_rewards(self, where: str, answer: HttpResponse, num: int) -> list[float]:
         try:
             reply = msgspec.json.decode(answer.body)
             rows = reply if self._form == "predict" else _in_order(reply)
-            rewards = [self._reward(row) for row in rows]
+            rewards = [self._parse_reward(row) for row in rows]
         except (LookupError, RecursionError, StopIteration, TypeError, ValueError) as error:
             raise MalformedResponse(
                 f"{where}: its reply does not have the form of /{self._form} "
@@ -200,7 +200,7 @@ class RewardModel:
             raise MalformedResponse(f"{where}: {len(rewards)} scores for {num} texts")
         return rewards
 
-    def _reward(self, row: Any) -> float:
+    def _parse_reward(self, row: Any) -> float:
         """Return the score of the chosen label for one text."""
         if self._form == "predict":  # [{"label": "good", "score": 0.9}, …]
             if isinstance(self._label, int):

@@ -37,7 +37,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
-from ramify.engine.scaffold import card_of
+from ramify.engine.scaffold import trained_policy_settings
 from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED, attempt
 from ramify.evaluate.cost_budget import CostBudget
@@ -188,7 +188,7 @@ async def evaluate(
         done = await evaluate.evaluate(rlm, tasks.task_of("needle"), plan)
     """
     if direct is None:
-        direct = card_of(plan.model).direct
+        direct = trained_policy_settings(plan.model).direct
     mode = functools.partial(attempt, grace_s=grace_s, direct=direct)
     job = EvaluationSetup(
         plan, task, record, RlmAttemptMaker(rlm, sampling, mode), on_outcome, budget
@@ -262,7 +262,7 @@ class AttemptMaker(Protocol):
     makes_items: bool
     """True if this maker creates the items itself, from their indices in the split."""
 
-    async def make(
+    async def run_attempt(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory | None]:
         """Run one attempt and return its outcome with its trajectory.
@@ -307,7 +307,7 @@ class RlmAttemptMaker:
         self._sampling = sampling
         self._mode = mode
 
-    async def make(
+    async def run_attempt(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory]:
         trajectory = await self.run(job, which.item, which.number, max_cost)
@@ -384,17 +384,17 @@ class _EvaluationWork:
         Nothing is recorded if the budget is used up, or if the budget cut the attempt short.
         """
         job, budget = self.job, self.job.budget
-        dollars = None if budget is None else await budget.hold()
+        dollars = None if budget is None else await budget.reserve()
         if budget is not None and dollars is None:
             return
         outcome: AttemptOutcome | None = None
         try:
-            outcome, trajectory = await job.makes.make(job, which, dollars)
+            outcome, trajectory = await job.makes.run_attempt(job, which, dollars)
         finally:
             if budget is not None and dollars is not None:
                 budget.settle(dollars, dollars if outcome is None else outcome.cost or 0.0)
         was_cut = outcome.stop is Stop.MAX_COST
-        if budget is not None and was_cut and budget.is_reduced(dollars or 0.0):
+        if budget is not None and was_cut and budget.was_reservation_reduced(dollars or 0.0):
             budget.is_used_up = True  # its run can be continued with a larger budget
             return
         self.outcomes[which.id, which.number] = outcome

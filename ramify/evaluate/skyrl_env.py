@@ -107,7 +107,7 @@ class TaskEnv:
         if self._running is not None:
             raise ConfigError("init was already called: make a new environment for another attempt")
         event_loop_thread.run(self._begin())
-        return self._next(), {"item": self._item.id}
+        return self._next_messages(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
         """Pass the model's reply to the run.
@@ -120,7 +120,7 @@ class TaskEnv:
             )
         self.turns += 1
         self._driver.reply(action)
-        observations = self._next()
+        observations = self._next_messages()
         reward = (
             0.0 if self.trajectory is None else total(self.trajectory.rewards, self._task.weights)
         )
@@ -155,14 +155,14 @@ class TaskEnv:
         _driver.set(self._driver)  # inherited by the task that is created next
         self._running = asyncio.ensure_future(attempt(self._rlm, self._task, self._item))
 
-    def _next(self) -> list[Said]:
-        messages = event_loop_thread.run(self._wait())
+    def _next_messages(self) -> list[Said]:
+        messages = event_loop_thread.run(self._await_request())
         # After a summary the conversation is shorter, and all of it is new.
         new = messages[self._shown :] if len(messages) > self._shown else messages
         self._shown = len(messages) + 1  # includes the reply that will follow
         return [{"role": message.role, "content": message.content} for message in new]
 
-    async def _wait(self) -> Sequence[Message]:
+    async def _await_request(self) -> Sequence[Message]:
         """Wait for the next request of the run and return its messages.
 
         If the run ends instead, store its trajectory and return no messages.

@@ -181,9 +181,9 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     if not is_share and not (_are_scores(values) and _is_at_an_end(values)):
         return mean_with_interval(values, seed)
     total = math.fsum(values)
-    low, high = (share_with_interval(n, len(values)) for n in _around(total))
+    low, high = (share_with_interval(n, len(values)) for n in _floor_and_ceiling(total))
     share = MeanEstimate(total / len(values), low.low, high.high)
-    return share if is_share else _wider(share, mean_with_interval(values, seed))
+    return share if is_share else _widen_interval(share, mean_with_interval(values, seed))
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
@@ -194,7 +194,7 @@ def _is_at_an_end(values: Sequence[float]) -> bool:
     return any(sum(abs(value - end) > _NEAR for value in values) < _MIN_COUNT for end in (0.0, 1.0))
 
 
-def _around(total: float) -> tuple[int, int]:
+def _floor_and_ceiling(total: float) -> tuple[int, int]:
     """Return the whole numbers below and above a sum of scores.
 
     If the sum is a whole number up to rounding errors, both are that number.
@@ -223,7 +223,7 @@ def paired_difference(
     if len(ours) != len(theirs):
         raise ConfigError(f"{len(ours)} items cannot be paired with {len(theirs)}")
     if ours and {*ours, *theirs} <= {0.0, 1.0}:
-        return _flips(
+        return _estimate_change(
             sum(a > b for a, b in zip(ours, theirs, strict=True)),
             sum(a < b for a, b in zip(ours, theirs, strict=True)),
             len(ours),
@@ -231,11 +231,13 @@ def paired_difference(
     changes = [a - b for a, b in zip(ours, theirs, strict=True)]
     better, worse = sum(each > _NEAR for each in changes), sum(each < -_NEAR for each in changes)
     if changes and better + worse < _MIN_COUNT and _are_scores(ours, theirs):
-        return _wider(mean_with_interval(changes, seed), _flips(better, worse, len(changes)))
+        return _widen_interval(
+            mean_with_interval(changes, seed), _estimate_change(better, worse, len(changes))
+        )
     return mean_with_interval(changes, seed)
 
 
-def _wider(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
+def _widen_interval(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
     """Return the first estimate with its interval widened to cover both intervals."""
     return MeanEstimate(figure.value, min(figure.low, other.low), max(figure.high, other.high))
 
@@ -244,7 +246,7 @@ def _are_scores(*sides: Sequence[float]) -> bool:
     return all(min(side) >= 0 and max(side) <= 1 for side in sides)
 
 
-def _flips(better: int, worse: int, num: int) -> MeanEstimate:
+def _estimate_change(better: int, worse: int, num: int) -> MeanEstimate:
     """Return the mean change per item with its interval, if each item is either right or wrong.
 
     ``better`` counts the items that became right, ``worse`` those that became wrong, and ``num``

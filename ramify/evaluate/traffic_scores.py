@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from ramify.clients.base import Client, Request, Sampling
-from ramify.errors import ConfigError, RamifyError, RunInUse, raised_at
+from ramify.errors import ConfigError, RamifyError, RunInUse, user_line_of_error
 from ramify.store.base import RunStore
 from ramify.tasks.base import Worth, as_score, set_trajectory_score
 from ramify.types.event import TASK, AnyEvent, ScoreAdded
@@ -170,7 +170,7 @@ def score_stored_conversations(
             raise
         except Exception as error:
             raise RamifyError(
-                f"{where}: {by} raised {type(error).__name__}: {error}{raised_at(error)}"
+                f"{where}: {by} raised {type(error).__name__}: {error}{user_line_of_error(error)}"
             ) from error
         set_trajectory_score(where, run, worth)  # as plain numbers
         events: list[AnyEvent] = [ScoreAdded(by=by, rewards=run.rewards)]

@@ -74,7 +74,7 @@ def register_chat_harness() -> str:
                 "serper_key": "",
             }
             with tempfile.TemporaryDirectory(prefix="ramify-verifiers-") as folder:
-                arguments["initial_messages_file"] = _written(folder, prompt)
+                arguments["initial_messages_file"] = _write_messages(folder, prompt)
                 return await _run(arguments)
 
     async def _run(arguments: dict[str, Any]) -> Any:
@@ -121,7 +121,7 @@ def _certificates() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def _written(folder: str, prompt: Any) -> str:
+def _write_messages(folder: str, prompt: Any) -> str:
     """Write the messages of a prompt to a file in ``folder`` and return its path.
 
     Return an empty string if the prompt is plain text or missing.

@@ -33,7 +33,7 @@ from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, Task, items_of, score_trajectory, task_of
 from ramify.tasks.scoring.answer_text import as_text
-from ramify.tasks.validation import answered
+from ramify.tasks.validation import answer_only_trajectory
 from ramify.tasks.verifiers import verifiers_v1
 
 MAX_PROMPT_CHARS = 100_000
@@ -135,7 +135,7 @@ def harness(
             mcp_urls: dict[str, str],
             data: Any,
         ) -> Any:
-            task, item = _item(data)
+            task, item = _task_and_item(data)
             model = f"openai:{ctx.model}"
             wire = HttpConnectionPool()
             client = OpenAIClient(
@@ -152,7 +152,7 @@ def harness(
                 )
             trace.root_reply = as_text(trajectory.answer) or ""
             trace.info[_KEY] = {
-                "rewards": _weighted(task, trajectory.rewards),
+                "rewards": _weight_rewards(task, trajectory.rewards),
                 "metrics": trajectory.metrics,
                 "stop": str(trajectory.stop),
                 "call_rewards": trajectory.call_rewards,
@@ -167,7 +167,7 @@ def _task(name: str, options: str) -> Task:
     return task_of(name, **msgspec.json.decode(options))
 
 
-def _item(data: Any) -> tuple[Task, Item]:
+def _task_and_item(data: Any) -> tuple[Task, Item]:
     try:
         task = _task(data.ramify_task, data.ramify_options)
         return task, items_of(task, data.ramify_split)[data.ramify_index]
@@ -195,10 +195,13 @@ def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
     recorded: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
     if recorded is not None:
         return recorded
-    task, item = _item(data)
-    last_score = score_trajectory(task, item, answered(item, trace.last_reply))
-    return {"rewards": _weighted(task, last_score.rewards), "metrics": dict(last_score.metrics)}
+    task, item = _task_and_item(data)
+    last_score = score_trajectory(task, item, answer_only_trajectory(item, trace.last_reply))
+    return {
+        "rewards": _weight_rewards(task, last_score.rewards),
+        "metrics": dict(last_score.metrics),
+    }
 
 
-def _weighted(task: Task, rewards: dict[str, float]) -> dict[str, float]:
+def _weight_rewards(task: Task, rewards: dict[str, float]) -> dict[str, float]:
     return {name: task.weights.get(name, 1.0) * reward for name, reward in rewards.items()}

@@ -49,7 +49,7 @@ from ramify.tasks.base import (
     TaskStart,
     TrajectoryRewardFunction,
 )
-from ramify.tasks.verifiers import VerifiersRows, taskset_of, verifiers_v1
+from ramify.tasks.verifiers import VerifiersRows, load_taskset, verifiers_v1
 from ramify.types.trajectory import Trajectory
 
 FROZEN = "frozen"
@@ -168,13 +168,13 @@ class EpisodeRunner:
                 f"judge={judge!r}: give the base URL of a server, or '{FROZEN}' for the model "
                 "below the root (depths[1] of a recipe, sub_model of an RLM)"
             )
-        given, taskset = taskset, taskset_of(taskset, config.pop("taskset", None))
+        given, taskset = taskset, load_taskset(taskset, config.pop("taskset", None))
         self.name = name or (given if isinstance(given, str) else taskset.config.id)
         self.name = self.name or type(taskset).__name__
         self._taskset = taskset
         env_class = _env_class(self._vf, env, taskset)
         self._env_class = env_class
-        self._config = self._resolved(config)
+        self._config = self._resolve_config(config)
         self.rows = VerifiersRows(taskset)
         self.period = _PERIOD if self.rows.is_endless else min(_PERIOD, len(self.rows))
         if not self.period:
@@ -190,7 +190,7 @@ class EpisodeRunner:
             return {"train": every, "validation": every, "test": every}
         return {"train": every[:-2], "validation": every[-2:-1], "test": every[-1:]}
 
-    def _resolved(self, config: dict[str, Any]) -> Any:
+    def _resolve_config(self, config: dict[str, Any]) -> Any:
         """Return the configuration of the environment, in which every agent has a harness and a
         runtime that work here.
 
@@ -243,7 +243,7 @@ class EpisodeRunner:
         return env
 
     @asynccontextmanager
-    async def _served(self, max_turns: int) -> AsyncIterator[RunningVerifiersEnv]:
+    async def _serve_env(self, max_turns: int) -> AsyncIterator[RunningVerifiersEnv]:
         env = self._make(max_turns)
         async with AgentModelServer() as endpoint, env.serving():
             yield RunningVerifiersEnv(env, endpoint)
@@ -254,7 +254,7 @@ class EpisodeRunner:
         """Begin an attempt in which the environment, instead of Ramify's engine, conducts the
         conversations."""
         attempt = EpisodeAttempt(self, item)
-        return TaskStart(conduct=attempt.conduct, on_end=attempt.metadata)
+        return TaskStart(conduct=attempt.run_episode, on_end=attempt.metadata)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         record = trajectory.metadata.get(_KEY)
@@ -265,20 +265,20 @@ class EpisodeRunner:
             )
         return Score(record["rewards"], record["calls"], record["metrics"])
 
-    async def play(self, item: Item, conversations: RunModelClient) -> tuple[Any, Any]:
+    async def run_episode(self, item: Item, conversations: RunModelClient) -> tuple[Any, Any]:
         """Run one episode.
 
         Return the library's episode object, and the rewards and metrics to record for it.
         """
         max_turns = conversations.max_turns
-        served = await conversations.shared_resource(self, lambda: self._served(max_turns))
+        served = await conversations.shared_resource(self, lambda: self._serve_env(max_turns))
         vf, task = self._vf, self.rows.task(item.metadata["row"]).with_data()
         client = vf.EvalClientConfig(
             base_url=served.endpoint.url(),
             api_key_var=_NO_KEY,
             headers=served.endpoint.headers,
         )
-        with served.endpoint.open_seats() as seats:
+        with served.endpoint.register_model_access() as seats:
 
             def take_seat(trace: Any) -> None:
                 learns = trace.agent.trainable
@@ -295,7 +295,7 @@ class EpisodeRunner:
             )
         if not served.env.complete(episode):
             raise RamifyError(f"task '{self.name}', item {item.id}: {_failure(episode)}")
-        return episode, _record(self.name, item, episode, conversations)
+        return episode, _summarize_episode(self.name, item, episode, conversations)
 
     def _with_judge(self, config: Any, endpoint: AgentModelServer, seat: str) -> Any:
         if self._judge == FROZEN:
@@ -317,9 +317,9 @@ class EpisodeAttempt:
         self._item = item
         self._record: dict[str, Any] | None = None
 
-    async def conduct(self, conversations: RunModelClient) -> str:
+    async def run_episode(self, conversations: RunModelClient) -> str:
         """Run the episode, and return the last reply of its first trained agent as the answer."""
-        episode, self._record = await self._runner.play(self._item, conversations)
+        episode, self._record = await self._runner.run_episode(self._item, conversations)
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         return str((trained or episode.traces)[0].last_reply or "")
 
@@ -327,7 +327,9 @@ class EpisodeAttempt:
         return {} if self._record is None else {_KEY: self._record}
 
 
-def _record(name: str, item: Item, episode: Any, conversations: RunModelClient) -> dict[str, Any]:
+def _summarize_episode(
+    name: str, item: Item, episode: Any, conversations: RunModelClient
+) -> dict[str, Any]:
     """Summarize an episode: the mean rewards and metrics of its trained traces, and each trace's
     rewards for the calls that belong to it."""
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces

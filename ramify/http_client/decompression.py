@@ -46,10 +46,10 @@ class HttpBodyDecompressor:
             raise MalformedResponse(f"the reply is not valid {self._encoding}: {failure}") from None
         self._left -= len(unpacked)
         if self._left < 0:
-            raise too_long(self._max_bytes)
+            raise body_too_long_error(self._max_bytes)
         return unpacked
 
-    def end(self) -> None:
+    def check_complete(self) -> None:
         """Check that the compressed body is complete, once the response has ended.
 
         Raises MalformedResponse if it is not.
@@ -58,7 +58,7 @@ class HttpBodyDecompressor:
             raise MalformedResponse(f"the reply is not valid {self._encoding}: it is incomplete")
 
 
-def too_long(max_bytes: int) -> MalformedResponse:
+def body_too_long_error(max_bytes: int) -> MalformedResponse:
     """Return the error for a body of more than ``max_bytes`` bytes.
 
     It is not transient, because another attempt would cost as much and yield a response of the same

@@ -38,7 +38,7 @@ import httptools
 import msgspec
 
 from ramify.errors import ConfigError, MalformedResponse, ModelError, ReplyLost, Unreachable
-from ramify.http_client.decompression import HttpBodyDecompressor, too_long
+from ramify.http_client.decompression import HttpBodyDecompressor, body_too_long_error
 from ramify.http_client.tls import tls_context, tls_failure
 from ramify.http_client.urls_and_proxies import proxy_for, proxy_variable_name
 
@@ -255,19 +255,19 @@ class HttpConnectionPool:
         text = f"{where}: cannot reach {route.url}{through}"
         try:
             async with asyncio.timeout(self._connect_s):
-                return await self._opened(route)
+                return await self._open_connection(route)
         except TimeoutError:
             if scheme == "https" and not proxy:
                 hint = "; if the server does not speak TLS at this port, write http://"
             reason = f"no answer in {self._connect_s:g} s"
-            raise _unreachable(f"{text} ({reason}){hint}", reason) from None
+            raise _unreachable_error(f"{text} ({reason}){hint}", reason) from None
         except _ProxyRefused as error:
-            failure = _unreachable(f"{text} ({error}){hint}", str(error))
+            failure = _unreachable_error(f"{text} ({error}){hint}", str(error))
             failure.transient = error.transient
             raise failure from None
         except ssl.SSLError as error:
             reason, what_to_do = tls_failure(error)
-            failure = _unreachable(
+            failure = _unreachable_error(
                 f"{where}: no trusted connection to {route.url}{through} ({reason}); {what_to_do}",
                 f"no trusted connection: {reason}",
             )
@@ -276,9 +276,9 @@ class HttpConnectionPool:
         except OSError as error:
             broke = scheme == "https" and isinstance(error, ConnectionError) and not error.errno
             reason = "the connection closed while TLS was set up" if broke else _reason(error)
-            raise _unreachable(f"{text} ({reason}){hint}", reason) from error
+            raise _unreachable_error(f"{text} ({reason}){hint}", reason) from error
 
-    async def _opened(self, route: RequestDestination) -> _Connection:
+    async def _open_connection(self, route: RequestDestination) -> _Connection:
         """Open a connection in up to three steps: TCP, a tunnel through the proxy if needed, and
         TLS."""
         loop = asyncio.get_running_loop()
@@ -342,7 +342,7 @@ class HttpConnectionPool:
         return self._choose_addresses(host, list(dict.fromkeys(str(each[4][0]) for each in found)))
 
 
-def _unreachable(message: str, reason: str) -> Unreachable:
+def _unreachable_error(message: str, reason: str) -> Unreachable:
     failure = Unreachable(message)
     failure.reason = reason
     return failure
@@ -413,7 +413,7 @@ class HttpExchange:
                 self._unpacker = HttpBodyDecompressor(encoding, self._max_body_bytes)
         except ModelError as error:
             self._end()
-            raise self._located(error) from None
+            raise self._add_location(error) from None
         except BaseException:
             self._end()
             raise
@@ -438,9 +438,9 @@ class HttpExchange:
             if self._unpacker is not None:
                 # Unpacking may take long, and zlib releases the interpreter's lock.
                 body = await asyncio.to_thread(self._unpacker.feed, body)
-                self._unpacker.end()
+                self._unpacker.check_complete()
         except ModelError as error:
-            raise self._located(error) from None
+            raise self._add_location(error) from None
         return HttpResponse(self.status, self.headers, body)
 
     async def receive(self) -> bytes:
@@ -462,11 +462,11 @@ class HttpExchange:
                     data = self._unpacker.feed(data)
                     is_last = False  # its end is checked by the next call
                 elif self._unpacker is not None:
-                    self._unpacker.end()
+                    self._unpacker.check_complete()
                 if data or is_last:
                     return data
         except ModelError as error:
-            raise self._located(error) from None
+            raise self._add_location(error) from None
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
         """Take over the connection as a plain stream.
@@ -480,10 +480,12 @@ class HttpExchange:
         connection, reader = self._connection, self._reader
         assert connection is not None
         if not (reader.is_upgraded or reader.ends_with_connection):
-            raise self._located(_malformed("the connection does not become a plain stream"))
+            raise self._add_location(
+                _malformed_response("the connection does not become a plain stream")
+            )
         transport = connection.transport
         if transport is None:
-            raise self._located(ReplyLost("the connection broke before the reply was whole"))
+            raise self._add_location(ReplyLost("the connection broke before the reply was whole"))
         self._connection = None
         connection.replaced()
         return transport, reader.take()
@@ -497,7 +499,7 @@ class HttpExchange:
         else:
             connection.abort()
 
-    def _located(self, error: ModelError) -> ModelError:
+    def _add_location(self, error: ModelError) -> ModelError:
         located = type(error)(f"{self._where}: {error} ({self._route.url})")
         located.transient = error.transient
         return located
@@ -563,7 +565,7 @@ class _Connection(asyncio.Protocol):
 
         Raises the error that ended the exchange, if any.
         """
-        self._check()
+        self._raise_if_failed()
         if self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = False
             self._transport.resume_reading()
@@ -572,9 +574,9 @@ class _Connection(asyncio.Protocol):
             await self._wake
         finally:
             self._wake = None
-        self._check()
+        self._raise_if_failed()
 
-    def _check(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._error is not None:
             raise self._error
 
@@ -787,7 +789,7 @@ class ResponseReader:
         elif self._left >= 0:
             self._read_counted(data)
         else:
-            self._take(data)
+            self._add_body_data(data)
 
     def _read_head(self, data: bytes) -> bytes:
         """Parse the next bytes of the head, up to its end.
@@ -800,13 +802,13 @@ class ResponseReader:
                 if not _STARTS.startswith(self._begin):
                     is_tls = (self._begin + data)[:2] == _TLS_ALERT
                     hint = "; it speaks TLS at this port: write https://" if is_tls else ""
-                    raise _malformed(f"it begins with {data[:40]!r}{hint}")
+                    raise _malformed_response(f"it begins with {data[:40]!r}{hint}")
             seen = self._tail + data
             end = seen.find(b"\r\n\r\n")
             size = len(data) if end < 0 else end + 4 - len(self._tail)
             self._num_head_bytes += size
             if self._num_head_bytes > _MOST_HEAD_BYTES:
-                raise _malformed(f"headers of more than {_MOST_HEAD_BYTES} bytes")
+                raise _malformed_response(f"headers of more than {_MOST_HEAD_BYTES} bytes")
             self._parse(data[:size])
             self._tail = seen[-3:] if end < 0 else b""
             data = data[size:]
@@ -816,10 +818,10 @@ class ResponseReader:
 
     def _end_head(self) -> None:
         if not self._has_head or self._parser is None:
-            raise _malformed("its head has an empty line")
+            raise _malformed_response("its head has an empty line")
         status = self._parser.get_status_code()
         if status < 100:
-            raise _malformed(f"its status is {status}")
+            raise _malformed_response(f"its status is {status}")
         if status >= 200:
             self.status = status
             self._begin_body()
@@ -829,7 +831,7 @@ class ResponseReader:
             return
         self._num_interim += 1
         if self._num_interim > _MOST_INTERIM:
-            raise _malformed(f"more than {_MOST_INTERIM} interim replies")
+            raise _malformed_response(f"more than {_MOST_INTERIM} interim replies")
         self._has_head, self._begin = False, b""
         self.headers.clear()
 
@@ -843,11 +845,13 @@ class ResponseReader:
                 item.strip(" \t") for item in headers["transfer-encoding"].lower().split(",")
             ]
             if [coding for coding in codings if coding] != ["chunked"]:
-                raise _malformed(f"its Transfer-Encoding is {headers['transfer-encoding'][:40]!r}")
+                raise _malformed_response(
+                    f"its Transfer-Encoding is {headers['transfer-encoding'][:40]!r}"
+                )
             self._is_chunked = True
         elif "content-length" in headers:
             self._left = int(headers["content-length"])
-            self._bound(self._left)
+            self._check_body_size(self._left)
             self.is_complete = not self._left
         else:
             self.ends_with_connection, self.keeps = True, False
@@ -858,7 +862,7 @@ class ResponseReader:
             data = data[: self._left]
         self._left -= len(data)
         self.is_complete = not self._left
-        self._take(data)
+        self._add_body_data(data)
 
     def _read_chunks(self, data: bytes) -> None:
         self._overhead += len(data)
@@ -869,7 +873,7 @@ class ResponseReader:
                 raise
             self.keeps = False  # no request was sent that the extra bytes could answer
         if self._overhead > _MOST_CHUNK_OVERHEAD_BYTES:
-            raise _malformed(
+            raise _malformed_response(
                 f"chunk extensions and trailers of more than {_MOST_CHUNK_OVERHEAD_BYTES} bytes"
             )
 
@@ -880,22 +884,22 @@ class ResponseReader:
         except httptools.HttpParserUpgrade:
             if self.may_upgrade:
                 return
-            raise _malformed("it switches to a protocol that was not asked for") from None
+            raise _malformed_response("it switches to a protocol that was not asked for") from None
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, ModelError):
                 raise error.__context__ from None
             text = str(error)  # one of llhttp's own sentences
-            raise _malformed(f"{text[:1].lower()}{text[1:]}") from None
+            raise _malformed_response(f"{text[:1].lower()}{text[1:]}") from None
 
-    def _take(self, data: bytes) -> None:
+    def _add_body_data(self, data: bytes) -> None:
         if data:
             self._num_body_bytes += len(data)
-            self._bound(self._num_body_bytes)
+            self._check_body_size(self._num_body_bytes)
             self.unread += data
 
-    def _bound(self, size: int) -> None:
+    def _check_body_size(self, size: int) -> None:
         if size > self._max_body_bytes and not self.is_streamed:
-            raise too_long(self._max_body_bytes)
+            raise body_too_long_error(self._max_body_bytes)
 
     # --- called by the parser -----------------------------------------------------------------
 
@@ -908,7 +912,7 @@ class ResponseReader:
             return  # a trailer
         self._num_headers += 1
         if self._num_headers > _MOST_HEADERS:
-            raise _malformed(f"more than {_MOST_HEADERS} headers")
+            raise _malformed_response(f"more than {_MOST_HEADERS} headers")
         key, text = name.decode("latin-1").lower(), value.decode("latin-1").strip(" \t")
         headers = self.headers
         headers[key] = f"{headers[key]}, {text}" if key in headers else text
@@ -926,12 +930,12 @@ class ResponseReader:
         if self._is_chunked:
             self._overhead -= len(data)
             if not self.is_complete:  # otherwise, it is the body of an unsolicited response
-                self._take(data)
+                self._add_body_data(data)
 
     def on_message_complete(self) -> None:
         if self._is_chunked:
             self.is_complete = True
 
 
-def _malformed(what: str) -> MalformedResponse:
+def _malformed_response(what: str) -> MalformedResponse:
     return MalformedResponse(f"the reply is not HTTP: {what}")

@@ -27,7 +27,7 @@ from aiohttp import web
 
 from ramify.errors import ConfigError
 from ramify.http_server.rejections import RequestRejected
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 
 
 class ListenAddress(msgspec.Struct, frozen=True):
@@ -79,10 +79,10 @@ class BearerKeys:
 
         From now on, logs redact the key.
         """
-        remember("key of this server", key)
+        register_secret("key of this server", key)
         return cls({"default": digest_of(key)})
 
-    def caller(self, presented: str) -> str | None:
+    def caller_of_key(self, presented: str) -> str | None:
         """Return the name of the caller whose key was presented, or None if the key is not
         accepted.
 
@@ -94,7 +94,7 @@ class BearerKeys:
             if hmac.compare_digest(digest, expected):
                 found = name
                 # A key file may hold only the digest, so this is the first sight of the key.
-                remember(f"key of {name}", presented)
+                register_secret(f"key of {name}", presented)
         return found
 
 

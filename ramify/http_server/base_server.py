@@ -28,7 +28,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from ramify.errors import ConfigError, RamifyError, cannot_listen
+from ramify.errors import ConfigError, RamifyError, listen_error
 from ramify.http_server.access import (
     BearerKeys,
     ListenAddress,
@@ -55,13 +55,13 @@ _log = ComponentLogger("serve")
 
 
 @asynccontextmanager
-async def received(http: web.Request) -> AsyncIterator[bytes]:
+async def receive_body(http: web.Request) -> AsyncIterator[bytes]:
     """Receive a request's body, for use in an ``async with`` block.
 
     Until the block ends, the body counts against the server's memory limit. Raises RequestRejected
     if it is too large or arrives too slowly.
     """
-    async with http.app[_UPLOADS].received(http, http[CALLER]) as body:
+    async with http.app[_UPLOADS].receive_body(http, http[CALLER]) as body:
         yield body
 
 
@@ -171,7 +171,7 @@ class AiohttpServer:
         if isinstance(http.protocol, HttpServerConnection):
             http.protocol.mark_busy()
         try:
-            response = await self._answered(http, handler)
+            response = await self._answer_request(http, handler)
             status = response.status
         finally:
             resource = http.match_info.route.resource
@@ -182,7 +182,7 @@ class AiohttpServer:
             response.force_close()
         return response
 
-    async def _answered(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer_request(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             self._check(http)
             if self._token and http.path == "/" and "token" in http.query:
@@ -231,8 +231,8 @@ class AiohttpServer:
     def _caller(self, http: web.Request) -> str:
         if self._keys is None:
             return ""
-        presented = self._presented(http)
-        caller = self._keys.caller(presented) if presented else None
+        presented = self._presented_key(http)
+        caller = self._keys.caller_of_key(presented) if presented else None
         if caller is not None:
             return caller
         if http.path in self._public:
@@ -241,7 +241,7 @@ class AiohttpServer:
         what = "token" if self._token else "API key"
         raise RequestRejected(f"{found} {what}: {self._key_help}", status=401, code=code)
 
-    def _presented(self, http: web.Request) -> str:
+    def _presented_key(self, http: web.Request) -> str:
         if key := presented_key(http):
             return key
         if not self._token:
@@ -285,7 +285,7 @@ def _listeners(address: ListenAddress) -> list[socket.socket]:
     except (OSError, OverflowError) as error:
         for listener in listeners:
             listener.close()
-        raise cannot_listen(address.host, address.port, error) from None
+        raise listen_error(address.host, address.port, error) from None
     return listeners
 
 

@@ -148,7 +148,7 @@ class ChatCompletionsHandler:
         self.is_streamed = bool(parsed.stream)
         self.request = _request_of(parsed, model.window)
         self.tool_choice = model_api.check_tool_choice(
-            model_api.openai_tool_choice(parsed.tool_choice, parsed.parallel_tool_calls),
+            model_api.parse_openai_tool_choice(parsed.tool_choice, parsed.parallel_tool_calls),
             self.request.tools,
             "tool_choice",
         )
@@ -160,7 +160,7 @@ class ChatCompletionsHandler:
         self._growths = [ReplyDeltaTracker() for _ in range(self.num_replies)]
         self._usages: list[Usage] = []
 
-    def body(self, replies: Sequence[Reply]) -> bytes:
+    def response_body(self, replies: Sequence[Reply]) -> bytes:
         body = self._head("chat.completion")
         body["choices"] = [self._choice(index, reply) for index, reply in enumerate(replies)]
         body["usage"] = usage_fields(total_usage([reply.usage for reply in replies]))
@@ -168,20 +168,20 @@ class ChatCompletionsHandler:
             body["prompt_token_ids"] = replies[0].prompt_ids
         return encode(body)
 
-    def begin(self) -> bytes:
+    def encode_stream_start(self) -> bytes:
         first = {"role": "assistant", "content": ""}
         return b"".join(self._event(index, first) for index in range(self.num_replies))
 
-    def grow(self, index: int, message: Message) -> bytes:
-        reasoning, content = self._growths[index].gained(message)
+    def encode_message_delta(self, index: int, message: Message) -> bytes:
+        reasoning, content = self._growths[index].next_delta(message)
         delta = {"reasoning_content": reasoning} if reasoning is not None else {}
         if content:
             delta["content"] = content
         return self._event(index, delta) if delta else b""
 
-    def end(self, index: int, reply: Reply) -> bytes:
-        events = self.grow(index, reply.message)
-        calls = _wire(reply.message).get("tool_calls", ())
+    def encode_reply_end(self, index: int, reply: Reply) -> bytes:
+        events = self.encode_message_delta(index, reply.message)
+        calls = _to_wire(reply.message).get("tool_calls", ())
         if calls:
             delta = {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}
             events += self._event(index, delta)
@@ -193,7 +193,7 @@ class ChatCompletionsHandler:
         self._usages.append(reply.usage)
         return events + server_sent_event(last)
 
-    def end_stream(self) -> bytes:
+    def encode_stream_end(self) -> bytes:
         events = b""
         options = self._parsed.stream_options
         if options is not None and options.include_usage:
@@ -202,11 +202,11 @@ class ChatCompletionsHandler:
             events = server_sent_event({**head, "choices": [], "usage": usage})
         return events + b"data: [DONE]\n\n"
 
-    def fail(self, error: RequestRejected) -> bytes:
-        return b"data: " + error.body() + b"\n\ndata: [DONE]\n\n"
+    def encode_stream_error(self, error: RequestRejected) -> bytes:
+        return b"data: " + error.openai_error_body() + b"\n\ndata: [DONE]\n\n"
 
     def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
-        choice = {"index": index, "message": _wire(reply.message), "finish_reason": reply.finish}
+        choice = {"index": index, "message": _to_wire(reply.message), "finish_reason": reply.finish}
         self._add_tokens(choice, reply)
         return choice
 
@@ -221,10 +221,10 @@ class ChatCompletionsHandler:
         return server_sent_event(chunk(self.id, self._model.name, delta, index, self._created))
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return head(self.id, self._model.name, kind, self._created)
+        return common_fields(self.id, self._model.name, kind, self._created)
 
 
-def read(body: bytes, model: ServedModel) -> ChatCompletionsHandler:
+def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsHandler:
     """Parse the body of a chat completion request.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
@@ -267,7 +267,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def opening(id: str, model: str) -> dict[str, Any]:
+def opening_chunk(id: str, model: str) -> dict[str, Any]:
     """Return the first event of a streamed completion.
 
     It names the role and has no text.
@@ -283,10 +283,10 @@ def chunk(
     ``delta`` is the new part of reply number ``index``.
     """
     choice = {"index": index, "delta": delta, "finish_reason": None}
-    return {**head(id, model, "chat.completion.chunk", created), "choices": [choice]}
+    return {**common_fields(id, model, "chat.completion.chunk", created), "choices": [choice]}
 
 
-def head(id: str, model: str, kind: str, created: int | None = None) -> dict[str, Any]:
+def common_fields(id: str, model: str, kind: str, created: int | None = None) -> dict[str, Any]:
     """Return the fields that every body and event starts with.
 
     ``created`` is a Unix time in seconds, by default now.
@@ -323,7 +323,7 @@ def _request_of(parsed: ChatCompletionRequest, window: int) -> Request:
     return Request(
         tuple(map(_message, parsed.messages)),
         sampling,
-        model_api.schema_in(parsed.response_format, "response_format"),
+        model_api.response_format_schema(parsed.response_format, "response_format"),
         tools,
         affinity=parsed.prompt_cache_key or "",
     )
@@ -347,7 +347,7 @@ def _message(message: _CompletionMessage) -> Message:
     return Message(role, content, message.reasoning_content, calls, id)
 
 
-def _wire(message: Message) -> dict[str, Any]:
+def _to_wire(message: Message) -> dict[str, Any]:
     wire: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.reasoning is not None:
         wire["reasoning_content"] = message.reasoning

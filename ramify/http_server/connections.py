@@ -147,9 +147,9 @@ class HttpServerConnection(web.RequestHandler):
         """Bytes read of a rejected body. None if no body was rejected."""
         self._is_head_read = False
         """True from the end of a request's head until the response is sent."""
-        self._wait()
+        self._start_waiting()
 
-    def _wait(self) -> None:
+    def _start_waiting(self) -> None:
         self.waits_since = time.monotonic()
         self.deadline = self.waits_since + self._table.limits.idle_s
         """Time at which a waiting connection is closed, in monotonic seconds."""
@@ -186,7 +186,7 @@ class HttpServerConnection(web.RequestHandler):
             if self._num_drained > _LINGERING_BYTES:
                 self.force_close()
                 return
-        elif not self._is_head_read and not self._counts(data):
+        elif not self._is_head_read and not self._count_head_bytes(data):
             self._refuse_head()
             return
         super().data_received(data)
@@ -197,7 +197,7 @@ class HttpServerConnection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._wait()
+            self._start_waiting()
             self._num_drained = None if request.content.is_eof() else 0
             if self in self._table.all:
                 self._table.waiting[self] = None
@@ -226,7 +226,7 @@ class HttpServerConnection(web.RequestHandler):
         answer.force_close()
         return answer
 
-    def _counts(self, data: bytes) -> bool:
+    def _count_head_bytes(self, data: bytes) -> bool:
         """Add received bytes to the size of the current head.
 
         Returns False if the head is too large.
@@ -245,7 +245,7 @@ class HttpServerConnection(web.RequestHandler):
             body = RequestRejected(
                 f"the head of the request is larger than {MAX_HEAD_BYTES} bytes: send less",
                 status=431,
-            ).body()
+            ).openai_error_body()
             self.transport.write(
                 b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: application/json"
                 b"\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)

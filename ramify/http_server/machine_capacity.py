@@ -65,14 +65,17 @@ def max_runs() -> int:
 
 def free_memory() -> int | None:
     """Return how many bytes of memory this process may still allocate, or None if unknown."""
-    found = [_available_memory(), _left(Path("/sys/fs/cgroup"), "memory.max", "memory.current")]
+    found = [
+        _available_memory(),
+        _unused_limit(Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+    ]
     known = [each for each in found if each is not None]
     return min(known) if known else None
 
 
 def free_processes() -> int | None:
     """Return how many more processes this user may start, or None if unlimited."""
-    found = [_left(Path("/sys/fs/cgroup"), "pids.max", "pids.current")]
+    found = [_unused_limit(Path("/sys/fs/cgroup"), "pids.max", "pids.current")]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
         found.append(max(0, soft - _num_own_processes()))
@@ -88,7 +91,7 @@ def _available_memory() -> int | None:
     return None
 
 
-def _left(folder: Path, most: str, current: str) -> int | None:
+def _unused_limit(folder: Path, most: str, current: str) -> int | None:
     """Return the unused part of a control group's limit, or None if it is unlimited.
 
     ``most`` and ``current`` name the files with the limit and the current use.

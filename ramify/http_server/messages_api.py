@@ -139,7 +139,7 @@ class MessagesHandler:
         """Type of the content block that is being streamed. Empty between blocks."""
         self._num_blocks = 0
 
-    def body(self, replies: Sequence[Reply]) -> bytes:
+    def response_body(self, replies: Sequence[Reply]) -> bytes:
         (reply,) = replies
         message = reply.message
         content: list[dict[str, Any]] = []
@@ -149,19 +149,24 @@ class MessagesHandler:
         if message.content:
             content.append({"type": "text", "text": message.content})
         content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
+            {
+                "type": "tool_use",
+                "id": call.id,
+                "name": call.name,
+                "input": _arguments_to_object(call.arguments),
+            }
             for call in model_api.calls_with_unique_ids(message)
         ]
-        fields = {**self._head(content), **self._ending(reply), "usage": _usage(reply.usage)}
+        fields = {**self._head(content), **self._stop_fields(reply), "usage": _usage(reply.usage)}
         return encode(fields)
 
-    def begin(self) -> bytes:
+    def encode_stream_start(self) -> bytes:
         head = self._head([])
         head |= {"stop_reason": None, "stop_sequence": None, "usage": _usage(Usage())}
         return _event("message_start", message=head)
 
-    def grow(self, index: int, message: Message) -> bytes:
-        reasoning, content = self._growth.gained(message)
+    def encode_message_delta(self, index: int, message: Message) -> bytes:
+        reasoning, content = self._growth.next_delta(message)
         events = b""
         if reasoning is not None:
             events += self._in_block("thinking", {"thinking": "", "signature": ""})
@@ -172,23 +177,23 @@ class MessagesHandler:
             events += self._delta({"type": "text_delta", "text": content})
         return events
 
-    def end(self, index: int, reply: Reply) -> bytes:
-        events = self.grow(index, reply.message)
+    def encode_reply_end(self, index: int, reply: Reply) -> bytes:
+        events = self.encode_message_delta(index, reply.message)
         for call in model_api.calls_with_unique_ids(reply.message):
             fields = {"id": call.id, "name": call.name, "input": {}}
             events += self._close_block() + self._in_block("tool_use", fields)
-            written = json.dumps(_object(call.arguments), ensure_ascii=False)
+            written = json.dumps(_arguments_to_object(call.arguments), ensure_ascii=False)
             events += self._delta({"type": "input_json_delta", "partial_json": written})
         events += self._close_block()
         return events + _event(
-            "message_delta", delta=self._ending(reply), usage=_usage(reply.usage)
+            "message_delta", delta=self._stop_fields(reply), usage=_usage(reply.usage)
         )
 
-    def end_stream(self) -> bytes:
+    def encode_stream_end(self) -> bytes:
         return _event("message_stop")
 
-    def fail(self, error: RequestRejected) -> bytes:
-        return b"event: error\ndata: " + error.anthropic_body() + b"\n\n"
+    def encode_stream_error(self, error: RequestRejected) -> bytes:
+        return b"event: error\ndata: " + error.anthropic_error_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
         """Open a content block of the given kind, unless one is already open.
@@ -225,7 +230,7 @@ class MessagesHandler:
             "content": content,
         }
 
-    def _ending(self, reply: Reply) -> dict[str, Any]:
+    def _stop_fields(self, reply: Reply) -> dict[str, Any]:
         """Return the fields that state why the reply ended."""
         reason = _STOP_REASONS.get(reply.finish, "end_turn")
         stop = self._stop_sequence(reply) if reason == "end_turn" else None
@@ -244,12 +249,12 @@ class MessagesHandler:
         return next((stop for stop in stops if content + stop in sampled), None)
 
 
-def read(body: bytes, model: ServedModel) -> MessagesHandler:
+def parse_request(body: bytes, model: ServedModel) -> MessagesHandler:
     """Parse the body of a messages API request.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
     """
-    parsed = _parsed(body)
+    parsed = _parse_request(body)
     if parsed.max_tokens is None:
         raise RequestRejected("max_tokens is missing: give at least 1", param="max_tokens")
     if parsed.max_tokens < 1:
@@ -257,15 +262,15 @@ def read(body: bytes, model: ServedModel) -> MessagesHandler:
     return MessagesHandler(parsed, model)
 
 
-def read_count_request(body: bytes, model: ServedModel) -> Request:
+def parse_token_count_request(body: bytes, model: ServedModel) -> Request:
     """Parse the body of a request to count a prompt's tokens.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
     """
-    return _request_of(_parsed(body), model.window)
+    return _request_of(_parse_request(body), model.window)
 
 
-def _parsed(body: bytes) -> MessagesRequest:
+def _parse_request(body: bytes) -> MessagesRequest:
     parsed = model_api.decode_request(_decoder, body, "message")
     model_api.refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
@@ -291,11 +296,13 @@ def _request_of(parsed: MessagesRequest, window: int) -> Request:
     )
     messages = [Message("system", _text(parsed.system, "\n\n"))] if parsed.system else []
     for turn in parsed.messages:
-        messages += _reply(turn) if turn.role == "assistant" else _given(turn)
+        messages += (
+            _parse_assistant_turn(turn) if turn.role == "assistant" else _parse_user_turn(turn)
+        )
     format = parsed.output_format
     if parsed.output_config is not None and parsed.output_config.format is not None:
         format = parsed.output_config.format
-    schema = model_api.schema_in(format, "output_config.format")
+    schema = model_api.response_format_schema(format, "output_config.format")
     return Request(tuple(messages), sampling, schema, _tools(parsed.tools or ()))
 
 
@@ -327,7 +334,7 @@ def _choice(choice: _Choice | None) -> ToolChoice:
             return ToolChoice(is_parallel=is_parallel)
 
 
-def _reply(turn: _Turn) -> list[Message]:
+def _parse_assistant_turn(turn: _Turn) -> list[Message]:
     """Convert an assistant turn to a single message.
 
     The turn's content is a string or a list of content blocks.
@@ -344,13 +351,13 @@ def _reply(turn: _Turn) -> list[Message]:
                 reasoning = (reasoning or "") + block.thinking
             case "tool_use":
                 id = model_api.original_call_id(block.id)
-                calls.append(ToolCall(id, block.name, _arguments(block.input)))
+                calls.append(ToolCall(id, block.name, _object_to_arguments(block.input)))
             case _:
-                raise _unsupported(block)
+                raise _unsupported_block_error(block)
     return [Message("assistant", content, reasoning, tuple(calls))]
 
 
-def _given(turn: _Turn) -> list[Message]:
+def _parse_user_turn(turn: _Turn) -> list[Message]:
     """Convert a user turn, or any other turn that the model did not write, to messages.
 
     Each tool result becomes a message, and so does any text between tool results.
@@ -365,7 +372,7 @@ def _given(turn: _Turn) -> list[Message]:
             texts.append(block.text)
             continue
         if block.type != "tool_result":
-            raise _unsupported(block)
+            raise _unsupported_block_error(block)
         if texts:
             messages.append(Message(role, "\n".join(texts)))
             texts.clear()
@@ -380,7 +387,7 @@ def _text(content: str | list[dict[str, Any]], between: str) -> str:
     return between.join(model_api.text_of_parts(content, _TEXT_BLOCKS))
 
 
-def _unsupported(block: _Block) -> RequestRejected:
+def _unsupported_block_error(block: _Block) -> RequestRejected:
     return RequestRejected(
         f"a block of type {block.type!r:.60} is not supported: give text, thinking, tool_use and "
         "tool_result",
@@ -388,7 +395,7 @@ def _unsupported(block: _Block) -> RequestRejected:
     )
 
 
-def _object(arguments: str) -> dict[str, Any]:
+def _arguments_to_object(arguments: str) -> dict[str, Any]:
     """Convert tool-call arguments from text to the object that the API requires.
 
     Text that is not a JSON object is wrapped in one.
@@ -400,10 +407,10 @@ def _object(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {_UNPARSED: arguments}
 
 
-def _arguments(input: dict[str, Any]) -> str:
+def _object_to_arguments(input: dict[str, Any]) -> str:
     """Convert tool-call arguments from the API's object to text.
 
-    Text that ``_object`` wrapped is returned unchanged.
+    Text that ``_arguments_to_object`` wrapped is returned unchanged.
     """
     unparsed = input.get(_UNPARSED)
     if len(input) == 1 and isinstance(unparsed, str):

@@ -49,7 +49,7 @@ class ServedModel(Protocol):
     window: int
     """Context window: maximum tokens of prompt and reply together."""
 
-    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+    async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Return independent replies to one request.
 
         Raises RamifyError or RequestRejected on failure.
@@ -81,8 +81,9 @@ class ServedModel(Protocol):
 class ModelApiHandler(Protocol):
     """A request in the format of one API, with methods that write the answer in the same format.
 
-    ``body`` returns a whole response. A stream consists of ``begin``, any number of ``grow``,
-    ``end`` for each reply, and ``end_stream``; ``fail`` replaces the rest after an error.
+    ``body`` returns a whole response. A stream consists of ``encode_stream_start``, any number of
+    ``encode_message_delta``, ``encode_reply_end`` for each reply, and ``encode_stream_end``;
+    ``encode_stream_error`` replaces the rest after an error.
     """
 
     id: str
@@ -94,17 +95,17 @@ class ModelApiHandler(Protocol):
     is_streamed: bool
     tool_choice: ToolChoice
 
-    def body(self, replies: Sequence[Reply]) -> bytes: ...
+    def response_body(self, replies: Sequence[Reply]) -> bytes: ...
 
-    def begin(self) -> bytes: ...
+    def encode_stream_start(self) -> bytes: ...
 
-    def grow(self, index: int, message: Message) -> bytes: ...
+    def encode_message_delta(self, index: int, message: Message) -> bytes: ...
 
-    def end(self, index: int, reply: Reply) -> bytes: ...
+    def encode_reply_end(self, index: int, reply: Reply) -> bytes: ...
 
-    def end_stream(self) -> bytes: ...
+    def encode_stream_end(self) -> bytes: ...
 
-    def fail(self, error: RequestRejected) -> bytes: ...
+    def encode_stream_error(self, error: RequestRejected) -> bytes: ...
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -123,7 +124,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     is_parallel: bool = True
     """False if a reply with more than one tool call is an error."""
 
-    def check(self, reply: Reply) -> None:
+    def check_reply(self, reply: Reply) -> None:
         """Raise RequestRejected if a reply lacks a required tool call or makes one that is not
         allowed."""
         called = [call.name for call in reply.message.tool_calls]
@@ -168,7 +169,7 @@ def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> 
     return choice
 
 
-def openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
+def parse_openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
     """Parse a request's ``tool_choice`` in the format of chat completions or the responses API.
 
     Raises RequestRejected for an unsupported value.
@@ -243,7 +244,7 @@ def check_top_logprobs(number: int | None) -> int:
     return number or 0
 
 
-def schema_in(format: Any, where: str) -> dict[str, Any] | None:
+def response_format_schema(format: Any, where: str) -> dict[str, Any] | None:
     """Return the JSON schema from the response format of an OpenAI API request, or None for plain
     text.
 
@@ -270,7 +271,7 @@ _OWN_ID = re.compile(r"call_\d+")
 _SENT_ID = re.compile(r"(call_\d+)_[0-9a-f]{16}")
 
 
-def new_reply_mark() -> str:
+def new_call_id_suffix() -> str:
     """Return random characters that make one reply's tool-call ids unique."""
     return secrets.token_hex(8)
 
@@ -303,7 +304,7 @@ def calls_with_unique_ids(message: Message) -> list[ToolCall]:
     """Return a reply's tool calls with ids that are unique in the conversation."""
     if not message.tool_calls:
         return []
-    mark = new_reply_mark()
+    mark = new_call_id_suffix()
     return [
         msgspec.structs.replace(call, id=unique_call_id(call.id, mark))
         for call in message.tool_calls
@@ -317,7 +318,7 @@ class ReplyDeltaTracker:
         self._reasoning: str | None = None
         self._content = ""
 
-    def gained(self, message: Message) -> tuple[str | None, str]:
+    def next_delta(self, message: Message) -> tuple[str | None, str]:
         """Return the reasoning and content added to a message since the last call.
 
         The reasoning is None if none was added, and an empty string if it has just begun. If text
@@ -325,16 +326,16 @@ class ReplyDeltaTracker:
         """
         reasoning: str | None = None
         if message.reasoning is not None:
-            reasoning = _gain(self._reasoning or "", message.reasoning)
+            reasoning = _added_text(self._reasoning or "", message.reasoning)
             if self._reasoning is not None and not reasoning:
                 reasoning = None
             self._reasoning = (self._reasoning or "") + (reasoning or "")
-        content = _gain(self._content, message.content)
+        content = _added_text(self._content, message.content)
         self._content += content
         return reasoning, content
 
 
-def _gain(sent: str, now: str) -> str:
+def _added_text(sent: str, now: str) -> str:
     return now[len(sent) :] if now.startswith(sent) else ""
 
 

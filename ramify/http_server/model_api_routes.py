@@ -11,7 +11,7 @@
 A server decides which requests it accepts and which model answers them (``Admission``). Sampling is
 not constrained, so a reply that does not obey ``tool_choice`` is an error. An error before the
 first part of a stream becomes an error response; a later one is the stream's last event. Each
-server has its own route for the list of models, whose response ``listed_models`` writes.
+server has its own route for the list of models, whose response ``model_list_response`` writes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from aiohttp import web
 from ramify.clients.base import Request
 from ramify.errors import ModelError, RamifyError, RateLimited, Refused
 from ramify.http_server import chat_completions_api, messages_api, responses_api
-from ramify.http_server.base_server import received
+from ramify.http_server.base_server import receive_body
 from ramify.http_server.model_api import ModelApiHandler, ServedModel, encode
-from ramify.http_server.rejections import TOO_LONG, RequestRejected, asks_anthropic
+from ramify.http_server.rejections import TOO_LONG, RequestRejected, is_anthropic_request
 from ramify.http_server.responses_api import StoredResponses
 from ramify.types.message import Reply
 
@@ -82,44 +82,44 @@ class ModelApiRoutes:
         Their paths start with ``prefix``.
         """
         base = f"{prefix}/v1"
-        app.router.add_post(base + chat_completions_api.PATH, self._chat)
-        app.router.add_post(base + responses_api.PATH, self._response)
-        app.router.add_get(f"{base}{responses_api.PATH}/{{id}}", self._stored)
+        app.router.add_post(base + chat_completions_api.PATH, self._answer_chat)
+        app.router.add_post(base + responses_api.PATH, self._answer_responses)
+        app.router.add_get(f"{base}{responses_api.PATH}/{{id}}", self._get_stored_response)
         app.router.add_delete(f"{base}{responses_api.PATH}/{{id}}", self._forget)
-        app.router.add_post(base + messages_api.PATH, self._message)
-        app.router.add_post(base + messages_api.COUNT_PATH, self._count)
+        app.router.add_post(base + messages_api.PATH, self._answer_messages)
+        app.router.add_post(base + messages_api.COUNT_PATH, self._count_tokens)
 
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
+    async def _answer_chat(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
-            return await self._answered(
-                http, caller, lambda body: chat_completions_api.read(body, caller.model)
+            return await self._answer_request(
+                http, caller, lambda body: chat_completions_api.parse_request(body, caller.model)
             )
 
-    async def _response(self, http: web.Request) -> web.StreamResponse:
+    async def _answer_responses(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
-            return await self._answered(
+            return await self._answer_request(
                 http,
                 caller,
-                lambda body: responses_api.read(body, caller.model, caller.stored),
+                lambda body: responses_api.parse_request(body, caller.model, caller.stored),
             )
 
-    async def _message(self, http: web.Request) -> web.StreamResponse:
+    async def _answer_messages(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
-            return await self._answered(
-                http, caller, lambda body: messages_api.read(body, caller.model)
+            return await self._answer_request(
+                http, caller, lambda body: messages_api.parse_request(body, caller.model)
             )
 
-    async def _count(self, http: web.Request) -> web.StreamResponse:
+    async def _count_tokens(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             model = caller.model
             with errors_as_rejections():
                 request = await _read(
-                    http, lambda body: messages_api.read_count_request(body, model)
+                    http, lambda body: messages_api.parse_token_count_request(body, model)
                 )
                 num_tokens = model.num_tokens(request)
             return _json(encode({"input_tokens": num_tokens}))
 
-    async def _stored(self, http: web.Request) -> web.StreamResponse:
+    async def _get_stored_response(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             response = caller.stored.get(http.match_info["id"])
             if response is None:
@@ -133,7 +133,7 @@ class ModelApiRoutes:
                 raise _no_response(http)
             return _json(encode({"id": id, "object": "response", "deleted": True}))
 
-    async def _answered(
+    async def _answer_request(
         self,
         http: web.Request,
         caller: ModelForCaller,
@@ -142,12 +142,12 @@ class ModelApiRoutes:
         with errors_as_rejections():
             exchange = await _read(http, read)
             if exchange.is_streamed:
-                return await _streamed(http, caller, exchange)
-            replies = await caller.model.replies(exchange.request, exchange.num_replies)
+                return await _stream_reply(http, caller, exchange)
+            replies = await caller.model.generate_replies(exchange.request, exchange.num_replies)
             for index, reply in enumerate(replies):
                 _check(reply, exchange)
                 await caller.record(exchange, index, reply)
-            return _json(exchange.body(replies), caller.recording_headers(exchange))
+            return _json(exchange.response_body(replies), caller.recording_headers(exchange))
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def rejection_of(error: RamifyError) -> RequestRejected:
             return RequestRejected(str(error))
 
 
-def listed_models(
+def model_list_response(
     http: web.Request, name: str, window: int | None, *, is_recorded: bool = False
 ) -> web.Response:
     """Return the response to a request for the list of models.
@@ -186,7 +186,7 @@ def listed_models(
     about: dict[str, Any] = {} if window is None else {"max_model_len": window}
     if is_recorded:
         about["recorded"] = True
-    if asks_anthropic(http):
+    if is_anthropic_request(http):
         model = {"type": "model", "id": name, "display_name": name}
         model["created_at"] = "1970-01-01T00:00:00Z"
         return web.json_response(
@@ -197,12 +197,12 @@ def listed_models(
 
 
 async def _read(http: web.Request, read: Callable[[bytes], T]) -> T:
-    async with received(http) as body:
+    async with receive_body(http) as body:
         is_large = len(body) > _LARGE_BYTES
         return await asyncio.to_thread(read, body) if is_large else read(body)
 
 
-async def _streamed(
+async def _stream_reply(
     http: web.Request, caller: ModelForCaller, exchange: ModelApiHandler
 ) -> web.StreamResponse:
     response = web.StreamResponse(
@@ -222,19 +222,19 @@ async def _streamed(
                 events = b""
                 if not response.prepared:  # the first part has arrived, so the request is valid
                     await response.prepare(http)
-                    events = exchange.begin()
+                    events = exchange.encode_stream_start()
                 if isinstance(part, Reply):
-                    events += exchange.end(index, part)
+                    events += exchange.encode_reply_end(index, part)
                 else:
-                    events += exchange.grow(index, part)
+                    events += exchange.encode_message_delta(index, part)
                 if events:
                     await response.write(events)
-        last = exchange.end_stream()
+        last = exchange.encode_stream_end()
     except (RamifyError, RequestRejected) as error:
         if not response.prepared:
             raise
         failure = rejection_of(error) if isinstance(error, RamifyError) else error
-        last = exchange.fail(failure)
+        last = exchange.encode_stream_error(failure)
     await response.write(last)
     await response.write_eof()
     return response
@@ -243,7 +243,7 @@ async def _streamed(
 def _check(reply: Reply, exchange: ModelApiHandler) -> None:
     """Raise RequestRejected if a reply lacks what the request required: the right tool calls, or
     the most likely tokens' log-probabilities."""
-    exchange.tool_choice.check(reply)
+    exchange.tool_choice.check_reply(reply)
     top_logprobs = exchange.request.sampling.top_logprobs
     if top_logprobs and reply.token_ids and reply.top_logprobs is None:
         raise RequestRejected(

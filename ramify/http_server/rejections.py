@@ -60,15 +60,15 @@ class RequestRejected(Exception):
         self.status = status
         self.code = code
         self.run = run
-        self.kind = kind or kind_of(status)
+        self.kind = kind or openai_error_type(status)
         self.retry_after_s = retry_after_s
         self.more: dict[str, Any] = {} if run is None else {"run": run}
         """Additional fields of the error, beyond those of the API."""
 
-    def body(self) -> bytes:
+    def openai_error_body(self) -> bytes:
         return error_body(str(self), self.kind, self.code, self.param, **self.more)
 
-    def anthropic_body(self) -> bytes:
+    def anthropic_error_body(self) -> bytes:
         """Return the error body in the format of Anthropic's API.
 
         The message for an overlong prompt begins with "prompt is too long", as in that API.
@@ -84,8 +84,8 @@ class RequestRejected(Exception):
 
         Without a request, the format is OpenAI's.
         """
-        is_anthropic = http is not None and asks_anthropic(http)
-        body = self.anthropic_body() if is_anthropic else self.body()
+        is_anthropic = http is not None and is_anthropic_request(http)
+        body = self.anthropic_error_body() if is_anthropic else self.openai_error_body()
         headers = (
             {}
             if self.retry_after_s is None
@@ -101,7 +101,7 @@ class RequestRejected(Exception):
         )
 
 
-def asks_anthropic(http: web.Request) -> bool:
+def is_anthropic_request(http: web.Request) -> bool:
     """Return True if a request uses Anthropic's API.
 
     Its path or its header ``anthropic-version`` shows that.
@@ -110,7 +110,7 @@ def asks_anthropic(http: web.Request) -> bool:
     return is_below or "anthropic-version" in http.headers
 
 
-def kind_of(status: int) -> str:
+def openai_error_type(status: int) -> str:
     """Return OpenAI's error type for an HTTP status."""
     return _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
 

@@ -38,7 +38,7 @@ class RequestBodyLimiter:
         """Caller -> number of bytes reserved."""
 
     @asynccontextmanager
-    async def received(self, http: web.Request, caller: str) -> AsyncIterator[bytes]:
+    async def receive_body(self, http: web.Request, caller: str) -> AsyncIterator[bytes]:
         """Read the body of a caller's request.
 
         Its memory stays reserved until the ``async with`` block ends. Raises RequestRejected if the

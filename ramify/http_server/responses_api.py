@@ -197,12 +197,12 @@ class ResponsesHandler:
         self.request = Request(
             (*head, *self._conversation),
             sampling,
-            model_api.schema_in(format, "text.format"),
+            model_api.response_format_schema(format, "text.format"),
             _tools(parsed.tools or ()),
             affinity=parsed.prompt_cache_key or "",
         )
         self.tool_choice = model_api.check_tool_choice(
-            model_api.openai_tool_choice(parsed.tool_choice, parsed.parallel_tool_calls),
+            model_api.parse_openai_tool_choice(parsed.tool_choice, parsed.parallel_tool_calls),
             self.request.tools,
             "tool_choice",
         )
@@ -219,17 +219,17 @@ class ResponsesHandler:
         self._items: list[_StreamedItem] = []
         self._last = b""
 
-    def body(self, replies: Sequence[Reply]) -> bytes:
-        return self._finished(replies[0], self._output(replies[0]))
+    def response_body(self, replies: Sequence[Reply]) -> bytes:
+        return self._finish_response(replies[0], self._output(replies[0]))
 
-    def begin(self) -> bytes:
+    def encode_stream_start(self) -> bytes:
         response = self._fields("in_progress", [], None)
         return self._event("created", response=response) + self._event(
             "in_progress", response=response
         )
 
-    def grow(self, index: int, message: Message) -> bytes:
-        reasoning, content = self._growth.gained(message)
+    def encode_message_delta(self, index: int, message: Message) -> bytes:
+        reasoning, content = self._growth.next_delta(message)
         events = b""
         if reasoning is not None:
             events += self._text_delta("reasoning", reasoning)
@@ -237,8 +237,8 @@ class ResponsesHandler:
             events += self._text_delta("message", content)
         return events
 
-    def end(self, index: int, reply: Reply) -> bytes:
-        events = self.grow(index, reply.message)
+    def encode_reply_end(self, index: int, reply: Reply) -> bytes:
+        events = self.encode_message_delta(index, reply.message)
         output = self._output(reply)
         streamed = [item.kind for item in self._items]
         # Items keep the order in which they began.
@@ -247,24 +247,24 @@ class ResponsesHandler:
         )
         for place, item in enumerate(output):
             if item["type"] == "function_call":
-                events += self._call(place, item)
+                events += self._call_events(place, item)
             else:
                 if place == len(self._items):  # a message without text
                     events += self._open(item["type"])
                 events += self._close(place, item)
-        body = self._finished(reply, output)
+        body = self._finish_response(reply, output)
         kind = "incomplete" if reply.finish in _UNFINISHED else "completed"
         return events + self._event(kind, response=msgspec.Raw(body))
 
-    def end_stream(self) -> bytes:
+    def encode_stream_end(self) -> bytes:
         return b""
 
-    def fail(self, error: RequestRejected) -> bytes:
+    def encode_stream_error(self, error: RequestRejected) -> bytes:
         response = self._fields("failed", [], None)
         response["error"] = {"code": error.code or "server_error", "message": str(error)}
         return self._event("failed", response=response)
 
-    def _finished(self, reply: Reply, output: list[dict[str, Any]]) -> bytes:
+    def _finish_response(self, reply: Reply, output: list[dict[str, Any]]) -> bytes:
         """Return the body of the finished response.
 
         Unless the request says ``store: false``, the response is stored, so that a later request
@@ -350,7 +350,7 @@ class ResponsesHandler:
             events += self._event("content_part.done", **place, part=part)
         return events + self._event("output_item.done", output_index=at, item=item)
 
-    def _call(self, at: int, item: dict[str, Any]) -> bytes:
+    def _call_events(self, at: int, item: dict[str, Any]) -> bytes:
         place = {"item_id": item["id"], "output_index": at}
         opened = {**item, "status": "in_progress", "arguments": ""}
         name, arguments = item["name"], item["arguments"]
@@ -420,7 +420,7 @@ class _StreamedItem(msgspec.Struct, frozen=True):
     """The fields that identify the item in each of its events."""
 
 
-def read(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesHandler:
+def parse_request(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesHandler:
     """Parse the body of a responses API request.
 
     Raises Refused or RequestRejected with the reason if it is invalid.

@@ -100,7 +100,7 @@ def require_train_extra(what: str) -> None:
             )
 
 
-def too_long(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
+def prompt_too_long_error(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
     """Return the error for a prompt of ``num_ids`` tokens that leaves no space for a reply in the
     context window."""
     parts = "given as ids"

@@ -32,7 +32,7 @@ from ramify.clients.batches import (
     batch_price,
     split,
 )
-from ramify.engine.calls_outside_runs import DirectCalls, request_bound
+from ramify.engine.calls_outside_runs import DirectCalls, max_request_usage
 from ramify.engine.limits import BudgetAmount
 from ramify.errors import (
     ConfigError,
@@ -41,7 +41,7 @@ from ramify.errors import (
     Refused,
     ServerFailed,
     Unreachable,
-    can_be_fixed,
+    is_fixable_by_user,
 )
 from ramify.format_quantities import pluralize
 from ramify.logging import ComponentLogger
@@ -181,22 +181,22 @@ class MapBatchJobs:
             for _, amount in batch.waiting.values():
                 self._calls.budget.reserve_sent(amount)
         with report_progress("batch", unit="rows") as self._progress:
-            await self._prepare()
-            await _together(meanwhile(), self._collect_all())
+            await self._upload_within_budget()
+            await _gather_or_cancel(meanwhile(), self._collect_all())
 
     async def _collect_all(self) -> None:
         while self._batches and not self._halted.is_set():
-            await _together(*map(self._collect, list(self._batches)))
+            await _gather_or_cancel(*map(self._collect, list(self._batches)))
             if not self._halted.is_set():
-                await self._prepare()
+                await self._upload_within_budget()
 
-    async def _prepare(self) -> None:
+    async def _upload_within_budget(self) -> None:
         """Upload the rows that are not in a batch yet, if the budget covers them."""
         if not self._uploads:
             return
-        num, most = await self._needed()
+        num, most = await self._required_amount()
         budget = self._calls.budget
-        if num and budget.would_pass(budget.outstanding.plus(most)) is None:
+        if num and budget.limit_exceeded_by(budget.outstanding.plus(most)) is None:
             await budget.reserve(most)
             await self._upload()
         elif num and not self._batches:
@@ -204,38 +204,38 @@ class MapBatchJobs:
 
     # --- what is uploaded -------------------------------------------------------------------------
 
-    async def _needed(self) -> tuple[int, BudgetAmount]:
+    async def _required_amount(self) -> tuple[int, BudgetAmount]:
         """Return the number of requests to upload, and an upper bound on the tokens and costs of
         all of them."""
         num, most = 0, BudgetAmount()
-        for each in self._rows():
+        for each in self._open_questions():
             num, most = num + 1, most.plus(each.most)
             if num % _BREATH == 0:
                 await asyncio.sleep(0)
         return num, most
 
-    def _rows(self) -> Iterator[BatchQuestion]:
+    def _open_questions(self) -> Iterator[BatchQuestion]:
         """Yield each open question that a single request can answer.
 
         Questions that are answered or already in a batch are skipped.
         """
         taken = {
-            digest_to_int(self._first(offset).digest)
+            digest_to_int(self._read_started_line(offset).digest)
             for batch in self._batches.values()
             for offset, _ in batch.waiting.values()
         }
         for row in self._source.iter_rows():
-            found = self._row(row, taken)
+            found = self._to_batch_question(row, taken)
             if found is not None:
                 taken.add(int.from_bytes(found.digest, "big"))
                 yield found
 
-    def _row(self, row: Row, taken: set[int]) -> BatchQuestion | None:
+    def _to_batch_question(self, row: Row, taken: set[int]) -> BatchQuestion | None:
         recorded, calls, number = self._recorded, self._calls, -1
         if row.error:
             return None
         try:
-            question, digest = self._asking.question_and_digest(row.values, calls.max_chars)
+            question, digest = self._asking.question_and_digest(row.values, calls.max_context_chars)
         except InvalidRowError:
             return None
         key = int.from_bytes(digest, "big")
@@ -254,7 +254,7 @@ class MapBatchJobs:
         request = calls.first_request(question)
         if not calls.is_allowed(request, self._price):
             return None  # the map says why it cannot be asked
-        most, text = request_bound(request, self._price), question.text
+        most, text = max_request_usage(request, self._price), question.text
         return BatchQuestion(
             row.number,
             number,
@@ -285,21 +285,21 @@ class MapBatchJobs:
         api = self._api
         rows = (
             (api.request_body(self._request(each.question, each.context)), each)
-            for each in self._rows()
+            for each in self._open_questions()
         )
         for part in split(rows, self._max_rows):
             if self._halted.is_set():
                 return
-            batch = self._prepared([row for _, row in part])
+            batch = self._record_upload([row for _, row in part])
             key, numbers = batch.sent.key, batch.waiting
             lines = [
-                api.line(f"{key}-{number}", body)
+                api.format_upload_line(f"{key}-{number}", body)
                 for number, (body, _) in zip(numbers, part, strict=True)
             ]
             part.clear()  # a batch is large, and it is sent as one text
             await self._create(batch, lines)
 
-    def _prepared(self, rows: list[BatchQuestion]) -> UnfinishedBatch:
+    def _record_upload(self, rows: list[BatchQuestion]) -> UnfinishedBatch:
         """Record in the journal that a batch is about to be uploaded, and return the batch."""
         waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
@@ -351,14 +351,14 @@ class MapBatchJobs:
                 await self._pause(2.0**failed)
                 if not isinstance(error, Unreachable | RateLimited):
                     await self._find(batch)
-        self._accepted(batch)
+        self._record_acceptance(batch)
 
     async def _find(self, batch: UnfinishedBatch) -> None:
         """Search the provider's list for a batch whose upload was interrupted, and set the batch's
         id if it is found."""
         sent = batch.sent
-        found = await self._steadily(
-            lambda: self._api.candidates(sent.key, sent.num, sent.at), "the list of batches"
+        found = await self._call_with_retries(
+            lambda: self._api.possible_batch_ids(sent.key, sent.num, sent.at), "the list of batches"
         )
         for id in found or ():
             if id in self._recorded.batch_ids:
@@ -375,14 +375,16 @@ class MapBatchJobs:
         """
         waited = 0
         while not self._halted.is_set():
-            is_ours = await self._steadily(lambda: self._api.is_ours(id, key), f"batch {id}")
+            is_ours = await self._call_with_retries(
+                lambda: self._api.was_created_by_key(id, key), f"batch {id}"
+            )
             if is_ours is not None:
                 return is_ours
             await self._pause(_wait_s(waited))
             waited += 1
         return False
 
-    def _accepted(self, batch: UnfinishedBatch) -> None:
+    def _record_acceptance(self, batch: UnfinishedBatch) -> None:
         if batch.id:
             self._recorded.batch_ids.add(batch.id)
             self._journal.append(MapLine(u=BatchAccepted(batch.sent.part, batch.id)))
@@ -404,7 +406,7 @@ class MapBatchJobs:
             await self._find_or_create(batch)
         waited = 0
         while batch.id and not self._halted.is_set():
-            state = await self._steadily(
+            state = await self._call_with_retries(
                 lambda: self._api.state(batch.id), f"batch {batch.id}", is_patient=True
             )
             if state is None:
@@ -423,15 +425,15 @@ class MapBatchJobs:
         """
         await self._find(batch)
         if batch.id:
-            self._accepted(batch)
+            self._record_acceptance(batch)
             return
         if self._halted.is_set():
             return
         lines = list[bytes]()
         for number, (offset, _) in batch.waiting.items():
-            first = self._first(offset)
+            first = self._read_started_line(offset)
             body = self._api.request_body(self._request(first.question, first.context))
-            lines.append(self._api.line(f"{batch.sent.key}-{number}", body))
+            lines.append(self._api.format_upload_line(f"{batch.sent.key}-{number}", body))
         await self._create(batch, lines)
 
     async def _take_all(self, batch: UnfinishedBatch, state: BatchState) -> None:
@@ -441,7 +443,7 @@ class MapBatchJobs:
             return
         found = _Collected()
         what = f"the results of batch {batch.id}"
-        if await self._steadily(lambda: self._download(batch, state, found), what) is None:
+        if await self._call_with_retries(lambda: self._download(batch, state, found), what) is None:
             return
         num = len(batch.waiting) + found.num_cancelled
         self._end(batch, state.status, f"batch {batch.id} has no result for it")
@@ -460,13 +462,15 @@ class MapBatchJobs:
         num = 0
         async with contextlib.aclosing(self._api.results(state)) as results:
             async for result in results:
-                await self._take(batch, result, found)
+                await self._record_result(batch, result, found)
                 num += 1
                 if num % _BREATH == 0:
                     await asyncio.sleep(0)
         return True
 
-    async def _take(self, batch: UnfinishedBatch, result: BatchResult, found: _Collected) -> None:
+    async def _record_result(
+        self, batch: UnfinishedBatch, result: BatchResult, found: _Collected
+    ) -> None:
         """Record the result of one row.
 
         A result that is already recorded is ignored, because a repeated download contains it again.
@@ -476,12 +480,12 @@ class MapBatchJobs:
         number = int(digits) if digits.isascii() and digits.isdigit() else -1
         if key != batch.sent.key or number not in batch.waiting:
             return
-        first = self._first(batch.waiting[number][0])
+        first = self._read_started_line(batch.waiting[number][0])
         request = self._request(first.question, first.context)
         try:
-            reply = await self._api.read(result, request)
+            reply = await self._api.decode_result(result, request)
         except ModelError as error:
-            self._failed(batch, first, result, error, found)
+            self._record_row_error(batch, first, result, error, found)
             return
         reply = self._calls.prepare_for_record(reply, request, self._price)
         offset = self._journal.append(
@@ -504,7 +508,7 @@ class MapBatchJobs:
         self._recorded.answered[digest] = offset
         self.ended.add(number)
 
-    def _failed(
+    def _record_row_error(
         self,
         batch: UnfinishedBatch,
         first: QuestionStartedLine,
@@ -523,9 +527,9 @@ class MapBatchJobs:
         if result.kind == "cancelled":
             found.num_cancelled += 1
         may_return = error.transient or error is found.cause
-        self._missed(batch, first, error, may_return=may_return)
+        self._record_missing_result(batch, first, error, may_return=may_return)
 
-    def _missed(
+    def _record_missing_result(
         self,
         batch: UnfinishedBatch,
         first: QuestionStartedLine,
@@ -560,13 +564,15 @@ class MapBatchJobs:
         """
         error = ServerFailed(why)
         for offset, _ in list(batch.waiting.values()):
-            self._missed(batch, self._first(offset), error, may_return=True)
+            self._record_missing_result(
+                batch, self._read_started_line(offset), error, may_return=True
+            )
         self._journal.append(MapLine(v=BatchEnded(batch.sent.part, status)))
         del self._batches[batch.sent.part]
 
     # --- requests to the provider -----------------------------------------------------------------
 
-    async def _steadily(
+    async def _call_with_retries(
         self, ask: Callable[[], Awaitable[_Value]], what: str, *, is_patient: bool = False
     ) -> _Value | None:
         """Await the result of ``ask()``, and retry it after transient failures.
@@ -588,7 +594,7 @@ class MapBatchJobs:
         return None
 
     def _stop(self, reason: str, error: ModelError) -> None:
-        self._on_stop(reason, "suspended" if can_be_fixed(error) else "failed")
+        self._on_stop(reason, "suspended" if is_fixable_by_user(error) else "failed")
         self.stop_waiting()
 
     async def _pause(self, seconds: float) -> None:
@@ -599,13 +605,13 @@ class MapBatchJobs:
     def _show(self, batch: UnfinishedBatch, state: BatchState) -> None:
         num_left = sum(len(each.waiting) for each in self._batches.values())
         num = len(self.ended) + state.num_done
-        self._progress.at(
+        self._progress.set_progress(
             num, f"{batch.id} {state.status}, {num_left:,} rows at {self.provider_name}"
         )
 
     # --- what the journal has ---------------------------------------------------------------------
 
-    def _first(self, offset: int) -> QuestionStartedLine:
+    def _read_started_line(self, offset: int) -> QuestionStartedLine:
         first = self._journal.line_at(offset).b
         assert first is not None
         return first
@@ -637,7 +643,7 @@ def batch_client(calls: DirectCalls) -> BatchCapableClient:
     return client
 
 
-async def _together(*works: Coroutine[Any, Any, None]) -> None:
+async def _gather_or_cancel(*works: Coroutine[Any, Any, None]) -> None:
     """Run coroutines concurrently.
 
     If one of them fails, cancel the others.

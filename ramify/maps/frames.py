@@ -37,13 +37,13 @@ def dataframe_row_source(rows: Any) -> RowSource | None:
     if hasattr(rows, "collect_schema") and hasattr(rows, "collect"):
         raise SourceError("rows cannot be read from a LazyFrame: give rows.collect()")
     if hasattr(rows, "to_batches") and hasattr(rows, "schema"):
-        return _arrow(rows)
+        return _arrow_source(rows)
     if hasattr(rows, "iter_rows") and hasattr(rows, "columns"):
-        return _polars(rows)
+        return _polars_source(rows)
     if hasattr(rows, "itertuples") and hasattr(rows, "iloc"):
-        return _pandas(rows)
+        return _pandas_source(rows)
     if hasattr(rows, "features") and hasattr(rows, "column_names"):
-        return _dataset(rows)
+        return _dataset_source(rows)
     return None
 
 
@@ -60,7 +60,7 @@ def _columns_of(names: Sequence[Any], kind: str) -> tuple[str, ...]:
 # --- Arrow
 
 
-def _arrow(table: Any) -> RowSource:
+def _arrow_source(table: Any) -> RowSource:
     if not hasattr(table, "num_rows"):
         raise SourceError(f"rows cannot be read from a {type(table).__name__}: give its to_table()")
     columns = _columns_of(table.schema.names, "Arrow table")
@@ -104,7 +104,7 @@ def columns_to_arrow(columns: Columns, types: Types) -> Any:
 # --- pandas
 
 
-def _pandas(frame: Any) -> RowSource:
+def _pandas_source(frame: Any) -> RowSource:
     if getattr(frame.columns, "nlevels", 1) > 1:
         raise SourceError("the DataFrame has several levels of column names: join them into one")
     columns = _columns_of(frame.columns, "DataFrame")
@@ -134,7 +134,7 @@ def _pandas(frame: Any) -> RowSource:
 # --- polars
 
 
-def _polars(frame: Any) -> RowSource:
+def _polars_source(frame: Any) -> RowSource:
     def extend(numbers: Sequence[int], new: Columns, types: Types) -> Any:
         polars = importlib.import_module("polars")
         found = frame if len(numbers) == len(frame) else frame[numbers]
@@ -158,7 +158,7 @@ def _polars(frame: Any) -> RowSource:
 # --- datasets
 
 
-def _dataset(rows: Any) -> RowSource:
+def _dataset_source(rows: Any) -> RowSource:
     columns = _columns_of(rows.column_names or (), "dataset")
     labels = {
         name: feature.int2str

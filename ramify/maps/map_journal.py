@@ -40,18 +40,18 @@ from ramify.secret_redaction import SecretRedactor
 from ramify.store.durable_files import (
     Fsync,
     FsyncFlusher,
-    keep_reserve,
     make_folder,
+    reserve_disk_space,
     sync_folder,
 )
 from ramify.store.journal import (
     LineWriter,
-    chain_at_end,
+    checksum_chain_at_end,
     cut_torn_line,
     encode_line,
     lines,
     open_locked,
-    writer_file,
+    writer_process_file,
 )
 from ramify.store.line_checksums import ChecksumChain
 from ramify.types.message import Finish, Usage
@@ -313,7 +313,7 @@ def usage_counts(usage: Usage) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def usage_of(counts: tuple[int, ...], calls: int = 1) -> Usage:
+def usage_from_counts(counts: tuple[int, ...], calls: int = 1) -> Usage:
     """Convert the counts in a journal line back to a usage.
 
     This is the inverse of ``usage_counts``.
@@ -373,7 +373,7 @@ class MapJournal:
         return self.num_questions - 1
 
     @property
-    def trouble(self) -> StoreError | None:
+    def disk_error(self) -> StoreError | None:
         """Return the error, such as a full disk, that forced the journal to use its reserved disk
         space.
 
@@ -430,7 +430,7 @@ class MapStore:
 
     def create(self, header: MapHeader) -> MapJournal:
         """Create the journal of a new map, and open it for writing."""
-        keep_reserve(self.root)
+        reserve_disk_space(self.root)
         path = make_folder(self.folder, self._fsync) / f"{header.id}.jsonl"
         try:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)
@@ -453,16 +453,16 @@ class MapStore:
         An incomplete last line is cut off. Raises RunInUse while another process writes the
         journal.
         """
-        keep_reserve(self.root)
+        reserve_disk_space(self.root)
         try:
             fd = open_locked(path, 0)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
         try:
             cut_torn_line(fd)
-            return MapJournal(path, fd, chain_at_end(fd, path), fsync=self._fsync)
+            return MapJournal(path, fd, checksum_chain_at_end(fd, path), fsync=self._fsync)
         except BaseException:
-            writer_file(path).unlink(missing_ok=True)
+            writer_process_file(path).unlink(missing_ok=True)
             os.close(fd)
             raise
 
@@ -479,7 +479,7 @@ class MapStore:
             if (header := read_header(path)) is not None:
                 yield path, header
 
-    def path(self, name: str) -> Path | None:
+    def find_journal_path(self, name: str) -> Path | None:
         """Return the path of a map's journal.
 
         ``name`` is the map's id or its first characters. Returns None if no map matches, and raises
@@ -523,7 +523,7 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
     chain = ChecksumChain()
     for number, line in enumerate(lines(path, offset), start=1):
         # The first line after an offset continues a line that is not read here.
-        problem = chain.problem(line) if number > 1 or not offset else ""
+        problem = chain.damage_reason(line) if number > 1 or not offset else ""
         try:
             decoded = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

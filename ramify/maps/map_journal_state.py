@@ -24,7 +24,7 @@ from ramify.maps.map_journal import (
     RetryRequestLine,
     digest_to_int,
     read_lines,
-    usage_of,
+    usage_from_counts,
 )
 from ramify.types.message import Message, Reply, Usage
 
@@ -114,9 +114,9 @@ class MapJournalState:
         """Update the state with one line of the journal, which begins at ``offset``."""
         if line.r is not None:
             self._in_flight.pop(line.r.number, None)
-            self._collected(line.r.number)
-            self._spend(usage_of(line.r.counts), line.r.cost)
-            question = self._opened(line.r.number)
+            self._mark_collected(line.r.number)
+            self._spend(usage_from_counts(line.r.counts), line.r.cost)
+            question = self._reopen_question(line.r.number)
             question.replies.append(offset)
             if line.r.turn == 0:  # nearly always, it is the answer
                 digest = self.digests[line.r.number]
@@ -124,25 +124,25 @@ class MapJournalState:
                 self.answered[digest] = offset
         elif line.q is not None:
             self._begin(line.q.number, line.q.row, line.q.digest)
-            self._sent(line.q.number, line.q)
+            self._record_sent_request(line.q.number, line.q)
         elif line.t is not None:
-            self._opened(line.t.number)
-            self._sent(line.t.number, line.t)
+            self._reopen_question(line.t.number)
+            self._record_sent_request(line.t.number, line.t)
         elif line.x is not None:
             self._in_flight.pop(line.x.number, None)
             # A failure outside a batch does not count towards the limit of batches for a row.
-            if self._collected(line.x.number):
+            if self._mark_collected(line.x.number):
                 self.tries[line.x.number] = self.tries.get(line.x.number, 0) + 1
-            self._spend(usage_of(line.x.counts), line.x.cost)
+            self._spend(usage_from_counts(line.x.counts), line.x.cost)
         elif line.d is not None:
-            self._saw(line.d.row)
+            self._record_last_row(line.d.row)
         elif line.s is not None:
             self._begin(line.s.number, line.s.row, line.s.digest).run = line.s.run
         elif line.e is not None:
-            self._opened(line.e.number)
-            self._collected(line.e.number)
+            self._reopen_question(line.e.number)
+            self._mark_collected(line.e.number)
             self.tries.pop(line.e.number, None)
-            self._spend(usage_of(line.e.counts, line.e.calls), line.e.cost)
+            self._spend(usage_from_counts(line.e.counts, line.e.calls), line.e.cost)
             digest = self.digests[line.e.number]
             del self.open[digest]
             (self.answered if line.e.error is None else self.failed)[digest] = offset
@@ -157,21 +157,21 @@ class MapJournalState:
             self._begin(line.b.number, line.b.row, line.b.digest)
             self._prepared[line.b.number] = offset, request_reservation(line.b)
         elif line.w is not None:
-            self._send(line.w)
+            self._record_sent_batch(line.w)
         elif line.u is not None:
             self.batches[line.u.part].id = line.u.id
             self.batch_ids.add(line.u.id)
         elif line.v is not None:
             del self.batches[line.v.part]
 
-    def _send(self, sent: BatchUploadIntent) -> None:
+    def _record_sent_batch(self, sent: BatchUploadIntent) -> None:
         """Record that the prepared requests are uploaded, or about to be uploaded, as one batch."""
         batch = self.batches[sent.part] = UnfinishedBatch(sent, self._prepared)
         self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
         self.num_batches = sent.part + 1
         self._prepared = {}
 
-    def _collected(self, number: int) -> bool:
+    def _mark_collected(self, number: int) -> bool:
         """Record that a question has a result, and return True if the question was part of a
         batch."""
         part = self._batch_of.pop(number, None)
@@ -186,11 +186,11 @@ class MapJournalState:
         self._charge_in_flight(number)
         self.failed.pop(digest, None)
         self.answered.pop(digest, None)
-        self._saw(row)
+        self._record_last_row(row)
         question = self.open[digest] = OpenQuestion(number)
         return question
 
-    def _saw(self, row: int) -> None:
+    def _record_last_row(self, row: int) -> None:
         """Record that all rows up to ``row`` were read.
 
         Nothing is recorded if this invocation of the map asked only a sample.
@@ -198,7 +198,7 @@ class MapJournalState:
         if self.last_start is None or not self.last_start.is_sample:
             self.last_row = max(self.last_row, row)
 
-    def _opened(self, number: int) -> OpenQuestion:
+    def _reopen_question(self, number: int) -> OpenQuestion:
         """Reopen a question, and return it.
 
         If it had an answer, that reply is kept as one of its earlier replies.
@@ -211,7 +211,9 @@ class MapJournalState:
             found = self.open[digest] = OpenQuestion(number, replies)
         return found
 
-    def _sent(self, number: int, line: QuestionStartedLine | RetryRequestLine) -> None:
+    def _record_sent_request(
+        self, number: int, line: QuestionStartedLine | RetryRequestLine
+    ) -> None:
         self._charge_in_flight(number)
         most = Usage(line.max_input_tokens, line.max_output_tokens, calls=1, unknown_calls=1)
         self._in_flight[number] = most, line.cost
@@ -233,5 +235,5 @@ def recorded_reply(line: MapLine) -> Reply:
     """Return the model reply that is recorded in a journal line."""
     assert line.r is not None
     message = Message("assistant", line.r.text, line.r.reasoning)
-    usage = usage_of(line.r.counts)
+    usage = usage_from_counts(line.r.counts)
     return Reply(message, usage, line.r.finish, cost=line.r.cost, seconds=line.r.seconds)

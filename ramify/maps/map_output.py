@@ -26,7 +26,7 @@ import msgspec
 from ramify.engine.typed import AnswerSchema
 from ramify.errors import ConfigError, StoreError
 from ramify.maps.frames import ARROW_TYPES
-from ramify.maps.row_question import plain
+from ramify.maps.row_question import to_json_value
 from ramify.maps.row_source import Row, RowSource
 
 _BATCH = 5000
@@ -173,13 +173,13 @@ class _File(MapOutput):
                 os.fsync(file.fileno())
             os.replace(self.partial, self.path)
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
 
     @abc.abstractmethod
     def _end(self) -> None:
         """Write any buffered rows, and close the file."""
 
-    def _failed(self, error: OSError) -> StoreError:
+    def _write_error(self, error: OSError) -> StoreError:
         # The text of an error from Arrow is longer than that of its number.
         why = os.strerror(error.errno).lower() if error.errno else str(error)
         return StoreError(
@@ -198,11 +198,11 @@ class _Jsonl(_File):
         try:
             line = self._encode(row)
         except (TypeError, UnicodeEncodeError):
-            line = self._encode(_encodable(plain(row)))
+            line = self._encode(_escape_surrogates(to_json_value(row)))
         try:
             self._file.write(line + b"\n")
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
 
     def _end(self) -> None:
         self._file.close()
@@ -228,7 +228,7 @@ class _Csv(_File):
         try:
             self._writer.writerow({name: _cell(value) for name, value in row.items()})
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
         except ValueError:
             raise _other_column(row, self._names) from None
 
@@ -291,7 +291,7 @@ class _Parquet(_File):
                 self._writer = self._parquet.ParquetWriter(self.partial, self._schema)
             self._writer.write_table(batch)
         except OSError as error:
-            raise self._failed(error) from None
+            raise self._write_error(error) from None
 
     def _schema_of(self, columns: Mapping[str, list[Any]]) -> Any:
         arrow, given = self._pyarrow, self._source.schema
@@ -363,19 +363,21 @@ def _cell(value: Any) -> Any:
 
 
 def _json(value: Any) -> str | None:
-    return None if value is None else msgspec.json.encode(plain(value)).decode()
+    return None if value is None else msgspec.json.encode(to_json_value(value)).decode()
 
 
-def _encodable(value: Any) -> Any:
+def _escape_surrogates(value: Any) -> Any:
     """Return the value with lone surrogates replaced by escape sequences, because UTF-8 cannot
     represent them."""
     match value:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()
         case dict():
-            return {_encodable(key): _encodable(item) for key, item in value.items()}
+            return {
+                _escape_surrogates(key): _escape_surrogates(item) for key, item in value.items()
+            }
         case list() | tuple():
-            return [_encodable(item) for item in value]
+            return [_escape_surrogates(item) for item in value]
         case _:
             return value
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.batches import BATCH_SHARE
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.calls_outside_runs import DirectCalls
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.observation_messages import count_text_chars, plain_prompt
@@ -44,7 +44,7 @@ from ramify.errors import (
     RamifyError,
     StoreError,
     UnknownRun,
-    can_be_fixed,
+    is_fixable_by_user,
 )
 from ramify.maps.batch_run import MapBatchJobs, batch_client
 from ramify.maps.estimate import MapEstimate, MeasuredRowCost, estimate
@@ -348,7 +348,7 @@ class MapRun:
                 "the question is a template that already names its columns: omit columns (--column)"
             )
         sample = base if self.asking.fields else msgspec.structs.replace(base, context="row")
-        messages = calls.messages(sample)
+        messages = calls.first_request_messages(sample)
         self._header = MapHeader(
             new_map_id(self._key),
             self._key,
@@ -509,7 +509,7 @@ class MapRun:
         if row.error:
             return False
         try:
-            question, _ = self.asking.question_and_digest(row.values, self._calls.max_chars)
+            question, _ = self.asking.question_and_digest(row.values, self._calls.max_context_chars)
         except InvalidRowError:
             return False
         return not self._calls.can_answer(question)
@@ -559,7 +559,7 @@ class MapRun:
     async def _worker(self, num: int | None = None) -> None:
         """Answer rows one after another until none is left, or until ``num`` rows are answered."""
         try:
-            while num != 0 and (pending := await self._next()) is not None:
+            while num != 0 and (pending := await self._next_question()) is not None:
                 num = None if num is None else num - 1
                 asked = pending.asked
                 assert asked is not None
@@ -577,7 +577,7 @@ class MapRun:
             outcome = RowOutcome(error=str(error), cause=error)
         pending.outcome = outcome
         if not outcome.is_finished:
-            self._interrupted(outcome)
+            self._handle_interruption(outcome)
             return
         digest = int.from_bytes(asked.digest, "big")
         known = self._failed_now if outcome.error else self._recorded.answered
@@ -587,7 +587,7 @@ class MapRun:
         pending.asked = None
         if self._sample is not None:
             self._measure(asked.question, outcome)
-        self._judge(outcome, asked.row)
+        self._check_for_stop(outcome, asked.row)
         self._flush()
 
     def _measure(self, question: Question, outcome: RowOutcome, *, is_known: bool = False) -> None:
@@ -600,7 +600,7 @@ class MapRun:
         row = MeasuredRowCost(chars, cost, outcome.seconds, ended_s, cpu_s, is_first)
         self._measured.append(row)
 
-    def _interrupted(self, outcome: RowOutcome) -> None:
+    def _handle_interruption(self, outcome: RowOutcome) -> None:
         """Stop the map because a question could not be finished.
 
         Possible causes are a reached limit, a refused request or a full disk.
@@ -608,15 +608,15 @@ class MapRun:
         cause = outcome.cause
         if isinstance(cause, LimitReached):
             self.stop(str(cause), "limit")
-        elif cause is None or can_be_fixed(cause):
+        elif cause is None or is_fixable_by_user(cause):
             self.stop(outcome.error or str(cause), "suspended")
         else:
             self.stop(outcome.error or str(cause), "failed")
 
-    def _judge(self, outcome: RowOutcome, row: int) -> None:
+    def _check_for_stop(self, outcome: RowOutcome, row: int) -> None:
         """Stop the map after this row if the disk is full, if the row failed in strict mode, or if
         the first 20 rows all failed with the same error."""
-        trouble = self._journal.trouble
+        trouble = self._journal.disk_error
         if trouble is not None:
             self.stop(str(trouble), "suspended")
         self._judged.set()
@@ -635,7 +635,7 @@ class MapRun:
         """Return True if no row was answered, and those that failed have the same error."""
         return not self._has_answer and len(set(self._errors)) <= 1
 
-    async def _next(self) -> _Pending | None:
+    async def _next_question(self) -> _Pending | None:
         """Read rows until one of them must be asked, and return its question.
 
         Returns None if no row is left or the map is stopping.
@@ -676,11 +676,13 @@ class MapRun:
         question is not registered as in progress.
         """
         if row.error:
-            return self._unreadable(row, row.error)
+            return self._record_unreadable(row, row.error)
         try:
-            question, digest = self.asking.question_and_digest(row.values, self._calls.max_chars)
+            question, digest = self.asking.question_and_digest(
+                row.values, self._calls.max_context_chars
+            )
         except InvalidRowError as problem:
-            return self._unreadable(row, str(problem))
+            return self._record_unreadable(row, str(problem))
         recorded, number = self._recorded, int.from_bytes(digest, "big")
         pending = self._pending.get(number)
         if pending is not None:
@@ -710,7 +712,7 @@ class MapRun:
             self._pending[number] = pending
         return pending
 
-    def _unreadable(self, row: Row, error: str) -> _Pending:
+    def _record_unreadable(self, row: Row, error: str) -> _Pending:
         outcome = RowOutcome(error=error)
         self._counts["unaskable"] += 1
         if self.request.strict:
@@ -735,8 +737,8 @@ class MapRun:
             if self.kind is None:
                 return RowOutcome(text, None, offset, None, cost, reply.seconds, number)
             try:
-                value = self.kind.read(text)
-                answer = jsonable(value)
+                value = self.kind.parse_answer(text)
+                answer = to_jsonable(value)
                 return RowOutcome(answer, None, offset, None, cost, reply.seconds, number)
             except TypeMismatch:
                 pass
@@ -772,7 +774,7 @@ class MapRun:
                 self._journal.append(MapLine(d=EqualRow(outcome.number, row.number)))
             counts["known"] += 1
         done = counts["answered"] + counts["failed"]
-        self._progress.at(done, self._note() if done % 16 == 0 else None)
+        self._progress.set_progress(done, self._note() if done % 16 == 0 else None)
 
     def _note(self) -> str:
         cost, failed = self._calls.budget.cost, self._counts["failed"]
@@ -828,7 +830,7 @@ class _Sample:
 
         The sample is always the same for the same table.
         """
-        rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_chars
+        rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_context_chars
         began = time.perf_counter()
         for row in self._source.iter_rows():
             self.num_rows += 1

@@ -32,10 +32,10 @@ from ramify.maps.map_journal import (
     QuestionStartedLine,
     read_lines,
     read_map_line_at,
-    usage_of,
+    usage_from_counts,
 )
 from ramify.maps.map_journal_state import recorded_reply
-from ramify.store.journal import writer
+from ramify.store.journal import find_writer_process
 from ramify.store.reviews import HumanRunReview
 from ramify.types.event import (
     AnyEvent,
@@ -140,7 +140,7 @@ class StoredMap:
     @property
     def is_alive(self) -> bool:
         """Return True if a process is running the map now."""
-        return writer(self.path) is not None
+        return find_writer_process(self.path) is not None
 
     def refresh(self) -> StoredMap:
         """Read the journal lines that were added since the last call.
@@ -154,14 +154,14 @@ class StoredMap:
             self._add(offset, line)
             last = offset
         if last >= 0:
-            self._offset = _after(self.path, last)
+            self._offset = _next_line_offset(self.path, last)
         return self
 
     def store_files(self) -> list[Path]:
         """Return the files in the store that belong to this map."""
         return [self.path]
 
-    def figures(self) -> MapFigures:
+    def summary(self) -> MapFigures:
         """Return the summary of this map for a list of maps."""
         header, rows = self.header, self.rows
         costs = [row.cost for row in rows if row.cost is not None]
@@ -190,7 +190,7 @@ class StoredMap:
             raise StoreError(f"map {self.id} has no question {number}")
         return self.rows[number]
 
-    def lines_of(self, number: int) -> list[MapLine]:
+    def last_attempt_lines(self, number: int) -> list[MapLine]:
         """Return the journal lines of a question's last attempt, in the order in which they were
         written."""
         self.row_at(number)
@@ -207,17 +207,17 @@ class StoredMap:
         elif line.s is not None:
             self._begin(offset, line.s.number, line.s.row).run = line.s.run
         elif line.r is not None:
-            row = self._next(offset, line.r.number)
+            row = self._append_line_offset(offset, line.r.number)
             row.answer = cut(line.r.text, MAX_CHARS)
             row.seconds += line.r.seconds
             self._spend(row, 1, line.r.cost)
         elif line.t is not None:
-            self._next(offset, line.t.number).answer = None
+            self._append_line_offset(offset, line.t.number).answer = None
         elif line.x is not None:
-            row = self._next(offset, line.x.number)
+            row = self._append_line_offset(offset, line.x.number)
             self._spend(row, 1 if line.x.counts else 0, line.x.cost)
         elif line.e is not None:
-            row, end = self._next(offset, line.e.number), line.e
+            row, end = self._append_line_offset(offset, line.e.number), line.e
             row.answer = None if end.answer is None else cut(answer_text(end.answer), MAX_CHARS)
             row.error = cut(end.error or "", 2 * MAX_CHARS)
             if row.run:
@@ -241,7 +241,7 @@ class StoredMap:
         self._lines[number] = array("q", [offset])
         return row
 
-    def _next(self, offset: int, number: int) -> MapTableRow:
+    def _append_line_offset(self, offset: int, number: int) -> MapTableRow:
         self._lines[number].append(offset)
         return self._rows[number]
 
@@ -252,7 +252,7 @@ class StoredMap:
             row.cost = (row.cost or 0.0) + cost
 
 
-def _after(path: Path, offset: int) -> int:
+def _next_line_offset(path: Path, offset: int) -> int:
     """Return the byte offset of the journal line after the one at ``offset``."""
     with open(path, "rb") as file:
         file.seek(offset)
@@ -280,10 +280,10 @@ class DirectRowAsRun:
     def __str__(self) -> str:
         return f"row {self._table.rows[self._number].row} of map {self._table.id}"
 
-    def state(self) -> tuple[int, int]:
+    def journal_version(self) -> tuple[int, int]:
         return self._table.path.stat().st_ino, sum(len(line) + 1 for line in self._events())
 
-    def is_written(self) -> bool:
+    def has_active_writer(self) -> bool:
         is_open = self._table.rows[self._number].state == "open"
         return is_open and self._table.is_alive
 
@@ -294,7 +294,7 @@ class DirectRowAsRun:
                 yield line
             at += len(line) + 1
 
-    def blocks(self, offset: int = 0) -> Iterator[bytes]:
+    def line_blocks(self, offset: int = 0) -> Iterator[bytes]:
         for line in self.lines(offset):
             yield line + b"\n"
 
@@ -305,10 +305,10 @@ class DirectRowAsRun:
     def blob(self, digest: str) -> bytes:
         raise StoreError(f"{self} has no stored context: its whole input is in the prompt")
 
-    def has_neighbor(self, id: str) -> bool:
+    def is_run_in_store(self, id: str) -> bool:
         return False
 
-    def store_reviews(self) -> Mapping[str, HumanRunReview]:
+    def reviews_by_run(self) -> Mapping[str, HumanRunReview]:
         return {}
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
@@ -316,7 +316,7 @@ class DirectRowAsRun:
             "rows of a map cannot be reviewed: write your reviews into a column of its output"
         )
 
-    def remedy(self, number: int) -> str:
+    def damaged_line_advice(self, number: int) -> str:
         return "the file of the map is damaged"
 
     def _events(self) -> list[bytes]:
@@ -333,7 +333,7 @@ def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
     header, row = table.header, table.row_at(number)
     if header is None:
         raise StoreError(f"map {table.id} has no header")
-    lines = table.lines_of(number)
+    lines = table.last_attempt_lines(number)
     first_request_line = next(
         (line.first_request for line in lines if line.first_request is not None), None
     )
@@ -370,7 +370,7 @@ def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
             events.append(ReplyReceived(at_s=now, call="0", turn=line.r.turn, reply=reply))
             num_messages = (num_messages if has_kind else 0) + len(prompt) + 1
         elif line.x is not None:
-            spent = usage_of(line.x.counts)
+            spent = usage_from_counts(line.x.counts)
             usage += spent
             failed = AttemptFailed(
                 at_s=now, call="0", turn=line.x.turn, error=line.x.error, usage=spent,

@@ -23,7 +23,7 @@ import msgspec
 from ramify.errors import SourceError, did_you_mean
 from ramify.maps.frames import dataframe_row_source
 from ramify.maps.row_source import BATCH, RowSource, UnreadRow
-from ramify.sources.csv_records import csv_records, irregular_record
+from ramify.sources.csv_records import csv_records, irregular_record_message
 
 ENDINGS = {
     ".jsonl": "jsonl",
@@ -97,7 +97,7 @@ def _of_path(path: Path, table: str | None) -> RowSource:
             "into a file"
         )
     if path.is_dir():
-        return _folder(path)
+        return _folder_source(path)
     if not path.exists():
         raise SourceError(f"{path} does not exist: give {FORMATS}")
     kind = ENDINGS.get(path.suffix.lower())
@@ -109,26 +109,26 @@ def _of_path(path: Path, table: str | None) -> RowSource:
     try:
         match kind:
             case "jsonl":
-                return _jsonl(path)
+                return _jsonl_source(path)
             case "csv":
-                return _csv(path)
+                return _csv_source(path)
             case "parquet":
-                return _parquet(path)
+                return _parquet_source(path)
             case _:
-                return _sqlite(path, table)
+                return _sqlite_source(path, table)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _jsonl(path: Path) -> RowSource:
+def _jsonl_source(path: Path) -> RowSource:
     def values() -> Iterator[dict[str, Any] | UnreadRow]:
         with open(path, "rb", buffering=1 << 20) as file:
-            yield from jsonl_values(file, path.name)
+            yield from jsonl_rows(file, path.name)
 
     return RowSource(str(path), jsonl_columns(values(), str(path)), _num_lines(path), values)
 
 
-def jsonl_values(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
+def jsonl_rows(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
     """Yield the rows of a JSONL file.
 
     A line that is not a JSON object yields an ``UnreadRow``. Its error message names the file as
@@ -174,7 +174,7 @@ def _num_lines(path: Path) -> int:
     return total + (last != b"\n")
 
 
-def _csv(path: Path) -> RowSource:
+def _csv_source(path: Path) -> RowSource:
     def opened() -> TextIO:
         return open(path, newline="", encoding="utf-8-sig", errors="replace")
 
@@ -183,7 +183,7 @@ def _csv(path: Path) -> RowSource:
 
     def values() -> Iterator[dict[str, Any] | UnreadRow]:
         with opened() as file:
-            yield from csv_values(file, path.name)
+            yield from csv_rows(file, path.name)
 
     return RowSource(str(path), columns, max(0, _num_lines(path) - 1), values)
 
@@ -202,7 +202,7 @@ def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
     return columns
 
 
-def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
+def csv_rows(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
     """Yield the rows of a CSV file.
 
     A record with more or fewer fields than the header yields an ``UnreadRow``.
@@ -215,10 +215,12 @@ def csv_values(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
         if len(record) == len(columns):
             yield dict(zip(columns, record, strict=True))
         else:
-            yield UnreadRow(f"{name}, {irregular_record(number, len(record), len(columns))}")
+            yield UnreadRow(
+                f"{name}, {irregular_record_message(number, len(record), len(columns))}"
+            )
 
 
-def _parquet(path: Path) -> RowSource:
+def _parquet_source(path: Path) -> RowSource:
     try:
         import pyarrow.parquet as parquet
     except ModuleNotFoundError:
@@ -241,7 +243,7 @@ def _parquet(path: Path) -> RowSource:
     return RowSource(str(path), tuple(schema.names), total, values, schema=schema)
 
 
-def _sqlite(path: Path, table: str | None) -> RowSource:
+def _sqlite_source(path: Path, table: str | None) -> RowSource:
     def connect() -> sqlite3.Connection:
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
 
@@ -290,7 +292,7 @@ def _chosen_table(path: Path, names: Sequence[str], table: str | None) -> str:
     return table
 
 
-def _folder(path: Path) -> RowSource:
+def _folder_source(path: Path) -> RowSource:
     files = sorted(
         file
         for file in path.rglob("*")
@@ -333,10 +335,10 @@ def _of_object(rows: Any) -> RowSource:
             f"rows cannot be read from a {type(rows).__name__}: give a list of dicts or texts, a "
             f"DataFrame, an Arrow table, or {FORMATS}"
         )
-    return _list(list(rows))
+    return _list_source(list(rows))
 
 
-def _list(items: list[Any]) -> RowSource:
+def _list_source(items: list[Any]) -> RowSource:
     if not items:
         raise SourceError("there are no rows: give at least one")
 

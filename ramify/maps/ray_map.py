@@ -32,7 +32,12 @@ from typing import Any
 import msgspec
 
 from ramify import __version__
-from ramify.actors.ray_cluster import RayClusterConnection, check_nodes, imported, last_line
+from ramify.actors.ray_cluster import (
+    RayClusterConnection,
+    check_node_versions,
+    error_cause_line,
+    import_ray,
+)
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
@@ -41,7 +46,7 @@ from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadat
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_run import MapResult, MapSpec
 from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, open_output_folder
-from ramify.maps.ray_row_partition import row_files_of_urls, text_parts
+from ramify.maps.ray_row_partition import partition_text_paths, row_files_of_urls
 from ramify.maps.ray_worker import MapPartWorker, MapWorkerConfig
 from ramify.maps.row_question import RowQuestionMaker
 from ramify.maps.shared_budget import RayMapStatus, SharedBudget
@@ -165,7 +170,7 @@ class RayMapRun:
         try:
             skipped, old = self._prepare(manifest)
             output = msgspec.structs.replace(self._output, old=old)
-            async with self._joined() as ray:
+            async with self._join_cluster() as ray:
                 self._claim(manifest)
                 journal = journal or maps.create(self._header(manifest, config, record.name))
                 state = await self._on_cluster(
@@ -287,17 +292,17 @@ class RayMapRun:
     # --- the cluster
 
     @contextlib.asynccontextmanager
-    async def _joined(self) -> AsyncIterator[Any]:
+    async def _join_cluster(self) -> AsyncIterator[Any]:
         """Connect to the cluster unless this process is already connected, and yield the ``ray``
         module.
 
         Raises ConfigError if a node has a different version of Ramify.
         """
-        ray = imported()
+        ray = import_ray()
         if not (was_joined := ray.is_initialized()):
             await asyncio.to_thread(self._cluster.join)
         try:
-            await asyncio.to_thread(check_nodes, __version__)
+            await asyncio.to_thread(check_node_versions, __version__)
             yield ray
         finally:
             if not was_joined:
@@ -316,7 +321,7 @@ class RayMapRun:
         # On this node, where the record is.
         budget = (
             ray.remote(SharedBudget)
-            .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=_here(ray))
+            .options(num_cpus=0, max_concurrency=1000, scheduling_strategy=_this_node_strategy(ray))
             .remote(
                 self.request.budget,
                 max_in_flight,
@@ -328,16 +333,18 @@ class RayMapRun:
         try:
             await budget.state.remote()
         except ray.exceptions.RayError as error:
-            raise RunInUse(f"the map's budget cannot be opened: {last_line(error)}") from None
+            raise RunInUse(
+                f"the map's budget cannot be opened: {error_cause_line(error)}"
+            ) from None
         try:
-            return await self._watched(
-                budget, partial(self._pipeline, task, output, budget, skipped)
+            return await self._run_watched(
+                budget, partial(self._run_pipeline, task, output, budget, skipped)
             )
         finally:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 ray.kill(budget)  # the caller's process may live, and start another map
 
-    def _pipeline(
+    def _run_pipeline(
         self,
         task: MapWorkerConfig,
         output: PartedOutputFolder,
@@ -346,7 +353,11 @@ class RayMapRun:
     ) -> None:
         import ray
 
-        from ramify.maps.ray_source import PartFileDatasink, RowPartitionDatasource, part_block
+        from ramify.maps.ray_source import (
+            PartFileDatasink,
+            RowPartitionDatasource,
+            row_partition_block,
+        )
 
         files = self._files
         resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -355,11 +366,11 @@ class RayMapRun:
         writers = max(2, most // 4)
         with _quiet_context():
             if files.is_texts:
-                parts = [part for part in text_parts(files) if part.name not in skipped]
+                parts = [part for part in partition_text_paths(files) if part.name not in skipped]
                 if not parts:
                     return
                 writers = min(writers, len(parts))
-                rows = ray.data.from_arrow([part_block([part]) for part in parts])
+                rows = ray.data.from_arrow([row_partition_block([part]) for part in parts])
             else:
                 rows = ray.data.read_datasource(
                     RowPartitionDatasource(files, skipped),
@@ -383,7 +394,7 @@ class RayMapRun:
                 concurrency=writers,
             )
 
-    async def _watched(self, budget: Any, run: Callable[[], None]) -> RayMapStatus:
+    async def _run_watched(self, budget: Any, run: Callable[[], None]) -> RayMapStatus:
         """Run the pipeline in a thread.
 
         Meanwhile, show the progress, and forward stop requests to the shared budget.
@@ -411,14 +422,14 @@ class RayMapRun:
                     await budget.stop.remote(*self._stops.pop(0))
                 state: RayMapStatus = await budget.state.remote()
                 cost = "" if state.cost is None else f"${state.cost:.4g}"
-                progress.at(state.counts.answered + state.counts.failed, cost or None)
+                progress.set_progress(state.counts.answered + state.counts.failed, cost or None)
         if (error := ended.result()) is not None:
             raise _failure(error)
         final: RayMapStatus = await budget.state.remote()
         return final
 
 
-def _here(ray: Any) -> Any:
+def _this_node_strategy(ray: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -462,5 +473,6 @@ def _failure(error: BaseException) -> BaseException:
             return type(cause)(str(cause)) if isinstance(cause, ConfigError | StoreError) else cause
         cause = inner
     return RamifyError(
-        f"the pipeline of Ray Data failed: {last_line(error)}; the same command continues the map"
+        f"the pipeline of Ray Data failed: {error_cause_line(error)}; the same command "
+        "continues the map"
     )

@@ -28,12 +28,12 @@ from ramify.errors import SourceError
 from ramify.maps.open_row_source import (
     ENDINGS,
     csv_columns,
-    csv_values,
+    csv_rows,
     jsonl_columns,
-    jsonl_values,
+    jsonl_rows,
 )
 from ramify.maps.row_source import RowSource, UnreadRow
-from ramify.sources.url_recognition import shown_url
+from ramify.sources.url_recognition import redact_url_for_display
 
 PART_ROWS = 500
 """Maximum number of rows in a part. If a worker is lost, its current part is asked again."""
@@ -93,7 +93,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         return arrow_fs.LocalFileSystem(), str(Path(url).expanduser().absolute())
     if urlsplit(url).password:
         raise SourceError(
-            f"{shown_url(url)} contains a key, which would be sent to the workers and recorded: "
+            f"{redact_url_for_display(url)} contains a key, which would be sent to the "
+            "workers and recorded: "
             "set the provider's environment variables on all nodes instead"
         )
     try:
@@ -118,7 +119,7 @@ def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
 
     Raises SourceError if a file cannot be read or the columns differ.
     """
-    opened = [_opened(url) for url in urls]
+    opened = [_open_files(url) for url in urls]
     filesystem = opened[0].filesystem
     for found in opened[1:]:
         if found.filesystem.type_name != filesystem.type_name or found.is_texts:
@@ -138,7 +139,7 @@ def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
     )
 
 
-def _opened(url: str) -> RowFiles:
+def _open_files(url: str) -> RowFiles:
     import pyarrow.fs as arrow_fs
 
     filesystem, path = filesystem_of(url)
@@ -147,7 +148,7 @@ def _opened(url: str) -> RowFiles:
         if info.type == arrow_fs.FileType.NotFound:
             raise SourceError(f"{url} does not exist: give {_FORMATS}")
         if info.type == arrow_fs.FileType.Directory:
-            return _folder(url, filesystem, path)
+            return _list_folder(url, filesystem, path)
         kind = ENDINGS.get(Path(path).suffix.lower())
         if kind == "sqlite":
             raise SourceError(
@@ -164,7 +165,7 @@ def _opened(url: str) -> RowFiles:
     return RowFiles(url, (file,), columns, filesystem)
 
 
-def _folder(url: str, filesystem: Any, path: str) -> RowFiles:
+def _list_folder(url: str, filesystem: Any, path: str) -> RowFiles:
     import pyarrow.fs as arrow_fs
 
     base = path.rstrip("/")
@@ -191,17 +192,19 @@ def _columns(file: Any, row_file: RowFile, name: str) -> tuple[str, ...]:
             except pyarrow.ArrowInvalid as error:
                 raise SourceError(f"{name} is not a Parquet file: {error}") from None
         case "csv":
-            return csv_columns(_text(file), name)
+            return csv_columns(_text_reader(file), name)
         case _:
-            return jsonl_columns(jsonl_values(_lines(file), name), name)
+            return jsonl_columns(jsonl_rows(_buffered_reader(file), name), name)
 
 
-def _lines(file: Any) -> io.BufferedReader:
+def _buffered_reader(file: Any) -> io.BufferedReader:
     return io.BufferedReader(file, 1 << 20)
 
 
-def _text(file: Any) -> io.TextIOWrapper:
-    return io.TextIOWrapper(_lines(file), newline="", encoding="utf-8-sig", errors="replace")
+def _text_reader(file: Any) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        _buffered_reader(file), newline="", encoding="utf-8-sig", errors="replace"
+    )
 
 
 # --- parts
@@ -252,7 +255,7 @@ def part_name(file: int, number: int) -> str:
     return f"part-{file:05}-{number:06}"
 
 
-def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
+def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
     """Read an open file and yield its rows in parts of at most 500.
 
     ``number`` is the index of the file among the map's files.
@@ -262,9 +265,9 @@ def parts_of(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition
         return
     name = Path(row_file.path).name
     values = (
-        csv_values(_text(file), name)
+        csv_rows(_text_reader(file), name)
         if row_file.kind == "csv"
-        else jsonl_values(_lines(file), name)
+        else jsonl_rows(_buffered_reader(file), name)
     )
     chunk: list[bytes] = []
     size, index = 0, 0
@@ -296,7 +299,7 @@ def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
             yield RowPartition(part_name(number, index), sink.getvalue().to_pybytes(), "parquet")
 
 
-def text_parts(files: RowFiles) -> Iterator[RowPartition]:
+def partition_text_paths(files: RowFiles) -> Iterator[RowPartition]:
     """Divide a folder of text files into parts.
 
     Each part contains only paths, because the workers read the files themselves.

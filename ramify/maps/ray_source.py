@@ -15,7 +15,7 @@ from ray.data.block import BlockAccessor
 from ray.data.datasource import FileBasedDatasource
 
 from ramify.maps.part_output import UNFINISHED, PartedOutputFolder
-from ramify.maps.ray_row_partition import RowFiles, RowPartition, parts_of
+from ramify.maps.ray_row_partition import RowFiles, RowPartition, read_row_partitions
 
 
 class RowPartitionDatasource(FileBasedDatasource):
@@ -39,12 +39,12 @@ class RowPartitionDatasource(FileBasedDatasource):
 
     def _read_stream(self, f: Any, path: str) -> Iterator[Any]:
         number, file = self._files[path]
-        for part in parts_of(f, file, number):
+        for part in read_row_partitions(f, file, number):
             if part.name not in self._skipped:
-                yield part_block([part])
+                yield row_partition_block([part])
 
 
-def part_block(parts: Iterable[RowPartition]) -> Any:
+def row_partition_block(parts: Iterable[RowPartition]) -> Any:
     import pyarrow
 
     found = list(parts)

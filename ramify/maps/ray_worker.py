@@ -79,7 +79,7 @@ class RowEngine:
         """
         return event_loop_thread.run(self._answer(part, source, known))
 
-    def count_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
+    def report_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
         """Report a part whose rows all have answers already, so that the totals include it."""
         event_loop_thread.run(self._skip(part, known))
 
@@ -129,7 +129,7 @@ class RowEngine:
         attempt = uuid.uuid4().hex
         if not await self._call("begin_part_attempt", attempt, part):
             await self._call("end_part_attempt", attempt, known)
-            await self._call("written", part)
+            await self._call("mark_written", part)
 
     def _call(self, method: str, *given: Any) -> Awaitable[Any]:
         return asyncio.wrap_future(getattr(self._budget, method).remote(*given).future())
@@ -163,9 +163,9 @@ class MapPartWorker:
 
     def __call__(self, batch: Any) -> Iterator[Any]:
         for part in batch.to_pylist():
-            yield self._answered(RowPartition(**part))
+            yield self._answer_part(RowPartition(**part))
 
-    def _answered(self, part: RowPartition) -> Any:
+    def _answer_part(self, part: RowPartition) -> Any:
         """Answer the open rows of a part, and return a block with the part's new file.
 
         The block is empty if no new file is needed.
@@ -184,7 +184,7 @@ class MapPartWorker:
         num_failed = sum(bool(row.get(error)) for row in old)
         known = RowOutcomeCounts(len(old) - num_failed, num_failed, 0, 0, len(old))
         if not asked:
-            self._engine.count_answered_part(part.name, known)
+            self._engine.report_answered_part(part.name, known)
             return _file_block()
         table = msgspec.structs.replace(
             source, total=len(asked), values=lambda: (rows[index] for index in asked)

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.calls_outside_runs import (
     DirectCalls,
     DirectEvent,
@@ -34,7 +34,7 @@ from ramify.engine.limits import BudgetAmount
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
 from ramify.engine.run_result import Result
-from ramify.errors import RamifyError, UnknownRun, can_be_fixed
+from ramify.errors import RamifyError, UnknownRun, is_fixable_by_user
 from ramify.maps.map_journal import (
     DirectReplyLine,
     FailedAttempt,
@@ -147,7 +147,7 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
         seconds = time.perf_counter() - began
         cause = outcome.failure
         # A cause that a person can fix leaves the question open, so that a later start asks again.
-        if outcome.stop is not Stop.FINAL and can_be_fixed(cause):
+        if outcome.stop is not Stop.FINAL and is_fixable_by_user(cause):
             return RowOutcome(
                 error=outcome.error,
                 cause=cause,
@@ -157,7 +157,7 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
             )
         if outcome.stop is Stop.FINAL:
             answer = outcome.answer
-            answer = answer if type(answer) is str else jsonable(answer)
+            answer = answer if type(answer) is str else to_jsonable(answer)
             if row.offset >= 0:
                 return RowOutcome(
                     answer, None, row.offset, cost=row.cost, seconds=seconds, number=asked.number
@@ -206,19 +206,19 @@ class _DirectRow:
                     reply.message.content,
                     reply.finish,
                     usage_counts(reply.usage),
-                    _rounded(reply.cost),
+                    _round_cost(reply.cost),
                     round(reply.seconds, 4),
                     reply.message.reasoning,
                 )
             )
             self.offset = self._journal.append(line)
         elif isinstance(event, DirectRequestEvent):
-            self._journal.append(self._request(event))
+            self._journal.append(self._request_line(event))
         else:
-            self._failed(event)
+            self._record_failure(event)
 
-    def _request(self, event: DirectRequestEvent) -> MapLine:
-        asked, most, cost = self._asked, event.most, _rounded(event.cost)
+    def _request_line(self, event: DirectRequestEvent) -> MapLine:
+        asked, most, cost = self._asked, event.most, _round_cost(event.cost)
         is_first, self._turn = event.turn > self._turn, event.turn
         if event.turn or not is_first:
             text = event.new[-1].content if is_first else None
@@ -249,13 +249,13 @@ class _DirectRow:
             )
         )
 
-    def _failed(self, event: DirectFailure) -> None:
+    def _record_failure(self, event: DirectFailure) -> None:
         self.cost += event.cost or 0.0
         counts = usage_counts(event.usage) if event.usage.calls else ()
         self._journal.append(
             MapLine(
                 x=FailedAttempt(
-                    self._asked.number, event.turn, event.error, counts, _rounded(event.cost)
+                    self._asked.number, event.turn, event.error, counts, _round_cost(event.cost)
                 )
             )
         )
@@ -281,20 +281,20 @@ class SessionRowAnswerer(RowAnsweringMethod):
         async with self._slots:
             began = time.perf_counter()
             try:
-                result = await self._result(asked)
+                result = await self._run_or_resume(asked)
             except RamifyError as error:
-                if can_be_fixed(error):
+                if is_fixable_by_user(error):
                     return RowOutcome(error=str(error), cause=error)
-                return self._ended(asked, Stop.ERROR, None, str(error), None, began)
-        if result.stop is Stop.SUSPENDED or can_be_fixed(result.failure):
+                return self._to_outcome(asked, Stop.ERROR, None, str(error), None, began)
+        if result.stop is Stop.SUSPENDED or is_fixable_by_user(result.failure):
             cause = result.failure or RamifyError(result.error or "the run was suspended")
             return RowOutcome(error=result.error, cause=cause, cost=result.cost or 0.0)
         why = result.error or (None if result.stop is Stop.FINAL else result.reason)
         if result.answer is None and not why:
             why = "the model gave None as its final answer"
-        return self._ended(asked, result.stop, jsonable(result.answer), why, result, began)
+        return self._to_outcome(asked, result.stop, to_jsonable(result.answer), why, result, began)
 
-    async def _result(self, asked: QuestionInProgress) -> Result:
+    async def _run_or_resume(self, asked: QuestionInProgress) -> Result:
         question, rlm = asked.question, self._rlm
         budget = self._calls.budget
         if asked.run and rlm.store is not None:
@@ -324,7 +324,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
         self._journal.append(MapLine(s=started))
         return await running
 
-    def _ended(
+    def _to_outcome(
         self,
         asked: QuestionInProgress,
         stop: Stop,
@@ -346,7 +346,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
             error,
             counts,
             usage.calls,
-            _rounded(cost),
+            _round_cost(cost),
             round(seconds, 4),
         )
         offset = self._journal.append(MapLine(e=end))
@@ -375,7 +375,7 @@ def create_row_answerers(
     )
 
 
-def _rounded(cost: float | None) -> float | None:
+def _round_cost(cost: float | None) -> float | None:
     """Round a cost in dollars to twelve decimal places, so that rounding errors of a sum of floats
     do not show."""
     return None if cost is None else round(cost, 12)

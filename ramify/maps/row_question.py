@@ -25,7 +25,7 @@ import msgspec
 
 from ramify.engine.question import Question
 from ramify.errors import ConfigError, did_you_mean
-from ramify.types.message import encodable
+from ramify.types.message import escape_surrogates
 
 _FIELD = re.compile(r"\{\{|\}\}|\{([^\W\d][\w .-]*)\}")
 _DIGEST_BYTES = 16
@@ -90,7 +90,7 @@ class RowQuestionMaker:
         context instead. Raises InvalidRowError for a row without content.
         """
         if self.fields:
-            text, context = self._filled(values, max_chars)
+            text, context = self._fill_question(values, max_chars)
         else:
             text, context = self._question.text, self._context(values)
         question = self.make_question(text, context)
@@ -102,14 +102,14 @@ class RowQuestionMaker:
         """Return a question that asks ``text`` about the given ``context``."""
         return msgspec.structs.replace(self._question, text=text, context=context)
 
-    def _filled(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
+    def _fill_question(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
         texts = {name: _text(values.get(name)) for name in self.fields}
         if not any(text.strip() for text in texts.values()):
             raise InvalidRowError(f"the row has no value in {', '.join(self.fields)}")
         if len(self.text) + sum(map(len, texts.values())) <= max_chars:
-            return encodable(_fill(self.text, texts)), None
+            return escape_surrogates(_fill(self.text, texts)), None
         names = {name: f"context[{name!r}]" for name in self.fields}
-        return encodable(_fill(self.text, names)), texts
+        return escape_surrogates(_fill(self.text, names)), texts
 
     def _context(self, values: Mapping[str, Any]) -> Any:
         given = {name: _text(values.get(name)) for name in self.shown}
@@ -137,14 +137,14 @@ def _text(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, str):
-        return encodable(str(value))
+        return escape_surrogates(str(value))
     if isinstance(value, datetime.date | datetime.time | bool | int | float):
         return str(value)
-    value = plain(value)
-    return encodable(value if isinstance(value, str) else _encode(value).decode())
+    value = to_json_value(value)
+    return escape_surrogates(value if isinstance(value, str) else _encode(value).decode())
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Convert a cell to a value that JSON can represent.
 
     A value without a JSON form becomes text.
@@ -152,16 +152,16 @@ def plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if hasattr(value, "item") and not isinstance(value, Mapping):  # a scalar of NumPy
-        return plain(value.item()) if getattr(value, "ndim", 0) == 0 else value.tolist()
+        return to_json_value(value.item()) if getattr(value, "ndim", 0) == 0 else value.tolist()
     try:
         return msgspec.to_builtins(value, str_keys=True)
     except (TypeError, ValueError, RecursionError):
         pass
     try:
         if isinstance(value, Mapping):
-            return {str(name): plain(item) for name, item in value.items()}
+            return {str(name): to_json_value(item) for name, item in value.items()}
         if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
+            return [to_json_value(item) for item in value]
     except RecursionError:
         pass
     # A subclass of a date, such as the one of pandas, is unknown to msgspec.

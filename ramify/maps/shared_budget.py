@@ -175,11 +175,11 @@ class SharedBudget:
             self._watch = asyncio.create_task(self._watch_attempts())
         earlier = self._parts.get(part)
         if earlier in self._attempts:
-            self._lose(earlier)
+            self._give_up_attempt(earlier)
         if part in self._unwritten:
             num_replies, counts, _ = self._unwritten.pop(part)
             self._num_paid_again += num_replies
-            self._counts = _minus(self._counts, counts)
+            self._counts = _subtract_counts(self._counts, counts)
         if self._stop == "done":
             self._parts[part] = attempt
             self._attempts[attempt] = _Attempt(part)
@@ -198,7 +198,7 @@ class SharedBudget:
         if found is None:
             raise RamifyError(f"attempt {attempt} timed out: its worker stopped reporting")
         found.heard_s = time.monotonic()
-        self._pause(found, pause_remaining_s)
+        self._pause_workers(found, pause_remaining_s)
         reserves = False
         for kind, *given in operations:
             if kind == "reserve":
@@ -218,9 +218,9 @@ class SharedBudget:
                 self._ledger.charge(*given)
         if reserves:
             await asyncio.sleep(0)  # Reservations that fit are granted before the answer is sent.
-        return self._taken(found), self._reason
+        return self._take_grants(found), self._reason
 
-    async def wait(self, attempt: str) -> tuple[list[Granted], str]:
+    async def wait_for_decisions(self, attempt: str) -> tuple[list[Granted], str]:
         """Wait up to a second until a reservation of this attempt is granted or refused.
 
         Returns the decided reservations, and the reason if the map is stopping.
@@ -232,7 +232,7 @@ class SharedBudget:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(found.ready.wait(), _POLL_S)
         found.heard_s = time.monotonic()
-        return self._taken(found), self._reason
+        return self._take_grants(found), self._reason
 
     async def end_part_attempt(self, attempt: str, counts: RowOutcomeCounts) -> None:
         """End a worker's attempt to answer a part.
@@ -248,9 +248,9 @@ class SharedBudget:
         self._counts += counts
         # The sink writes the file later. Until then, a lost worker's replies would be paid again.
         self._unwritten[found.part] = (found.num_replies, counts, not counts.missing)
-        self._keep()
+        self._write_spending()
 
-    async def written(self, part: str) -> None:
+    async def mark_written(self, part: str) -> None:
         """Record that the output file of a part has been written."""
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
@@ -258,7 +258,7 @@ class SharedBudget:
             self._finished = MapSpending(
                 answered=done.answered + counts.answered, failed=done.failed + counts.failed
             )
-        self._keep()
+        self._write_spending()
 
     async def stop(self, stop: str, reason: str) -> None:
         """Stop the map, so that no worker starts another row."""
@@ -299,14 +299,14 @@ class SharedBudget:
             attempt.num_replies += 1
             self._gate.speed_up()
 
-    def _taken(self, attempt: _Attempt) -> list[Granted]:
+    def _take_grants(self, attempt: _Attempt) -> list[Granted]:
         taken, attempt.outbox = attempt.outbox, []
         attempt.ready.clear()
         if taken:
-            self._keep()
+            self._write_spending()
         return taken
 
-    def _pause(self, attempt: _Attempt, pause_remaining_s: float) -> None:
+    def _pause_workers(self, attempt: _Attempt, pause_remaining_s: float) -> None:
         """Pause all workers if a rate limit pauses one of them for longer than the current
         pause."""
         until_s = time.monotonic() + pause_remaining_s
@@ -314,7 +314,7 @@ class SharedBudget:
             self._paused_until_s = until_s
             self._gate.slow_down(attempt.round, pause_remaining_s)
 
-    def _lose(self, name: str) -> None:
+    def _give_up_attempt(self, name: str) -> None:
         """Give up an attempt, because it has gone silent or another worker has begun the same part.
 
         Its reservations count as spent.
@@ -330,7 +330,7 @@ class SharedBudget:
             self._ledger.settle(reserved, usage, cost)
             for _ in range(reserved.calls):
                 self._gate.release()
-        self._keep()
+        self._write_spending()
 
     async def _watch_attempts(self) -> None:
         while True:
@@ -338,9 +338,9 @@ class SharedBudget:
             now_s = time.monotonic()
             for name, attempt in list(self._attempts.items()):
                 if now_s - attempt.heard_s > self._silent_s:
-                    self._lose(name)
+                    self._give_up_attempt(name)
 
-    def _keep(self) -> None:
+    def _write_spending(self) -> None:
         """Overwrite the spending record on disk.
 
         This takes a single system call, so a killed process leaves either the old record or the new
@@ -361,7 +361,7 @@ class SharedBudget:
         os.pwrite(self._fd, msgspec.json.encode(record).ljust(_RECORD_BYTES - 1) + b"\n", 0)
 
 
-def _minus(counts: RowOutcomeCounts, other: RowOutcomeCounts) -> RowOutcomeCounts:
+def _subtract_counts(counts: RowOutcomeCounts, other: RowOutcomeCounts) -> RowOutcomeCounts:
     return RowOutcomeCounts(
         counts.answered - other.answered,
         counts.failed - other.failed,
@@ -406,7 +406,7 @@ def read_spending(path: str) -> MapSpending | None:
         return None
 
 
-Method = Literal["begin_part_attempt", "apply_operations", "wait", "end_part_attempt"]
+Method = Literal["begin_part_attempt", "apply_operations", "wait_for_decisions", "end_part_attempt"]
 
 
 class RemoteBudget(BudgetLedger):
@@ -449,7 +449,7 @@ class RemoteBudget(BudgetLedger):
         """
         reason: str = await self._call("begin_part_attempt", self._attempt, part)
         if not reason:
-            self._beat = asyncio.create_task(self._beats())
+            self._beat = asyncio.create_task(self._send_heartbeats())
         return reason
 
     async def end_part_attempt(self, counts: RowOutcomeCounts) -> None:
@@ -515,9 +515,9 @@ class RemoteBudget(BudgetLedger):
 
     async def _wait(self) -> None:
         while self._asked and self._lost is None:
-            await self._exchange("wait", self._attempt)
+            await self._exchange("wait_for_decisions", self._attempt)
 
-    async def _beats(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while self._lost is None:
             await asyncio.sleep(_BEAT_S)
             await self._exchange("apply_operations", self._attempt, [], self._paused_s())

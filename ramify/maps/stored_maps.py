@@ -36,7 +36,7 @@ class StoredMapCache:
     def __init__(self) -> None:
         self._tables: dict[Path, StoredMap] = {}
 
-    def of(self, path: Path) -> StoredMap:
+    def get_table(self, path: Path) -> StoredMap:
         """Return the current table of the map with the journal at ``path``.
 
         Opens the map at the first call. Raises StoreError if the journal cannot be read.

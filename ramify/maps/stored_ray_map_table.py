@@ -55,7 +55,7 @@ class RayMapOutputTable(StoredMap):
             raise StoreError(
                 f"the parts of map {self.id} need pyarrow: {install_command('ray')}"
             ) from None
-        header, parts = self._described()
+        header, parts = self._header_and_parts()
         try:
             output = open_output_folder(header.out)
             selector = arrow_fs.FileSelector(output.folder, allow_not_found=True)
@@ -73,11 +73,11 @@ class RayMapOutputTable(StoredMap):
         return self._rows
 
     def store_files(self) -> list[Path]:
-        return [self.path, *(path for path in [self._record()] if path.exists())]
+        return [self.path, *(path for path in [self._spending_path()] if path.exists())]
 
-    def figures(self) -> MapFigures:
-        header, _ = self._described()
-        spent = read_spending(str(self._record())) or MapSpending()
+    def summary(self) -> MapFigures:
+        header, _ = self._header_and_parts()
+        spent = read_spending(str(self._spending_path())) or MapSpending()
         num = spent.answered + spent.failed
         return MapFigures(
             id=self.id,
@@ -94,18 +94,18 @@ class RayMapOutputTable(StoredMap):
             alive=self.is_alive,
         )
 
-    def lines_of(self, number: int) -> list[MapLine]:
+    def last_attempt_lines(self, number: int) -> list[MapLine]:
         raise StoreError(
             f"map {self.id} ran on a Ray cluster, whose output has the answers but not the "
             f"replies: see it with ramify show {self.id}"
         )
 
-    def _record(self) -> Path:
+    def _spending_path(self) -> Path:
         """Return the path of the file that records this map's spending."""
-        _, parts = self._described()
+        _, parts = self._header_and_parts()
         return self.path.parents[1] / RAY_MAPS / parts.record
 
-    def _described(self) -> tuple[MapHeader, RayMapMetadata]:
+    def _header_and_parts(self) -> tuple[MapHeader, RayMapMetadata]:
         if self.header is None or self.header.parts is None:
             raise StoreError(f"{self.path} does not say where the parts of the map are")
         return self.header, self.header.parts

@@ -99,7 +99,7 @@ class PlainAttentionKernel:
     ) -> tuple[Tensor, Tensor]:
         o = torch.empty_like(q)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for at in self._stretches(q, k):
+        for at in self._query_chunks(q, k):
             scores = self._scores(q, k, at, causal, scale)
             lse[:, :, at] = scores.logsumexp(-1)
             o[:, :, at] = ((scores - lse[:, :, at, None]).exp() @ v.to(scores.dtype)).to(o.dtype)
@@ -118,7 +118,7 @@ class PlainAttentionKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         kind = lse.dtype
         dq, dk, dv = (torch.zeros(x.shape, dtype=kind, device=x.device) for x in (q, k, v))
-        for at in self._stretches(q, k):
+        for at in self._query_chunks(q, k):
             p = (self._scores(q, k, at, causal, scale) - lse[:, :, at, None]).exp()
             do_n, o_n = do[:, :, at].to(kind), o[:, :, at].to(kind)
             dv += p.mT @ do_n
@@ -138,7 +138,7 @@ class PlainAttentionKernel:
             scores.masked_fill_(later, -torch.inf)
         return scores
 
-    def _stretches(self, q: Tensor, k: Tensor) -> list[slice]:
+    def _query_chunks(self, q: Tensor, k: Tensor) -> list[slice]:
         size = max(1, _MAX_SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
         return [slice(start, start + size) for start in range(0, q.shape[2], size)]
 
@@ -197,7 +197,7 @@ class CudaFlashKernel:
     """
 
     @staticmethod
-    def takes(dtype: torch.dtype, head_size: int) -> bool:
+    def is_supported(dtype: torch.dtype, head_size: int) -> bool:
         return dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256
 
     def forward(
@@ -282,9 +282,9 @@ class PlainVarlenKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         o, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-        for at, seen in _pairs(queries, keys):
+        for at, seen in _query_key_ranges(queries, keys):
             o_block, lse_block = PlainAttentionKernel().forward(
-                _block(q, at), *_keys(k, v, seen, q), causal, scale
+                _head_major_slice(q, at), *_repeat_keys_values(k, v, seen, q), causal, scale
             )
             o[at], lse[:, at] = o_block[0].transpose(0, 1), lse_block[0].to(lse.dtype)
         return o, lse, ()
@@ -304,12 +304,12 @@ class PlainVarlenKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for at, seen in _pairs(queries, keys):
+        for at, seen in _query_key_ranges(queries, keys):
             inputs = (
-                _block(do, at),
-                _block(q, at),
-                *_keys(k, v, seen, q),
-                _block(o, at),
+                _head_major_slice(do, at),
+                _head_major_slice(q, at),
+                *_repeat_keys_values(k, v, seen, q),
+                _head_major_slice(o, at),
                 lse[None, :, at],
             )
             dq_block, dk_block, dv_block = PlainAttentionKernel().backward(*inputs, causal, scale)
@@ -324,17 +324,17 @@ class PlainVarlenKernel:
         return dq, dk, dv
 
 
-def _pairs(queries: VarlenRanges, keys: VarlenRanges) -> list[tuple[slice, slice]]:
+def _query_key_ranges(queries: VarlenRanges, keys: VarlenRanges) -> list[tuple[slice, slice]]:
     q, k = queries.bounds.tolist(), keys.bounds.tolist()
     return [(slice(*q[i : i + 2]), slice(*k[i : i + 2])) for i in range(len(q) - 1)]
 
 
-def _block(x_THd: Tensor, at: slice) -> Tensor:
+def _head_major_slice(x_THd: Tensor, at: slice) -> Tensor:
     return x_THd[at].transpose(0, 1)[None]
 
 
-def _keys(k: Tensor, v: Tensor, seen: slice, q: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_keys_values(k: Tensor, v: Tensor, seen: slice, q: Tensor) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
-    return _block(k.repeat_interleave(groups, 1), seen), _block(
+    return _head_major_slice(k.repeat_interleave(groups, 1), seen), _head_major_slice(
         v.repeat_interleave(groups, 1), seen
     )

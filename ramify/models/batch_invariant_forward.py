@@ -43,7 +43,7 @@ def round_up_to_block(num_keys: int) -> int:
     return -(-num_keys // BLOCK) * BLOCK
 
 
-def in_blocks(function: Callable[[Tensor], Tensor], x_n: Tensor) -> Tensor:
+def apply_in_blocks(function: Callable[[Tensor], Tensor], x_n: Tensor) -> Tensor:
     """Apply a function to a tensor in blocks of ``BLOCK`` rows, and join the results.
 
     The last block is padded with zeros, so that the function always gets the same shape.
@@ -51,16 +51,18 @@ def in_blocks(function: Callable[[Tensor], Tensor], x_n: Tensor) -> Tensor:
     parts = []
     for start in range(0, len(x_n), BLOCK):
         part = x_n[start : start + BLOCK]
-        parts.append(function(_filled(part))[: len(part)])
-    return torch.cat(parts) if parts else function(_filled(x_n))[:0]
+        parts.append(function(_pad_to_block(part))[: len(part)])
+    return torch.cat(parts) if parts else function(_pad_to_block(x_n))[:0]
 
 
-def _filled(x_n: Tensor) -> Tensor:
+def _pad_to_block(x_n: Tensor) -> Tensor:
     missing = BLOCK - len(x_n)
     return torch.cat([x_n, x_n.new_zeros(missing, *x_n.shape[1:])]) if missing else x_n
 
 
-def attend_path(q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float) -> Tensor:
+def causal_attention(
+    q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float
+) -> Tensor:
     """Compute causal attention for consecutive tokens of one sequence, the first of which is at
     ``position``.
 
@@ -101,7 +103,7 @@ class RowBlockSpan(NamedTuple):
     """Slot (in the engine) or segment (in the trainer) that the tokens belong to."""
 
 
-def runs_of(sources: Sequence[int], positions: Sequence[int]) -> list[RowBlockSpan]:
+def consecutive_token_spans(sources: Sequence[int], positions: Sequence[int]) -> list[RowBlockSpan]:
     """Split the rows of one block into runs of consecutive tokens.
 
     All tokens of a run belong to the same segment and attend to the same padded number of keys.
@@ -160,7 +162,7 @@ class BatchInvariantTrunk:
         for start in range(0, len(ids_T), BLOCK):
             ids, positions = ids_T[start : start + BLOCK], positions_T[start : start + BLOCK]
             attend = _BlockAttention(forest, start // BLOCK)
-            h_nD = self._model.hidden(_filled(ids), _filled(positions), attend)
+            h_nD = self._model.hidden(_pad_to_block(ids), _pad_to_block(positions), attend)
             blocks.append(h_nD[: len(ids)])
         return torch.cat(blocks).index_select(0, rows_N)
 
@@ -180,7 +182,7 @@ class _ForestKeys:
         self._segments = segments
         owners = [index for index, each in enumerate(segments) for _ in range(each.start, each.end)]
         self.runs = [
-            runs_of(owners[start : start + BLOCK], positions[start : start + BLOCK])
+            consecutive_token_spans(owners[start : start + BLOCK], positions[start : start + BLOCK])
             for start in range(0, len(owners), BLOCK)
         ]
         self.computed: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -227,7 +229,7 @@ class _BlockAttention:
             outputs.append(
                 cast(Tensor, _AttendPath.apply(q_nHd, run.position, scale, *keys, *values))  # type: ignore[no-untyped-call]
             )
-        return _filled(torch.cat(outputs))
+        return _pad_to_block(torch.cat(outputs))
 
 
 class _AttendPath(torch.autograd.Function):
@@ -237,7 +239,7 @@ class _AttendPath(torch.autograd.Function):
         ctx.position, ctx.scale = position, scale
         half = len(pieces) // 2
         k_KLd, v_KLd = _heads_first(pieces[:half]), _heads_first(pieces[half:])
-        return attend_path(q_nHd, k_KLd, v_KLd, position, scale)
+        return causal_attention(q_nHd, k_KLd, v_KLd, position, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -267,7 +269,7 @@ def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
 def _plain_attention(
     q_nHd: Tensor, k_LKd: Tensor, v_LKd: Tensor, position: int, scale: float
 ) -> Tensor:
-    """Compute the same attention as ``attend_path`` with an ordinary masked kernel, so that
+    """Compute the same attention as ``causal_attention`` with an ordinary masked kernel, so that
     gradients can flow.
 
     Returns a tensor [tokens, heads, head size].

@@ -14,8 +14,8 @@ forest of segments. Outside attention, a token's result depends only on its id a
 Parameters have the same names as in Hugging Face's modules
 (``model.layers.0.self_attn.q_proj.weight``), so that state dicts are interchangeable. Not
 supported: dropout, sliding windows (``DenseShape.window`` stays inside them, where they change
-nothing), mixtures of experts, and rotary scalings other than Llama 3's; ``DenseShape.of`` rejects
-these by name.
+nothing), mixtures of experts, and rotary scalings other than Llama 3's; ``DenseShape.from_config``
+rejects these by name.
 
 The norm has a custom backward pass on a CPU:
 
@@ -146,13 +146,13 @@ class DenseShape(msgspec.Struct, frozen=True):
     """True if each query and key head is normalized before it is rotated."""
 
     @classmethod
-    def of(cls, config: Any) -> DenseShape:
+    def from_config(cls, config: Any) -> DenseShape:
         """Read the shape from a Hugging Face ``PretrainedConfig``.
 
         Raises ConfigError with the first feature that ``DenseModel`` does not support.
         """
         kind = config.model_type
-        if reason := unsupported(config):
+        if reason := unsupported_reason(config):
             raise ConfigError(
                 f"{kind}: {reason}: load it as a Hugging Face module instead of DenseModel"
             )
@@ -180,7 +180,7 @@ class DenseShape(msgspec.Struct, frozen=True):
         )
 
 
-def unsupported(config: Any) -> str | None:
+def unsupported_reason(config: Any) -> str | None:
     """Return the reason why ``DenseModel`` cannot run a model with this configuration, or None if
     it can."""
     if config.model_type not in ARCHITECTURES:
@@ -207,10 +207,10 @@ class DenseModel(nn.Module):
         Raises ConfigError if this class does not support it.
         """
         super().__init__()
-        self.shape = shape = DenseShape.of(config)
+        self.shape = shape = DenseShape.from_config(config)
         self.model = _Trunk(shape)
         self.lm_head = _Linear(shape.width, shape.vocab_size, bias=False)
-        self._frequencies = frequencies(shape)
+        self._frequencies = rotary_frequencies(shape)
         """[d / 2] frequencies in radians per position, always in fp32."""
         self._tie()
 
@@ -418,7 +418,7 @@ def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., An
     return before, after
 
 
-def frequencies(shape: DenseShape) -> Tensor:
+def rotary_frequencies(shape: DenseShape) -> Tensor:
     """Return the frequencies of the rotary embedding, in radians per position, one for each pair of
     a head's dimensions.
 

@@ -54,7 +54,7 @@ def write(folder: Path) -> None:
     if not folder.is_dir():
         return
     names = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
-    checksums = _sums(folder, [name for name in names if name != FILE])
+    checksums = _compute_checksums(folder, [name for name in names if name != FILE])
     path = folder / FILE
     aside = path.with_name(f".{FILE}.tmp")
     aside.write_bytes(msgspec.json.format(msgspec.json.encode(_Checksums(checksums))))
@@ -113,7 +113,7 @@ def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tu
                 name,
                 f"it has {path.stat().st_size:,} bytes, but had {checksum.bytes:,} when written",
             )
-    current = _sums(folder, expected)
+    current = _compute_checksums(folder, expected)
     for name, checksum in expected.items():
         if current[name] != checksum:
             yield (
@@ -123,7 +123,7 @@ def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tu
             )
 
 
-def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
+def _compute_checksums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
     """Compute the current checksums of some files, keyed by file name.
 
     Raises StoreError if a file cannot be read.
@@ -133,18 +133,18 @@ def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
         (name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)
     ]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(lambda part: _chunk(folder / part[0], part[1]), parts))
+        digests = list(pool.map(lambda part: _hash_chunk(folder / part[0], part[1]), parts))
     chunks: dict[str, list[bytes]] = {name: [] for name in sizes}
     for (name, _), digest in zip(parts, digests, strict=True):
         chunks[name].append(digest)
-    return {name: FileChecksum(size, _joined(chunks[name])) for name, size in sizes.items()}
+    return {name: FileChecksum(size, _join_digests(chunks[name])) for name, size in sizes.items()}
 
 
-def _joined(digests: list[bytes]) -> str:
+def _join_digests(digests: list[bytes]) -> str:
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
 
 
-def _chunk(path: Path, start: int) -> bytes:
+def _hash_chunk(path: Path, start: int) -> bytes:
     """Return the SHA-256 digest of one chunk of a file, which begins at byte offset ``start``."""
     digest, left = hashlib.sha256(), CHUNK
     buffer = memoryview(bytearray(_BLOCK))

@@ -98,7 +98,9 @@ class ForestAttentionPlan(NamedTuple):
         return blocks[: len(self.own)]
 
     @classmethod
-    def of(cls, segments: Many[Segment], rows: Many[int] | None = None) -> ForestAttentionPlan:
+    def for_segments(
+        cls, segments: Many[Segment], rows: Many[int] | None = None
+    ) -> ForestAttentionPlan:
         """Plan the attention blocks for a packed forest.
 
         ``rows`` lists the tokens whose output is needed, in ascending order, and defaults to all. A
@@ -181,7 +183,7 @@ class ForestAttention:
         is_needed = self._needed is not None and self._needed.layer == layer
         key = (device, q_THd.dtype, q_THd.shape[-1], is_needed)
         if key not in self._walks:
-            kernel = self._kernel or _fastest(*key[:3])
+            kernel = self._kernel or _fastest_kernel(*key[:3])
             rows = self._needed.rows if is_needed and self._needed is not None else None
             self._walks[key] = _walk(
                 self._segments, kernel, q_THd.device, rows, q_THd.shape[1] // k_TKd.shape[1]
@@ -189,12 +191,12 @@ class ForestAttention:
         return cast(Tensor, _Attend.apply(q_THd, k_TKd, v_TKd, self._walks[key], scale))  # type: ignore[no-untyped-call]
 
 
-def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
+def _fastest_kernel(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
     if device == "cpu":
         # Each product of a tile waits for all threads, and flash attention once for a whole block.
         is_single = dtype == torch.float32 and torch.get_num_threads() == 1
         return TILED if is_single and onednn_products.is_faster_on_cpu() else CpuFlashKernel()
-    if device == "cuda" and CudaFlashKernel.takes(dtype, head_size):
+    if device == "cuda" and CudaFlashKernel.is_supported(dtype, head_size):
         return CudaFlashKernel()
     return PlainAttentionKernel()
 
@@ -228,9 +230,9 @@ def _walk(
 ) -> _Walk:
     if isinstance(kernel, (CudaFlashKernel, PlainVarlenKernel)):
         # All rows: further calls for cut segments would cost more than one layer's queries.
-        return _Levels(ForestAttentionPlan.of(segments), kernel, device)
+        return _Levels(ForestAttentionPlan.for_segments(segments), kernel, device)
     rows = None if rows_N is None else rows_N.tolist()
-    plan = ForestAttentionPlan.of(segments, rows)
+    plan = ForestAttentionPlan.for_segments(segments, rows)
     if kernel == TILED:
         below = [(each.keys, each.queries) for each in plan.below]
         tiled = TiledAttention(plan.causal_block_ranges, below, rows_N)
@@ -275,23 +277,32 @@ class _Blocks:
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        o_THd = self._filled(q_THd)
+        o_THd = self._allocate_like(q_THd)
         lse_HT = q_THd.new_zeros(
             q_THd.shape[1], q_THd.shape[0], dtype=torch.promote_types(q_THd.dtype, torch.float32)
         )
-        k, v = (_repeated(x, q_THd) for x in (k_TKd, v_TKd))
+        k, v = (_repeat_heads(x, q_THd) for x in (k_TKd, v_TKd))
         q, o, lse = _heads_first(q_THd), _heads_first(o_THd), lse_HT[None]
-        own = (self._own(x) for x in (q, k, v, o, lse))
+        own = (self._split_causal_blocks(x) for x in (q, k, v, o, lse))
         for q_own, k_own, v_own, o_own, lse_own in zip(*own, strict=True):
             block_o, block_lse = self._kernel.forward(q_own, k_own, v_own, True, scale)
             o_own.copy_(block_o)
             lse_own.copy_(block_lse)
-        q_N, o_N, lse_N = (self._needed(x) for x in (q, o, lse))
+        q_N, o_N, lse_N = (self._select_needed(x) for x in (q, o, lse))
         for below in self._plan.below:
             more, more_lse = self._kernel.forward(
-                _at(q_N, below.queries), _at(k, below.keys), _at(v, below.keys), False, scale
+                _slice_tokens(q_N, below.queries),
+                _slice_tokens(k, below.keys),
+                _slice_tokens(v, below.keys),
+                False,
+                scale,
             )
-            _join(_at(o_N, below.queries), _at(lse_N, below.queries), more, more_lse)
+            _merge_attention(
+                _slice_tokens(o_N, below.queries),
+                _slice_tokens(lse_N, below.queries),
+                more,
+                more_lse,
+            )
         if self._rows_N is not None:
             o.index_copy_(2, self._rows_N, o_N)
             lse.index_copy_(2, self._rows_N, lse_N)
@@ -301,43 +312,52 @@ class _Blocks:
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_THd, k_TKd, v_TKd, o_THd, lse_HT = saved
-        k, v = (_repeated(x, q_THd) for x in (k_TKd, v_TKd))
-        dq_THd = self._filled(q_THd)
-        dk, dv = self._filled(k), self._filled(v)
+        k, v = (_repeat_heads(x, q_THd) for x in (k_TKd, v_TKd))
+        dq_THd = self._allocate_like(q_THd)
+        dk, dv = self._allocate_like(k), self._allocate_like(v)
         do, q, o, dq = (_heads_first(x) for x in (do_THd, q_THd, o_THd, dq_THd))
         lse = lse_HT[None]
         # The output and log-sum-exp are those over all blocks, so the blocks' gradients add up.
         # Causal blocks do not overlap and come first, so each writes; later blocks add.
-        own = (self._own(x) for x in (do, q, k, v, o, lse, dq, dk, dv))
+        own = (self._split_causal_blocks(x) for x in (do, q, k, v, o, lse, dq, dk, dv))
         for do_own, q_own, k_own, v_own, o_own, lse_own, *gradient_views in zip(*own, strict=True):
             block_gradients = self._kernel.backward(
                 do_own, q_own, k_own, v_own, o_own, lse_own, True, scale
             )
             for gradient, part in zip(gradient_views, block_gradients, strict=True):
                 gradient.copy_(part)
-        do_N, q_N, o_N, lse_N, dq_N = (self._needed(x) for x in (do, q, o, lse, dq))
+        do_N, q_N, o_N, lse_N, dq_N = (self._select_needed(x) for x in (do, q, o, lse, dq))
         for below in self._plan.below:
             at, seen = below.queries, below.keys
-            do_at, q_at, o_at, lse_at = (_at(x, at) for x in (do_N, q_N, o_N, lse_N))
+            do_at, q_at, o_at, lse_at = (_slice_tokens(x, at) for x in (do_N, q_N, o_N, lse_N))
             block_gradients = self._kernel.backward(
-                do_at, q_at, _at(k, seen), _at(v, seen), o_at, lse_at, False, scale
+                do_at,
+                q_at,
+                _slice_tokens(k, seen),
+                _slice_tokens(v, seen),
+                o_at,
+                lse_at,
+                False,
+                scale,
             )
             for gradient, part in zip(
-                (_at(dq_N, at), _at(dk, seen), _at(dv, seen)), block_gradients, strict=True
+                (_slice_tokens(dq_N, at), _slice_tokens(dk, seen), _slice_tokens(dv, seen)),
+                block_gradients,
+                strict=True,
             ):
                 gradient.add_(part)
         if self._rows_N is not None:
             dq.index_copy_(2, self._rows_N, dq_N)
-        return dq_THd, _summed(dk, k_TKd), _summed(dv, v_TKd)
+        return dq_THd, _sum_repeated_heads(dk, k_TKd), _sum_repeated_heads(dv, v_TKd)
 
-    def _filled(self, x: Tensor) -> Tensor:
+    def _allocate_like(self, x: Tensor) -> Tensor:
         """Allocate a tensor of the same shape as ``x``.
 
         It is zero-filled if the causal blocks leave some of its rows unwritten.
         """
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
-    def _own(self, x: Tensor) -> Many[Tensor]:
+    def _split_causal_blocks(self, x: Tensor) -> Many[Tensor]:
         """Split a tensor along its token dimension, which is dimension 2, into one view for each
         run of equally long causal blocks.
 
@@ -350,7 +370,7 @@ class _Blocks:
             for run, part in zip(self._runs, parts, strict=True)
         ]
 
-    def _needed(self, x: Tensor) -> Tensor:
+    def _select_needed(self, x: Tensor) -> Tensor:
         """Select the tokens whose output is needed, along the token dimension, which is dimension
         2."""
         return x if self._rows_N is None else x.index_select(2, self._rows_N)
@@ -407,7 +427,7 @@ class _Levels:
         self, plan: ForestAttentionPlan, kernel: VarlenAttentionKernel, device: torch.device
     ) -> None:
         self._kernel = kernel
-        self._own = _stretches(plan.own, device)
+        self._own = _to_varlen_ranges(plan.own, device)
         levels: dict[int, list[DescendantAttentionBlock]] = {}
         for below in plan.below:
             levels.setdefault(below.level, []).append(below)
@@ -427,7 +447,7 @@ class _Levels:
                 q, k, v, level.queries, level.keys, False, scale
             )
             o, lse = o_THd[level.rows], lse_HT[:, level.rows]
-            _join(_heads_first(o), lse[None], _heads_first(o_more), lse_more[None])
+            _merge_attention(_heads_first(o), lse[None], _heads_first(o_more), lse_more[None])
             o_THd[level.rows], lse_HT[:, level.rows] = o, lse
             saved += more
         return o_THd, lse_HT, saved
@@ -459,19 +479,19 @@ class _Levels:
 def _level(belows: list[DescendantAttentionBlock], device: torch.device) -> _Level:
     def gathered(ranges: list[tuple[int, int]]) -> tuple[Tensor, VarlenRanges]:
         rows = torch.cat([torch.arange(start, end) for start, end in ranges])
-        return rows.to(device), _stretches([end - start for start, end in ranges], device)
+        return rows.to(device), _to_varlen_ranges([end - start for start, end in ranges], device)
 
     rows, queries = gathered([below.queries for below in belows])
     key_rows, keys = gathered([below.keys for below in belows])
     return _Level(rows, queries, key_rows, keys)
 
 
-def _stretches(lengths: list[int], device: torch.device) -> VarlenRanges:
+def _to_varlen_ranges(lengths: list[int], device: torch.device) -> VarlenRanges:
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     return VarlenRanges(bounds, max(lengths, default=0))
 
 
-def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+def _merge_attention(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Merge attention over further keys into an existing attention output, in place.
 
     Both are weighted by their log-sum-exp. Outputs are [1, heads, queries, head size], and
@@ -482,7 +502,7 @@ def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, more_lse))
 
 
-def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
+def _repeat_heads(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
     """Repeat each key head for every query head that reads it.
 
     Returns a tensor [1, query heads, tokens, head size].
@@ -492,7 +512,7 @@ def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
     return (x_KTd if groups == 1 else x_KTd.repeat_interleave(groups, 0))[None]
 
 
-def _summed(grad: Tensor, x_TKd: Tensor) -> Tensor:
+def _sum_repeated_heads(grad: Tensor, x_TKd: Tensor) -> Tensor:
     """Sum the gradients of key heads that the forward pass repeated, so that each original head
     gets the total.
 
@@ -508,7 +528,7 @@ def _heads_first(x_THd: Tensor) -> Tensor:
     return x_THd.transpose(0, 1)[None]
 
 
-def _at(x: Tensor, span: tuple[int, int]) -> Tensor:
+def _slice_tokens(x: Tensor, span: tuple[int, int]) -> Tensor:
     """Return a view of the tokens [start, end).
 
     Tokens are dimension 2 of the tensor.

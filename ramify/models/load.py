@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ramify.errors import ConfigError, StoreError
-from ramify.models.dense import DenseModel, DenseShape, unsupported
+from ramify.models.dense import DenseModel, DenseShape, unsupported_reason
 from ramify.models.folder_file_checksums import check_model, drop
 from ramify.models.model_config_files import WINDOWS, check_tokenizer_file, local_model_folder
 from ramify.models.renderer import SCRATCH, Renderer, renderer_of
@@ -40,7 +40,11 @@ from ramify.models.weights import (
     write_weights,
 )
 from ramify.progress import report_progress
-from ramify.trained_policy_settings import TrainedPolicySettings, read_card, write_card
+from ramify.trained_policy_settings import (
+    TrainedPolicySettings,
+    read_policy_settings,
+    write_policy_settings,
+)
 
 _GENERATION = "generation_config.json"
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
@@ -83,9 +87,9 @@ class Policy:
         """Return the context window in tokens: the maximum length of a prompt and its reply
         together."""
         return (
-            DenseShape.of(self.config).window
+            DenseShape.from_config(self.config).window
             if isinstance(self.model, DenseModel)
-            else window_of(self.config)
+            else context_window_from_config(self.config)
         )
 
     @property
@@ -132,7 +136,7 @@ def load_policy(
         set_thinking_default(tokenizer, thinking)
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or default_dtype(config, device.type)
-    generation = _generation(folder)
+    generation = _read_generation_config(folder)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
             f"{folder}: the tokenizer has {len(tokenizer)} tokens but the model has "
@@ -148,7 +152,7 @@ def load_policy(
         version=0,
         name=str(path_or_name),
         defaults=_defaults(generation),
-        card=read_card(folder),
+        card=read_policy_settings(folder),
     )
 
 
@@ -175,10 +179,10 @@ def from_config(
             f"the tokenizer has {len(tokenizer)} tokens but the configuration has "
             f"{config.vocab_size}: use the same size for both"
         )
-    if unsupported(config) is None:
+    if unsupported_reason(config) is None:
         model: nn.Module = DenseModel(config)
         for name, parameter in model.named_parameters():
-            _begin(name, parameter, seed)
+            _initialize_parameter(name, parameter, seed)
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -228,7 +232,7 @@ def save_policy(
         _save_module(policy.model, folder, dtype)
     policy.tokenizer.save_pretrained(folder)
     (folder / _GENERATION).write_text(json.dumps(_generation_config(policy), indent=2) + "\n")
-    write_card(folder, policy.card)
+    write_policy_settings(folder, policy.card)
 
 
 def load_into(policy: Policy, folder: str | Path) -> None:
@@ -243,7 +247,7 @@ def load_into(policy: Policy, folder: str | Path) -> None:
     if isinstance(policy.model, DenseModel):
         load_weights(policy.model, read_weights(folder), str(folder))
     else:
-        policy.model.load_state_dict(_module(folder, policy.dtype).state_dict())
+        policy.model.load_state_dict(_load_transformers_module(folder, policy.dtype).state_dict())
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -299,12 +303,12 @@ def _device(name: torch.device | str) -> torch.device:
 def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     if device.type == "meta":
         with device:
-            dense = unsupported(config) is None
+            dense = unsupported_reason(config) is None
             bare = DenseModel(config) if dense else AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         return cast(nn.Module, bare.to(dtype).eval())
-    if unsupported(config) is not None:
+    if unsupported_reason(config) is not None:
         with report_progress("loading", note=str(folder)):
-            return _module(folder, dtype).to(device).eval()
+            return _load_transformers_module(folder, dtype).to(device).eval()
     with torch.device("meta"):
         model = DenseModel(config)
     weights = read_weights(folder)
@@ -317,12 +321,12 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
     ) as work:
         for name, tensor in weights.items():
             moved[name] = tensor.to(device, dtype)
-            work.more(tensor.nbytes)
+            work.advance(tensor.nbytes)
     model.load_state_dict(moved, assign=True)
     return model.eval()
 
 
-def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
+def _load_transformers_module(folder: Path, dtype: torch.dtype) -> nn.Module:
     """Load a model as a transformers module.
 
     This is for architectures that ``DenseModel`` does not support.
@@ -359,7 +363,7 @@ def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
         module.save_pretrained(folder, state_dict=cast)
 
 
-def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
+def _initialize_parameter(name: str, parameter: nn.Parameter, seed: int) -> None:
     """Initialize one parameter: norm weights and biases to constants, matrices at random.
 
     The random numbers depend only on the seed and the parameter's name, and not on the model's
@@ -377,7 +381,7 @@ def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def _generation(folder: Path) -> dict[str, Any]:
+def _read_generation_config(folder: Path) -> dict[str, Any]:
     path = folder / _GENERATION
     try:
         return dict(json.loads(path.read_bytes())) if path.is_file() else {}
@@ -445,7 +449,7 @@ def default_dtype(config: Any, device: str) -> torch.dtype:
     return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
-def window_of(config: Any) -> int:
+def context_window_from_config(config: Any) -> int:
     """Return the context window in tokens from a model's configuration.
 
     It is the maximum length of a prompt and its reply together. Raises ConfigError if the

@@ -3,7 +3,7 @@
 It finds the folder, reads the configuration, and checks for a tokenizer.
 
     folder = local_model_folder("Qwen/Qwen3-0.6B")  a folder, or a model in the Hugging Face cache
-    window_in(config_of(folder))                    40960
+    context_window_from_dict(read_config_json(folder))                    40960
 
 A run checks these files before it imports a heavy package. ``load.py`` creates a model from them.
 """
@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
-from ramify.trained_policy_settings import run_policy_folder
-from ramify.training_run_recognition import with_hint
+from ramify.trained_policy_settings import policy_folder_of_run
+from ramify.training_run_recognition import append_training_run_hint
 
 WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Configuration fields that may contain the context window."""
@@ -43,10 +43,10 @@ def local_model_folder(path_or_name: str | Path) -> Path:
             "adapters"
         )
     if folder.exists():
-        policy = run_policy_folder(folder)
+        policy = policy_folder_of_run(folder)
         hint = "" if policy is None else f"; the policy of this run is {policy}"
         problem = f"{folder} is not a model: it has no config.json{hint}"
-        raise ConfigError(problem if hint else with_hint(problem, folder))
+        raise ConfigError(problem if hint else append_training_run_hint(problem, folder))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -74,7 +74,7 @@ def check_tokenizer_file(folder: Path) -> None:
         )
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def read_config_json(folder: Path) -> dict[str, Any]:
     """Read the configuration, ``config.json``, from a model's folder.
 
     Raises ConfigError if the file is missing or not a JSON object.
@@ -87,7 +87,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def window_in(config: Mapping[str, Any]) -> int | None:
+def context_window_from_dict(config: Mapping[str, Any]) -> int | None:
     """Return the context window in tokens from a configuration given as a dict, or None if it does
     not say.
 

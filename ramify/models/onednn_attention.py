@@ -81,7 +81,7 @@ class TiledAttention:
         If ``rows_N`` is given, only these rows of the output are needed, and the query ranges are
         indices into it.
         """
-        self._own = [block for span in causal for block in _halved(span)]
+        self._own = [block for span in causal for block in _halve_causal_block(span)]
         self._below = [QueryKeyBlock(keys, queries, False) for keys, queries in below]
         self._rows_N = rows_N
 
@@ -93,7 +93,7 @@ class TiledAttention:
         scores = {True: 0, False: 0}
         for block in (*self._own, *self._below):
             (start, end), (first, last) = block.queries, block.keys
-            scores[_takes(block, groups)] += (end - start) * (last - first)
+            scores[_is_tileable(block, groups)] += (end - start) * (last - first)
         return scores[True] > scores[False]
 
     def forward(
@@ -102,14 +102,14 @@ class TiledAttention:
         """Return the attention output [T, H, d], the negative log-sum-exp [K, T, g] to base 2, and
         no further tensors."""
         (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
-        q_KTge = _room(kv_heads, num, groups, size + 1, like=q_THd)
+        q_KTge = _allocate_padded(kv_heads, num, groups, size + 1, like=q_THd)
         q_KTgd = q_KTge[:, :num, :, :size]
         torch.mul(_by_key_head(q_THd, kv_heads), scale * _LOG2_E, out=q_KTgd)
-        k_KTe = _room(kv_heads, num, size + 1, like=k_TKd)
+        k_KTe = _allocate_padded(kv_heads, num, size + 1, like=k_TKd)
         k_KTe[:, :num, :size] = k_TKd.transpose(0, 1)
         # With -L in the last column of q, this column makes a product give scores relative to L.
         k_KTe[:, :, size] = 1
-        v_KTd = _room(kv_heads, num, size, like=v_TKd)
+        v_KTd = _allocate_padded(kv_heads, num, size, like=v_TKd)
         v_KTd[:, :num] = v_TKd.transpose(0, 1)
         # The softmax begins with a query's own key, so L is finite before the first block.
         own_scores = torch.linalg.vecdot(q_KTgd, k_KTe[:, :num, None, :size])
@@ -123,7 +123,7 @@ class TiledAttention:
         else:
             o_needed = o_KTgd.index_select(1, rows)
             # Only q needs rows after the last one: tiles read them, but write no output there.
-            q_needed = _room(kv_heads, len(rows), groups, size + 1, like=q_THd)
+            q_needed = _allocate_padded(kv_heads, len(rows), groups, size + 1, like=q_THd)
             q_needed[:, : len(rows)] = q_KTge.index_select(1, rows)
         for block in self._below:
             _extend(o_needed, q_needed, k_KTe, v_KTd, block)
@@ -142,14 +142,18 @@ class TiledAttention:
         """
         q_THd, k_TKd, v_TKd, o_THd, minus_lse_KTg = saved
         (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
-        q_KTgd, do_KTgd = (_room(kv_heads, num, groups, size, like=q_THd) for _ in range(2))
+        q_KTgd, do_KTgd = (
+            _allocate_padded(kv_heads, num, groups, size, like=q_THd) for _ in range(2)
+        )
         torch.mul(_by_key_head(q_THd, kv_heads), scale * _LOG2_E, out=q_KTgd[:, :num])
         do_KTgd[:, :num] = _by_key_head(do_THd, kv_heads)
-        k_KTd, v_KTd = (_room(kv_heads, num, size, like=k_TKd) for _ in range(2))
+        k_KTd, v_KTd = (_allocate_padded(kv_heads, num, size, like=k_TKd) for _ in range(2))
         k_KTd[:, :num] = k_TKd.transpose(0, 1)
         # ln(2) in v and delta and log2(e) in q cancel, so the keys' gradient is not scaled again.
         torch.mul(v_TKd.transpose(0, 1), _LN_2, out=v_KTd[:, :num])
-        bias_KTg, delta_KTg = (_room(kv_heads, num, groups, like=q_THd) for _ in range(2))
+        bias_KTg, delta_KTg = (
+            _allocate_padded(kv_heads, num, groups, like=q_THd) for _ in range(2)
+        )
         bias_KTg[:, :num] = minus_lse_KTg
         delta_TH = torch.linalg.vecdot(do_THd, o_THd)
         delta_KTg[:, :num] = _by_key_head(delta_TH, kv_heads) * -_LN_2
@@ -163,12 +167,12 @@ class TiledAttention:
             needed, needed_gradients = tensors, gradients
         else:
             needed = _Backward(
-                _rows(do_KTgd, rows),
-                _rows(q_KTgd, rows),
+                _select_rows(do_KTgd, rows),
+                _select_rows(q_KTgd, rows),
                 k_KTd,
                 v_KTd,
-                _rows(bias_KTg, rows),
-                _rows(delta_KTg, rows),
+                _select_rows(bias_KTg, rows),
+                _select_rows(delta_KTg, rows),
                 o_KTgd.index_select(1, rows),
             )
             dq = gradients.q.index_select(1, rows)
@@ -213,7 +217,7 @@ def _by_key_head(x_TH: Tensor, kv_heads: int) -> Tensor:
     return x_TH.view(len(x_TH), kv_heads, -1, *x_TH.shape[2:]).transpose(0, 1)
 
 
-def _room(heads: int, num: int, *sizes: int, like: Tensor) -> Tensor:
+def _allocate_padded(heads: int, num: int, *sizes: int, like: Tensor) -> Tensor:
     """Allocate a tensor [K, T + room, …].
 
     The rows after the last token are zeros, because a tile may read them.
@@ -223,26 +227,26 @@ def _room(heads: int, num: int, *sizes: int, like: Tensor) -> Tensor:
     return room
 
 
-def _rows(x: Tensor, rows_N: Tensor) -> Tensor:
-    found = _room(x.shape[0], len(rows_N), *x.shape[2:], like=x)
+def _select_rows(x: Tensor, rows_N: Tensor) -> Tensor:
+    found = _allocate_padded(x.shape[0], len(rows_N), *x.shape[2:], like=x)
     found[:, : len(rows_N)] = x.index_select(1, rows_N)
     return found
 
 
-def _halved(span: Span) -> Iterator[QueryKeyBlock]:
+def _halve_causal_block(span: Span) -> Iterator[QueryKeyBlock]:
     """Split a causal block by repeated halving into small causal blocks and blocks without a
     mask."""
     start, end = span
     if end - start <= _LONGEST_CAUSAL:
         yield QueryKeyBlock(span, span, True)
         return
-    middle = start + _rounded((end - start) // 2, _KEY_STEP)
-    yield from _halved((start, middle))
-    yield from _halved((middle, end))
+    middle = start + _round_up((end - start) // 2, _KEY_STEP)
+    yield from _halve_causal_block((start, middle))
+    yield from _halve_causal_block((middle, end))
     yield QueryKeyBlock((start, middle), (middle, end), False)
 
 
-def _takes(block: QueryKeyBlock, groups: int) -> bool:
+def _is_tileable(block: QueryKeyBlock, groups: int) -> bool:
     """Return True if a block is large enough to be computed in tiles."""
     rows, keys = (block.queries[1] - block.queries[0]) * groups, block.keys[1] - block.keys[0]
     return rows >= _LEAST_ROWS and keys >= _LEAST_KEYS and rows * keys >= _LEAST_SCORES
@@ -253,14 +257,14 @@ def _tiles(num: int, most: int, step: int) -> list[tuple[int, int, int]]:
 
     Returns the start, the end and the rounded-up number of rows of each range.
     """
-    size = _rounded(-(-num // -(-num // most)), step)
+    size = _round_up(-(-num // -(-num // most)), step)
     return [
-        (start, min(start + size, num), _rounded(min(size, num - start), step))
+        (start, min(start + size, num), _round_up(min(size, num - start), step))
         for start in range(0, num, size)
     ]
 
 
-def _rounded(num: int, step: int) -> int:
+def _round_up(num: int, step: int) -> int:
     return -(-num // step) * step
 
 
@@ -309,7 +313,7 @@ def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKeyBlock) ->
     """
     (start, end), (first, last) = block.queries, block.keys
     groups, size = q.shape[2], v.shape[2]
-    if not _takes(block, groups):
+    if not _is_tileable(block, groups):
         _extend_by_flash(o, q, k, v, block)
         return
     # With few keys, twice as many queries still make no more scores than a full tile.
@@ -410,7 +414,7 @@ def _add_gradients(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
     """
     (start, end), (first, last) = block.queries, block.keys
     groups = x.q.shape[2]
-    if not _takes(block, groups):
+    if not _is_tileable(block, groups):
         _add_gradients_by_flash(to, x, block)
         return
     most = 2 * _TILE if last - first <= _TILE // 2 else _TILE

@@ -111,12 +111,12 @@ def product_and_sum(
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """Compute the same as ``F.linear``, with oneDNN if that is faster for these tensors."""
-    if _suits(x, weight_OI):
+    if _is_supported(x, weight_OI):
         return cast(Tensor, _Linear.apply(x, weight_OI, bias_O))  # type: ignore[no-untyped-call]
     return F.linear(x, weight_OI, bias_O)
 
 
-def _suits(x: Tensor, weight: Tensor) -> bool:
+def _is_supported(x: Tensor, weight: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.dim() == 2

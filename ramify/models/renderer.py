@@ -166,7 +166,7 @@ class ChatMarkerRenderer:
         self.name = format.name
         self._format, self._pieces, self._template, self._trims = format, pieces, template, trims
         markers = dict.fromkeys([*format.tokens, *pieces.special_tokens])
-        self._ids = {marker: pieces.token(marker) for marker in markers}
+        self._ids = {marker: pieces.marker_token_id(marker) for marker in markers}
         self._marks = re.compile("(" + "|".join(map(re.escape, markers)) + ")")
         self._end = self._ids[format.end]
         self.stop_ids = tuple(dict.fromkeys([self._end, *stop_ids]))
@@ -188,7 +188,7 @@ class ChatMarkerRenderer:
                 f"the {self.name} renderer of this tokenizer does not support tools: remove "
                 "native tools"
             )
-        return self._pieces.joined(self._conversation(messages, tools, self._opening))
+        return self._pieces.encode_parts(self._render_conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
         """Return the token ids to append after a reply with the sampled ids ``after``.
@@ -196,11 +196,11 @@ class ChatMarkerRenderer:
         They are the reply's end marker if it was not sampled, the new messages, and the beginning
         of the next reply.
         """
-        closing = list(self._parts(self._format.closes["assistant"]))
+        closing = list(self._split_markers(self._format.closes["assistant"]))
         if after and after[-1] == self._end:
             del closing[0]
-        return self._pieces.joined(
-            [*closing, *self._messages(messages, self._opening), *self._begin_reply()]
+        return self._pieces.encode_parts(
+            [*closing, *self._render_messages(messages, self._opening), *self._begin_reply()]
         )
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
@@ -213,46 +213,46 @@ class ChatMarkerRenderer:
             text = "<think>\n" + text
         return split_reply(text, thinks=self._thinks, tool_calls=tool_calls and self.takes_tools)
 
-    def _conversation(
+    def _render_conversation(
         self, messages: Sequence[Message], tools: Sequence[Tool], opening: str
     ) -> Iterator[Part]:
         before, after = self._prelude(tools)
         if messages and messages[0].role == "system" and "system" in self._format.opens:
-            yield from self._parts(before)
+            yield from self._split_markers(before)
             yield self._content(messages[0])
-            yield from self._parts(after)
+            yield from self._split_markers(after)
             messages = messages[1:]
         else:
-            yield from self._parts(self._bare_prelude(tools))
-        yield from self._messages(messages, opening)
+            yield from self._split_markers(self._bare_prelude(tools))
+        yield from self._render_messages(messages, opening)
         yield from self._begin_reply()
 
-    def _messages(self, messages: Sequence[Message], opening: str) -> Iterator[Part]:
+    def _render_messages(self, messages: Sequence[Message], opening: str) -> Iterator[Part]:
         for index, message in enumerate(messages):
             if message.role == "assistant":
-                yield from self._reply(message, opening)
+                yield from self._render_reply(message, opening)
             elif message.role == "tool" and self._format.wraps_tools:
                 yield from self._tool_result(messages, index)
             elif message.role in self._format.opens:
-                yield from self._parts(self._format.opens[message.role])
+                yield from self._split_markers(self._format.opens[message.role])
                 yield self._content(message)
-                yield from self._parts(self._format.closes[message.role])
+                yield from self._split_markers(self._format.closes[message.role])
             else:
                 raise ConfigError(
                     f"the {self.name} format has no {message.role} message: put its text into a "
                     "user message, or use a scaffold that needs none (tiny)"
                 )
 
-    def _reply(self, message: Message, opening: str) -> Iterator[Part]:
+    def _render_reply(self, message: Message, opening: str) -> Iterator[Part]:
         """Render a reply as it is stored in the growing conversation: the text that opens a reply,
         then the text that the model wrote."""
         thought = message.reasoning is not None
         written_before = opening if thought == opening.endswith("<think>\n") else ""
         written = joined_reply(message).removeprefix(written_before if thought else "")
-        yield from self._parts(self._format.opens["assistant"] + written_before)
+        yield from self._split_markers(self._format.opens["assistant"] + written_before)
         yield None  # the model wrote the rest: no token spans this point
         yield written.strip() if self._trims and not thought else written
-        yield from self._parts(self._format.closes["assistant"])
+        yield from self._split_markers(self._format.closes["assistant"])
 
     def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
         """Render the result of a tool call.
@@ -260,18 +260,18 @@ class ChatMarkerRenderer:
         Consecutive results share one user message.
         """
         if index == 0 or messages[index - 1].role != "tool":
-            yield from self._parts(self._format.opens["user"].rstrip("\n"))
+            yield from self._split_markers(self._format.opens["user"].rstrip("\n"))
         yield f"\n<tool_response>\n{messages[index].content}\n</tool_response>"
         if index + 1 == len(messages) or messages[index + 1].role != "tool":
-            yield from self._parts(self._format.closes["user"])
+            yield from self._split_markers(self._format.closes["user"])
 
     def _begin_reply(self) -> Iterator[Part]:
-        yield from self._parts(self._format.opens["assistant"] + self._opening)
+        yield from self._split_markers(self._format.opens["assistant"] + self._opening)
 
     def _content(self, message: Message) -> str:
         return message.content.strip() if self._trims else message.content
 
-    def _parts(self, text: str) -> Iterator[Part]:
+    def _split_markers(self, text: str) -> Iterator[Part]:
         """Split text from the format or the template into plain text and marker ids.
 
         Do not use this for the text of messages, in which markers are ordinary text.
@@ -309,7 +309,7 @@ class ChatMarkerRenderer:
         return self._bare_preludes[key]
 
     def _before_question(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-        text = self._template.text([*messages, _QUESTION], generate=False, tools=tools)
+        text = self._template.render([*messages, _QUESTION], generate=False, tools=tools)
         question = self._format.opens["user"] + _QUESTION.content + self._format.closes["user"]
         if not text.endswith(question):
             raise ConfigError(
@@ -324,7 +324,7 @@ class ChatMarkerRenderer:
         if not self._template.source:
             return ""
         plain, generating = (
-            self._template.text([_QUESTION], generate=generate) for generate in (False, True)
+            self._template.render([_QUESTION], generate=generate) for generate in (False, True)
         )
         expected_start = plain + self._format.opens["assistant"]
         if not generating.startswith(expected_start):
@@ -345,10 +345,10 @@ class ChatMarkerRenderer:
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
             expected = self._pieces.encode_with_markers(
-                self._template.text(talk, generate=True, tools=tools)
+                self._template.render(talk, generate=True, tools=tools)
             )
             candidates = [
-                self._unbroken(self._conversation(talk, tools, opening))
+                self._encode_unbroken(self._render_conversation(talk, tools, opening))
                 for opening in ("", self._opening)
             ]
             if expected not in candidates:
@@ -358,13 +358,13 @@ class ChatMarkerRenderer:
                     f"{describe_first_difference(*texts)}"
                 )
 
-    def _unbroken(self, parts: Iterator[Part]) -> list[int]:
+    def _encode_unbroken(self, parts: Iterator[Part]) -> list[int]:
         """Encode the parts of a conversation as one text, and return its token ids.
 
         Unlike elsewhere, a token may then span the end of a reply's header and the start of the
         reply.
         """
-        return self._pieces.joined(part for part in parts if part is not None)
+        return self._pieces.encode_parts(part for part in parts if part is not None)
 
     def _agrees_on_tools(self) -> bool:
         if not self._template.source:
@@ -464,7 +464,7 @@ def renderer_of(
     """
     pieces, template = MarkerAwareTokenizer(tokenizer), ChatTemplate(tokenizer, thinking)
     for format in FORMATS:
-        if not _uses(format, template, pieces):
+        if not _is_format_used(format, template, pieces):
             continue
         for trims in (False, True):
             try:
@@ -481,7 +481,7 @@ def renderer_of(
     return TemplateRenderer(pieces, template, stop_ids)
 
 
-def _uses(
+def _is_format_used(
     format: ChatTemplateMarkers, template: ChatTemplate, pieces: MarkerAwareTokenizer
 ) -> bool:
     if template.source:

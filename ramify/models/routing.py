@@ -22,8 +22,8 @@ router to the tokens of a batch, and decides when the load of a step is counted:
     several batches   count every batch ── sum over ranks ── each batch: forward, backward
     one per rank      forward ── sum over ranks ── backward
 
-Each token of a step counts once, however often packing computes it. ``ShardedWeights.total``
-determines over which ranks the counts are summed.
+Each token of a step counts once, however often packing computes it.
+``ShardedWeights.sum_over_ranks`` determines over which ranks the counts are summed.
 
 Legend: T tokens of a batch, R rows of a router (T, or padded rows of paths), E experts, k of them
 per token, L layers.
@@ -69,19 +69,19 @@ class RoutedCounts(NamedTuple):
 
         If all experts are used equally, the loss equals the number of experts per token.
         """
-        chosen_E, num = self._chosen()
+        chosen_E, num = self._chosen_counts()
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
-    def balance_pull(self) -> Tensor:
+    def balance_loss_gradient(self) -> Tensor:
         """Return the gradient of the load-balancing loss with respect to the expert probabilities
         of a single token.
 
         It has one number per expert.
         """
-        chosen_E, num = self._chosen()
+        chosen_E, num = self._chosen_counts()
         return len(chosen_E) * chosen_E / num.square()
 
-    def _chosen(self) -> tuple[Tensor, Tensor]:
+    def _chosen_counts(self) -> tuple[Tensor, Tensor]:
         return self.chosen_LE.sum(0), (self.num_tokens * len(self.chosen_LE)).clamp(min=1e-9)
 
 
@@ -126,7 +126,7 @@ def mixture_shape(model: Any) -> MixtureShape | None:
 
     Returns None if the model has no routers of a known kind.
     """
-    routers = MixtureRouters.of(model)
+    routers = MixtureRouters.of_model(model)
     if routers is None:
         return None
     num_layers = int(model.config.get_text_config().num_hidden_layers)
@@ -136,8 +136,8 @@ def mixture_shape(model: Any) -> MixtureShape | None:
 class MixtureRouters:
     """The routers of a mixture-of-experts model.
 
-    Between ``begin`` and ``end``, their choices are counted, and given experts may replace them. At
-    other times, they work as usual.
+    Between ``begin_counting`` and ``reset``, their choices are counted, and given experts may
+    replace them. At other times, they work as usual.
     """
 
     def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
@@ -157,12 +157,12 @@ class MixtureRouters:
         self._replays: list[_GivenExperts] = []
         self._recorded: dict[int, Tensor] | None = None
         for layer, router in enumerate(routers):
-            router.register_forward_pre_hook(partial(self._before, layer))
-            router.register_forward_hook(self._after, always_call=True)
-            router.register_forward_hook(partial(self._routed, layer))
+            router.register_forward_pre_hook(partial(self._begin_replay, layer))
+            router.register_forward_hook(self._end_replay, always_call=True)
+            router.register_forward_hook(partial(self._record_routing, layer))
 
     @classmethod
-    def of(cls, model: Any) -> MixtureRouters | None:
+    def of_model(cls, model: Any) -> MixtureRouters | None:
         """Return the routers of a transformers model.
 
         Every call for the same model returns the same object. Returns None if the model has no
@@ -193,7 +193,7 @@ class MixtureRouters:
         body.ramify_routers = cls(list(found.values()), layers)
         return body.ramify_routers  # type: ignore[no-any-return]
 
-    def record(self) -> None:
+    def start_recording(self) -> None:
         """Start recording the experts that each forward pass chooses."""
         self._recorded = {}
 
@@ -208,7 +208,7 @@ class MixtureRouters:
         chosen_NLk = chosen_TLk if rows_N is None else chosen_TLk[rows_N]
         return list(map(tuple, chosen_NLk.flatten(1).tolist()))
 
-    def begin(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
+    def begin_counting(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
         """Start counting how often each expert is chosen in the next forward pass.
 
         ``weight_T`` is the weight with which each token counts.
@@ -227,7 +227,7 @@ class MixtureRouters:
                 )
             self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
-    def lay_out(self, token_BL: Tensor, inside_BL: Tensor) -> None:
+    def set_token_layout(self, token_BL: Tensor, inside_BL: Tensor) -> None:
         """Set the arrangement of tokens for a forward pass on padded rows.
 
         ``token_BL`` is the index of the token at each position, and ``inside_BL`` is False for
@@ -252,17 +252,17 @@ class MixtureRouters:
         total = self._weight_T.sum(dtype=torch.float64)
         return RoutedCounts(torch.stack(chosen), torch.stack(probability).sum(0), total)
 
-    def balance(self, pull_E: Tensor) -> None:
+    def set_balance_gradient(self, pull_E: Tensor) -> None:
         """Add the gradient of the load-balancing loss in the next backward pass.
 
         ``pull_E`` is the gradient with respect to one token's expert probabilities.
         """
         self._pull_E = pull_E
 
-    def end(self) -> None:
+    def reset(self) -> None:
         """Stop counting, replaying and balancing.
 
-        The routers work as usual until the next ``begin``.
+        The routers work as usual until the next ``begin_counting``.
         """
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
@@ -276,7 +276,7 @@ class MixtureRouters:
             return self._weight_T
         return torch.where(self._row_R >= 0, self._weight_T[self._row_R.clamp(min=0)], 0.0)
 
-    def _before(self, layer: int, module: nn.Module, given: Any) -> None:
+    def _begin_replay(self, layer: int, module: nn.Module, given: Any) -> None:
         if self._given_LTk is None:
             return
         given_Rk = self._given_LTk[layer]
@@ -286,7 +286,7 @@ class MixtureRouters:
         self._replays.append(_GivenExperts(given_Rk))
         self._replays[-1].__enter__()  # type: ignore[no-untyped-call]
 
-    def _after(self, module: nn.Module, given: Any, output: Any) -> None:
+    def _end_replay(self, module: nn.Module, given: Any, output: Any) -> None:
         if not self._replays:
             return
         replay = self._replays.pop()
@@ -297,7 +297,7 @@ class MixtureRouters:
                 "all of them: remove rl.rollout.replay_routes"
             )
 
-    def _routed(self, layer: int, module: nn.Module, given: Any, output: Any) -> Any:
+    def _record_routing(self, layer: int, module: nn.Module, given: Any, output: Any) -> Any:
         if not isinstance(output, tuple) or len(output) != 3:
             return None
         if self._weight_T is None:
@@ -314,11 +314,11 @@ class MixtureRouters:
         balanced = _Balanced.apply(weights_Rk, logits_RE, weight_R, self)  # type: ignore[no-untyped-call]
         return logits_RE, balanced, experts_Rk
 
-    def gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
+    def balance_loss_gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
         """Return the gradient of the load-balancing loss with respect to a router's logits, in the
         shape of the logits.
 
-        Returns None if ``balance`` was not called.
+        Returns None if ``set_balance_gradient`` was not called.
         """
         if self._pull_E is None:
             return None
@@ -377,7 +377,7 @@ class _Balanced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, ctx.routers.gradient(*ctx.saved_tensors), None, None
+        return gradient, ctx.routers.balance_loss_gradient(*ctx.saved_tensors), None, None
 
 
 class RouterLoadBalancingLoss:
@@ -393,7 +393,7 @@ class RouterLoadBalancingLoss:
         self._weight = 0.0
         self._step: RoutedCounts | None = None
 
-    def count(
+    def count_expert_choices(
         self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
     ) -> None:
         """Count, at the beginning of an optimizer step, how often its batches choose each expert,
@@ -413,7 +413,7 @@ class RouterLoadBalancingLoss:
                 found = self._routers.finish_counting()
                 counts = found if counts is None else counts.plus(found)
         assert counts is not None
-        self._step = self._summed(counts)
+        self._step = self._total_counts(counts)
 
     @contextmanager
     def batch_pass(self, batch: Batch, device: torch.device) -> Iterator[None]:
@@ -424,11 +424,11 @@ class RouterLoadBalancingLoss:
         """
         weight = batch.token_weights
         weight_T = torch.ones(len(batch)) if weight is None else torch.from_numpy(weight)
-        self._routers.begin(weight_T.to(device), _given(batch, device))
+        self._routers.begin_counting(weight_T.to(device), _reported_experts(batch, device))
         try:
             yield
         finally:
-            self._routers.end()
+            self._routers.reset()
 
     def finish_forward(self) -> ExpertLoad:
         """Return the expert load of the forward pass that has just run.
@@ -437,22 +437,22 @@ class RouterLoadBalancingLoss:
         """
         counts = self._routers.finish_counting()
         if self._weight:
-            step = self._summed(counts) if self._step is None else self._step
-            self._routers.balance(self._weight * step.balance_pull())
+            step = self._total_counts(counts) if self._step is None else self._step
+            self._routers.set_balance_gradient(self._weight * step.balance_loss_gradient())
         return ExpertLoad(counts, self._weight)
 
-    def _summed(self, counts: RoutedCounts) -> RoutedCounts:
+    def _total_counts(self, counts: RoutedCounts) -> RoutedCounts:
         return RoutedCounts(*map(self._total, counts))
 
 
-def configured_weight(config: Any) -> float:
+def configured_balance_weight(config: Any) -> float:
     """Return the weight of the load-balancing loss in a Hugging Face configuration, or 0 if the
     loss is off."""
     is_on = getattr(config, "output_router_logits", False)
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) * is_on
 
 
-def _given(batch: Batch, device: torch.device) -> Tensor | None:
+def _reported_experts(batch: Batch, device: torch.device) -> Tensor | None:
     """Return the experts that an engine reported for each token of the loss, as one row of ids per
     token.
 

@@ -122,12 +122,12 @@ class StackedTensor:
         experts, rows, *rest = whole
         first, last, _ = rows.indices(self.shape[1])
         chosen = range(*experts.indices(self.shape[0]))
-        found = [self._expert(each, first, last, rest) for each in chosen]
+        found = [self._read_expert(each, first, last, rest) for each in chosen]
         if found:
             return torch.stack(found)
-        return torch.empty(0, last - first, *self._expert(0, first, last, rest).shape[1:])
+        return torch.empty(0, last - first, *self._read_expert(0, first, last, rest).shape[1:])
 
-    def _expert(self, expert: int, first: int, last: int, rest: list[slice]) -> Tensor:
+    def _read_expert(self, expert: int, first: int, last: int, rest: list[slice]) -> Tensor:
         pieces, at = [], 0
         for part in self.parts:
             tensor = part[expert]

@@ -67,7 +67,7 @@ class MarkerAwareTokenizer:
         """Return the token ids of ``text``, with special markers recognized."""
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
-    def joined(self, parts: Iterable[Part]) -> list[int]:
+    def encode_parts(self, parts: Iterable[Part]) -> list[int]:
         """Return the token ids of a sequence of strings and ids.
 
         Adjacent strings are encoded together.
@@ -91,7 +91,7 @@ class MarkerAwareTokenizer:
         """
         return str(self._marked.decode(list(ids), skip_special_tokens=False))
 
-    def token(self, marker: str) -> int:
+    def marker_token_id(self, marker: str) -> int:
         """Return the token id of a special marker.
 
         Raises ConfigError if the marker is not exactly one token.
@@ -138,7 +138,9 @@ def split_reply(text: str, *, thinks: bool, tool_calls: bool) -> Message:
         reasoning, text = inside.strip("\n"), text.lstrip("\n")
     calls: tuple[ToolCall, ...] = ()
     if tool_calls and (begin := _CALL.search(text)) is not None:
-        parsed_calls = [_call(index, body) for index, body in enumerate(_CALL.findall(text))]
+        parsed_calls = [
+            _parse_tool_call(index, body) for index, body in enumerate(_CALL.findall(text))
+        ]
         if None not in parsed_calls:
             calls, text = (
                 tuple(call for call in parsed_calls if call is not None),
@@ -198,7 +200,7 @@ def joined_reply(message: Message) -> str:
     )
 
 
-def _call(index: int, body: str) -> ToolCall | None:
+def _parse_tool_call(index: int, body: str) -> ToolCall | None:
     try:
         call = json.loads(body)
         return ToolCall(
@@ -279,7 +281,7 @@ class ChatTemplate:
         self.source = _source(tokenizer)
         """Source of the template, or empty if the tokenizer has none."""
 
-    def text(
+    def render(
         self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()
     ) -> str:
         """Render a conversation as text.
@@ -292,7 +294,7 @@ class ChatTemplate:
 
         try:
             text = self._tokenizer.apply_chat_template(
-                [_wire(message) for message in messages],
+                [_to_wire(message) for message in messages],
                 tools=[_wire_tool(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=generate,
@@ -307,7 +309,7 @@ class ChatTemplate:
 
     def accepts(self, messages: Sequence[Message]) -> bool:
         try:
-            self.text(messages, generate=True)
+            self.render(messages, generate=True)
         except ConfigError:
             return False
         return True
@@ -345,8 +347,8 @@ class TemplateRenderer:
             raise ConfigError(
                 "tool calls in this tokenizer's replies cannot be parsed: remove native tools"
             )
-        safe = [self._harmless(message) for message in messages]
-        return self._pieces.encode_with_markers(self._template.text(safe, generate=True))
+        safe = [self._neutralize_markers(message) for message in messages]
+        return self._pieces.encode_with_markers(self._template.render(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
         """Return the token ids of new messages, to append after a reply with the sampled ids
@@ -358,7 +360,7 @@ class TemplateRenderer:
         if self.unstable:
             raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
         added = self._pieces.encode_with_markers(
-            self._gain([self._harmless(message) for message in messages])
+            self._added_text([self._neutralize_markers(message) for message in messages])
         )
         return added[1:] if added and after and after[-1] == added[0] else added
 
@@ -372,9 +374,9 @@ class TemplateRenderer:
             self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False
         )
 
-    def _gain(self, messages: Sequence[Message]) -> str:
+    def _added_text(self, messages: Sequence[Message]) -> str:
         """Return the text that the template adds when further messages follow a reply."""
-        text = self._template.text([*_STAND_IN, *messages], generate=True)
+        text = self._template.render([*_STAND_IN, *messages], generate=True)
         _, reply, gain = text.rpartition(_STAND_IN[1].content)
         if not reply:
             raise ConfigError(f"the chat template drops a reply's content: {text[:80]!r}")
@@ -389,19 +391,21 @@ class TemplateRenderer:
         thinking = [_long_talk("<think>\nCount.\n</think>\n\n")] if self._thinks else []
         for talk in filter(self._template.accepts, [*CANNED, *thinking]):
             for end in range(len(talk)):
-                if talk[end].role == "assistant" and (reason := self._differs(talk, end)):
+                if talk[end].role == "assistant" and (
+                    reason := self._describe_difference(talk, end)
+                ):
                     return reason
         return ""
 
-    def _differs(self, talk: Sequence[Message], reply: int) -> str:
+    def _describe_difference(self, talk: Sequence[Message], reply: int) -> str:
         """Compare two renderings of a conversation: one extended after the reply at index
         ``reply``, and one rendered from the beginning.
 
         Describes the first difference, or returns an empty string.
         """
-        path = self._template.text(talk[:reply], generate=True) + talk[reply].content
-        fresh = self._template.text(talk[: reply + 2], generate=True)
-        gain = self._gain(talk[reply + 1 : reply + 2])
+        path = self._template.render(talk[:reply], generate=True) + talk[reply].content
+        fresh = self._template.render(talk[: reply + 2], generate=True)
+        gain = self._added_text(talk[reply + 1 : reply + 2])
         if path + gain != fresh:
             return f"up to a reply it writes {describe_first_difference(path + gain, fresh)}"
         if self._pieces.encode_with_markers(path) + self._pieces.encode_with_markers(
@@ -411,11 +415,11 @@ class TemplateRenderer:
         return ""
 
     def _check_tokens(self) -> None:
-        text = self._template.text(_TALK, generate=True)
+        text = self._template.render(_TALK, generate=True)
         for marker in sorted(set(re.findall(r"<\|[A-Za-z0-9_]+\|>", text))):
-            self._pieces.token(marker)
+            self._pieces.marker_token_id(marker)
 
-    def _harmless(self, message: Message) -> Message:
+    def _neutralize_markers(self, message: Message) -> Message:
         if self._markers is None or not self._markers.search(message.content):
             return message
         content = self._markers.sub(
@@ -435,7 +439,7 @@ def _source(tokenizer: PreTrainedTokenizerFast) -> str:
     return str(template.get("default", "")) if isinstance(template, dict) else template or ""
 
 
-def _wire(message: Message) -> dict[str, Any]:
+def _to_wire(message: Message) -> dict[str, Any]:
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
         wire["reasoning_content"] = message.reasoning

@@ -70,7 +70,7 @@ def train_tokenizer(
             f"the texts give a vocabulary of {bpe.get_vocab_size()} tokens, not {vocab_size}: "
             "give more texts, or a smaller vocab_size"
         )
-    return _conversing(bpe)
+    return _add_chat_template(bpe)
 
 
 def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -96,10 +96,10 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
         Regex("|".join(map(re.escape, longest_first))), "isolated"
     )
     word_level.decoder = decoders.Fuse()
-    return _conversing(word_level, unk_token=UNKNOWN)
+    return _add_chat_template(word_level, unk_token=UNKNOWN)
 
 
-def _conversing(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+def _add_chat_template(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
     """Add the special markers and the chat template to a tokenizer."""
     wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,

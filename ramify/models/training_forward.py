@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ramify.errors import ConfigError
-from ramify.models.batch_invariant_forward import BLOCK, BatchInvariantTrunk, in_blocks
+from ramify.models.batch_invariant_forward import BLOCK, BatchInvariantTrunk, apply_in_blocks
 from ramify.models.dense import CausalAttentionKernel, DenseModel
 from ramify.models.forest_attention import ForestAttention, LayerOutputRows
 from ramify.models.onednn_products import is_faster_on_cpu, rounded_rows
@@ -85,7 +85,7 @@ class ModelWithoutLoss(Protocol):
         ...
 
 
-def trunk_of(model: Any) -> ModelWithoutLoss:
+def wrap_for_training(model: Any) -> ModelWithoutLoss:
     """Wrap a model in the interface through which the trainer runs it.
 
     The model must be in evaluation mode. Raises ConfigError if its output cannot be computed from
@@ -128,7 +128,7 @@ class DenseTrunk:
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
     ) -> Tensor:
         needed = LayerOutputRows(self._model.shape.num_layers - 1, rows_N)
-        ids_T, positions_T, segments = with_rounded_rows(ids_T, positions_T, segments)
+        ids_T, positions_T, segments = pad_rows_for_onednn(ids_T, positions_T, segments)
         padding = rows_N[-1:].expand(_missing_rows(rows_N))
         attend = ForestAttention(segments, needed=needed)
         h_ND = self._model.hidden(ids_T, positions_T, attend, torch.cat([rows_N, padding]))
@@ -139,7 +139,7 @@ class DenseTrunk:
         return self._model.logits(F.pad(h_ND, (0, 0, 0, missing)) if missing else h_ND)[: len(h_ND)]
 
 
-def with_rounded_rows(
+def pad_rows_for_onednn(
     ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]
 ) -> tuple[Tensor, Tensor, Many[Segment]]:
     """Append a segment of unused tokens to a batch, so that its number of rows suits oneDNN's fast
@@ -176,7 +176,7 @@ class TransformersTrunk:
         self._current = getattr(self._body, "ramify_forest", None) or _CurrentAttention()
         for module in self._body.modules():
             module.ramify_forest = self._current
-        self._routers = MixtureRouters.of(model)
+        self._routers = MixtureRouters.of_model(model)
         self._scale = _logit_scale(model.config)
         ids = torch.arange(7, device=model.device) * 13 % model.config.vocab_size
         self.can_share_prefixes = self._can_share(ids)
@@ -187,7 +187,7 @@ class TransformersTrunk:
         # The engine may sample from the same model, with its own attention and cache.
         original = self._model.config._attn_implementation
         if self.can_share_prefixes:
-            register()
+            register_attention()
             self._model.set_attn_implementation(NAME)
         try:
             yield
@@ -245,7 +245,7 @@ class TransformersTrunk:
             index_BL[row, :length] = torch.arange(segment.start, segment.end)
             inside_BL[row, :length] = True
         if self._routers is not None:
-            self._routers.lay_out(index_BL, inside_BL)
+            self._routers.set_token_layout(index_BL, inside_BL)
         out = self._body(input_ids=ids_T[index_BL.to(ids_T.device)], use_cache=False)
         return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
 
@@ -314,7 +314,7 @@ _MEANINGLESS = {"sliding_window", "is_causal", "position_ids", "cache_position",
 request more output (``output_…``). Any other argument that is set is rejected."""
 
 
-def register() -> None:
+def register_attention() -> None:
     """Register Ramify's attention function with transformers under the name ``ramify_forest``.
 
     Repeated calls are harmless.
@@ -415,19 +415,21 @@ def compute_logprobs_and_entropies(
     num = len(h_ED)
     size = BLOCK if fixed else max(1, max_elements // num_ids)
     if num <= size and not fixed:
-        return _chunk(h_ED, logits, request)
+        return _compute_chunk(h_ED, logits, request)
     if fixed and num <= max(1, max_elements // num_ids):
         pairs = [
-            _fixed_chunk(h_ED[at : at + size], logits, _part(request, at, min(at + size, num)))
+            _fixed_chunk(
+                h_ED[at : at + size], logits, _slice_request(request, at, min(at + size, num))
+            )
             for at in range(0, num, size)
         ]
         return torch.cat([each for each, _ in pairs]), torch.cat([each for _, each in pairs])
     parts = []
     for start in range(0, num, size):
-        part = _part(request, start, min(start + size, num))
+        part = _slice_request(request, start, min(start + size, num))
         parts.append(
             checkpoint(
-                _fixed_chunk if fixed else _chunk,
+                _fixed_chunk if fixed else _compute_chunk,
                 h_ED[start : start + size],
                 logits,
                 part,
@@ -439,7 +441,7 @@ def compute_logprobs_and_entropies(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor, Tensor]:
+def _compute_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor, Tensor]:
     z_nV = logits(h_nD)
     if request.temperature is not None:
         z_nV = z_nV / request.temperature[:, None]
@@ -488,12 +490,12 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[
     """Compute the log-probabilities and entropies of at most ``BLOCK`` entries, padded to a whole
     block."""
     num = len(h_nD)
-    z_nV = in_blocks(logits, h_nD)
+    z_nV = apply_in_blocks(logits, h_nD)
     if request.temperature is not None:
         z_nV = z_nV / request.temperature[:, None]
     if request.kept is not None:
         z_nV = z_nV.masked_fill(_outside_support(*request.kept, z_nV.shape[1]), NEVER)
-    logprobs_nV = in_blocks(lambda z: z.log_softmax(-1), z_nV)
+    logprobs_nV = apply_in_blocks(lambda z: z.log_softmax(-1), z_nV)
     entropy = _entropy(logprobs_nV, logprobs_nV.new_zeros(num, 1), request)
     return logprobs_nV.gather(1, request.targets), entropy
 
@@ -522,7 +524,7 @@ def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
     return outside
 
 
-def _part(request: LmHeadRequest, start: int, end: int) -> LmHeadRequest:
+def _slice_request(request: LmHeadRequest, start: int, end: int) -> LmHeadRequest:
     temperature = None if request.temperature is None else request.temperature[start:end]
     kept = None if request.kept is None else (request.kept[0][start : end + 1], request.kept[1])
     return LmHeadRequest(request.targets[start:end], temperature, kept, request.entropy)

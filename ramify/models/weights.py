@@ -70,7 +70,7 @@ def check_weights(module: nn.Module, weights: Mapping[str, Any], where: str) -> 
     The error names the first tensor that is missing, unexpected or of the wrong shape.
     """
     expected = module.state_dict()
-    shared = _shared(module)
+    shared = _find_shared_parameters(module)
     for name, tensor in expected.items():
         if name not in weights:
             if name in shared and shared[name] in weights:
@@ -109,7 +109,7 @@ def write_weights(module: nn.Module, folder: Path, dtype: torch.dtype | None = N
     from huggingface_hub import save_torch_state_dict
 
     state = module.state_dict()
-    shared = _shared(module)
+    shared = _find_shared_parameters(module)
     tensors = {name: _cast(tensor, dtype) for name, tensor in state.items() if name not in shared}
     save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
 
@@ -153,7 +153,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
         yield folder / name
 
 
-def _shared(module: nn.Module) -> dict[str, str]:
+def _find_shared_parameters(module: nn.Module) -> dict[str, str]:
     """Find the parameters that have two names, such as an output matrix that is also the embedding.
 
     Returns a dict from the second name to the first.
@@ -201,13 +201,12 @@ def tensors_fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """
     digest = hashlib.blake2b(digest_size=8)
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        digest.update(
-            f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor.detach())}\n".encode()
-        )
+        checksum = _tensor_checksum(tensor.detach())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {checksum}\n".encode())
     return digest.hexdigest()
 
 
-def _sum(tensor: Tensor) -> int:
+def _tensor_checksum(tensor: Tensor) -> int:
     bytes_N = tensor.contiguous().flatten().view(torch.uint8)
     line = _COLUMNS * _WORD
     num_rows = len(bytes_N) // line

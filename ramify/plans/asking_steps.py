@@ -27,14 +27,19 @@ from ramify.plans.text_parts import (
     By,
     SplitRule,
     TextPart,
-    compiled,
+    compile_regex,
     items_of,
     named_texts,
     num_bytes,
     shortened,
     split_texts_into_parts,
 )
-from ramify.plans.value_bounds import PlannedCalls, ValueSizeBounds, known, reply_bounds
+from ramify.plans.value_bounds import (
+    PlannedCalls,
+    ValueSizeBounds,
+    known_value_bounds,
+    reply_bounds,
+)
 from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_field_values, list_of
 
 T = TypeVar("T")
@@ -45,7 +50,7 @@ class AskingStep(PlanStep, frozen=True):
     """A step of a plan that divides the context, or asks a model questions of bounded size, which
     are called leaves."""
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         """Estimate this step before the plan runs, and return the bounds of its result.
@@ -98,7 +103,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         if self.separator and self.by != "records":
             raise ConfigError("split: separator works only with by='records'")
         if self.separator:
-            compiled(self.separator)
+            compile_regex(self.separator)
         if self.header and (self.by != "lines" or self.overlap):
             raise ConfigError("split: header works only with by='lines' and no overlap")
         if self.by == "items" and (self.overlap or self.cut):
@@ -121,7 +126,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         texts = items_of(context) if self.by == "items" else named_texts(context)
         return split_texts_into_parts(texts, rule)
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         if not shape.is_known:
@@ -129,7 +134,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         parts = self.parts(shape.value)
         if not parts:
             raise ConfigError("the context is empty, so there is nothing to ask about")
-        return known(parts)
+        return known_value_bounds(parts)
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> list[TextPart]:
         return await flow.run_in_thread(self.parts, value)
@@ -156,24 +161,24 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
             raise ConfigError(f"peek: tokens={self.tokens!r:.40}: give 1 or more")
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
+        item = given.item_type(self.title)
         if item.kind not in ("part", "any"):
             raise ConfigError(f"peek needs parts, but got {given}: put split before it")
         return given
 
-    def _peeked(self, parts: Sequence[TextPart]) -> list[TextPart]:
+    def _add_previews(self, parts: Sequence[TextPart]) -> list[TextPart]:
         most = BYTES_PER_TOKEN * self.tokens
         return [msgspec.structs.replace(part, preview=shortened(part.text, most)) for part in parts]
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
-        return msgspec.structs.replace(shape, value=self._peeked(shape.value))
+        return msgspec.structs.replace(shape, value=self._add_previews(shape.value))
 
     async def run(
         self, value: list[TextPart], flow: PlanLeafRunner, shape: ValueSizeBounds
     ) -> list[TextPart]:
-        return self._peeked(value)
+        return self._add_previews(value)
 
     def shown(self) -> str:
         return f"peek at {self.tokens:,} tokens"
@@ -190,14 +195,14 @@ class AskEachItem(AskingStep, frozen=True, tag="map"):
         return f"map {self.leaf.label}"
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        return list_of(self.leaf.answer_type_for(given.items(self.title), self.title))
+        return list_of(self.leaf.answer_type_for(given.item_type(self.title), self.title))
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         _check_items(self.title, self.leaf, shape)
-        sheet.add_map(self.title, self.leaf, shape)
-        return _answers(self.leaf, shape)
+        sheet.add_call_per_item(self.title, self.leaf, shape)
+        return _answer_bounds(self.leaf, shape)
 
     async def run(
         self, value: list[Any], flow: PlanLeafRunner, shape: ValueSizeBounds
@@ -226,7 +231,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         return f"filter {predicate.label}" if isinstance(predicate, Leaf) else "filter"
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item, predicate = given.items(self.title), self.predicate
+        item, predicate = given.item_type(self.title), self.predicate
         kind = (
             predicate.answer_type_for(item, self.title)
             if isinstance(predicate, Leaf)
@@ -236,25 +241,27 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
             raise ConfigError(f"{self.title}: the predicate must give a boolean, but gives {kind}")
         return given
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         predicate = self.predicate
         if isinstance(predicate, Leaf):
             _check_items(self.title, predicate, shape)
-            sheet.add_map(self.title, predicate, shape, is_preview=True)
+            sheet.add_call_per_item(self.title, predicate, shape, is_preview=True)
             return shape.limit_items(shape.num)
         if shape.is_known:
-            return known(_kept(shape.value, self._verdicts(shape.value, sheet.question)))
+            return known_value_bounds(
+                _select_kept(shape.value, self._keep_mask(shape.value, sheet.question))
+            )
         if isinstance(predicate, Relevance):
             return shape.limit_items(predicate.top)
         if isinstance(predicate, Pattern) and isinstance(shape.value, list):
-            value = _kept(shape.value, predicate.keep_mask(shape.value))
+            value = _select_kept(shape.value, predicate.keep_mask(shape.value))
             kept = msgspec.structs.replace(shape, value=value)
             return kept.limit_items(len(value))
         return shape.limit_items(shape.num)
 
-    def _verdicts(self, items: Sequence[Any], question: str) -> list[bool]:
+    def _keep_mask(self, items: Sequence[Any], question: str) -> list[bool]:
         assert not isinstance(self.predicate, Leaf)
         if isinstance(self.predicate, Relevance):
             return self.predicate.mask_top_matches(items, question)
@@ -265,9 +272,9 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
     ) -> list[Any]:
         if isinstance(self.predicate, Leaf):
             answers = await flow.ask(self.predicate, value, self.title, is_preview=True)
-            return _kept(value, [answer is True for answer in answers])
-        verdicts = await flow.run_in_thread(self._verdicts, value, flow.question)
-        return _kept(value, verdicts)
+            return _select_kept(value, [answer is True for answer in answers])
+        verdicts = await flow.run_in_thread(self._keep_mask, value, flow.question)
+        return _select_kept(value, verdicts)
 
     def shown(self) -> str:
         predicate = self.predicate
@@ -286,10 +293,10 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         return self.leaf.answer_type_for(given, self.title)
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
-        size = shape.size
+        size = shape.max_bytes
         if size > self.leaf.read_bytes:
             raise ConfigError(
                 f"{self.title}: it may receive {size:,} bytes, but its leaf reads at most "
@@ -297,7 +304,7 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
                 "before it"
             )
         if shape.is_known:
-            tokens = sheet.request_tokens(self.leaf, shape.value)
+            tokens = sheet.max_request_tokens(self.leaf, shape.value)
             sheet.add(self.title, (1,), True, [tokens], [self.leaf.reply_tokens])
         else:
             sheet.add_bounded(self.title, self.leaf, (1,), True, size, size)
@@ -321,7 +328,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
         return f"reduce {self.leaf.label}"
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
+        item = given.item_type(self.title)
         if self.leaf.each:
             raise ConfigError(
                 f"{self.title}: its leaf must give one value for all, but gives one for each "
@@ -329,7 +336,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
             )
         result = self.leaf.answer_type_for(item, self.title)
         expected = "text" if item.kind == "part" else item.kind
-        if ANY not in (item, result) and (result.kind != expected or not self._merges(item)):
+        if ANY not in (item, result) and (result.kind != expected or not self._can_merge(item)):
             raise ConfigError(
                 f"{self.title}: it merges items of type {item}, but its leaf gives {result}"
             )
@@ -342,7 +349,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
             )
         return result
 
-    def _merges(self, item: ValueType) -> bool:
+    def _can_merge(self, item: ValueType) -> bool:
         return item.kind == "part" or item.accepts(self.leaf.type)
 
     def _fan_in(self, item_bytes: int) -> int:
@@ -355,7 +362,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
             first, self._fan_in(self.leaf.max_answer_bytes), is_parts or first == 1
         )
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         if shape.item_bytes > self.leaf.read_bytes:
@@ -366,7 +373,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
             )
         tree = self._tree(shape)
         waves = tree.calls_per_level(shape.num)
-        total = shape.size + sum(waves[1:]) * self.leaf.read_bytes
+        total = shape.max_bytes + sum(waves[1:]) * self.leaf.read_bytes
         places = (
             num_bytes(each.place) + 3 for each in shape.value or () if isinstance(each, TextPart)
         )
@@ -381,7 +388,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
         items, is_first = [item for item in value if item is not None], True
         while len(items) > 1 or (items and is_first and tree.asks_single):
             groups = tree.groups(items, is_first=is_first)
-            is_asked = [tree.is_asked(group, is_first=is_first) for group in groups]
+            is_asked = [tree.needs_model_call(group, is_first=is_first) for group in groups]
             asked = [group for group, is_in in zip(groups, is_asked, strict=True) if is_in]
             answers = iter(await flow.ask(self.leaf, asked, self.title))
             merged = [
@@ -409,7 +416,7 @@ class ReduceTreeGrouping(NamedTuple):
         size = self.first if is_first else self.later
         return [items[at : at + size] for at in range(0, len(items), size)]
 
-    def is_asked(self, group: Sequence[T], *, is_first: bool) -> bool:
+    def needs_model_call(self, group: Sequence[T], *, is_first: bool) -> bool:
         """Return True if a group of items needs a model call.
 
         A single answer is passed on unchanged.
@@ -452,11 +459,11 @@ def _has_parts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], TextPart)
 
 
-def _kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
+def _select_kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
     return [item for item, is_kept in zip(items, verdicts, strict=True) if is_kept]
 
 
-def _answers(leaf: Leaf, shape: ValueSizeBounds) -> ValueSizeBounds:
+def _answer_bounds(leaf: Leaf, shape: ValueSizeBounds) -> ValueSizeBounds:
     """Return the bounds of a model's answers, which are computed before it is asked.
 
     ``leaf`` is the question, and ``shape`` gives the bounds of the items that it is about.

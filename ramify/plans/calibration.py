@@ -82,7 +82,7 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         The measured accuracies are smoothed first, on the assumption that larger parts are never
         answered more accurately than smaller ones.
         """
-        smooth = _falling(self.points)
+        smooth = _fit_non_increasing(self.points)
         good = [
             point
             for point, accuracy in zip(self.points, smooth, strict=True)
@@ -114,16 +114,16 @@ def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration 
     try:
         for place in (path.parent, path):
             if place.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                _ignored(path, f"other users can write {place}: chmod go-w {place}")
+                _warn_ignored(path, f"other users can write {place}: chmod go-w {place}")
                 return None
         found = msgspec.json.decode(path.read_bytes(), type=PartSizeCalibration)
     except FileNotFoundError:
         return None
     except OSError as error:
-        _ignored(path, f"it cannot be read: {error.strerror}")
+        _warn_ignored(path, f"it cannot be read: {error.strerror}")
         return None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _ignored(path, f"it is damaged ({error}): run ramify calibrate {model} again")
+        _warn_ignored(path, f"it is damaged ({error}): run ramify calibrate {model} again")
         return None
     if found.version != VERSION:
         why = f"it has version {found.version}, and this Ramify reads {VERSION}"
@@ -131,7 +131,7 @@ def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration 
         why = f"it is damaged (a calibration of '{found.model}', {len(found.points)} sizes)"
     else:
         return found
-    _ignored(path, f"{why}: run ramify calibrate {model} again")
+    _warn_ignored(path, f"{why}: run ramify calibrate {model} again")
     return None
 
 
@@ -177,11 +177,11 @@ def calibration_path(model: str, root: Path | None = None) -> Path:
     return (root or default_root()) / FOLDER / f"{quote(model, safe='')}.json"
 
 
-def _ignored(path: Path, why: str) -> None:
-    _log.warn(f"the calibration {path} is ignored: {why}", stacklevel=3)
+def _warn_ignored(path: Path, why: str) -> None:
+    _log.issue_python_warning(f"the calibration {path} is ignored: {why}", stacklevel=3)
 
 
-def _falling(points: Sequence[CalibrationPoint]) -> list[float]:
+def _fit_non_increasing(points: Sequence[CalibrationPoint]) -> list[float]:
     """Smooth measured accuracies into the closest non-increasing sequence, by pooling adjacent
     violators.
 

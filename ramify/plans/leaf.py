@@ -65,7 +65,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
                 raise ConfigError(f"leaf '{self.label}': {name}={value!r:.40}: give 1 or more")
         if self.schema is not None:
             schema = answer_type(self.schema).schema
-            _base(schema)  # reports a schema that is not valid
+            _base_schema(schema)  # reports a schema that is not valid
             msgspec.structs.force_setattr(self, "schema", schema)
             if schema.get("enum") == []:
                 raise ConfigError(f"leaf '{self.label}' has no labels: give at least one")
@@ -114,11 +114,11 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     def request_prompt(self, question: str, given: Any, *, is_preview: bool = False) -> str:
         """Return the prompt that asks this question about a value, such as a part of a text."""
         asked = self.prompt.replace(QUESTION, question)
-        return f"{asked}\n\n{self._shown(given, is_preview)}"
+        return f"{asked}\n\n{self._format_item(given, is_preview)}"
 
-    def _shown(self, given: Any, is_preview: bool) -> str:
+    def _format_item(self, given: Any, is_preview: bool) -> str:
         if not isinstance(given, TextPart):
-            return rendered(given)
+            return render_for_prompt(given)
         if self.each:
             text = given.numbered()
         else:
@@ -132,7 +132,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
             return None
         if self.each and isinstance(given, TextPart):
             return _each_kind(self, len(given.records))
-        return _kind(self)
+        return _answer_schema(self)
 
     def max_reply_tokens(self, given: Any) -> int:
         """Return the maximum number of reply tokens for a question about this value."""
@@ -147,7 +147,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return with_answer_format(prompt, self.answer_kind(given))
 
 
-def rendered(value: Any) -> str:
+def render_for_prompt(value: Any) -> str:
     """Convert a value to text for a prompt.
 
     Strings stay as they are, lists of strings are joined with separators, and other values become
@@ -158,7 +158,7 @@ def rendered(value: Any) -> str:
     if isinstance(value, TextPart):
         return f"[{value.place}]\n{value.text}"
     if isinstance(value, Sequence) and value and all(isinstance(v, str | TextPart) for v in value):
-        return _BETWEEN.join(map(rendered, value))
+        return _BETWEEN.join(map(render_for_prompt, value))
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return "\n".join(msgspec.json.encode(each).decode() for each in value)
     return msgspec.json.encode(value).decode()
@@ -168,23 +168,23 @@ BETWEEN_BYTES = num_bytes(_BETWEEN)
 
 
 @functools.lru_cache(256)
-def _checked(schema: bytes) -> AnswerSchema:
+def _parse_schema(schema: bytes) -> AnswerSchema:
     # A plan may come from a file, a journal or a session, so its schemas are bounded in size and
     # in the time of their checks.
     return answer_type(msgspec.json.decode(schema), trusted=False)
 
 
-def _base(schema: Any) -> AnswerSchema:
+def _base_schema(schema: Any) -> AnswerSchema:
     try:
-        return _checked(msgspec.json.encode(schema))
+        return _parse_schema(msgspec.json.encode(schema))
     except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise ConfigError(
             f"the schema of a leaf cannot be written as JSON ({error}): use only plain JSON values"
         ) from None
 
 
-def _kind(leaf: Leaf) -> AnswerSchema:
-    base, most = _base(leaf.schema), leaf.max_answer_bytes
+def _answer_schema(leaf: Leaf) -> AnswerSchema:
+    base, most = _base_schema(leaf.schema), leaf.max_answer_bytes
 
     def convert(value: Any) -> Any:
         found = base.convert(value)
@@ -197,7 +197,7 @@ def _kind(leaf: Leaf) -> AnswerSchema:
 def _each_kind(leaf: Leaf, num: int) -> AnswerSchema:
     """Return the answer type of a question about ``num`` records: a list of exactly that many
     values."""
-    base, most = _base(leaf.schema), leaf.max_answer_bytes
+    base, most = _base_schema(leaf.schema), leaf.max_answer_bytes
     schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
 
     def convert(value: Any) -> Any:
@@ -214,12 +214,12 @@ def _each_kind(leaf: Leaf, num: int) -> AnswerSchema:
 
 
 def _check_size(value: Any, most: int) -> None:
-    size = json_bytes(value)
+    size = json_num_bytes(value)
     if size > most:
         raise TypeMismatch(f"the value has {size:,} bytes, and at most {most:,} are allowed")
 
 
-def json_bytes(value: Any) -> int:
+def json_num_bytes(value: Any) -> int:
     """Return the size of a value in bytes when written as JSON.
 
     A string is counted with its escapes but without quotes, because it may become a key of a JSON
@@ -229,10 +229,10 @@ def json_bytes(value: Any) -> int:
     return size - 2 if isinstance(value, str) else size
 
 
-def bounded_text(text: str, most: int) -> str:
+def truncate_text(text: str, most: int) -> str:
     """Truncate ``text`` to at most ``most`` bytes, both in UTF-8 and as the content of a JSON
     string."""
     text = shortened(text, most)
-    while (size := json_bytes(text)) > most:
+    while (size := json_num_bytes(text)) > most:
         text = shortened(text, min(num_bytes(text) - 1, num_bytes(text) * most // size))
     return text

@@ -115,11 +115,11 @@ def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
     chosen = plan_by_keywords(question.text)
     # "How many" about a table may be asked of its columns, or of what its texts say.
     if chosen is None or chosen.name not in _BETTER_THAN_FREE or facts.has_tables:
-        return _call(facts, num_chars)
+        return _prepare_choice_call(facts, num_chars)
     return _with_plan(facts, chosen.name, chosen.reason)
 
 
-def _call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
+def _prepare_choice_call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
     """Prepare the call in which a model chooses between a session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape

@@ -47,7 +47,12 @@ from ramify.plans.symbolic_steps import (
     TopItems,
     TruncateDates,
 )
-from ramify.plans.value_bounds import PlannedCalls, ValueSizeBounds, known, reply_bounds
+from ramify.plans.value_bounds import (
+    PlannedCalls,
+    ValueSizeBounds,
+    known_value_bounds,
+    reply_bounds,
+)
 from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
 
 
@@ -127,7 +132,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         shapes = [first]
         for step, kind in zip(self.steps, self.types(given), strict=False):
-            shapes.append(step.bounded(shapes[-1], kind, sheet))
+            shapes.append(step.estimate_bounds(shapes[-1], kind, sheet))
         return shapes
 
     async def run(self, value: Any, shapes: list[ValueSizeBounds], flow: PlanLeafRunner) -> Any:
@@ -205,14 +210,14 @@ class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         return pair_of(self.left.types(given)[-1], self.right.types(given)[-1])
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         left = self.left.shapes(shape, sheet, given)[-1]
         right = self.right.shapes(shape, sheet, given)[-1]
         if left.is_known and right.is_known:
-            return known((left.value, right.value))
-        total = left.size + right.size
+            return known_value_bounds((left.value, right.value))
+        total = left.max_bytes + right.max_bytes
         return reply_bounds(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:

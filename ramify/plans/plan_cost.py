@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import ASSUMED_WINDOW, Client, Price, reasons
+from ramify.clients.base import ASSUMED_WINDOW, Client, Price, is_reasoning_model
 from ramify.clients.model_config import Model
 from ramify.clients.providers import PriceTable
 from ramify.engine.limits import BudgetAmount, Limits, max_request_amount
@@ -59,9 +59,9 @@ def look_up_model(model: Any, limits: Limits | None = None) -> ModelCostProfile:
         )
     table = PriceTable.load()
     price = getattr(model, "price", None) or table.price(name)
-    window = getattr(model, "window", None) or table.window(name) or ASSUMED_WINDOW
+    window = getattr(model, "window", None) or table.context_window(name) or ASSUMED_WINDOW
     most = limits.max_reasoning_tokens if limits is not None else None
-    reasoning = most if most is not None else _REASONING_TOKENS if reasons(name) else 0
+    reasoning = most if most is not None else _REASONING_TOKENS if is_reasoning_model(name) else 0
     return ModelCostProfile(name, window, price, reasoning)
 
 

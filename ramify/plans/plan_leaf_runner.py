@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls, LeafRequest
 from ramify.errors import LimitReached, RamifyError
-from ramify.plans.leaf import Leaf, bounded_text
+from ramify.plans.leaf import Leaf, truncate_text
 from ramify.plans.text_parts import TextPart
 from ramify.types.trajectory import Stop
 
@@ -62,7 +62,8 @@ class PlanLeafRunner:
         outcomes = await self._calls.ask_all(requests, len(items))
         self.num_leaves += len(items)
         answers = [
-            self._answer(leaf, item, outcome) for item, outcome in zip(items, outcomes, strict=True)
+            self._extract_answer(leaf, item, outcome)
+            for item, outcome in zip(items, outcomes, strict=True)
         ]
         is_failed = all(answer is LEAF_FAILED for answer in answers)
         if items and is_failed and self.stop is None:
@@ -76,19 +77,19 @@ class PlanLeafRunner:
         for item in items:
             prompt = leaf.request_prompt(self.question, item, is_preview=is_preview)
             kind, most = leaf.answer_kind(item), leaf.max_reply_tokens(item)
-            yield LeafRequest(_about(leaf, item), prompt, kind, most)
+            yield LeafRequest(_describe_call(leaf, item), prompt, kind, most)
 
-    def _answer(self, leaf: Leaf, item: Any, outcome: CallOutcome) -> Any:
+    def _extract_answer(self, leaf: Leaf, item: Any, outcome: CallOutcome) -> Any:
         if outcome.stop is Stop.FINAL:
             answer = outcome.answer  # of another type, it has been checked
-            return bounded_text(answer, leaf.max_answer_bytes) if leaf.schema is None else answer
+            return truncate_text(answer, leaf.max_answer_bytes) if leaf.schema is None else answer
         if isinstance(outcome.failure, LimitReached):
             self.stop = self.stop or outcome.stop
-        self.failures.append(f"{_about(leaf, item)}: {outcome.error or outcome.stop}")
+        self.failures.append(f"{_describe_call(leaf, item)}: {outcome.error or outcome.stop}")
         return LEAF_FAILED
 
 
-def _about(leaf: Leaf, item: Any) -> str:
+def _describe_call(leaf: Leaf, item: Any) -> str:
     """Describe the subject of a model call in a few words, for readers of the run's record."""
     if isinstance(item, TextPart):
         return f"{leaf.label}: {item.place}"

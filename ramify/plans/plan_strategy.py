@@ -53,12 +53,12 @@ class PlanStrategy(
         the run's budget.
         """
         self.plan.check_begins_with_split()
-        return await answer_by(
+        return await answer_with_plan(
             self.plan, ValueSizeBounds(calls.question.context, True), None, calls
         )
 
 
-async def answer_by(
+async def answer_with_plan(
     plan: Plan, first: ValueSizeBounds, given: ValueType | None, calls: LeafCalls
 ) -> CallOutcome:
     """Run a plan and return its outcome.
@@ -68,7 +68,9 @@ async def answer_by(
     unreadable or the budget too small.
     """
     client, sheet = calls.client, PlannedCalls(calls.question.text)
-    model = ModelCostProfile(client.name, client.window, client.price, calls.reasoning_tokens)
+    model = ModelCostProfile(
+        client.name, client.window, client.price, calls.reasoning_token_allowance
+    )
     # Cutting a large context, or ranking its parts, takes seconds.
     shapes = await asyncio.to_thread(plan.shapes, first, sheet, given)
     cost_of(sheet.steps, model).check(calls.budget, is_rest=calls.is_started_by_session)

@@ -17,7 +17,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.install_command import install_command
-from ramify.plans.text_parts import TextPart, compiled
+from ramify.plans.text_parts import TextPart, compile_regex
 from ramify.plans.value_types import BOOLEAN, ValueType, check_field_values
 
 Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
@@ -52,10 +52,10 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     def __post_init__(self) -> None:
         check_field_values(self, "pattern")
-        self._compiled()
+        self._compile_regex()
 
-    def _compiled(self) -> Any:
-        return compiled(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
+    def _compile_regex(self) -> Any:
+        return compile_regex(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
 
     def infer_output_type(self, given: ValueType, step: str) -> ValueType:
         """Return the type of the predicate's result, which is always boolean.
@@ -63,15 +63,15 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         Raises ConfigError if items of the type ``given`` cannot be searched. The error names the
         plan step ``step``.
         """
-        kind = given.field(self.field, step)
+        kind = given.field_type(self.field, step)
         if kind.kind not in ("text", "part", "date", "any"):
             raise ConfigError(f"{step}: a pattern needs text, but got {kind}")
         return BOOLEAN
 
     def keep_mask(self, items: Sequence[Any]) -> list[bool]:
         """Return one boolean for each item, which is True if the item is kept."""
-        pattern = self._compiled()
-        texts = (_text(value_at(item, self.field)) for item in items)
+        pattern = self._compile_regex()
+        texts = (_text(field_value(item, self.field)) for item in items)
         return [isinstance(text, str) and pattern.search(text) is not None for text in texts]
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ class Comparison(
         Raises ConfigError if items of the type ``given`` cannot be compared with the value. The
         error names the plan step ``step``.
         """
-        kind = given.field(self.field, step)
+        kind = given.field_type(self.field, step)
         if not self.op:
             return kind
         if kind.kind in ("list", "record", "pair", "counts"):
@@ -191,9 +191,9 @@ class Comparison(
 
     def keep_mask(self, items: Sequence[Any]) -> list[bool]:
         """Return one boolean for each item, which is True if the item is kept."""
-        return [self._keeps(value_at(item, self.field)) for item in items]
+        return [self._is_kept(field_value(item, self.field)) for item in items]
 
-    def _keeps(self, value: Any) -> bool:
+    def _is_kept(self, value: Any) -> bool:
         if not self.op:
             return value is True
         if value is None:
@@ -207,7 +207,7 @@ class Comparison(
         return f"{self.field or 'value'} {self.op} {self.value!r}" if self.op else self.field
 
 
-def value_at(item: Any, field: str) -> Any:
+def field_value(item: Any, field: str) -> Any:
     """Return the value of a record's field.
 
     If no field is named, return the item itself.

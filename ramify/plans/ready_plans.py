@@ -52,7 +52,7 @@ def search(
         "Question: {question}\n\nDoes the text below answer it? If it does, set found to true, "
         "give the answer in as few words as possible, and how certain you are, from 0 to 10. If it "
         "does not, set found to false and answer to an empty text.",
-        _record(
+        _record_schema(
             found={"type": "boolean"},
             answer={"type": "string"},
             certainty={"type": "integer", "minimum": 0, "maximum": 10},
@@ -78,7 +78,7 @@ def classify(
     >>> str(plans.classify(["spam", "ham"]).type)
     'list of text'
     """
-    return _split(by, part_tokens, cut) | c.map(_labelling(labels, part_tokens)) | c.concat()
+    return _split(by, part_tokens, cut) | c.map(_labelling_leaf(labels, part_tokens)) | c.concat()
 
 
 def aggregate(
@@ -97,7 +97,7 @@ def aggregate(
     >>> str(plans.aggregate(["spam", "ham"], answers=False).type)
     'counts'
     """
-    labelling = _labelling(labels, part_tokens)
+    labelling = _labelling_leaf(labels, part_tokens)
     plan = _split(by, part_tokens, cut) | c.map(labelling) | c.concat()
     if labels is None:
         plan |= c.filter(Comparison("", "!=", "none"))
@@ -134,7 +134,7 @@ def pairwise(
         "the name of the one that it is about, as the question means it, and value: in one to "
         "three words, what of the record the condition depends on; none if it leaves the record "
         "out.",
-        _record(key={"type": "string"}, value={"type": "string"}),
+        _record_schema(key={"type": "string"}, value={"type": "string"}),
         part_tokens,
         _FACT_TOKENS,
         each=True,
@@ -145,7 +145,7 @@ def pairwise(
         "Question: {question}\n\nThe question asks for pairs. The records of the data have been "
         "counted by key and value. Give for each key which side it fits by these counts: whether "
         "it meets the condition on the first of a pair, on the second, on both, or on neither.",
-        {"type": "array", "items": _record(key={"type": "string"}, side={"enum": names})},
+        {"type": "array", "items": _record_schema(key={"type": "string"}, side={"enum": names})},
         2 * part_tokens,
         _SIDES_TOKENS,
         label="sides",
@@ -364,7 +364,7 @@ def _merged_tokens(part_tokens: int) -> int:
     return max(_MIN_MERGED_TOKENS, min(_MAX_MERGED_TOKENS, part_tokens // 8))
 
 
-def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
+def _labelling_leaf(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
     """Return the question with which a model labels each record.
 
     The model uses the given labels, or its own words if there are none.
@@ -399,5 +399,5 @@ def _labelling(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
     )
 
 
-def _record(**fields: dict[str, Any]) -> dict[str, Any]:
+def _record_schema(**fields: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": fields, "required": [*fields]}

@@ -27,15 +27,15 @@ import msgspec
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.leaf_calls import LeafCalls
 from ramify.errors import ConfigError, did_you_mean
-from ramify.module_compiler import file_source
+from ramify.module_compiler import read_module_source
 from ramify.plans import step_constructors as c
 from ramify.plans.leaf import Leaf
 from ramify.plans.plan import Plan
-from ramify.plans.plan_strategy import answer_by
+from ramify.plans.plan_strategy import answer_with_plan
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.ready_plans import READY_PLANS, ready_plan
 from ramify.plans.text_parts import BYTES_PER_TOKEN, TextPart, num_bytes
-from ramify.plans.value_bounds import ValueSizeBounds, known
+from ramify.plans.value_bounds import ValueSizeBounds, known_value_bounds
 from ramify.plans.value_types import (
     ANY,
     BOOLEAN,
@@ -124,7 +124,7 @@ class SessionPlans:
 
 @functools.cache
 def _module_source() -> str:
-    return file_source(Path(__file__).with_name("session_module.py"))
+    return read_module_source(Path(__file__).with_name("session_module.py"))
 
 
 class SessionPlanCall:
@@ -149,12 +149,14 @@ class SessionPlanCall:
         The answer has the form that the session decodes. Raises ConfigError before any model call
         if the plan cannot read the value or may exceed the budget.
         """
-        plan, first, given = await asyncio.to_thread(self._prepared, calls.question.context)
-        outcome = await answer_by(plan, first, given, calls)
-        return msgspec.structs.replace(outcome, answer=self._sent(outcome.answer, first.value))
+        plan, first, given = await asyncio.to_thread(self._prepare_plan, calls.question.context)
+        outcome = await answer_with_plan(plan, first, given, calls)
+        return msgspec.structs.replace(
+            outcome, answer=self._encode_answer(outcome.answer, first.value)
+        )
 
     @property
-    def may_ask(self) -> bool:
+    def may_call_model(self) -> bool:
         """Return True if this call can lead to model calls."""
         by = self._options.get("predicate")
         is_leaf = isinstance(by, dict) and by.get("by") == "leaf"
@@ -165,15 +167,15 @@ class SessionPlanCall:
         """Return True if the result of this call is a list of text parts."""
         return self.title in ("split", "peek")
 
-    def _prepared(self, context: Any) -> tuple[Plan, ValueSizeBounds, ValueType | None]:
-        value = _received(self._value, context)
+    def _prepare_plan(self, context: Any) -> tuple[Plan, ValueSizeBounds, ValueType | None]:
+        value = _decode_sent_value(self._value, context)
         plan = self._plan(value)
         if self.title in ("split", *_READY) and not _are_parts(value):
             return plan, ValueSizeBounds(value, True), None
-        return plan, known(value), _type_of(value)
+        return plan, known_value_bounds(value), _type_of(value)
 
     def _plan(self, value: Any) -> Plan:
-        options = {name: _built(name, each) for name, each in self._options.items()}
+        options = {name: _convert_option(name, each) for name, each in self._options.items()}
         if self.title in _STEPS:
             by = options.pop("by", ()) if self.title == "count" else ()
             try:
@@ -188,17 +190,17 @@ class SessionPlanCall:
         options.setdefault("part_tokens", max(_LEAST_TOKENS, largest))
         return Plan(ready_plan(_READY[self.title], **options).steps[1:])
 
-    def _sent(self, answer: Any, value: Any) -> Any:
+    def _encode_answer(self, answer: Any, value: Any) -> Any:
         if answer is None:
             return None
         if self.gives_parts:
             return [_fields(part) for part in answer]
         if self.title == "filter":
-            return _indices(value, answer)
+            return _kept_indices(value, answer)
         return answer
 
 
-def _received(sent: Any, context: Any) -> Any:
+def _decode_sent_value(sent: Any, context: Any) -> Any:
     """Decode a value that a session sent to a plan function.
 
     A session refers to its own context by name, and ``context`` replaces that reference. Raises
@@ -215,18 +217,18 @@ def _received(sent: Any, context: Any) -> Any:
             pair = sent.get("pair")
             if not isinstance(pair, list) or len(pair) != 2:
                 raise ConfigError("the pair cannot be read: give two lists")
-            return _received(pair[0], context), _received(pair[1], context)
+            return _decode_sent_value(pair[0], context), _decode_sent_value(pair[1], context)
         case "parts" | "part" as form:
             given = sent.get("parts")
             if not isinstance(given, list) or not given:
                 raise ConfigError("there are no parts: give what split returns")
-            parts = [_part(fields) for fields in given]
+            parts = [_decode_part(fields) for fields in given]
             return parts if form == "parts" else parts[0]
         case _:
             raise ConfigError("the value cannot be read: call the functions of ramify_plans")
 
 
-def _part(fields: Any) -> TextPart:
+def _decode_part(fields: Any) -> TextPart:
     """Decode and check a text part that a session sent back, because the session may have forged
     it."""
     is_valid = isinstance(fields, list) and len(fields) == 4
@@ -249,7 +251,7 @@ def _fields(part: TextPart) -> list[str]:
     return [part.text, part.place, spans, part.preview]
 
 
-def _indices(value: Any, kept: Sequence[Any]) -> list[int]:
+def _kept_indices(value: Any, kept: Sequence[Any]) -> list[int]:
     """Return the original list indices of the items that were kept.
 
     Items are compared by identity, and must be in their original order.
@@ -264,7 +266,7 @@ _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Co
 """Name of an option that sessions send as a dict -> the class to which it is converted."""
 
 
-def _built(name: str, value: Any) -> Any:
+def _convert_option(name: str, value: Any) -> Any:
     """Convert an option that a session sent to the object that a plan needs, such as a ``Leaf``.
 
     Raises ConfigError if the option is invalid.

@@ -21,12 +21,18 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plans.leaf import rendered
+from ramify.plans.leaf import render_for_prompt
 from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.plan_step import PlanStep
-from ramify.plans.predicates import Comparison, value_at
+from ramify.plans.predicates import Comparison, field_value
 from ramify.plans.text_parts import TextPart, num_bytes
-from ramify.plans.value_bounds import MAX_ITEMS, PlannedCalls, ValueSizeBounds, known, reply_bounds
+from ramify.plans.value_bounds import (
+    MAX_ITEMS,
+    PlannedCalls,
+    ValueSizeBounds,
+    known_value_bounds,
+    reply_bounds,
+)
 from ramify.plans.value_types import (
     ANY,
     COUNTS,
@@ -60,7 +66,7 @@ class SymbolicStep(PlanStep, frozen=True):
         """
         raise NotImplementedError
 
-    def bounded(
+    def estimate_bounds(
         self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
     ) -> ValueSizeBounds:
         """Return the bounds of the step's result before the plan runs.
@@ -69,7 +75,9 @@ class SymbolicStep(PlanStep, frozen=True):
         input, and ``given`` its type. The step makes no model calls, so ``sheet`` is not changed.
         """
         return (
-            known(self.apply(shape.value)) if shape.is_known else self.output_bounds(shape, given)
+            known_value_bounds(self.apply(shape.value))
+            if shape.is_known
+            else self.output_bounds(shape, given)
         )
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
@@ -85,7 +93,7 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
     """
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
+        item = given.item_type(self.title)
         if item.kind == "list":
             return item
         if item.kind in ("text", "part"):
@@ -97,12 +105,12 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
     def apply(self, value: list[Any]) -> Any:
         if any(isinstance(each, list) for each in value):
             return [item for each in value if each is not None for item in each]
-        return rendered([each for each in value if each is not None]) if value else ""
+        return render_for_prompt([each for each in value if each is not None]) if value else ""
 
     def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         if shape.inner:
             return reply_bounds(shape.inner, shape.item_bytes, shape.total_bytes, is_exact=False)
-        return reply_bounds(1, shape.size)
+        return reply_bounds(1, shape.max_bytes)
 
 
 class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
@@ -124,8 +132,8 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
     """Treat (a, b) and (b, a) as two pairs. If False, the conditions may be met in either order."""
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
-        key = item.field(self.key, self.title)
+        item = given.item_type(self.title)
+        key = item.field_type(self.key, self.title)
         for condition in filter(None, (self.left, self.right)):
             kind = condition.infer_output_type(item, self.title)
             if kind.kind not in ("boolean", "any"):
@@ -135,7 +143,10 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
         return list_of(pair_of(key, key))
 
     def apply(self, value: list[Any]) -> list[list[Any]]:
-        first, second = self._keys(value, self.left), self._keys(value, self.right)
+        first, second = (
+            self._matching_keys(value, self.left),
+            self._matching_keys(value, self.right),
+        )
         if len(first) * len(second) > MAX_PAIRS:
             raise ConfigError(
                 f"cross would give {len(first) * len(second):,} pairs, and at most {MAX_PAIRS:,} "
@@ -146,12 +157,12 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
             pairs = {(min(pair, key=str), max(pair, key=str)) for pair in pairs}
         return [list(pair) for pair in sorted(pairs, key=lambda pair: tuple(map(str, pair)))]
 
-    def _keys(self, items: list[Any], condition: Comparison | None) -> list[Any]:
+    def _matching_keys(self, items: list[Any], condition: Comparison | None) -> list[Any]:
         items = [item for item in items if item is not None]
         if condition is not None:
             verdicts = condition.keep_mask(items)
             items = [item for item, is_in in zip(items, verdicts, strict=True) if is_in]
-        keys = (_hashable(value_at(item, self.key)) for item in items)
+        keys = (_to_hashable(field_value(item, self.key)) for item in items)
         return list(dict.fromkeys(key for key in keys if key is not None))
 
     def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
@@ -175,8 +186,8 @@ class TakeMaxItem(SymbolicStep, frozen=True, tag="best"):
     by: str = ""
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
-        _check_number(item.field(self.by, self.title), self.title)
+        item = given.item_type(self.title)
+        _check_number(item.field_type(self.by, self.title), self.title)
         return item
 
     def apply(self, value: list[Any]) -> Any:
@@ -202,13 +213,13 @@ class TakeField(SymbolicStep, frozen=True, tag="field"):
 
     def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind == "list" and given.item is not None:
-            return list_of(given.item.field(self.name, self.title))
-        return given.field(self.name, self.title)
+            return list_of(given.item.field_type(self.name, self.title))
+        return given.field_type(self.name, self.title)
 
     def apply(self, value: Any) -> Any:
         if isinstance(value, list):
-            return [value_at(item, self.name) for item in value]
-        return value_at(value, self.name)
+            return [field_value(item, self.name) for item in value]
+        return field_value(value, self.name)
 
     def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
         return msgspec.structs.replace(shape, value=None)
@@ -230,20 +241,22 @@ class CountValues(SymbolicStep, frozen=True, tag="count"):
     """Fields that are counted together. Empty means the items themselves."""
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
+        item = given.item_type(self.title)
         for name in self.by or ("",):
-            field = item.field(name, self.title)
+            field = item.field_type(name, self.title)
             if field.kind in ("record", "list", "pair", "counts", "part"):
                 raise ConfigError(f"count needs plain values, but got {field}: name its fields")
         return COUNTS
 
     def apply(self, value: list[Any]) -> dict[str, int]:
-        keys = ([value_at(item, name) for name in self.by or ("",)] for item in value)
-        named = (" | ".join(map(_name, key)) for key in keys if None not in key)
+        keys = ([field_value(item, name) for name in self.by or ("",)] for item in value)
+        named = (" | ".join(map(_text_or_json, key)) for key in keys if None not in key)
         return dict(sorted(Counter(named).items(), key=lambda each: (-each[1], each[0])))
 
     def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
-        fields = [given.items(self.title).field(name, self.title) for name in self.by or ("",)]
+        fields = [
+            given.item_type(self.title).field_type(name, self.title) for name in self.by or ("",)
+        ]
         num, key_bytes = shape.num, shape.item_bytes + 3 * len(fields)
         if all(field.labels for field in fields):
             num = min(num, math.prod(len(field.labels) for field in fields))
@@ -286,8 +299,8 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
     how: Literal["sum", "mean", "min", "max"] = "sum"
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
-        _check_number(item.field(self.field, self.title), self.title)
+        item = given.item_type(self.title)
+        _check_number(item.field_type(self.field, self.title), self.title)
         return NUMBER
 
     def apply(self, value: list[Any]) -> float | int | None:
@@ -327,8 +340,8 @@ class TopItems(SymbolicStep, frozen=True, tag="top"):
     def infer_output_type(self, given: ValueType) -> ValueType:
         if given.kind in ("counts", "any"):
             return given
-        item = given.items(self.title)
-        _check_number(item.field(self.by, self.title), self.title)
+        item = given.item_type(self.title)
+        _check_number(item.field_type(self.by, self.title), self.title)
         return given
 
     def apply(self, value: Any) -> Any:
@@ -356,10 +369,10 @@ class DistinctValues(SymbolicStep, frozen=True, tag="distinct"):
     field: str = ""
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        return list_of(given.items(self.title).field(self.field, self.title))
+        return list_of(given.item_type(self.title).field_type(self.field, self.title))
 
     def apply(self, value: list[Any]) -> list[Any]:
-        found = (value_at(item, self.field) for item in value)
+        found = (field_value(item, self.field) for item in value)
         return _sorted_set(each for each in found if each is not None)
 
     def output_bounds(self, shape: ValueSizeBounds, given: ValueType) -> ValueSizeBounds:
@@ -414,8 +427,8 @@ class JoinRecords(SymbolicStep, frozen=True, tag="join"):
 
     def infer_output_type(self, given: ValueType) -> ValueType:
         first, second = _both_lists(given, self.title)
-        first.field(self.on, self.title)
-        second.field(self.on, self.title)
+        first.field_type(self.on, self.title)
+        second.field_type(self.on, self.title)
         shared = (first.fields.keys() & second.fields.keys()) - {self.on}
         if shared:
             raise ConfigError(
@@ -458,8 +471,8 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
     per: Literal["day", "week", "month", "year"] = "day"
 
     def infer_output_type(self, given: ValueType) -> ValueType:
-        item = given.items(self.title)
-        kind = item.field(self.field, self.title)
+        item = given.item_type(self.title)
+        kind = item.field_type(self.field, self.title)
         if kind.kind not in ("date", "text", "any"):
             raise ConfigError(f"periods needs dates, but got {kind}: name a field with dates")
         if not self.field:
@@ -467,14 +480,16 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
         return list_of(msgspec.structs.replace(item, fields={**item.fields, self.field: DATE}))
 
     def apply(self, value: list[Any]) -> list[Any]:
-        return [self._moved(item) for item in value]
+        return [self._truncate_item_date(item) for item in value]
 
-    def _moved(self, item: Any) -> Any:
+    def _truncate_item_date(self, item: Any) -> Any:
         if not self.field:
-            return self._period(item)
-        return {**item, self.field: self._period(item.get(self.field))} if item else item
+            return self._truncate_to_period(item)
+        return (
+            {**item, self.field: self._truncate_to_period(item.get(self.field))} if item else item
+        )
 
-    def _period(self, value: Any) -> str | None:
+    def _truncate_to_period(self, value: Any) -> str | None:
         date = _date(value)
         return None if date is None else date.strftime(_PERIODS[self.per])
 
@@ -491,7 +506,7 @@ class TruncateDates(SymbolicStep, frozen=True, tag="periods"):
 
 def finite_number_at(item: Any, field: str) -> float | int | None:
     """Return the number in a field of an item, or None if the field holds no finite number."""
-    value = value_at(item, field)
+    value = field_value(item, field)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else None
 
@@ -506,7 +521,7 @@ def _both_lists(given: ValueType, step: str) -> tuple[ValueType, ValueType]:
         return ANY, ANY
     if given.kind != "pair" or given.item is None or given.second is None:
         raise ConfigError(f"{step} needs a pair of lists, but got {given}: put both(…) before it")
-    return given.item.items(step), given.second.items(step)
+    return given.item.item_type(step), given.second.item_type(step)
 
 
 def _date(value: Any) -> datetime.date | None:
@@ -525,7 +540,7 @@ def _date(value: Any) -> datetime.date | None:
     return None
 
 
-def _name(value: Any) -> str:
+def _text_or_json(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
@@ -533,14 +548,14 @@ def _key(value: Any) -> Any:
     return value.text if isinstance(value, TextPart) else msgspec.json.encode(value, order="sorted")
 
 
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | None) else _name(value)
+def _to_hashable(value: Any) -> Any:
+    return value if isinstance(value, str | int | float | None) else _text_or_json(value)
 
 
 def _sorted_set(values: Iterable[Any]) -> list[Any]:
     found = {_key(value): value for value in values}
-    return sorted(found.values(), key=lambda value: (str(type(value)), _order(value)))
+    return sorted(found.values(), key=lambda value: (str(type(value)), _sort_key(value)))
 
 
-def _order(value: Any) -> Any:
+def _sort_key(value: Any) -> Any:
     return value if isinstance(value, str | int | float) else str(_key(value))

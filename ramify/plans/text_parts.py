@@ -289,7 +289,7 @@ class _Units:
 
 def _unit_ends(text: str, rule: SplitRule) -> Iterator[int]:
     if rule.by == "records" and rule.separator:
-        begins = [match.start() for match in compiled(rule.separator).finditer(text)]
+        begins = [match.start() for match in compile_regex(rule.separator).finditer(text)]
         yield from (at for at in dict.fromkeys(begins) if 0 < at < len(text))
     else:
         ends = (match.end() for match in re.finditer(_UNITS[rule.by], text))
@@ -298,7 +298,7 @@ def _unit_ends(text: str, rule: SplitRule) -> Iterator[int]:
         yield len(text)
 
 
-def compiled(pattern: str) -> Any:
+def compile_regex(pattern: str) -> Any:
     """Compile a regular expression with RE2, which searches in linear time.
 
     Raises ConfigError if the expression is invalid.
@@ -412,7 +412,7 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
             parts.close()
             continue
         if end == at:
-            end = at + _cut(units, at, room, rule, name, line)
+            end = at + _chars_that_fit(units, at, room, rule, name, line)
         piece, num_lines = text[start:end], text.count("\n", at, end)
         last = line + num_lines - (text[end - 1] == "\n")
         place = f"{name}:{line}-{last}" if name else f"lines {line}-{last}"
@@ -427,7 +427,9 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
             parts.close()
 
 
-def _cut(units: _Units, at: int, room: int, rule: SplitRule, name: str, line: int) -> int:
+def _chars_that_fit(
+    units: _Units, at: int, room: int, rule: SplitRule, name: str, line: int
+) -> int:
     """Return how many characters of an oversized unit go into one part of ``room`` bytes.
 
     The part ends at a space if possible. Raises ConfigError if the unit must not be cut.

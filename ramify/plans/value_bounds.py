@@ -53,7 +53,7 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
     """For a pair: the bounds of both values."""
 
     @property
-    def size(self) -> int:
+    def max_bytes(self) -> int:
         """Return the maximum size in bytes of the whole value when it is written into a prompt."""
         return self.total_bytes + self.num * BETWEEN_BYTES
 
@@ -70,15 +70,15 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
         )
 
 
-def known(value: Any) -> ValueSizeBounds:
+def known_value_bounds(value: Any) -> ValueSizeBounds:
     """Return the bounds of a value that does not depend on model replies.
 
     They include the value itself.
     """
     items: Sequence[Any] = value if isinstance(value, list) else [value]
     if isinstance(value, tuple):  # of ``both``
-        sides = known(value[0]), known(value[1])
-        total = sides[0].size + sides[1].size
+        sides = known_value_bounds(value[0]), known_value_bounds(value[1])
+        total = sides[0].max_bytes + sides[1].max_bytes
         return ValueSizeBounds(value, True, 1, True, total, total, both=sides)
     sizes = [_size(item) for item in items]
     total = sum(sizes) + sum(
@@ -180,7 +180,7 @@ class PlannedCalls:
         maximum that one call reads.
         """
         num = sum(waves)
-        prompt = self.prompt_tokens(leaf)
+        prompt = self.max_prompt_tokens(leaf)
         self.steps.append(
             PlannedStepCalls(
                 name,
@@ -194,19 +194,19 @@ class PlannedCalls:
             )
         )
 
-    def prompt_tokens(self, leaf: Leaf) -> int:
+    def max_prompt_tokens(self, leaf: Leaf) -> int:
         """Return an upper bound on the prompt tokens of a leaf (one kind of model call in a plan),
         excluding the value that the call reads."""
-        return self.request_tokens(leaf, "")
+        return self.max_request_tokens(leaf, "")
 
-    def request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
+    def max_request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
         """Return an upper bound on the tokens of a request that asks a question about a value."""
         text = leaf.request_text(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
         schema = kind.enforceable_schema if kind else None
         return Request((Message("user", text),), schema=schema).max_input_tokens()
 
-    def add_map(
+    def add_call_per_item(
         self, name: str, leaf: Leaf, shape: ValueSizeBounds, *, is_preview: bool = False
     ) -> None:
         """Add one model call for each item of a list.
@@ -215,9 +215,11 @@ class PlannedCalls:
         """
         if shape.value is None and not shape.is_known:
             largest = shape.item_bytes + BETWEEN_BYTES
-            self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.size, largest)
+            self.add_bounded(name, leaf, (shape.num,), shape.is_exact, shape.max_bytes, largest)
             return
-        inputs = [self.request_tokens(leaf, item, is_preview=is_preview) for item in shape.value]
+        inputs = [
+            self.max_request_tokens(leaf, item, is_preview=is_preview) for item in shape.value
+        ]
         outputs = [leaf.max_reply_tokens(item) for item in shape.value]
         if shape.num < len(inputs):
             inputs, outputs = (heapq.nlargest(shape.num, each) for each in (inputs, outputs))

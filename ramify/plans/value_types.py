@@ -64,7 +64,7 @@ class ValueType(msgspec.Struct, frozen=True):
             for name, field in self.fields.items()
         )
 
-    def items(self, step: str) -> ValueType:
+    def item_type(self, step: str) -> ValueType:
         """Return the type of a list's items.
 
         Raises ConfigError if this is not a list type.
@@ -77,7 +77,7 @@ class ValueType(msgspec.Struct, frozen=True):
             )
         return self.item
 
-    def field(self, name: str, step: str) -> ValueType:
+    def field_type(self, name: str, step: str) -> ValueType:
         """Return the type of one field of a record.
 
         If ``name`` is empty, return this type itself. Raises ConfigError if there is no such field.

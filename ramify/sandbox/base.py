@@ -31,9 +31,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError, SandboxError, StrictKeywordsMeta, raised_at
+from ramify.errors import (
+    ConfigError,
+    RamifyError,
+    SandboxError,
+    StrictKeywordsMeta,
+    user_line_of_error,
+)
 from ramify.plugins import Registry, explain_conversion_error
-from ramify.sandbox.file_reference import FileReferenceReader, check_content_unchanged, count_text
+from ramify.sandbox.file_reference import (
+    FileReferenceReader,
+    check_content_unchanged,
+    hash_and_count_text,
+)
 from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
 from ramify.sandbox.guest.frames import (
     has_aligned_buffers,
@@ -90,9 +100,9 @@ class SharedContext:
             parts, chars = pack_value(value, files, defers=True)
         except CodecError as error:
             raise SandboxError(str(error)) from None
-        self._hold(value, parts, chars, files)
+        self._set_content(value, parts, chars, files)
 
-    def _hold(
+    def _set_content(
         self, value: Any, parts: list[Any], chars: int, files: Mapping[str, FileReferenceReader]
     ) -> None:
         self.files = tuple(files.values())
@@ -187,7 +197,7 @@ class SharedContext:
         except ProtocolError as error:
             raise SandboxError(f"a stored context cannot be read: {error}") from None
         context = cls.__new__(cls)
-        context._hold(value, [data], chars, files)
+        context._set_content(value, [data], chars, files)
         return context
 
     def resolve_text_references(self, value: Any) -> Any:
@@ -204,7 +214,7 @@ class SharedContext:
             return {key: self.resolve_text_references(item) for key, item in value.items()}
         return value
 
-    def unmapped(self) -> SharedContext:
+    def in_memory_copy(self) -> SharedContext:
         """Return a copy of this context with the texts of its files loaded into memory, for
         sandboxes that cannot map files.
 
@@ -218,7 +228,7 @@ class SharedContext:
                 f"the context has {size:,} bytes in files, which only the sandboxes jail and "
                 f"process can map: use one of them, or give at most {MAX_UNMAPPED_BYTES:,} bytes"
             )
-        return SharedContext(_unmapped(self.value))
+        return SharedContext(_load_mapped_texts(self.value))
 
     def to_jsonable(self) -> dict[str, Any]:
         """Return the value in a form that can be stored as JSON, for example in a run's journal.
@@ -265,14 +275,14 @@ def mapped_text(
     ``path`` is the file's path. The file is read once, and ``on_bytes`` is called with the number
     of bytes read so far.
     """
-    reference, counts = count_text(fd, path, BLOCK_BYTES, on_bytes)
+    reference, counts = hash_and_count_text(fd, path, BLOCK_BYTES, on_bytes)
     data = FileReferenceReader(reference, counts.start)
     return MappedText(
         TextOffsetIndex(data, counts.chars_at, counts.lines_at, counts.encoding, reference.digest)
     )
 
 
-def stays_in_files(value: Any) -> bool:
+def is_file_backed(value: Any) -> bool:
     """Return True if a context is a file-backed text (mapped, not loaded into memory), or a dict
     that contains one."""
     if isinstance(value, Mapping):
@@ -288,12 +298,12 @@ def _mapped_texts(value: Any) -> dict[str, MappedText]:
     return {digest: text for item in items for digest, text in _mapped_texts(item).items()}
 
 
-def _unmapped(value: Any) -> Any:
+def _load_mapped_texts(value: Any) -> Any:
     if isinstance(value, MappedText):
         return value.file.decode(value.file.read_bytes(0, value.file.num_bytes))
     if isinstance(value, dict):
-        return {key: _unmapped(item) for key, item in value.items()}
-    return [_unmapped(item) for item in value] if isinstance(value, list) else value
+        return {key: _load_mapped_texts(item) for key, item in value.items()}
+    return [_load_mapped_texts(item) for item in value] if isinstance(value, list) else value
 
 
 def anonymous_file(name: str) -> int:
@@ -704,7 +714,7 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
                 f": not every spec has {error.name}; annotate its parameter with a subclass of "
                 "SandboxSpec that has it"
             )
-        raise SandboxError(f"{where} raised {error!r}{raised_at(error)}{cure}") from error
+        raise SandboxError(f"{where} raised {error!r}{user_line_of_error(error)}{cure}") from error
     if not callable(getattr(sandbox, "open", None)):
         raise SandboxError(f"{where} returned a {type(sandbox).__name__}: return a Sandbox")
     return sandbox
@@ -805,7 +815,7 @@ def spec_class(provider: str) -> type[SandboxSpec]:
 
 
 def _provider(name: str) -> Callable[[Any], Sandbox]:
-    found = SANDBOXES.of(name)
+    found = SANDBOXES.resolve(name)
     open_provider: Callable[[Any], Sandbox] = getattr(found, "open_provider", found)
     if not callable(open_provider):
         raise ConfigError(f"sandbox '{name}': the module has no open_provider(spec)")

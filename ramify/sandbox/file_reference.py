@@ -1,7 +1,7 @@
 """Read files that a context refers to instead of copying their contents, and check that the files
 have not changed.
 
-    path ──count_text──> FileReference (path, size, time, SHA-256) + counts for an index
+    path ──hash_and_count_text──> FileReference (path, size, time, SHA-256) + counts for an index
                               │
                               └─> FileReferenceReader[a:b]   bytes, unless the file has changed
 
@@ -78,7 +78,7 @@ class FileReferenceReader:
         finally:
             os.close(fd)
 
-    def check(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise SourceError if the file is missing or has changed since it was first read."""
         os.close(self.open_unchanged())
 
@@ -91,7 +91,7 @@ class FileReferenceReader:
         now = os.fstat(fd)
         if not _may_be_same(self.reference, now):
             os.close(fd)
-            raise _changed(self.reference, now)
+            raise _changed_file_error(self.reference, now)
         return fd
 
 
@@ -107,13 +107,13 @@ def check_content_unchanged(reference: FileReference) -> FileReference:
         if (now.st_size, now.st_mtime_ns) == (reference.num_bytes, reference.mtime_ns):
             return reference
         if now.st_size < reference.num_bytes or _digest(fd, reference) != reference.digest:
-            raise _changed(reference, now)
+            raise _changed_file_error(reference, now)
         return msgspec.structs.replace(reference, mtime_ns=now.st_mtime_ns)
     finally:
         os.close(fd)
 
 
-def count_text(
+def hash_and_count_text(
     fd: int,
     path: str,
     block_bytes: int,
@@ -211,7 +211,7 @@ def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
     return now.st_size > reference.num_bytes
 
 
-def _changed(reference: FileReference, now: os.stat_result) -> SourceError:
+def _changed_file_error(reference: FileReference, now: os.stat_result) -> SourceError:
     size = (
         f"it has {now.st_size:,} bytes, not {reference.num_bytes:,}"
         if now.st_size != reference.num_bytes

@@ -14,7 +14,7 @@ from ramify.sandbox.base import SANDBOXES, SandboxSpec, provider_spec
 from ramify.sandbox.host.forkserver_process import start_early
 
 
-def launch(spec: SandboxSpec) -> None:
+def prewarm_sandbox(spec: SandboxSpec) -> None:
     """Start preparing the next sandbox with this configuration in the background, while the caller
     does other work.
 
@@ -24,6 +24,6 @@ def launch(spec: SandboxSpec) -> None:
     with contextlib.suppress(RamifyError, OSError):
         if spec.provider == "jail" and "ramify.sandbox.providers.jail" not in sys.modules:
             start_early()
-        launch_provider = getattr(SANDBOXES.of(spec.provider), "launch", None)
+        launch_provider = getattr(SANDBOXES.resolve(spec.provider), "launch", None)
         if launch_provider is not None:
             launch_provider(provider_spec(spec))

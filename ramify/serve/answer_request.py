@@ -44,7 +44,7 @@ from ramify.types.event import (
     NoteAdded,
     ReplyReceived,
 )
-from ramify.types.message import encodable
+from ramify.types.message import escape_surrogates
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     max_sub_reply_tokens: int | None = None
     max_reasoning_tokens: int | None = None
 
-    def within(self, limits: Limits, most_cost: float | None) -> Limits:
+    def apply_to_limits(self, limits: Limits, most_cost: float | None) -> Limits:
         """Return the server's limits, lowered to those of this request.
 
         ``most_cost``: the server's maximum cost of a run in dollars. Raises RequestRejected for a
@@ -211,7 +211,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise RequestRejected(f"the body is not valid JSON: {error}") from None
 
 
-def schema_of(format: Any, where: str, *, nested: bool) -> tuple[dict[str, Any] | None, str]:
+def response_format_schema(
+    format: Any, where: str, *, nested: bool
+) -> tuple[dict[str, Any] | None, str]:
     """Return the JSON schema in a request's response format, and the path of the schema's field for
     error messages.
 
@@ -284,9 +286,9 @@ class ContentPart(msgspec.Struct):
             case "file":
                 if self.file is None:
                     raise RequestRejected("a part of type file has no file", param=f"{where}.file")
-                return _attached(self.file.filename, self.file.file_data, f"{where}.file")
+                return _to_attached_file(self.file.filename, self.file.file_data, f"{where}.file")
             case "input_file":
-                return _attached(self.filename, self.file_data, where)
+                return _to_attached_file(self.filename, self.file_data, where)
             case _:
                 raise RequestRejected(
                     f"content of type {self.type!r:.60} is not supported: give text or files",
@@ -315,7 +317,7 @@ def chat_message(
     )
 
 
-def _attached(name: str | None, data: str | None, where: str) -> AttachedFile:
+def _to_attached_file(name: str | None, data: str | None, where: str) -> AttachedFile:
     if not data:
         raise RequestRejected(
             "the content of the file is missing: give file_data in base64 (this server stores no "
@@ -347,7 +349,7 @@ class RunProgressFormatter:
 
         It ends with a newline, or is empty if the event shows no progress.
         """
-        return encodable(self._text(event))
+        return escape_surrogates(self._text(event))
 
     def delta_text(self, part: ReplyTextDelta) -> str:
         """Return the progress text for a part of a reply that is arriving.
@@ -362,9 +364,9 @@ class RunProgressFormatter:
             begun = self._arrived.pop(part.call, None)
             self._arrived[part.call] = _ArrivedReply()
             again = "\n" if begun is not None and begun.is_shown else ""
-            return encodable(again + self._arrived[part.call].add(part))
+            return escape_surrogates(again + self._arrived[part.call].add(part))
         reply = self._arrived.get(part.call)
-        return encodable(reply.add(part)) if reply is not None else ""
+        return escape_surrogates(reply.add(part)) if reply is not None else ""
 
     def _text(self, event: AnyEvent) -> str:
         match event:
@@ -373,7 +375,7 @@ class RunProgressFormatter:
                     self._roots.add(event.id)
                 return ""
             case CallStarted():
-                return f"call {event.id} ({event.kind}): {_line(event.question)}\n"
+                return f"call {event.id} ({event.kind}): {_to_one_line(event.question)}\n"
             case ReplyReceived():
                 self.has_reply = True
                 begun = self._arrived.pop(event.call, None)
@@ -381,7 +383,7 @@ class RunProgressFormatter:
                     return begun.end()
                 content = event.reply.message.content.strip()
                 return (
-                    f"turn {event.turn + 1}\n{_cut(content)}\n"
+                    f"turn {event.turn + 1}\n{_truncate_text(content)}\n"
                     if content and event.call in self._roots
                     else ""
                 )
@@ -392,13 +394,14 @@ class RunProgressFormatter:
                     else cell.value or cell.stdout
                 )
                 return (
-                    f"call {event.call} ran {cell.seconds:.1f} s: {_line(end) or '(no output)'}\n"
+                    f"call {event.call} ran {cell.seconds:.1f} s: "
+                    f"{_to_one_line(end) or '(no output)'}\n"
                 )
             case AttemptFailed():
                 return f"call {event.call}: a request failed\n"
             case NoteAdded():
                 return (
-                    f"call {event.call}: {_line(event.text)}\n"
+                    f"call {event.call}: {_to_one_line(event.text)}\n"
                     if "trying again" not in event.text
                     else ""
                 )
@@ -428,11 +431,11 @@ class _ArrivedReply:
         return " […]\n" if self._num_chars > _MOST_CHARS else "\n"
 
 
-def _cut(text: str) -> str:
+def _truncate_text(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]} […]"
 
 
-def _line(text: str) -> str:
+def _to_one_line(text: str) -> str:
     line = " ".join(text[: 4 * _LINE_CHARS].split())
     return line if len(line) <= _LINE_CHARS else f"{line[: _LINE_CHARS - 1]}…"
 
@@ -440,7 +443,7 @@ def _line(text: str) -> str:
 class RunProgressCollector:
     """A watcher that collects the progress of one request's run as text.
 
-    Pass ``apply`` to the run as its event listener, then pass the run to ``begin``.
+    Pass ``add_event`` to the run as its event listener, then pass the run to ``begin``.
     """
 
     def __init__(self) -> None:
@@ -453,20 +456,20 @@ class RunProgressCollector:
 
     def begin(self, running: RunHandle) -> None:
         self.running = running
-        self._watching.enter_context(watch_reply_text(running.id, self._arrive))
+        self._watching.enter_context(watch_reply_text(running.id, self._on_reply_delta))
         self._end = asyncio.ensure_future(running.result())
-        self._end.add_done_callback(self._ended)
+        self._end.add_done_callback(self._on_run_end)
 
-    def _ended(self, _: asyncio.Future[Result]) -> None:
+    def _on_run_end(self, _: asyncio.Future[Result]) -> None:
         self._watching.close()
         self._wake.set()
 
-    def _arrive(self, part: ReplyTextDelta) -> None:
+    def _on_reply_delta(self, part: ReplyTextDelta) -> None:
         if text := self._progress.delta_text(part):
             self._pending.append(text)
         self._wake.set()
 
-    def apply(self, event: AnyEvent) -> None:
+    def add_event(self, event: AnyEvent) -> None:
         if text := self._progress.text_of(event):
             self._pending.append(text)
         self._wake.set()

@@ -71,7 +71,7 @@ class AnswerOrToolCallType(AnswerSchema, frozen=True):
         """
         return None
 
-    def read(self, text: str) -> Any:
+    def parse_answer(self, text: str) -> Any:
         try:
             value = parse_json(text)
         except TypeMismatch:
@@ -127,7 +127,7 @@ def tool_call_answer_type(
 
     Raises RequestRejected, which names the invalid field.
     """
-    named = _named(choice)
+    named = _required_function(choice)
     if choice == "none" or (not tools and named is None and choice != "required"):
         return None
     if not tools:
@@ -150,7 +150,7 @@ def tool_call_answer_type(
     except ConfigError as error:
         raise RequestRejected(str(error), param=schema_field) from None
     try:
-        calls = answer_type(_schema(usable, parallel), trusted=False)
+        calls = answer_type(_calls_schema(usable, parallel), trusted=False)
     except ConfigError as error:
         raise RequestRejected(str(error), param="tools") from None
     must_call = named is not None or choice == "required"
@@ -166,7 +166,7 @@ def tool_call_answer_type(
     return AnswerOrToolCallType(calls.schema, convert, usable, must_call, of_value)
 
 
-def new_id() -> str:
+def new_call_id() -> str:
     """Return a new random id for a function call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
@@ -185,7 +185,7 @@ def answer_json(value: Any) -> str:
         ) from None
 
 
-def _named(choice: Any) -> str | None:
+def _required_function(choice: Any) -> str | None:
     """Return the name of the function that ``tool_choice`` requires, in the format of either API.
 
     Returns None if it requires no specific function.
@@ -203,7 +203,7 @@ def _named(choice: Any) -> str | None:
     )
 
 
-def _schema(functions: Sequence[ClientFunctionTool], parallel: bool) -> dict[str, Any]:
+def _calls_schema(functions: Sequence[ClientFunctionTool], parallel: bool) -> dict[str, Any]:
     calls = [
         {
             "type": "object",

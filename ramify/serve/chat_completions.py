@@ -26,7 +26,7 @@ from ramify.serve.answer_request import (
     Role,
     chat_message,
     decode,
-    schema_of,
+    response_format_schema,
 )
 from ramify.serve.caller_tools import ClientFunctionTool, tool_call_answer_type
 from ramify.serve.question_serving import ServedAnswer
@@ -98,7 +98,7 @@ class _Body(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes) -> AnswerRequest:
+def parse_request(body: bytes) -> AnswerRequest:
     """Read the body of a chat completions request.
 
     Raises RequestRejected, with the name of the invalid field.
@@ -107,7 +107,7 @@ def read(body: bytes) -> AnswerRequest:
     refuse_unsupported(parsed, _HARMLESS)
     if not parsed.messages:
         raise RequestRejected("messages is empty: give at least one", param="messages")
-    schema, field = schema_of(parsed.response_format, "response_format", nested=True)
+    schema, field = response_format_schema(parsed.response_format, "response_format", nested=True)
     limit = (
         parsed.max_tokens if parsed.max_completion_tokens is None else parsed.max_completion_tokens
     )
@@ -163,7 +163,7 @@ def response_body(
     choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
     usage = chat_completions_api.usage_fields(answer.usage)
     return {
-        **chat_completions_api.head(id, model, "chat.completion"),
+        **chat_completions_api.common_fields(id, model, "chat.completion"),
         "choices": [choice],
         "usage": usage,
         "ramify": answer.about,
@@ -173,7 +173,8 @@ def response_body(
 class ChatStreamEncoder:
     """The events of one streamed chat completion, in the format of OpenAI's API.
 
-    Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
+    Call ``begin`` once, ``encode_progress`` any number of times, then ``encode_answer`` or
+    ``fail``.
     """
 
     def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
@@ -182,24 +183,26 @@ class ChatStreamEncoder:
         self._model = model
 
     def begin(self) -> bytes:
-        return _sse(chat_completions_api.opening(self._id, self._model))
+        return _encode_sse(chat_completions_api.opening_chunk(self._id, self._model))
 
-    def progress(self, text: str) -> bytes:
-        return self._delta({"reasoning_content": text})
+    def encode_progress(self, text: str) -> bytes:
+        return self._encode_delta({"reasoning_content": text})
 
-    def end(self, answer: ServedAnswer) -> Iterator[bytes]:
+    def encode_answer(self, answer: ServedAnswer) -> Iterator[bytes]:
         for at in range(0, len(answer.text), _CHUNK_CHARS):
-            yield self._delta({"content": answer.text[at : at + _CHUNK_CHARS]})
+            yield self._encode_delta({"content": answer.text[at : at + _CHUNK_CHARS]})
         for index, call in enumerate(_tool_calls(answer)):
-            yield self._delta({"tool_calls": [{"index": index, **call}]})
+            yield self._encode_delta({"tool_calls": [{"index": index, **call}]})
         last = chat_completions_api.chunk(self._id, self._model, {})
         last["choices"][0]["finish_reason"] = answer.finish
-        yield _sse({**last, "ramify": answer.about})
+        yield _encode_sse({**last, "ramify": answer.about})
         if self._request.with_usage:
             usage = chat_completions_api.usage_fields(answer.usage)
-            yield _sse(
+            yield _encode_sse(
                 {
-                    **chat_completions_api.head(self._id, self._model, "chat.completion.chunk"),
+                    **chat_completions_api.common_fields(
+                        self._id, self._model, "chat.completion.chunk"
+                    ),
                     "choices": [],
                     "usage": usage,
                 }
@@ -207,11 +210,11 @@ class ChatStreamEncoder:
         yield b"data: [DONE]\n\n"
 
     def fail(self, error: RequestRejected) -> Iterator[bytes]:
-        yield b"data: " + error.body() + b"\n\n"
+        yield b"data: " + error.openai_error_body() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _sse(chat_completions_api.chunk(self._id, self._model, delta))
+    def _encode_delta(self, delta: dict[str, Any]) -> bytes:
+        return _encode_sse(chat_completions_api.chunk(self._id, self._model, delta))
 
 
 def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
@@ -231,7 +234,7 @@ def _calls_as_text(message: _Message) -> str:
     return "\n".join(f"(called {call.name}({call.arguments}))" for call in calls)
 
 
-def _sse(event: dict[str, Any]) -> bytes:
+def _encode_sse(event: dict[str, Any]) -> bytes:
     return b"data: " + chat_completions_api.encode(event) + b"\n\n"
 
 

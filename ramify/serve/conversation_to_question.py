@@ -26,7 +26,7 @@ from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AttachedFile, ChatMessage
 from ramify.sources.file_kinds import HEAD_BYTES, SourceFile, kind_of, read_file
 from ramify.sources.loaded_sources import LoadedContext, SourceCollector, UnreadableSource
-from ramify.sources.text_search import search_tools
+from ramify.sources.text_search import build_context_search_tools
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
 """Maximum length in characters of a text that stays in the question. A longer text moves to the
@@ -60,7 +60,7 @@ class _MovedPiece(msgspec.Struct):
     """Sentence that quotes the beginning and end of a long text."""
 
 
-def prompt_of(
+def build_question_and_context(
     messages: Sequence[ChatMessage], field: str, max_bytes: int, long_chars: int = LONG_CHARS
 ) -> QuestionAndContext:
     """Build the question and the context of a run from a conversation.
@@ -78,7 +78,7 @@ def prompt_of(
         raise RequestRejected("the conversation has no user message: add one", param=field)
     loading = SourceCollector(max_bytes, has_tools=False)
     pieces = [
-        [_piece(part, message, index, loading, long_chars) for part in message.parts]
+        [_convert_part(part, message, index, loading, long_chars) for part in message.parts]
         for index, message in enumerate(messages)
     ]
     if not _text(pieces[last], False):
@@ -97,19 +97,22 @@ def prompt_of(
 
     before = dialogue(False)
     if len(before) > long_chars:
-        name = _added("conversation", before, loading)
+        name = _add_text("conversation", before, loading)
         is_single = len(loading.texts) == 1
-        before = f"({_place(name, is_single)} has what was said, {len(before):,} characters)"
+        before = (
+            f"({_context_reference(name, is_single)} has what was said, {len(before):,} characters)"
+        )
     else:
         is_single = len(loading.texts) == 1
         before = dialogue(is_single)
     instructions = "\n".join(filter(None, (_text(pieces[index], is_single) for index in rules)))
     return QuestionAndContext(
-        _question(instructions, before, _asked(pieces[last], is_single)), _loaded(loading)
+        _question(instructions, before, _question_text(pieces[last], is_single)),
+        _loaded_context(loading),
     )
 
 
-def _piece(
+def _convert_part(
     part: str | AttachedFile,
     message: ChatMessage,
     index: int,
@@ -119,14 +122,14 @@ def _piece(
     if isinstance(part, str):
         if len(part) <= long_chars:
             return part
-        name = _added(f"message {index + 1} ({message.role})", part, loading)
+        name = _add_text(f"message {index + 1} ({message.role})", part, loading)
         ends = f"It begins {part[:_ENDS_CHARS]!r} and ends {part[-_ENDS_CHARS:]!r}."
         return _MovedPiece([name], f"{len(part):,} characters", ends)
     before = set(loading.texts)
     name = posixpath.basename(part.name.replace("\\", "/")) or "file"
     try:
-        data = _decoded(part)
-        loading.spend(len(data), name)
+        data = _decode_file(part)
+        loading.count_bytes(len(data), name)
         if kind_of(name, data[:HEAD_BYTES]) == "picture":
             raise UnreadableSource("is a picture", "give its text: the server reads only text")
         read_file(SourceFile(name, data), loading)
@@ -140,7 +143,7 @@ def _piece(
     return _MovedPiece(names, f"the file {name}")
 
 
-def _decoded(part: AttachedFile) -> bytes:
+def _decode_file(part: AttachedFile) -> bytes:
     """Decode the bytes of an attached file.
 
     For example, ``data:text/csv;base64,YQ==`` becomes ``b"a"``.
@@ -156,29 +159,29 @@ def _decoded(part: AttachedFile) -> bytes:
         raise RequestRejected(f"not valid base64: {error}", param=part.where) from None
 
 
-def _added(name: str, text: str, loading: SourceCollector) -> str:
+def _add_text(name: str, text: str, loading: SourceCollector) -> str:
     """Add a text to the context and return its key there."""
     loading.add(name, text, "text", len(text))
     return loading.items[-1].name
 
 
 def _text(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    return "\n".join(filter(None, (_shown(piece, is_single) for piece in message))).strip()
+    return "\n".join(filter(None, (_piece_text(piece, is_single) for piece in message))).strip()
 
 
-def _shown(piece: str | _MovedPiece, is_single: bool) -> str:
+def _piece_text(piece: str | _MovedPiece, is_single: bool) -> str:
     if isinstance(piece, str):
         return piece
-    shown = ", ".join(_place(name, is_single) for name in piece.names[:_MOST_NAMES])
+    shown = ", ".join(_context_reference(name, is_single) for name in piece.names[:_MOST_NAMES])
     more = f" and {len(piece.names) - _MOST_NAMES:,} more" if len(piece.names) > _MOST_NAMES else ""
     return f"[{piece.what}, in {shown}{more}]"
 
 
-def _place(name: str, is_single: bool) -> str:
+def _context_reference(name: str, is_single: bool) -> str:
     return "`context`" if is_single else f"`context[{name!r}]`"
 
 
-def _asked(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
+def _question_text(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
     """Return the text of the question.
 
     If the whole question was moved to the context, return its beginning and end.
@@ -202,10 +205,10 @@ def _question(instructions: str, before: str, asked: str) -> str:
     return "\n\n".join([*parts, f"Now:\n{asked}" if parts else asked])
 
 
-def _loaded(loading: SourceCollector) -> LoadedContext | None:
+def _loaded_context(loading: SourceCollector) -> LoadedContext | None:
     if not loading.texts:
         return None
     items = sorted(loading.items, key=lambda item: item.name)
     texts = {item.name: loading.texts[item.name] for item in items}
     context = texts[items[0].name] if len(items) == 1 else texts
-    return LoadedContext(context, items, loading.problems, {}, search_tools(context))
+    return LoadedContext(context, items, loading.problems, {}, build_context_search_tools(context))

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from ramify.errors import StoreError
-from ramify.http_server.base_server import received
+from ramify.http_server.base_server import receive_body
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.traffic_recorder import ReplyNotFoundError, TrafficRecorder
 from ramify.store.reviews import MAX_NOTE
@@ -41,7 +41,7 @@ def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -
     """
 
     async def post(http: web.Request) -> web.StreamResponse:
-        async with received(http) as body:
+        async with receive_body(http) as body:
             feedback = _read(body)
         if recorder is None:
             raise RequestRejected(
@@ -50,7 +50,7 @@ def add_feedback_route(app: web.Application, recorder: TrafficRecorder | None) -
                 code="not_recorded",
             )
         try:
-            await recorder.feedback(
+            await recorder.record_feedback(
                 feedback.id, feedback.index, float(feedback.score), feedback.note
             )
         except ReplyNotFoundError as error:

@@ -26,7 +26,7 @@ from ramify.engine.limits import DEFAULT_MAX_COST, Limits
 from ramify.errors import ConfigError, StoreError
 from ramify.http_server.access import BearerKeys, digest_of, new_key
 from ramify.http_server.rejections import RequestRejected
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
@@ -45,7 +45,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
         """Return the SHA-256 of the key in hexadecimal."""
         return digest_of(self.key) if self.key else (self.sha256 or "").lower()
 
-    def fault(self) -> str | None:
+    def validation_error(self) -> str | None:
         """Return a description of the error in this entry, or None if it is valid."""
         if bool(self.key) == bool(self.sha256):
             return "give either key or sha256"
@@ -91,7 +91,7 @@ class ApiCaller:
         self.spent = spent
         self.num_runs = 0
 
-    def enter(self) -> None:
+    def count_request_start(self) -> None:
         """Count a request as in progress, before its body is read.
 
         Raises RequestRejected if the key already has its maximum number of requests in progress.
@@ -106,20 +106,20 @@ class ApiCaller:
             )
         self.num_runs += 1
 
-    def leave(self) -> None:
+    def count_request_end(self) -> None:
         """Count a request as finished."""
         self.num_runs -= 1
         if not self.num_runs:
             self.spent.held_cost = 0.0  # so that rounding errors do not add up
 
-    def hold(self, limits: Limits) -> BudgetHold:
+    def reserve_budget(self, limits: Limits) -> BudgetHold:
         """Reserve part of the key's budget for a new run, up to the run's limits.
 
         Raises RequestRejected if the budget is used up.
         """
         key, spent = self.key, self.spent
-        cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
-        tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
+        cost = self._remaining_budget("dollars", key.max_cost, spent.cost, spent.held_cost)
+        tokens = self._remaining_budget("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
         requested_cost = DEFAULT_MAX_COST if limits.max_cost is None else limits.max_cost
         is_short = cost < requested_cost or tokens < limits.max_tokens
         cost = min(cost, requested_cost)
@@ -155,7 +155,9 @@ class ApiCaller:
         spent.tokens += tokens
         spent.runs += 1
 
-    def _left(self, unit: str, budget: float | None, spent: float, held: float) -> float:
+    def _remaining_budget(
+        self, unit: str, budget: float | None, spent: float, held: float
+    ) -> float:
         if budget is None:
             return math.inf
         if spent >= budget:
@@ -192,9 +194,9 @@ class ApiKeys:
         self._path = path
         spent = _read_spent(path)
         for name, key in keys.items():
-            if fault := key.fault():
+            if fault := key.validation_error():
                 raise ConfigError(f"key '{name}': {fault}")
-            remember(f"key of {name}", key.key or "")
+            register_secret(f"key of {name}", key.key or "")
         self.callers = {
             name: ApiCaller(name, key, spent.get(name, KeyUsage())) for name, key in keys.items()
         }
@@ -208,7 +210,7 @@ class ApiKeys:
         self._anyone = ApiCaller("", ApiKey(), KeyUsage())
 
     @classmethod
-    def generated(cls) -> tuple[ApiKeys, str]:
+    def with_generated_key(cls) -> tuple[ApiKeys, str]:
         """Create a new key without limits that is valid until the server stops.
 
         Returns the set of keys and the new key.
@@ -223,7 +225,7 @@ class ApiKeys:
         """
         return self.callers.get(name, self._anyone)
 
-    def save(self) -> None:
+    def save_spending(self) -> None:
         """Save the spent and reserved amounts to the file.
 
         Raises StoreError if it cannot be written.

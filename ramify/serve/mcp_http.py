@@ -24,7 +24,7 @@ from mcp.server.transport_security import TransportSecuritySettings
 
 from ramify.engine.rlm import RLM
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
-from ramify.http_server.base_server import AiohttpServer, received
+from ramify.http_server.base_server import AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.machine_capacity import max_runs
 from ramify.http_server.rejections import RequestRejected
@@ -91,7 +91,7 @@ class McpHttpServer:
         await self._opened.aclose()
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
-        async with received(http) as body:
+        async with receive_body(http) as body:
             pass
         if http.method == "POST" and self._num_in_progress >= self._max_in_progress:
             raise RequestRejected(
@@ -101,11 +101,11 @@ class McpHttpServer:
             )
         self._num_in_progress += http.method == "POST"
         try:
-            return await self._exchange(http, body)
+            return await self._forward_request(http, body)
         finally:
             self._num_in_progress -= http.method == "POST"
 
-    async def _exchange(self, http: web.Request, body: bytes) -> web.StreamResponse:
+    async def _forward_request(self, http: web.Request, body: bytes) -> web.StreamResponse:
         """Pass a request to the MCP SDK's ASGI application, and pass the application's response to
         the client."""
         response = web.StreamResponse()

@@ -26,7 +26,7 @@ from mcp.types import CallToolResult, TextContent
 from pydantic import Field
 
 from ramify import __version__
-from ramify.engine.answer_serialization import jsonable
+from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.run_result import why_unanswered
 from ramify.errors import ConfigError, RamifyError
@@ -71,10 +71,12 @@ def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
     ) -> CallToolResult:
         try:
             inside = (
-                [matches for path in paths for matches in resolve(path, real)] if paths else real
+                [matches for path in paths for matches in resolve_allowed_paths(path, real)]
+                if paths
+                else real
             )
             loaded = await asyncio.to_thread(load, inside)
-            return await _asked(rlm, ctx, loaded, question, answer_schema)
+            return await _answer_question(rlm, ctx, loaded, question, answer_schema)
         except RamifyError as error:
             raise ToolError(str(error)) from None
 
@@ -89,7 +91,7 @@ async def run(rlm: RLM, roots: Sequence[str]) -> None:
         await app.run_stdio_async()
 
 
-def resolve(path: str, roots: Sequence[str]) -> list[str]:
+def resolve_allowed_paths(path: str, roots: Sequence[str]) -> list[str]:
     """Return the real paths of the files and folders that ``path`` names.
 
     It may contain wildcards. Paths outside the roots, the folders that may be read, are left out.
@@ -119,7 +121,7 @@ def _is_inside(real: str, roots: Sequence[str]) -> bool:
     return any(real == root or real.startswith(root.rstrip(os.sep) + os.sep) for root in roots)
 
 
-async def _asked(
+async def _answer_question(
     rlm: RLM,
     ctx: Context[Any, Any],
     loaded: LoadedContext,
@@ -128,7 +130,7 @@ async def _asked(
 ) -> CallToolResult:
     watch = RunProgressCollector()
     try:
-        watch.begin(rlm.start(loaded, question, answer_type=schema, on_event=watch.apply))
+        watch.begin(rlm.start(loaded, question, answer_type=schema, on_event=watch.add_event))
         count = 0
         async with contextlib.aclosing(watch.texts(_PATIENCE_S)) as texts:
             async for text in texts:
@@ -140,7 +142,7 @@ async def _asked(
     if result.answer is None:
         raise ToolError(f"{why_unanswered(result)} (run {result.run_id})")
     about = {
-        "answer": jsonable(result.answer),
+        "answer": to_jsonable(result.answer),
         "stop": str(result.stop),
         "run": result.run_id,
         "cost": result.cost,

@@ -33,17 +33,17 @@ from aiohttp import web
 
 from ramify.clients.base import Client, OnPiece, PromptRenderer, ReplyPiece, Request
 from ramify.clients.model_config import Model, bare_name
-from ramify.clients.providers import load_clients
+from ramify.clients.providers import import_client_modules
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, Refused
 from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, PerItemBudget
 from ramify.http_server.access import BearerKeys, ListenAddress, digest_of, new_key
-from ramify.http_server.base_server import CALLER, GONE, AiohttpServer, received
+from ramify.http_server.base_server import CALLER, GONE, AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
-from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, listed_models
+from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 from ramify.serve.metered_request import REPLY_TOKENS, MeteredRequest
 from ramify.serve.metered_request_log import MeterLogWriter
 from ramify.types.message import Message, Reply
@@ -116,7 +116,7 @@ class MeteringProxy:
         """File in which each request is recorded; None for no recording."""
         self._record: MeterLogWriter | None = None
         self._keys = _SeatKeys()
-        remember("key of the meter", self.key)
+        register_secret("key of the meter", self.key)
         self._http = AiohttpServer(
             self.address,
             self._keys,
@@ -141,7 +141,7 @@ class MeteringProxy:
 
     async def __aenter__(self) -> MeteringProxy:
         if isinstance(self._model, Model):
-            await load_clients([self._model.provider])
+            await import_client_modules([self._model.provider])
             self._client = self._pool.client_for_model(self._model)
         else:
             self._client = self._pool.register(self._model)
@@ -150,7 +150,7 @@ class MeteringProxy:
             self._record = MeterLogWriter(self.record_path)
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
-        ModelApiRoutes(self._admitted).add_to(app)
+        ModelApiRoutes(self._admit_request).add_to(app)
         app.router.add_post("/seats", self._open_seat)
         app.router.add_get("/seats", self._list_seats)
         app.router.add_delete("/seats/{name:.+}", self._end_seat)
@@ -169,7 +169,7 @@ class MeteringProxy:
                 self._record.close()
 
     @asynccontextmanager
-    async def seat(
+    async def open_account(
         self, name: str, budget: PerItemBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
         """Open a seat, an account for one caller, until the block ends.
@@ -219,7 +219,7 @@ class MeteringProxy:
     # --- requests
 
     @asynccontextmanager
-    async def _admitted(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
+    async def _admit_request(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
         seat = self.seats[http[CALLER]]
         with seat.track_request():
             yield ModelForCaller(MeteredModel(self, seat), self._stored[seat.name])
@@ -262,13 +262,13 @@ class MeteringProxy:
                 )
 
     async def _models(self, http: web.Request) -> web.Response:
-        return listed_models(http, self.name, self.upstream_client.window)
+        return model_list_response(http, self.name, self.upstream_client.window)
 
     # --- seats over HTTP
 
     async def _open_seat(self, http: web.Request) -> web.Response:
         self._check_owner(http)
-        async with received(http) as body:
+        async with receive_body(http) as body:
             try:
                 wanted = msgspec.json.decode(body, type=OpenModelAccessRequest)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -279,11 +279,11 @@ class MeteringProxy:
             if (value := getattr(wanted, name)) is not None
         }
         seat = self._open(wanted.name, msgspec.structs.replace(self._budget, **limits))
-        return web.json_response({"key": seat.key, "base_url": seat.base_url, **_state(seat)})
+        return web.json_response({"key": seat.key, "base_url": seat.base_url, **_seat_report(seat)})
 
     async def _list_seats(self, http: web.Request) -> web.Response:
         self._check_owner(http)
-        return web.json_response({"seats": [_state(seat) for seat in self.seats.values()]})
+        return web.json_response({"seats": [_seat_report(seat) for seat in self.seats.values()]})
 
     async def _end_seat(self, http: web.Request) -> web.Response:
         self._check_owner(http)
@@ -292,7 +292,7 @@ class MeteringProxy:
         if seat is None or name == DEFAULT_SEAT:
             raise RequestRejected(f"no seat {name!r:.80} is open", status=404)
         await self._close(seat)
-        return web.json_response(_state(seat))
+        return web.json_response(_seat_report(seat))
 
     def _check_owner(self, http: web.Request) -> None:
         if http[CALLER] != DEFAULT_SEAT:
@@ -318,7 +318,7 @@ class _SeatKeys(BearerKeys):
     def remove(self, key: str) -> None:
         self._names.pop(digest_of(key), None)
 
-    def caller(self, presented: str) -> str | None:
+    def caller_of_key(self, presented: str) -> str | None:
         # What is looked up is a digest: its duration says nothing about a key.
         return self._names.get(digest_of(presented))
 
@@ -336,7 +336,7 @@ class MeteredModel:
         self._seat = seat
         self._rendering: PromptRenderer | None = getattr(meter.upstream_client, "rendering", None)
 
-    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+    async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Send ``num_replies`` separate requests for one reply each.
 
         Each request is charged for the whole prompt, but an API response reports a single usage.
@@ -360,7 +360,7 @@ class MeteredModel:
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
         if num_replies > 1:
-            for index, reply in enumerate(await self.replies(request, num_replies)):
+            for index, reply in enumerate(await self.generate_replies(request, num_replies)):
                 yield index, reply
             return
         arrived: asyncio.Queue[ReplyPiece | None] = asyncio.Queue()
@@ -412,7 +412,7 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
     return [msgspec.structs.replace(replies[0], usage=first), *replies[1:]]
 
 
-def _state(seat: MeteredModelAccess) -> dict[str, Any]:
+def _seat_report(seat: MeteredModelAccess) -> dict[str, Any]:
     """Return the state of one caller's account ("seat"), in the form in which the proxy reports it
     over HTTP."""
     return {

@@ -94,7 +94,7 @@ class MeteredRequest:
         """
         try:
             while True:
-                self.sent, self._reservation = self._fitted()
+                self.sent, self._reservation = self._fit_to_budget()
                 try:
                     reply = await pool.ask(self._client, self.sent, self, on_piece=on_piece)
                     self._seat.outage = ""
@@ -113,7 +113,7 @@ class MeteredRequest:
         except RamifyError as error:
             raise rejection_of(error) from None
 
-    def _fitted(self) -> tuple[Request, Reservation]:
+    def _fit_to_budget(self) -> tuple[Request, Reservation]:
         """Return the request with the highest limit on reply tokens that the budget allows, and the
         amount to reserve for it.
 
@@ -129,7 +129,7 @@ class MeteredRequest:
                 return request, reservation
             if (most := most - over) < 1:
                 break
-        raise self._refused(reservation.amount)
+        raise self._refuse_over_budget(reservation.amount)
 
     def _longest_reply(self) -> int:
         """Return the maximum number of tokens of the reply, regardless of the budget.
@@ -148,7 +148,7 @@ class MeteredRequest:
         The result is infinite if no reply is short enough.
         """
         ledger, price = self._seat.ledger, self._client.price
-        exceeded = ledger.would_pass(amount)
+        exceeded = ledger.limit_exceeded_by(amount)
         if exceeded is None:
             return 0
         total, limit = ledger.spent.plus(amount), ledger.limit
@@ -161,11 +161,11 @@ class MeteredRequest:
             over = max(over, math.ceil((total.cost - limit.cost) * 1e6 / price.output))
         return max(over, 1)
 
-    def _refused(self, amount: BudgetAmount) -> RequestRejected:
+    def _refuse_over_budget(self, amount: BudgetAmount) -> RequestRejected:
         """Build the error for a request that exceeds the budget, and record the refusal in the
         caller's account."""
         seat, ledger = self._seat, self._seat.ledger
-        stop = ledger.would_pass(amount) or Stop.MAX_TOKENS
+        stop = ledger.limit_exceeded_by(amount) or Stop.MAX_TOKENS
         spent, limit = ledger.spent, ledger.limit
         how = {
             Stop.MAX_CALLS: f"{spent.calls:,} of {limit.calls:,} requests were sent",

@@ -37,14 +37,14 @@ from ramify.clients.base import KnownPrefix, Request, Tool
 from ramify.engine.schema import JsonSchema, SchemaCheckTooLong
 from ramify.errors import ConfigError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
-from ramify.http_server.base_server import AiohttpServer, received
+from ramify.http_server.base_server import AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.model_api import unmet_reply_requirement_error
 from ramify.http_server.model_api_routes import (
     ModelApiRoutes,
     ModelForCaller,
     errors_as_rejections,
-    listed_models,
+    model_list_response,
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.http_server.responses_api import StoredResponses
@@ -54,7 +54,7 @@ from ramify.serve import token_completions
 from ramify.serve.feedback import add_feedback_route
 from ramify.serve.server_metrics import METRICS_TYPE
 from ramify.serve.traffic_recorder import TrafficRecorder
-from ramify.serve.weight_routes import WAIT_S, WeightUpdateRoutes, facts
+from ramify.serve.weight_routes import WAIT_S, WeightUpdateRoutes, served_policy_info
 from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
@@ -143,7 +143,7 @@ class PolicyServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
-        ModelApiRoutes(self._admitted).add_to(app)
+        ModelApiRoutes(self._admit_request).add_to(app)
         app.router.add_post("/v1/completions", self._sample)
         app.router.add_post("/generate", self._sample)
         add_feedback_route(app, self._recorder)
@@ -171,27 +171,32 @@ class PolicyServer:
         return web.Response(body=text.encode(), headers={"Content-Type": METRICS_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:
-        return listed_models(
+        return model_list_response(
             http, self.name, self._client.window, is_recorded=self._recorder is not None
         )
 
     async def _facts(self, _: web.Request) -> web.Response:
         return web.json_response(
-            {**facts(self._client, self.name), "weight_transfer": self._weights is not None}
+            {
+                **served_policy_info(self._client, self.name),
+                "weight_transfer": self._weights is not None,
+            }
         )
 
     async def _sample(self, http: web.Request) -> web.StreamResponse:
-        async with self._admitted(http):
+        async with self._admit_request(http):
             with errors_as_rejections():
-                async with received(http) as body:
+                async with receive_body(http) as body:
                     if http.path == "/generate":
-                        reply = await token_completions.generate(self._client, body)
+                        reply = await token_completions.answer_sglang_generate(self._client, body)
                     else:
-                        reply = await token_completions.complete(self._client, body, self.name)
+                        reply = await token_completions.answer_vllm_completion(
+                            self._client, body, self.name
+                        )
             return web.json_response(reply, dumps=_dumps)
 
     @asynccontextmanager
-    async def _admitted(self, _: web.Request) -> AsyncIterator[ModelForCaller]:
+    async def _admit_request(self, _: web.Request) -> AsyncIterator[ModelForCaller]:
         """Admit one request and count it as in progress until the block ends.
 
         Raises RequestRejected if the server is overloaded, or if its engine is asleep or has no
@@ -266,18 +271,18 @@ class PolicyAnswerer:
         prefix."""
         return self._paths.with_known_prefix_ids(request)
 
-    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+    async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         """Generate independent replies to a request.
 
         If it has a seed, reply number i is sampled with ``seed + i``.
         """
         request, schema = self.with_known_prefix_ids(request), await _schema_of(request)
         if num_replies == 1:
-            return (await self._reply(request, schema),)
+            return (await self._sample_reply(request, schema),)
         with self._progress.more(num_replies - 1):
             asking = [
-                asyncio.create_task(self._reply(each, schema))
-                for each in _apart(request, num_replies)
+                asyncio.create_task(self._sample_reply(each, schema))
+                for each in _one_request_per_reply(request, num_replies)
             ]
             try:
                 return await asyncio.gather(*asking)
@@ -290,11 +295,13 @@ class PolicyAnswerer:
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
         request, schema = self.with_known_prefix_ids(request), await _schema_of(request)
         with self._progress.more(num_replies - 1):
-            streams = [self._client.stream(each) for each in _apart(request, num_replies)]
-            async with contextlib.aclosing(_merged(streams)) as parts:
+            streams = [
+                self._client.stream(each) for each in _one_request_per_reply(request, num_replies)
+            ]
+            async with contextlib.aclosing(_merge_streams(streams)) as parts:
                 async for index, part in parts:
                     if isinstance(part, Reply):
-                        await self._take(request, part, schema)
+                        await self._accept_reply(request, part, schema)
                     yield index, part
 
     def num_tokens(self, request: Request) -> int:
@@ -303,12 +310,14 @@ class PolicyAnswerer:
     def token_text(self, id: int) -> str:
         return self._client.rendering.text_of(id)
 
-    async def _reply(self, request: Request, schema: JsonSchema | None) -> Reply:
+    async def _sample_reply(self, request: Request, schema: JsonSchema | None) -> Reply:
         reply = await self._client.complete(request)
-        await self._take(request, reply, schema)
+        await self._accept_reply(request, reply, schema)
         return reply
 
-    async def _take(self, request: Request, reply: Reply, schema: JsonSchema | None) -> None:
+    async def _accept_reply(
+        self, request: Request, reply: Reply, schema: JsonSchema | None
+    ) -> None:
         """Remember the token ids of a reply.
 
         Raises RequestRejected if the reply does not match the request's schema, since the engine
@@ -330,7 +339,7 @@ class PolicyAnswerer:
 
 def _failure(schema: JsonSchema, value: Any) -> str | None:
     try:
-        return schema.failure(value)
+        return schema.find_mismatch(value)
     except SchemaCheckTooLong:
         return "the check takes too long"
 
@@ -345,7 +354,7 @@ async def _schema_of(request: Request) -> JsonSchema | None:
     return await asyncio.to_thread(partial(JsonSchema, request.schema, trusted=False))
 
 
-def _apart(request: Request, num_replies: int) -> list[Request]:
+def _one_request_per_reply(request: Request, num_replies: int) -> list[Request]:
     """Return a separate request for each reply.
 
     The requests differ only in their seeds.
@@ -358,7 +367,7 @@ def _apart(request: Request, num_replies: int) -> list[Request]:
     return [msgspec.structs.replace(request, sampling=each) for each in samplings]
 
 
-async def _merged(
+async def _merge_streams(
     streams: Sequence[AsyncGenerator[Message | Reply, None]],
 ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
     """Yield the parts of all streams as they arrive.
@@ -408,7 +417,7 @@ class _KnownPaths:
         """Return the request with the remembered token ids of its conversation's longest known
         prefix."""
         known: KnownPrefix | None = None
-        for end, key in _keys(request.tools, request.messages):
+        for end, key in _prefix_digests(request.tools, request.messages):
             if (ids := self._ids.get(key)) is not None:
                 known = KnownPrefix(end, ids)
         return request if known is None else msgspec.structs.replace(request, known=known)
@@ -416,14 +425,16 @@ class _KnownPaths:
     def remember(self, request: Request, reply: Reply) -> None:
         if reply.prompt_ids is None or reply.token_ids is None:
             return
-        *_, (_, key) = _keys(request.tools, (*request.messages, reply.message))
+        *_, (_, key) = _prefix_digests(request.tools, (*request.messages, reply.message))
         self._ids[key] = reply.prompt_ids + reply.token_ids
         self._ids.move_to_end(key)
         while len(self._ids) > _MAX_PATHS:
             self._ids.popitem(last=False)
 
 
-def _keys(tools: Sequence[Tool], messages: Sequence[Message]) -> Iterator[tuple[int, bytes]]:
+def _prefix_digests(
+    tools: Sequence[Tool], messages: Sequence[Message]
+) -> Iterator[tuple[int, bytes]]:
     """Yield each prefix of a conversation that ends with a reply: its number of messages, and a
     digest that identifies it."""
     digest = hashlib.blake2b(_encode(tools), digest_size=16)

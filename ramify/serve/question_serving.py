@@ -39,12 +39,12 @@ from ramify.errors import (
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AnswerRequest, RunProgressCollector
-from ramify.serve.caller_tools import RequestedToolCall, ToolCallsAsAnswer, new_id
+from ramify.serve.caller_tools import RequestedToolCall, ToolCallsAsAnswer, new_call_id
 from ramify.serve.conversation_to_question import QuestionAndContext
 from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
 from ramify.serve.server_metrics import ServerMetrics
 from ramify.serve.unfinished_runs import UnfinishedRuns
-from ramify.types.message import Usage, encodable
+from ramify.types.message import Usage, escape_surrogates
 from ramify.types.trajectory import Stop
 
 _CHARS_PER_TOKEN = 4
@@ -83,14 +83,16 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
         raise suspended_run_error("the server stopped before the run had an answer", result.run_id)
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
-        raise failure_of(result.failure, result.error, result.run_id)
+        raise failed_run_error(result.failure, result.error, result.run_id)
     is_words = result.stop is Stop.NO_CODE and result.answer is None
     if is_words and not result.partial:
         failure = result.failure or ModelError(why_unanswered(result))
-        raise failure_of(failure, str(failure), result.run_id)
+        raise failed_run_error(failure, str(failure), result.run_id)
     called = result.answer if isinstance(result.answer, ToolCallsAsAnswer) else None
     shown = result.partial if is_words else result.response
-    text, was_cut = _cut(encodable(shown), request) if called is None else ("", False)
+    text, was_cut = (
+        _cut_answer(escape_surrogates(shown), request) if called is None else ("", False)
+    )
     is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR or is_words
     about: dict[str, Any] = {
         "run": result.run_id,
@@ -111,7 +113,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
             "tool_calls",
             result.usage,
             about,
-            tuple((new_id(), call) for call in called.tool_calls),
+            tuple((new_call_id(), call) for call in called.tool_calls),
         )
     if is_filtered:
         return ServedAnswer("", "content_filter", result.usage, about)
@@ -129,7 +131,7 @@ def suspended_run_error(why: str, run: str) -> RequestRejected:
     )
 
 
-def failure_of(failure: BaseException | None, error: str | None, run: str) -> RequestRejected:
+def failed_run_error(failure: BaseException | None, error: str | None, run: str) -> RequestRejected:
     """Return the error response for a run that failed."""
     text = error or "the run gave no answer"
     if isinstance(failure, ModelError):
@@ -145,7 +147,7 @@ def failure_of(failure: BaseException | None, error: str | None, run: str) -> Re
     )
 
 
-def _cut(text: str, request: AnswerRequest) -> tuple[str, bool]:
+def _cut_answer(text: str, request: AnswerRequest) -> tuple[str, bool]:
     """Cut an answer at its first stop sequence and at its maximum length.
 
     Returns the remaining text, and True if the answer was longer than the maximum length.
@@ -187,7 +189,7 @@ class ServedQuestion:
                 "the server stopped before the run had an answer", running.id
             ) from None
         except Exception as error:
-            raise failure_of(error, str(error) or type(error).__name__, running.id) from error
+            raise failed_run_error(error, str(error) or type(error).__name__, running.id) from error
         if (
             self.hold.is_short
             and result.answer is None
@@ -254,7 +256,7 @@ class ServedQuestions:
         return min(client.window for client in clients)
 
     @contextmanager
-    def admitted(self, caller: ApiCaller) -> Iterator[None]:
+    def admit_request(self, caller: ApiCaller) -> Iterator[None]:
         """Count a caller's request as active until the block ends.
 
         The block begins before the body is read, and ends when the response has been sent.
@@ -270,13 +272,13 @@ class ServedQuestions:
                 code="rate_limit_exceeded",
                 retry_after_s=1,
             )
-        caller.enter()
+        caller.count_request_start()
         self._num_admitted += 1
         try:
             yield
         finally:
             self._num_admitted -= 1
-            caller.leave()
+            caller.count_request_end()
             self._idle.set()
 
     def _refuse_if_ending(self) -> None:
@@ -299,7 +301,7 @@ class ServedQuestions:
         served = ServedQuestion(request, self._hold_budget(caller, request))
         self._active.add(served)
         try:
-            self._keys.save()
+            self._keys.save_spending()
             self._start(served, caller, prompt)
             yield served
         finally:
@@ -314,7 +316,7 @@ class ServedQuestions:
                 "the server's model has no known price: max_cost cannot be enforced",
                 param="ramify.limits.max_cost",
             )
-        return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
+        return caller.reserve_budget(tighter.apply_to_limits(self._rlm.limits, self._most_cost))
 
     def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: QuestionAndContext) -> None:
         request = served.request
@@ -329,12 +331,12 @@ class ServedQuestions:
         options = RunOptions(
             answer_type=kind,
             limits=served.hold.limits,
-            on_event=served.watch.apply,
+            on_event=served.watch.add_event,
             sampling=request.merged_sampling(self._sampling),
         )
         try:
             if request.ramify.resume:
-                running = self._continued(served, caller, options)
+                running = self._resume_run(served, caller, options)
             else:
                 running = self._rlm.start(
                     context,
@@ -347,10 +349,10 @@ class ServedQuestions:
             raise RequestRejected(
                 str(error), param="ramify.cite" if request.ramify.cite else None
             ) from None
-        self.unfinished.begin(running.id)
+        self.unfinished.mark_started(running.id)
         served.watch.begin(running)
 
-    def _continued(
+    def _resume_run(
         self, served: ServedQuestion, caller: ApiCaller, options: RunOptions
     ) -> RunHandle:
         run = served.request.ramify.resume
@@ -370,11 +372,11 @@ class ServedQuestions:
             run = running.recorder.trajectory
             is_left = run.answer is None and (self.is_ending or run.stop is Stop.SUSPENDED)
             if not is_left:
-                self.unfinished.end(running.id)
+                self.unfinished.unmark_run(running.id)
             tokens = run.usage.total_tokens - served.paid_tokens
             caller.settle(served.hold, max(0, tokens), max(0.0, (run.cost or 0) - served.paid_cost))
-            self._metrics.run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
-        self._keys.save()
+            self._metrics.count_run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
+        self._keys.save_spending()
 
     # --- shutdown
 

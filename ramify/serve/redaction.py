@@ -55,13 +55,13 @@ class RedactionRules:
         ``defaults=False`` turns off. Raises ConfigError for a pattern that does not compile, or
         that matches an empty string.
         """
-        self._patterns = [_compiled(pattern) for pattern in patterns]
+        self._patterns = [_compile_pattern(pattern) for pattern in patterns]
         self._secrets = SecretRedactor() if defaults else None
 
     def spans(self, text: str) -> list[RedactedSpan]:
         """Return the spans of a text that must be redacted, in order and without overlaps."""
         merged: list[RedactedSpan] = []
-        for span in sorted(self._found(text)):
+        for span in sorted(self._find_spans(text)):
             if merged and span.start < merged[-1].end:
                 last = merged[-1]
                 merged[-1] = last._replace(end=max(last.end, span.end))
@@ -69,52 +69,52 @@ class RedactionRules:
                 merged.append(span)
         return merged
 
-    def text(self, text: str) -> str:
+    def redact_text(self, text: str) -> str:
         """Redact ``text``.
 
         Each redacted span is replaced with a placeholder.
         """
-        return self._marked(text, set())
+        return self._redact_text(text, set())
 
-    def message(self, message: Message, removed: set[str]) -> Message:
+    def redact_message(self, message: Message, removed: set[str]) -> Message:
         """Redact the texts of a message.
 
         Each redacted span is replaced with a placeholder, and its text is added to the set
         ``removed``.
         """
         calls = tuple(
-            ToolCall(call.id, call.name, self._marked(call.arguments, removed))
+            ToolCall(call.id, call.name, self._redact_text(call.arguments, removed))
             for call in message.tool_calls
         )
         reasoning = message.reasoning
         return msgspec.structs.replace(
             message,
-            content=self._marked(message.content, removed),
-            reasoning=None if reasoning is None else self._marked(reasoning, removed),
+            content=self._redact_text(message.content, removed),
+            reasoning=None if reasoning is None else self._redact_text(reasoning, removed),
             tool_calls=calls,
         )
 
-    def value(self, value: Any) -> Any:
+    def redact_value(self, value: Any) -> Any:
         """Redact every text in an answer, which is a JSON value."""
         if isinstance(value, str):
-            return self.text(value)
+            return self.redact_text(value)
         if isinstance(value, list | tuple):
-            return [self.value(each) for each in value]
+            return [self.redact_value(each) for each in value]
         if isinstance(value, dict):
-            return {self.value(key): self.value(each) for key, each in value.items()}
+            return {self.redact_value(key): self.redact_value(each) for key, each in value.items()}
         return value
 
-    def cell(self, cell: Cell) -> Cell:
+    def redact_cell(self, cell: Cell) -> Cell:
         """Redact the record of a cell: its code, output, value and errors.
 
         The reference to its full output is removed, because that output is not stored.
         """
         return msgspec.structs.replace(
             cell,
-            code=self.text(cell.code),
-            stdout=self.text(cell.stdout),
-            value=None if cell.value is None else self.text(cell.value),
-            error=None if cell.error is None else self.text(cell.error),
+            code=self.redact_text(cell.code),
+            stdout=self.redact_text(cell.stdout),
+            value=None if cell.value is None else self.redact_text(cell.value),
+            error=None if cell.error is None else self.redact_text(cell.error),
             stdout_digest=None,
         )
 
@@ -139,7 +139,7 @@ class RedactionRules:
                 flags[index] = True
         return flags
 
-    def _marked(self, text: str, removed: set[str]) -> str:
+    def _redact_text(self, text: str, removed: set[str]) -> str:
         parts, begin = [], 0
         for span in self.spans(text):
             removed.add(text[span.start : span.end])
@@ -147,7 +147,7 @@ class RedactionRules:
             begin = span.end
         return "".join([*parts, text[begin:]]) if parts else text
 
-    def _found(self, text: str) -> Iterator[RedactedSpan]:
+    def _find_spans(self, text: str) -> Iterator[RedactedSpan]:
         for pattern in self._patterns:
             for match in pattern.finditer(text):
                 if match.end() > match.start():
@@ -191,21 +191,21 @@ class _PrefixLengths:
 
         An incomplete character at the end counts as one.
         """
-        return bisect_right(range(1, len(self._ids) + 1), chars, key=self._all)
+        return bisect_right(range(1, len(self._ids) + 1), chars, key=self._decoded_length)
 
     def first_from(self, chars: int) -> int:
         """Return the smallest number of leading token ids whose text has at least ``chars``
         complete characters."""
-        return bisect_left(range(len(self._ids) + 1), chars, key=self._complete)
+        return bisect_left(range(len(self._ids) + 1), chars, key=self._complete_chars_length)
 
-    def _all(self, num: int) -> int:
+    def _decoded_length(self, num: int) -> int:
         return len(self._decode(self._ids[:num]))
 
-    def _complete(self, num: int) -> int:
+    def _complete_chars_length(self, num: int) -> int:
         return len(self._decode(self._ids[:num]).rstrip("\ufffd"))
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:

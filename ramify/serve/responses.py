@@ -29,7 +29,7 @@ from ramify.serve.answer_request import (
     Role,
     chat_message,
     decode,
-    schema_of,
+    response_format_schema,
 )
 from ramify.serve.caller_tools import ClientFunctionTool, tool_call_answer_type
 from ramify.serve.question_serving import ServedAnswer
@@ -95,7 +95,7 @@ class _Body(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes) -> AnswerRequest:
+def parse_request(body: bytes) -> AnswerRequest:
     """Read the body of a responses API request.
 
     Raises RequestRejected, with the name of the invalid field.
@@ -113,7 +113,7 @@ def read(body: bytes) -> AnswerRequest:
     names = {item.call_id: item.name for item in items if item.type == "function_call"}
     converted = (_message_of(item, f"input[{index}]", names) for index, item in enumerate(items))
     messages += [message for message in converted if message is not None]
-    schema, field = schema_of(
+    schema, field = response_format_schema(
         parsed.text.format if parsed.text else None, "text.format", nested=False
     )
     return AnswerRequest(
@@ -157,7 +157,8 @@ class ResponsesStreamEncoder:
 
     Their sequence numbers have no gaps.
 
-    Call ``begin`` once, ``progress`` any number of times, then ``end`` or ``fail``.
+    Call ``begin`` once, ``encode_progress`` any number of times, then ``encode_answer`` or
+    ``fail``.
     """
 
     def __init__(self, request: AnswerRequest, id: str, model: str) -> None:
@@ -169,86 +170,88 @@ class ResponsesStreamEncoder:
 
     def begin(self) -> bytes:
         response = self._head.body("in_progress", [], None)
-        return self._event("created", response=response) + self._event(
+        return self._encode_event("created", response=response) + self._encode_event(
             "in_progress", response=response
         )
 
-    def progress(self, text: str) -> bytes:
+    def encode_progress(self, text: str) -> bytes:
         opening = b""
         place = {"item_id": self._reasoning_id, "output_index": 0, "summary_index": 0}
         if not self._reasoning:
             item = {"type": "reasoning", "id": self._reasoning_id, "summary": []}
             part = {"type": "summary_text", "text": ""}
-            opening = self._event("output_item.added", output_index=0, item=item)
-            opening += self._event("reasoning_summary_part.added", **place, part=part)
+            opening = self._encode_event("output_item.added", output_index=0, item=item)
+            opening += self._encode_event("reasoning_summary_part.added", **place, part=part)
         self._reasoning += text
-        return opening + self._event("reasoning_summary_text.delta", **place, delta=text)
+        return opening + self._encode_event("reasoning_summary_text.delta", **place, delta=text)
 
-    def end(self, answer: ServedAnswer) -> Iterator[bytes]:
+    def encode_answer(self, answer: ServedAnswer) -> Iterator[bytes]:
         items = []
         if self._reasoning:
             items.append(self._reasoning_item())
             yield self._end_of_reasoning(items[0])
         for call in _function_calls(answer):
-            yield self._call(len(items), call)
+            yield self._encode_call(len(items), call)
             items.append(call)
         if not answer.calls:
-            yield from self._text(len(items), answer)
+            yield from self._encode_text(len(items), answer)
             items.append(_message(self._message_id, answer.text, answer))
         response = _final_body(self._head, items, answer)
-        yield self._event(response["status"], response=response)
+        yield self._encode_event(response["status"], response=response)
 
-    def _call(self, index: int, item: dict[str, Any]) -> bytes:
+    def _encode_call(self, index: int, item: dict[str, Any]) -> bytes:
         place = {"item_id": item["id"], "output_index": index}
         opened = {**item, "status": "in_progress", "arguments": ""}
         return b"".join(
             [
-                self._event("output_item.added", output_index=index, item=opened),
-                self._event("function_call_arguments.delta", **place, delta=item["arguments"]),
-                self._event(
+                self._encode_event("output_item.added", output_index=index, item=opened),
+                self._encode_event(
+                    "function_call_arguments.delta", **place, delta=item["arguments"]
+                ),
+                self._encode_event(
                     "function_call_arguments.done",
                     **place,
                     name=item["name"],
                     arguments=item["arguments"],
                 ),
-                self._event("output_item.done", output_index=index, item=item),
+                self._encode_event("output_item.done", output_index=index, item=item),
             ]
         )
 
-    def _text(self, index: int, answer: ServedAnswer) -> Iterator[bytes]:
+    def _encode_text(self, index: int, answer: ServedAnswer) -> Iterator[bytes]:
         id = self._message_id
         place = {"item_id": id, "output_index": index, "content_index": 0}
         item = _message(id, answer.text, answer)
         opened = {**item, "status": "in_progress", "content": []}
-        yield self._event("output_item.added", output_index=index, item=opened)
-        yield self._event("content_part.added", **place, part=_part(""))
+        yield self._encode_event("output_item.added", output_index=index, item=opened)
+        yield self._encode_event("content_part.added", **place, part=_part(""))
         for at in range(0, len(answer.text), _CHUNK_CHARS):
-            yield self._event(
+            yield self._encode_event(
                 "output_text.delta", **place, delta=answer.text[at : at + _CHUNK_CHARS], logprobs=[]
             )
-        yield self._event("output_text.done", **place, text=answer.text, logprobs=[])
-        yield self._event("content_part.done", **place, part=_part(answer.text))
-        yield self._event("output_item.done", output_index=index, item=item)
+        yield self._encode_event("output_text.done", **place, text=answer.text, logprobs=[])
+        yield self._encode_event("content_part.done", **place, part=_part(answer.text))
+        yield self._encode_event("output_item.done", output_index=index, item=item)
 
     def fail(self, error: RequestRejected) -> Iterator[bytes]:
         items = [self._reasoning_item()] if self._reasoning else []
         response = self._head.body("failed", items, None)
         response["error"] = {"code": "server_error", "message": str(error)}
         response["ramify"] = {"run": error.run}
-        yield self._event("failed", response=response)
+        yield self._encode_event("failed", response=response)
 
     def _end_of_reasoning(self, item: dict[str, Any]) -> bytes:
         place = {"item_id": self._reasoning_id, "output_index": 0, "summary_index": 0}
         text = self._reasoning
         return b"".join(
             [
-                self._event("reasoning_summary_text.done", **place, text=text),
-                self._event(
+                self._encode_event("reasoning_summary_text.done", **place, text=text),
+                self._encode_event(
                     "reasoning_summary_part.done",
                     **place,
                     part={"type": "summary_text", "text": text},
                 ),
-                self._event("output_item.done", output_index=0, item=item),
+                self._encode_event("output_item.done", output_index=0, item=item),
             ]
         )
 
@@ -256,7 +259,7 @@ class ResponsesStreamEncoder:
         summary = [{"type": "summary_text", "text": self._reasoning}]
         return {"type": "reasoning", "id": self._reasoning_id, "summary": summary}
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _encode_event(self, kind: str, **fields: Any) -> bytes:
         kind = f"response.{kind}"
         event = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1

@@ -30,7 +30,7 @@ from ramify.clients.base import Client, Sampling
 from ramify.engine.opentelemetry_spans import continue_trace
 from ramify.engine.rlm import RLM
 from ramify.http_server.access import ListenAddress
-from ramify.http_server.base_server import CALLER, AiohttpServer, received
+from ramify.http_server.base_server import CALLER, AiohttpServer, receive_body
 from ramify.http_server.chat_completions_api import encode
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.machine_capacity import max_runs as runs_of_this_machine
@@ -38,7 +38,11 @@ from ramify.http_server.rejections import RequestRejected
 from ramify.serve import chat_completions, responses
 from ramify.serve.answer_request import AnswerRequest
 from ramify.serve.chat_completions import ChatStreamEncoder
-from ramify.serve.conversation_to_question import LONG_CHARS, QuestionAndContext, prompt_of
+from ramify.serve.conversation_to_question import (
+    LONG_CHARS,
+    QuestionAndContext,
+    build_question_and_context,
+)
 from ramify.serve.feedback import add_feedback_route
 from ramify.serve.keys import ApiKeys
 from ramify.serve.question_serving import ServedAnswer, ServedQuestion, ServedQuestions
@@ -63,7 +67,7 @@ class ApiFormatModule(Protocol):
     @property
     def FIELD(self) -> str: ...
 
-    def read(self, body: bytes) -> AnswerRequest: ...
+    def parse_request(self, body: bytes) -> AnswerRequest: ...
 
     def new_id(self) -> str: ...
 
@@ -118,7 +122,7 @@ class RunServer:
         """The key that this server generated; empty if it has other keys or needs none."""
         self.keys = keys or ApiKeys({})
         if self.keys.bearer_keys is None and address.needs_key:
-            self.keys, self.key = ApiKeys.generated()
+            self.keys, self.key = ApiKeys.with_generated_key()
         self.name = name
         self.metrics = ServerMetrics()
         self._rlm = rlm
@@ -140,7 +144,7 @@ class RunServer:
             self.keys.bearer_keys,
             public=("/healthz",),
             limits=HttpLimits(max_body_bytes=max_body_bytes),
-            on_response=self.metrics.request,
+            on_response=self.metrics.count_request,
         )
         self._is_open = False
         self._created = int(time.time())
@@ -158,7 +162,7 @@ class RunServer:
     def unfinished_runs(self) -> list[str]:
         """Return the ids of stored runs that a stopped server left unfinished and that can be
         continued."""
-        return self._questions.unfinished.left()
+        return self._questions.unfinished.resumable_runs()
 
     # --- start and shutdown
 
@@ -178,7 +182,7 @@ class RunServer:
             ):
                 app.router.add_get(path, get)
             for api in APIS:
-                app.router.add_post(api.PATH, self._handler(api))
+                app.router.add_post(api.PATH, self._make_handler(api))
             add_feedback_route(app, self._recorder)
             await self._http.start(app)
             self._is_open = True
@@ -221,11 +225,11 @@ class RunServer:
     async def _metrics(self, _: web.Request) -> web.Response:
         self.metrics.in_flight = self.num_runs
         return web.Response(
-            body=self.metrics.text().encode(), headers={"Content-Type": METRICS_TYPE}
+            body=self.metrics.to_prometheus_text().encode(), headers={"Content-Type": METRICS_TYPE}
         )
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._described()]})
+        return web.json_response({"object": "list", "data": [self._model_object()]})
 
     async def _model(self, http: web.Request) -> web.Response:
         if http.match_info["name"] != self.name:
@@ -235,9 +239,9 @@ class RunServer:
                 code="model_not_found",
                 param="model",
             )
-        return web.json_response(self._described())
+        return web.json_response(self._model_object())
 
-    def _described(self) -> dict[str, Any]:
+    def _model_object(self) -> dict[str, Any]:
         about = {"id": self.name, "object": "model", "created": self._created}
         return {
             **about,
@@ -247,21 +251,21 @@ class RunServer:
 
     # --- one question
 
-    def _handler(self, api: ApiFormatModule) -> Any:
+    def _make_handler(self, api: ApiFormatModule) -> Any:
         async def handle(http: web.Request) -> web.StreamResponse:
             caller = self.keys.caller_named(http[CALLER])
-            with self._questions.admitted(caller), continue_trace(http.headers):
+            with self._questions.admit_request(caller), continue_trace(http.headers):
                 request, prompt = await self._read(http, api)
                 async with self._questions.ask(caller, request, prompt) as question:
                     if request.stream:
-                        return await self._streamed(http, api, question)
+                        return await self._stream_answer(http, api, question)
                     answer, id = await question.answer(), api.new_id()
                     await self._record(id, question)
                     body = api.response_body(answer, request, id, self.name)
                     return web.Response(
                         body=encode(body),
                         content_type="application/json",
-                        headers=self._notice(request),
+                        headers=self._recording_headers(request),
                     )
 
         return handle
@@ -276,7 +280,7 @@ class RunServer:
             temperature = request.merged_sampling(self._sampling).temperature
             await self._recorder.record_run(id, running.recorder.trajectory, temperature)
 
-    def _notice(self, request: AnswerRequest) -> dict[str, str]:
+    def _recording_headers(self, request: AnswerRequest) -> dict[str, str]:
         """Return the HTTP headers that inform a client that its run is recorded."""
         is_recorded = self._recorder is not None and not request.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
@@ -285,16 +289,16 @@ class RunServer:
         self, http: web.Request, api: ApiFormatModule
     ) -> tuple[AnswerRequest, QuestionAndContext]:
         def read(body: bytes) -> tuple[AnswerRequest, QuestionAndContext]:
-            request = api.read(body)
-            return request, prompt_of(
+            request = api.parse_request(body)
+            return request, build_question_and_context(
                 request.messages, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars
             )
 
-        async with received(http) as body:
+        async with receive_body(http) as body:
             is_large = len(body) > _LARGE_BYTES
             return await asyncio.to_thread(read, body) if is_large else read(body)
 
-    async def _streamed(
+    async def _stream_answer(
         self, http: web.Request, api: ApiFormatModule, question: ServedQuestion
     ) -> web.StreamResponse:
         """Send an answer as a stream of events.
@@ -306,7 +310,7 @@ class RunServer:
             headers={
                 "Content-Type": "text/event-stream",
                 "Cache-Control": "no-cache",
-                **self._notice(question.request),
+                **self._recording_headers(question.request),
             }
         )
         id = api.new_id()
@@ -324,10 +328,10 @@ class RunServer:
         try:
             async with contextlib.aclosing(question.watch.texts(self._ping_s)) as texts:
                 async for text in texts:
-                    await send(partial(stream.progress, text) if text else lambda: PING)
+                    await send(partial(stream.encode_progress, text) if text else lambda: PING)
             answer = await question.answer()
             await self._record(id, question)
-            await send(lambda: b"".join(stream.end(answer)))
+            await send(lambda: b"".join(stream.encode_answer(answer)))
         except RequestRejected as error:
             if not response.prepared:
                 raise

@@ -37,13 +37,13 @@ class ServerMetrics:
         self.in_flight = 0
         """Number of runs in progress."""
 
-    def request(self, path: str, status: int) -> None:
+    def count_request(self, path: str, status: int) -> None:
         self._counts["ramify_requests_total"][f'path="{path}",status="{status}"'] += 1
 
     def count_sent_events(self, count: int = 1) -> None:
         self._counts["ramify_events_sent_total"][""] += count
 
-    def run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:
+    def count_run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:
         """Count a run that has ended, with its usage, cost and duration."""
         self._counts["ramify_runs_total"][f'stop="{stop}"'] += 1
         tokens = self._counts["ramify_tokens_total"]
@@ -54,7 +54,7 @@ class ServerMetrics:
         self._buckets[sum(seconds > bound for bound in _SECONDS)] += 1
         self._seconds += seconds
 
-    def text(self) -> str:
+    def to_prometheus_text(self) -> str:
         """Return all metrics in the text format of Prometheus."""
         lines = []
         for name, about in _ABOUT.items():

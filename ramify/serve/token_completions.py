@@ -107,7 +107,7 @@ _prompt_decoder = msgspec.json.Decoder(_PromptBody)
 _generate_decoder = msgspec.json.Decoder(_Generate)
 
 
-async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
+async def answer_vllm_completion(client: LocalClient, body: bytes, model: str) -> dict[str, Any]:
     """Answer a completion request in vLLM's format.
 
     Raises Refused or RequestRejected if the request is invalid.
@@ -118,16 +118,16 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
     ids = (
         parsed.prompt if isinstance(parsed.prompt, list) else list(tokenizer.encode(parsed.prompt))
     )
-    scores = await _scores(client, ids) if parsed.prompt_logprobs is not None else None
+    scores = await _prompt_logprobs(client, ids) if parsed.prompt_logprobs is not None else None
     sampling = Sampling(
         parsed.max_tokens,
         parsed.temperature,
         parsed.top_p,
-        stop=_texts(parsed.stop),
+        stop=_stop_texts(parsed.stop),
         seed=parsed.seed,
         top_k=max(parsed.top_k, 0),
     )
-    generation = await _sampled(
+    generation = await _sample_tokens(
         client, ids, sampling, parsed.stop_token_ids, parsed.prompt_cache_key
     )
     choice: dict[str, Any] = {
@@ -164,7 +164,7 @@ async def complete(client: LocalClient, body: bytes, model: str) -> dict[str, An
     }
 
 
-async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
+async def answer_sglang_generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     """Answer a completion request in SGLang's format.
 
     Raises Refused or RequestRejected if the request is invalid.
@@ -174,18 +174,18 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     params, ids = parsed.sampling_params, parsed.input_ids
     about: dict[str, Any] = {}
     if parsed.return_logprob and parsed.logprob_start_len == 0:
-        scores = await _scores(client, ids)
+        scores = await _prompt_logprobs(client, ids)
         entries = ([score, id, None] for id, score in zip(ids[1:], scores, strict=True))
         about["input_token_logprobs"] = [[None, ids[0], None], *entries]
     sampling = Sampling(
         params.max_new_tokens,
         params.temperature,
         params.top_p,
-        stop=_texts(params.stop),
+        stop=_stop_texts(params.stop),
         seed=params.sampling_seed,
         top_k=max(params.top_k, 0),
     )
-    generation = await _sampled(client, ids, sampling, params.stop_token_ids or [], "")
+    generation = await _sample_tokens(client, ids, sampling, params.stop_token_ids or [], "")
     if parsed.return_logprob:
         about["output_token_logprobs"] = [
             [logprob, id, None]
@@ -204,7 +204,7 @@ async def generate(client: LocalClient, body: bytes) -> dict[str, Any]:
     return {"text": text, "output_ids": generation.sampled_ids, "meta_info": about}
 
 
-async def _sampled(
+async def _sample_tokens(
     client: LocalClient, ids: list[int], sampling: Sampling, stop_ids: list[int], affinity: str
 ) -> GenerationState:
     _check(client, ids, sampling, stop_ids)
@@ -214,7 +214,7 @@ async def _sampled(
     )
 
 
-async def _scores(client: LocalClient, ids: list[int]) -> list[float]:
+async def _prompt_logprobs(client: LocalClient, ids: list[int]) -> list[float]:
     _check(client, ids, Sampling(1, 1.0, 1.0), [])
     return await client.logprobs(ids) if len(ids) > 1 else []
 
@@ -243,5 +243,5 @@ def _check(client: LocalClient, ids: list[int], sampling: Sampling, stop_ids: li
         )
 
 
-def _texts(stop: str | list[str] | None) -> tuple[str, ...]:
+def _stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(filter(None, [stop] if isinstance(stop, str) else stop or []))

@@ -103,7 +103,7 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the weights at the server's start."""
 
     @classmethod
-    def of(cls, policy: Policy) -> PolicyFactsForRecorder:
+    def from_policy(cls, policy: Policy) -> PolicyFactsForRecorder:
         """Return the facts that the recorder needs about a policy loaded in this process."""
         from ramify.models.policy_vocabulary_identity import identity_of
         from ramify.models.weights import fingerprint
@@ -175,7 +175,7 @@ class TrafficRecorder:
         self._retention = retention or TrafficRetention()
         self._policy = policy
         try:
-            self.store = _opened(folder)
+            self.store = _open_store(folder)
             _claim(self.store, policy)
             self._index = _open_index(self.store.root / _INDEX_FILE)
         except (StoreError, OSError, sqlite3.Error) as error:
@@ -201,9 +201,9 @@ class TrafficRecorder:
         ``id`` is the id of the response, and ``choice`` is the number of the reply within it. A
         failure is logged, and nothing is raised.
         """
-        await self._kept(partial(self._record, id, choice, request, reply))
+        await self._store_or_count_lost(partial(self._record, id, choice, request, reply))
 
-    async def _kept(self, work: Callable[[], None]) -> None:
+    async def _store_or_count_lost(self, work: Callable[[], None]) -> None:
         """Store a reply by calling ``work`` in the recorder's thread.
 
         If that fails, the reply counts as lost, and nothing is raised.
@@ -221,15 +221,15 @@ class TrafficRecorder:
         ``id`` is the id of the response with the run's answer. A failure is logged, and nothing is
         raised.
         """
-        await self._kept(partial(self._record_run, id, run, temperature))
+        await self._store_or_count_lost(partial(self._record_run, id, run, temperature))
 
-    async def feedback(self, id: str, choice: int, score: float, note: str) -> None:
+    async def record_feedback(self, id: str, choice: int, score: float, note: str) -> None:
         """Store a user's score of a recorded reply.
 
         The response's id and the number of the choice identify the reply. Raises
         ReplyNotFoundError, and StoreError if the score cannot be written.
         """
-        await self._run(partial(self._feedback, id, choice, score, note))
+        await self._run(partial(self._record_feedback, id, choice, score, note))
 
     async def close(self) -> None:
         """Write everything to disk and stop the recorder's thread.
@@ -263,15 +263,17 @@ class TrafficRecorder:
 
     def _record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
         """Store a redacted copy of a run, without the contexts of its calls."""
-        conversation = _Conversation(self.store.new_id("run"), self._redaction.text(run.question))
+        conversation = _Conversation(
+            self.store.new_id("run"), self._redaction.redact_text(run.question)
+        )
         conversation.started_at = run.started_at
-        self._append(conversation, [self._started(conversation)], 0.0)
+        self._append(conversation, [self._run_started_event(conversation)], 0.0)
         journal = self._journals[conversation.run]
         sampled_at = self._policy.temperature if temperature is None else temperature
         for call in run.calls:
             for event in self._events_of(call, sampled_at):
                 journal.append(msgspec.structs.replace(event, at_s=run.seconds))
-        answer = self._redaction.value(run.answer)
+        answer = self._redaction.redact_value(run.answer)
         end = RunEnded(
             stop=run.stop or Stop.FINAL, answer=answer, usage=run.usage, at_s=run.seconds
         )
@@ -291,14 +293,14 @@ class TrafficRecorder:
             kind=call.kind,
             model=call.model,
             depth=call.depth,
-            question=redaction.text(call.question),
+            question=redaction.redact_text(call.question),
             parent=call.parent,
             fork=call.fork,
         )
         for index, turn in enumerate(call.turns):
             removed: set[str] = set()
-            prompt = tuple(redaction.message(each, removed) for each in turn.prompt)
-            said = redaction.message(turn.reply.message, removed)
+            prompt = tuple(redaction.redact_message(each, removed) for each in turn.prompt)
+            said = redaction.redact_message(turn.reply.message, removed)
             reply, redacted = msgspec.structs.replace(turn.reply, message=said), list[float]()
             if reply.prompt_ids is not None and reply.token_ids is not None:
                 reply, redacted = self._without_redacted(turn.reply, 0, said, removed)
@@ -315,8 +317,10 @@ class TrafficRecorder:
                 tokens={REDACTED: redacted} if any(redacted) else {},
             )
             for number, cell in enumerate(turn.cells):
-                yield CellRan(call=call.id, turn=index, cell=number, result=redaction.cell(cell))
-        answer = redaction.value(call.answer)
+                yield CellRan(
+                    call=call.id, turn=index, cell=number, result=redaction.redact_cell(cell)
+                )
+        answer = redaction.redact_value(call.answer)
         yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
@@ -325,9 +329,9 @@ class TrafficRecorder:
         For a further reply to the same request, ``first`` is the turn of the first reply.
         """
         removed: set[str] = set()
-        messages = tuple(self._redaction.message(each, removed) for each in request.messages)
-        said = self._redaction.message(reply.message, removed)
-        earlier = self._continued(request, reply)
+        messages = tuple(self._redaction.redact_message(each, removed) for each in request.messages)
+        said = self._redaction.redact_message(reply.message, removed)
+        earlier = self._continued_turn(request, reply)
         if first is not None and self._journal(first.conversation.run) is None:
             first = None  # deleted meanwhile
         is_new = earlier is None and first is None
@@ -339,7 +343,7 @@ class TrafficRecorder:
             conversation = _Conversation(self.store.new_id("chat"), _question(messages))
         known = request.known if earlier is not None else None
         reused, reused_ids = (known.num_messages, len(known.ids)) if known is not None else (0, 0)
-        place = _place(conversation, earlier)
+        place = _next_turn(conversation, earlier)
         stored, redacted = self._without_redacted(reply, reused_ids, said, removed)
         stop = Stop.MAX_TOKENS if reply.finish == "length" else Stop.FINAL
         conversation.usage += reply.usage
@@ -371,17 +375,18 @@ class TrafficRecorder:
                 depth=0,
                 question=conversation.question,
                 fork=None if earlier is None else Fork(earlier.call, earlier.turn),
-                cause=_cause(earlier, first),
+                cause=_new_call_reason(earlier, first),
             )
             events.insert(0, started)
         events.insert(
-            0, self._started(conversation) if is_new else RunResumed(limits={}, forgets={})
+            0,
+            self._run_started_event(conversation) if is_new else RunResumed(limits={}, forgets={}),
         )
         self._append(conversation, events, reply.seconds)
         conversation.num_turns[call] = turn + 1
         return place
 
-    def _continued(self, request: Request, reply: Reply) -> _RecordedTurn | None:
+    def _continued_turn(self, request: Request, reply: Reply) -> _RecordedTurn | None:
         """Return the stored turn that a request continues, or None.
 
         The request's prompt begins with the token ids of that turn.
@@ -409,26 +414,26 @@ class TrafficRecorder:
         stored = msgspec.structs.replace(
             reply,
             message=said,
-            prompt_ids=self._replaced(given, in_prompt),
-            token_ids=self._replaced(sampled, in_reply),
+            prompt_ids=self._replace_flagged_ids(given, in_prompt),
+            token_ids=self._replace_flagged_ids(sampled, in_reply),
         )
         if any(in_reply):  # these values would tell which token it was
             stored = msgspec.structs.replace(
                 stored,
-                logprobs=_blanked(logprobs or (), in_reply, 0.0),
-                kept=None if reply.kept is None else _blanked(reply.kept, in_reply, ()),
-                routes=None if reply.routes is None else _blanked(reply.routes, in_reply, ()),
+                logprobs=_blank_flagged(logprobs or (), in_reply, 0.0),
+                kept=None if reply.kept is None else _blank_flagged(reply.kept, in_reply, ()),
+                routes=None if reply.routes is None else _blank_flagged(reply.routes, in_reply, ()),
             )
         return stored, list(map(float, in_reply))
 
-    def _replaced(self, ids: Sequence[int], flags: Sequence[bool]) -> tuple[int, ...]:
-        return _blanked(ids, flags, self._policy.placeholder)
+    def _replace_flagged_ids(self, ids: Sequence[int], flags: Sequence[bool]) -> tuple[int, ...]:
+        return _blank_flagged(ids, flags, self._policy.placeholder)
 
     def _temperature(self, request: Request) -> float:
         given = request.sampling.temperature
         return self._policy.temperature if given is None else given
 
-    def _started(self, conversation: _Conversation) -> RunStarted:
+    def _run_started_event(self, conversation: _Conversation) -> RunStarted:
         about = {
             "policy": msgspec.to_builtins(self._policy.identity),
             "fingerprint": self._policy.fingerprint,
@@ -445,7 +450,7 @@ class TrafficRecorder:
         self, conversation: _Conversation, events: Sequence[AnyEvent], seconds: float
     ) -> None:
         if isinstance(events[0], RunStarted):
-            journal = self._opened(self.store.create(conversation.run))
+            journal = self._cache_journal(self.store.create(conversation.run))
         else:
             journal = self._journals[conversation.run]
         now, before = time.time() - conversation.started_at, journal.file.size
@@ -465,17 +470,17 @@ class TrafficRecorder:
             self._journals.move_to_end(run)
             return journal
         try:
-            return self._opened(self.store.reopen(run))
+            return self._cache_journal(self.store.reopen(run))
         except UnknownRun:
             return None
 
-    def _opened(self, journal: Journal) -> Journal:
+    def _cache_journal(self, journal: Journal) -> Journal:
         self._journals[journal.id] = journal
         while len(self._journals) > _MAX_OPEN:
             self._journals.popitem(last=False)[1].close()
         return journal
 
-    def _feedback(self, id: str, choice: int, score: float, note: str) -> None:
+    def _record_feedback(self, id: str, choice: int, score: float, note: str) -> None:
         row = self._index.execute(
             "SELECT run, call, turn FROM replies WHERE id = ? AND choice = ?", (id, choice)
         ).fetchone()
@@ -487,7 +492,7 @@ class TrafficRecorder:
             call=row[1],
             turn=row[2],
             rewards={FEEDBACK: score},
-            text=self._redaction.text(note),
+            text=self._redaction.redact_text(note),
             at_s=0.0,
         )
         journal.append(event)
@@ -551,7 +556,7 @@ def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTur
         places.popitem(last=False)
 
 
-def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
+def _next_turn(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
     """Return the turn under which a new reply is stored.
 
     It is the next turn of the call that the reply continues, or the first turn of a new call.
@@ -561,7 +566,7 @@ def _place(conversation: _Conversation, earlier: _RecordedTurn | None) -> _Recor
     return _RecordedTurn(conversation, str(len(conversation.num_turns)), 0)
 
 
-def _cause(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> NewCallReason:
+def _new_call_reason(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> NewCallReason:
     """Return the reason why a new call begins: another sample for the same prompt, a branch of an
     earlier call, or a new conversation."""
     if first is not None:
@@ -573,7 +578,7 @@ def _key(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
 
 
-def _blanked(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, ...]:
+def _blank_flagged(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, ...]:
     """Return a copy of the values with ``blank`` in place of each flagged one."""
     return tuple(blank if flag else value for value, flag in zip(values, flags, strict=True))
 
@@ -586,7 +591,7 @@ def _question(messages: Sequence[Message]) -> str:
     return cut(next((each.content for each in messages if each.role == "user"), ""))
 
 
-def _opened(folder: str | Path) -> Store:
+def _open_store(folder: str | Path) -> Store:
     """Open the store in ``folder``.
 
     Raises StoreError if it cannot be written.

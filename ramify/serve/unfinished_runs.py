@@ -31,17 +31,17 @@ class UnfinishedRuns:
         self._store = store
         self._folder = make_folder(store.root / "serving") if isinstance(store, Store) else None
 
-    def begin(self, run: str) -> None:
+    def mark_started(self, run: str) -> None:
         if self._folder is not None:
             with contextlib.suppress(OSError):  # without its mark a run still works
                 (self._folder / run).touch(FILE_MODE)
 
-    def end(self, run: str) -> None:
+    def unmark_run(self, run: str) -> None:
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 (self._folder / run).unlink(missing_ok=True)
 
-    def left(self) -> list[str]:
+    def resumable_runs(self) -> list[str]:
         """Return the ids of the runs that a stopped server left unfinished and that can be
         continued, oldest first.
 
@@ -56,7 +56,7 @@ class UnfinishedRuns:
                 if RunEventIndex(self._store.events(name)).ended is None:
                     runs.append(name)
                 else:
-                    self.end(name)
+                    self.unmark_run(name)
             except RamifyError:  # in progress in another process, removed, or damaged
                 continue
         return runs

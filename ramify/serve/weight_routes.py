@@ -40,7 +40,7 @@ from aiohttp import web
 
 from ramify import __version__
 from ramify.errors import ConfigError, RamifyError, ServerFailed
-from ramify.http_server.base_server import received
+from ramify.http_server.base_server import receive_body
 from ramify.http_server.rejections import RequestRejected
 from ramify.inference.base import PROTOCOL, TAGS
 from ramify.inference.local.local_client import LocalClient
@@ -120,10 +120,10 @@ class EngineSleepState:
         except TimeoutError:
             raise ServerFailed(
                 f"the engine did not become ready within {self._wait_s:g} s: "
-                f"{self.reason() or 'a weight update has only just completed'}"
+                f"{self.unavailable_reason() or 'a weight update has only just completed'}"
             ) from None
 
-    def reason(self) -> str:
+    def unavailable_reason(self) -> str:
         """Return the reason why the engine cannot serve requests, or an empty string if it can."""
         if self._asleep:
             return f"the server sleeps ({', '.join(self.sleeping_parts)}): POST /wake_up"
@@ -137,7 +137,7 @@ class EngineSleepState:
 
     # --- routes
 
-    async def sleep(self, http: web.Request, _: Body) -> Body:
+    async def handle_sleep(self, http: web.Request, _: Body) -> Body:
         level, tags = int(http.query.get("level", "1")), http.query.getall("tags", [])
         if level not in (0, 1, 2):
             raise ValueError(f"level={level}: give 0, 1 or 2")
@@ -147,7 +147,7 @@ class EngineSleepState:
         )
         return {"status": "asleep"}
 
-    async def release(self, _: web.Request, body: Body) -> Body:
+    async def handle_memory_release(self, _: web.Request, body: Body) -> Body:
         await self._fall_asleep(_check_tags(body.get("tags") or TAGS), "abort", keep=False)
         return {"status": "asleep"}
 
@@ -243,7 +243,7 @@ class WeightUpdateRoutes:
             "/pause": self._pause,
             "/resume": self._resume,
             "/reset_prefix_cache": self._reset,
-            "/sleep": self.sleep.sleep,
+            "/sleep": self.sleep.handle_sleep,
             "/wake_up": self.sleep.wake,
             "/init_weight_transfer_engine": self._init,
             "/start_weight_update": self._start,
@@ -254,10 +254,10 @@ class WeightUpdateRoutes:
             "/continue_generation": self._resume,
             "/flush_cache": self._reset,
             "/update_weights_from_disk": self._from_disk,
-            "/release_memory_occupation": self.sleep.release,
+            "/release_memory_occupation": self.sleep.handle_memory_release,
             "/resume_memory_occupation": self.sleep.restore_memory,
         }.items():
-            app.router.add_post(path, _answered(act))
+            app.router.add_post(path, _make_handler(act))
         for path, tell in {
             "/is_paused": self._tell_paused,
             "/is_sleeping": self.sleep.report_is_sleeping,
@@ -265,7 +265,7 @@ class WeightUpdateRoutes:
             "/get_world_size": self._tell_size,
             "/fingerprint": self._tell_fingerprint,
         }.items():
-            app.router.add_get(path, _answered(tell))
+            app.router.add_get(path, _make_handler(tell))
 
     def close(self) -> None:
         """Leave the trainer's process group and release its shared memory.
@@ -281,13 +281,13 @@ class WeightUpdateRoutes:
     # --- pause
 
     async def _pause(self, http: web.Request, _: Body) -> Body:
-        return await self._stop(http.query.get("mode", "abort"))
+        return await self._pause_sampling(http.query.get("mode", "abort"))
 
     async def _pause_generation(self, _: web.Request, body: Body) -> Body:
         mode = str(body.get("mode", "abort"))
-        return await self._stop(_SGLANG_MODES.get(mode, mode))
+        return await self._pause_sampling(_SGLANG_MODES.get(mode, mode))
 
-    async def _stop(self, mode: str) -> Body:
+    async def _pause_sampling(self, mode: str) -> Body:
         await self._stop_sampling(mode)
         self._is_paused = True
         return {"status": "paused"}
@@ -317,7 +317,7 @@ class WeightUpdateRoutes:
     # --- weights
 
     async def _init(self, http: web.Request, body: Body) -> Body:
-        info = _object(body, "init_info")
+        info = _required_object(body, "init_info")
         name = str(info.get("weight_sync", ""))
         if name not in self._weight_syncs:
             raise ConfigError(
@@ -328,7 +328,7 @@ class WeightUpdateRoutes:
         if name == "file":
             self._check_folder(Path(str(info["folder"])))
         await self._shut_down(http, body)
-        make = WEIGHT_SYNCS.of(name).receiver
+        make = WEIGHT_SYNCS.resolve(name).receiver
         self._receiver = await asyncio.get_running_loop().run_in_executor(None, make, info)
         return {"message": "Weight transfer initialized"}
 
@@ -352,22 +352,22 @@ class WeightUpdateRoutes:
         If the request contains ``begins``, it also starts the update; if it contains
         ``weight_version``, it also ends the update.
         """
-        info = _object(body, "update_info")
+        info = _required_object(body, "update_info")
         if body.get("begins"):
             await self._start(http, body)
         receiver = self._receiver
         if receiver is None or not self._is_updating:
             raise RuntimeError("start_weight_update must come before update_weights")
         ends = "weight_version" in body
-        await self._take(
+        await self._receive_weights(
             lambda: receiver.unpack_chunk(info),
-            self._number(body["weight_version"]) if ends else None,
+            self._version_number(body["weight_version"]) if ends else None,
         )
         if ends:
-            self._finished(receiver, body["weight_version"])
+            self._complete_update(receiver, body["weight_version"])
         return {"message": "Weights updated"}
 
-    async def _take(
+    async def _receive_weights(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
     ) -> None:
         try:
@@ -387,13 +387,13 @@ class WeightUpdateRoutes:
             raise RuntimeError("start_weight_update must come before finish_weight_update")
         version = body.get("weight_version")
         if not self._client.missing:
-            await self._client.forget(self._number(version))
-        self._finished(self._receiver, version)
+            await self._client.forget(self._version_number(version))
+        self._complete_update(self._receiver, version)
         return {"message": "Weight update finished"}
 
-    def _finished(self, receiver: WeightReceiver, version: object) -> None:
+    def _complete_update(self, receiver: WeightReceiver, version: object) -> None:
         if self._client.missing:
-            raise FullWeightsRequiredError(self.sleep.reason())
+            raise FullWeightsRequiredError(self.sleep.unavailable_reason())
         receiver.finished(str(version))
         self._end()
 
@@ -401,7 +401,7 @@ class WeightUpdateRoutes:
         self.broken, self._is_updating = "", False
         self._resume_sampling()
 
-    def _number(self, version: object) -> int:
+    def _version_number(self, version: object) -> int:
         """Return the version number of an update.
 
         It is ``version`` if that is a number, otherwise the number after the current one.
@@ -419,8 +419,8 @@ class WeightUpdateRoutes:
         check_weights(self._client.policy.model, tensors, str(path))
         self._client.pause(abort=bool(body.get("abort_all_requests")))
         self._is_updating, self._num_chunks = True, 0
-        version = self._number(body.get("weight_version"))
-        await self._take(
+        version = self._version_number(body.get("weight_version"))
+        await self._receive_weights(
             lambda: (WeightPiece(name, tensor) for name, tensor in tensors.items()), version
         )
         self._end()
@@ -451,11 +451,11 @@ class WeightUpdateRoutes:
 
     async def _tell_fingerprint(self, _: web.Request, __: Body) -> Body:
         if "weights" in self.sleep.sleeping_parts or self._client.missing:
-            raise RuntimeError(self.sleep.reason())
+            raise RuntimeError(self.sleep.unavailable_reason())
         return {"fingerprint": await self._client.fingerprint(), "version": self._client.version}
 
 
-def facts(client: LocalClient, name: str) -> dict[str, Any]:
+def served_policy_info(client: LocalClient, name: str) -> dict[str, Any]:
     """Return facts about the served policy.
 
     A trainer compares them with its own policy before it sends weights.
@@ -473,12 +473,12 @@ def facts(client: LocalClient, name: str) -> dict[str, Any]:
     }
 
 
-def _answered(
+def _make_handler(
     act: Callable[[web.Request, Body], Awaitable[Body]],
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def answer(http: web.Request) -> web.StreamResponse:
         try:
-            async with received(http) as data:
+            async with receive_body(http) as data:
                 body = msgspec.json.decode(data or b"{}")
             if not isinstance(body, dict):
                 raise ValueError("the body is not a JSON object")
@@ -493,7 +493,7 @@ def _answered(
     return answer
 
 
-def _object(body: Mapping[str, Any], name: str) -> Info:
+def _required_object(body: Mapping[str, Any], name: str) -> Info:
     value = body.get(name)
     if not isinstance(value, dict):
         raise ValueError(f"the body has no object '{name}'")

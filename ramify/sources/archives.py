@@ -5,8 +5,8 @@ tar (plain, gzip, bzip2, xz or zstd) and single compressed files. ``seven_zip.py
 archives.
 
 Nothing is written to disk, so the names of members are harmless; they are nevertheless normalized.
-Limits: the bytes of the whole load (``SourceCollector.spend``), a compression ratio that ordinary
-text does not reach, and the number of members.
+Limits: the bytes of the whole load (``SourceCollector.count_bytes``), a compression ratio that
+ordinary text does not reach, and the number of members.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[s
     for part in parts:
         check_ratio(part.file_size, part.compress_size)
         if part.filename.endswith(_MARKUP):
-            loading.spend(part.file_size, file.name)
+            loading.count_bytes(part.file_size, file.name)
     return [part.filename for part in parts]
 
 
@@ -161,7 +161,7 @@ def _unpack(
     with archive.open(info) as member:
         while block := member.read(_BLOCK_BYTES):
             data += block
-            loading.spend(len(block), name)
+            loading.count_bytes(len(block), name)
             check_ratio(len(data), info.compress_size)
     return bytes(data)
 
@@ -275,9 +275,9 @@ class _BoundedStream:
         back, self._back = self._back[:size], self._back[size:]
         if len(back) == size:
             return back
-        data = self._stream.read(min(size - len(back), self._loading.room + 1))
+        data = self._stream.read(min(size - len(back), self._loading.remaining_bytes + 1))
         self._num_bytes += len(data)
-        self._loading.spend(len(data), self._file.name)
+        self._loading.count_bytes(len(data), self._file.name)
         check_ratio(self._num_bytes, len(self._file.data))
         return back + data
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ramify.secret_redaction import redact_likely_secrets
 from ramify.sources.loaded_sources import UnreadableSource, missing_library_advice
-from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, shown_url
+from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, redact_url_for_display
 
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
 _BLOCK_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class OpenBucketFile:
 
         Raises UnreadableSource if they cannot be read.
         """
-        with _sentences(self.head.final_url):
+        with _convert_client_errors(self.head.final_url):
             return bytes(self._stream.read(_BLOCK_BYTES))
 
     def close(self) -> None:
@@ -59,8 +59,8 @@ def list_bucket(url: str) -> list[ListedFile]:
     """
     if re.match(r"[^/]*://[^/]*[*?\[]", url):
         raise UnreadableSource("has a pattern in its bucket name", "name one bucket")
-    with _sentences(url):
-        files, path = _opened(url)
+    with _convert_client_errors(url):
+        files, path = _open_bucket(url)
         import pyarrow.fs as pafs
 
         found = files.get_file_info(path) if path.strip("/") else None
@@ -95,8 +95,8 @@ def open_file(url: str, version: str) -> OpenBucketFile:
     ``version`` identifies a copy that is already on this machine, or is empty. Raises
     UnreadableSource if the file cannot be opened.
     """
-    with _sentences(url):
-        files, path = _opened(url)
+    with _convert_client_errors(url):
+        files, path = _open_bucket(url)
         stream = files.open_input_stream(path, compression=None)
         found, size = "", -1
         with contextlib.suppress(OSError, NotImplementedError):
@@ -135,14 +135,14 @@ def _regex(pattern: str) -> str:
 # --- the client of each provider ------------------------------------------------------------------
 
 
-def _opened(url: str) -> tuple[Any, str]:
+def _open_bucket(url: str) -> tuple[Any, str]:
     """Return the file system object for a bucket URL, and the path within it."""
     scheme, _, rest = url.partition("://")
     files, path = _CLIENTS[scheme.lower()](rest)
     return files, path
 
 
-def _s3(rest: str) -> tuple[Any, str]:
+def _open_s3(rest: str) -> tuple[Any, str]:
     import pyarrow.fs as pafs
 
     given: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def _s3(rest: str) -> tuple[Any, str]:
     return files, rest
 
 
-def _gcs(rest: str) -> tuple[Any, str]:
+def _open_gcs(rest: str) -> tuple[Any, str]:
     import datetime
 
     import pyarrow.fs as pafs
@@ -187,7 +187,7 @@ def _has_google_login() -> bool:
     return False
 
 
-def _azure(rest: str) -> tuple[Any, str]:
+def _open_azure(rest: str) -> tuple[Any, str]:
     import pyarrow.fs as pafs
 
     given = _connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
@@ -226,7 +226,7 @@ def _connection_string(text: str) -> dict[str, str]:
     return given
 
 
-def _hub(rest: str) -> tuple[Any, str]:
+def _open_hub(rest: str) -> tuple[Any, str]:
     import pyarrow.fs as pafs
 
     try:
@@ -237,14 +237,14 @@ def _hub(rest: str) -> tuple[Any, str]:
 
 
 _CLIENTS: dict[str, Callable[[str], tuple[Any, str]]] = {
-    "s3": _s3,
-    "s3a": _s3,
-    "gs": _gcs,
-    "gcs": _gcs,
-    "az": _azure,
-    "abfs": _azure,
-    "abfss": _azure,
-    "hf": _hub,
+    "s3": _open_s3,
+    "s3a": _open_s3,
+    "gs": _open_gcs,
+    "gcs": _open_gcs,
+    "az": _open_azure,
+    "abfs": _open_azure,
+    "abfss": _open_azure,
+    "hf": _open_hub,
 }
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def _name_check(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _sentences(url: str) -> Iterator[None]:
+def _convert_client_errors(url: str) -> Iterator[None]:
     """Return a context manager that converts errors of the bucket clients to UnreadableSource.
 
     The new messages are readable sentences without secrets.
@@ -299,4 +299,6 @@ def _sentences(url: str) -> Iterator[None]:
             if re.search(signs, text):
                 raise UnreadableSource(reason, remedy or _name_check(url)) from None
         text = redact_likely_secrets(text)[:200]
-        raise UnreadableSource(f"cannot be fetched ({text})", f"check {shown_url(url)}") from None
+        raise UnreadableSource(
+            f"cannot be fetched ({text})", f"check {redact_url_for_display(url)}"
+        ) from None

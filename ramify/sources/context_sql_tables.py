@@ -20,9 +20,9 @@ from typing import Any
 from ramify.sandbox.base import SharedContext, Table, anonymous_file
 from ramify.sources.duckdb_process import NUM_SAMPLES, query_tables
 from ramify.sources.loaded_sources import listing
-from ramify.sources.query_process import plain
+from ramify.sources.query_process import to_session_value
 from ramify.sources.queryable_tables import TableLocation
-from ramify.sources.session_tables import MAX_TABLES, has_duckdb, shown_value, table_name
+from ramify.sources.session_tables import MAX_TABLES, has_duckdb, shorten_sample_value, table_name
 
 _NAME = "context"
 """SQL name of a context that is a single table."""
@@ -49,7 +49,8 @@ class ContextSqlTables:
                 "columns": table.types,
                 "rows": len(table),
                 "samples": [
-                    tuple(map(shown_value, map(plain, row))) for row in table.rows(0, NUM_SAMPLES)
+                    tuple(map(shorten_sample_value, map(to_session_value, row)))
+                    for row in table.rows(0, NUM_SAMPLES)
                 ],
             }
             for name, table in tables.items()
@@ -58,7 +59,7 @@ class ContextSqlTables:
         self._file = -1
 
     @classmethod
-    def of(cls, context: Any, tools: Mapping[str, Any]) -> ContextSqlTables | None:
+    def from_context(cls, context: Any, tools: Mapping[str, Any]) -> ContextSqlTables | None:
         """Return the tables of ``context``.
 
         Returns None if there are none, if DuckDB is not installed, or if ``tools`` already contains

@@ -55,7 +55,7 @@ def as_context(value: Any) -> Any:
 
         return load(value)
     try:
-        converted = _plain(value)
+        converted = _to_plain_value(value)
     except MemoryError as error:  # a broadcast array is larger than its memory
         kind = type(value).__name__
         raise ConfigError(
@@ -115,7 +115,7 @@ def _read(file: Any) -> Any:
     return text
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     """Convert a value and everything inside it to plain Python values and the context types of this
     package.
 
@@ -127,13 +127,13 @@ def _plain(value: Any) -> Any:
     if kind in _LISTS:
         if _LEAVES.issuperset(map(type, value)):
             return value
-        items = [_plain(item) for item in value]
+        items = [_to_plain_value(item) for item in value]
         is_same = all(map(lambda a, b: a is b, items, value))
         return value if is_same else kind(items)
     if kind in _DICTS:
         if _LEAVES.issuperset(map(type, value.values())):
             return value
-        pairs = {key: _plain(item) for key, item in value.items()}
+        pairs = {key: _to_plain_value(item) for key, item in value.items()}
         is_same = all(map(lambda a, b: a is b, pairs.values(), value.values()))
         return value if is_same else pairs
     found = _of_library(value)
@@ -154,7 +154,7 @@ def _of_fields(value: Any) -> Any:
     if isinstance(value, type):
         return value
     if isinstance(value, enum.Enum):
-        return _plain(value.value)
+        return _to_plain_value(value.value)
     if dataclasses.is_dataclass(value):
         fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     elif isinstance(value, msgspec.Struct):
@@ -169,7 +169,7 @@ def _of_fields(value: Any) -> Any:
     elif isinstance(value, tuple) and hasattr(value, "_asdict"):
         fields = value._asdict()
     if fields is not None:
-        return {name: _plain(item) for name, item in fields.items()}
+        return {name: _to_plain_value(item) for name, item in fields.items()}
     if isinstance(value, decimal.Decimal):
         is_whole = value.is_finite() and value == value.to_integral_value()
         return int(value) if is_whole else float(value)
@@ -180,9 +180,9 @@ def _of_fields(value: Any) -> Any:
         if isinstance(value, base):
             return base(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain_value(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_to_plain_value(item) for item in value]
     return value
 
 
@@ -207,7 +207,7 @@ def _of_library(value: Any) -> Any:
             if found is not value:
                 return found
     if hasattr(value, "__arrow_c_stream__") and not isinstance(value, type):
-        return table_from_arrow(_pyarrow(value).table(value))
+        return table_from_arrow(_import_pyarrow(value).table(value))
     return value
 
 
@@ -227,7 +227,7 @@ def _of_pandas(value: Any, pandas: Any) -> Any:
             name = name if name is not None else "index" if index.nlevels == 1 else f"level_{level}"
             columns.append((name, index.get_level_values(level).to_series()))
     columns += [(label, value.iloc[:, at]) for at, label in enumerate(value.columns)]
-    names = _unique([label for label, _ in columns])
+    names = _unique_names([label for label, _ in columns])
     found = {
         name: _pandas_column(series, name) for name, (_, series) in zip(names, columns, strict=True)
     }
@@ -243,7 +243,7 @@ def _pandas_column(series: Any, name: str) -> Column:
     if isinstance(series.dtype, sys.modules["numpy"].dtype) and series.dtype.kind in "iuf":
         return _number_column(series.to_numpy(copy=False))
     try:
-        array = _pyarrow(series).array(series, from_pandas=True)
+        array = _import_pyarrow(series).array(series, from_pandas=True)
     except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -258,12 +258,12 @@ def _number_column(values: Any) -> Column:
 
     The array is copied only if its values are not contiguous.
     """
-    kept = _contiguous(values)
+    kept = _to_contiguous(values)
     name = str(kept.dtype)
     return Column("number", name, len(kept), _NUMBERS[name], [None, _bytes_of(kept)])
 
 
-def _contiguous(values: Any) -> Any:
+def _to_contiguous(values: Any) -> Any:
     numpy = sys.modules["numpy"]
     return numpy.ascontiguousarray(values, values.dtype.newbyteorder("="))
 
@@ -279,7 +279,7 @@ def _of_polars(value: Any, polars: Any) -> Any:
         value = value.to_frame()
     if not isinstance(value, polars.DataFrame):
         return value
-    _pyarrow(value)
+    _import_pyarrow(value)
     for name, kind in value.schema.items():
         if kind == polars.Object:  # Arrow would get the addresses of the objects
             raise ConfigError(
@@ -314,7 +314,7 @@ def _of_datasets(value: Any, datasets: Any) -> Any:
 
 def _of_numpy(value: Any, numpy: Any) -> Any:
     if isinstance(value, numpy.generic):
-        return _plain(value.item())
+        return _to_plain_value(value.item())
     if not isinstance(value, numpy.ndarray):
         return value
     kind = value.dtype.kind
@@ -325,15 +325,15 @@ def _of_numpy(value: Any, numpy: Any) -> Any:
             return Table(found, len(value))
     is_number = kind == "b" or str(value.dtype.newbyteorder("=")) in _NUMBERS
     if is_number and value.ndim and not isinstance(value, numpy.ma.MaskedArray):
-        kept = _contiguous(value)
+        kept = _to_contiguous(value)
         char = "?" if kind == "b" else _NUMBERS[str(kept.dtype)]
         return NumberArray(str(kept.dtype), char, kept.shape, _bytes_of(kept))
     if kind in "mM":
         value = value.astype(f"{kind}8[us]")
-    return _plain(value.tolist())
+    return _to_plain_value(value.tolist())
 
 
-def _unique(labels: Iterable[Any]) -> list[str]:
+def _unique_names(labels: Iterable[Any]) -> list[str]:
     """Convert column names to text, and rename repeated ones so that all are distinct."""
     names: dict[str, None] = {}
     for label in labels:
@@ -348,7 +348,7 @@ def _unique(labels: Iterable[Any]) -> list[str]:
 # --- Arrow ----------------------------------------------------------------------------------------
 
 
-def _pyarrow(value: Any) -> Any:
+def _import_pyarrow(value: Any) -> Any:
     try:
         import pyarrow
     except ImportError:
@@ -363,7 +363,7 @@ def table_from_arrow(table: Any) -> Table:
 
     The chunks of a column are joined first if there are several.
     """
-    names = _unique(table.column_names)
+    names = _unique_names(table.column_names)
     columns = {
         name: column_from_arrow(table.column(number), name) for number, name in enumerate(names)
     }
@@ -379,7 +379,7 @@ def column_from_arrow(array: Any, name: str) -> Column:
 
     types, type_ = pyarrow.types, array.type
     if isinstance(array, pyarrow.ChunkedArray):
-        return column_from_arrow(_joined(array), name)
+        return column_from_arrow(_join_chunks(array), name)
     if isinstance(array, pyarrow.ExtensionArray):
         return column_from_arrow(array.storage, name)
     cast = _cast_to(type_)
@@ -443,7 +443,7 @@ def column_from_arrow(array: Any, name: str) -> Column:
     )
 
 
-def _joined(array: Any) -> Any:
+def _join_chunks(array: Any) -> Any:
     """Return one array with the contents of all chunks.
 
     A single chunk is not copied.

@@ -40,7 +40,7 @@ def csv_records(file: TextIO, name: str) -> Iterator[list[str]]:
     return csv.reader(chain([head], file), delimiter=csv_delimiter(name, head))
 
 
-def irregular_record(number: int, num_fields: int, num_columns: int) -> str:
+def irregular_record_message(number: int, num_fields: int, num_columns: int) -> str:
     """Return the sentence about record ``number``, counted from 1 for the header, if it has not as
     many fields as the header has columns."""
     return (

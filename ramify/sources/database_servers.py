@@ -35,7 +35,7 @@ from ramify.sources.query_process import (
     BoundedRowCollector,
     QueryProcesses,
     encode_outcome,
-    plain,
+    to_session_value,
 )
 
 CONNECT_S = 10.0
@@ -56,7 +56,7 @@ class DatabaseQueryRequest(msgspec.Struct, frozen=True):
 _processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
 
 
-def read_server(url: str, loading: SourceCollector) -> None:
+def add_database_description(url: str, loading: SourceCollector) -> None:
     """Add a description of the database at ``url`` to the context, and give sessions a function
     that queries it.
 
@@ -64,7 +64,7 @@ def read_server(url: str, loading: SourceCollector) -> None:
     """
     address = parse_address(url)
     try:
-        text, num_tables = _described(address)
+        text, num_tables = _describe_database(address)
     except (ValueError, PermissionError, TimeoutError) as error:
         reason = str(error).removeprefix("sql: ")
         variable = PASSWORD_VARIABLES[address.kind]
@@ -83,7 +83,7 @@ def read_server(url: str, loading: SourceCollector) -> None:
     product = "PostgreSQL" if address.kind == "postgresql" else "MySQL"
     head = f'{product} database {name!r}. Query it with sql("SELECT …", db={name!r}), in its '
     head += "dialect, with %s for parameters.\n\n"
-    loading.spend(len(text), name)
+    loading.count_bytes(len(text), name)
     detail = f"{product}: {pluralize(num_tables, 'table')}"
     loading.add(name, head + text, "server", len(text), detail)
 
@@ -100,7 +100,7 @@ def query_server(
     return [tuple(row) for row in rows]
 
 
-def _described(address: DatabaseAddress) -> tuple[str, int]:
+def _describe_database(address: DatabaseAddress) -> tuple[str, int]:
     is_postgres = address.kind == "postgresql"
     mine = (
         "table_schema NOT IN ('pg_catalog', 'information_schema')"
@@ -128,12 +128,12 @@ def _described(address: DatabaseAddress) -> tuple[str, int]:
             )
         except (ValueError, PermissionError, TimeoutError):  # no right to read it, for example
             rows = []
-        samples = [f"--   ({', '.join(map(_short, row))})" for row in rows]
+        samples = [f"--   ({', '.join(map(_short_repr, row))})" for row in rows]
         parts.append("\n".join([f"{quoted} ({', '.join(found)})", *samples]))
     return "\n\n".join(parts), len(tables)
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     shown = f"<{len(value):,} bytes>" if isinstance(value, bytes) else repr(value)
     return shown if len(shown) <= _MAX_SHOWN else shown[: _MAX_SHOWN - 1] + "…"
 
@@ -141,7 +141,7 @@ def _short(value: Any) -> str:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def serve() -> None:
+def run_query_process() -> None:
     """Answer queries from standard input until it is closed.
 
     This is the main function of the child process.
@@ -151,11 +151,11 @@ def serve() -> None:
 
 def _answer(request: list[bytes]) -> list[bytes]:
     asked: DatabaseQueryRequest = decode(request[0], DatabaseQueryRequest)
-    ask = _postgresql if asked.address.kind == "postgresql" else _mysql
+    ask = _query_postgresql if asked.address.kind == "postgresql" else _query_mysql
     return encode_outcome(lambda: ask(asked))
 
 
-def _postgresql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
+def _query_postgresql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
     address = asked.address
     try:
         import psycopg
@@ -176,21 +176,21 @@ def _postgresql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
         ) as connection:
             connection.read_only = True
             # stream() sends one statement only, and its rows arrive one by one.
-            rows: Any = connection.cursor().stream(_reading(asked), asked.params or None)
+            rows: Any = connection.cursor().stream(_read_only_query(asked), asked.params or None)
             with contextlib.closing(rows):  # it holds the connection's lock until it is closed
-                return _bounded(rows)
+                return _collect_bounded_rows(rows)
     except psycopg.errors.QueryCanceled:
         raise TimeoutError(f"sql: stopped after {asked.limit_s:g} s: narrow it") from None
     except (
         psycopg.errors.InsufficientPrivilege,
         psycopg.errors.ReadOnlySqlTransaction,
     ) as error:
-        raise PermissionError(f"sql: {_without(address, error)}") from None
+        raise PermissionError(f"sql: {_error_without_password(address, error)}") from None
     except (psycopg.Error, UnicodeError) as error:
-        raise ValueError(f"sql: {_without(address, error)}") from None
+        raise ValueError(f"sql: {_error_without_password(address, error)}") from None
 
 
-def _mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
+def _query_mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
     address = asked.address
     try:
         import pymysql
@@ -212,20 +212,20 @@ def _mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
             **_mysql_tls(address.options),
         )
     except (pymysql.Error, OSError, RuntimeError) as error:
-        raise ValueError(f"sql: {_without(address, error)}") from None
+        raise ValueError(f"sql: {_error_without_password(address, error)}") from None
     try:
         with connection.cursor() as cursor:
             _limit_time(cursor, asked.limit_s)
             cursor.execute("START TRANSACTION READ ONLY")
         with connection.cursor() as cursor:
-            cursor.execute(_reading(asked), asked.params or None)
-            return _bounded(cursor)
+            cursor.execute(_read_only_query(asked), asked.params or None)
+            return _collect_bounded_rows(cursor)
     except pymysql.Error as error:
         number = error.args[0] if error.args else 0
         if number in _TIMED_OUT:
             raise TimeoutError(f"sql: stopped after {asked.limit_s:g} s: narrow it") from None
         kind = PermissionError if number in _REFUSED else ValueError
-        raise kind(f"sql: {_without(address, error)}") from None
+        raise kind(f"sql: {_error_without_password(address, error)}") from None
     finally:
         connection._force_close()  # not close(), which would read the rest of the rows
 
@@ -271,7 +271,7 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
         cursor.execute(f"SET SESSION max_execution_time = {int(limit_s * 1000)}")
 
 
-def _reading(asked: DatabaseQueryRequest) -> str:
+def _read_only_query(asked: DatabaseQueryRequest) -> str:
     """Return the text of a query after checking that it only reads.
 
     Raises PermissionError otherwise. A read-only transaction alone is not enough, since it permits
@@ -283,14 +283,14 @@ def _reading(asked: DatabaseQueryRequest) -> str:
     return asked.query
 
 
-def _bounded(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
+def _collect_bounded_rows(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
     bounded = BoundedRowCollector()
     for row in cursor:
-        bounded.add(tuple(map(plain, row)))
+        bounded.add(tuple(map(to_session_value, row)))
     return bounded.rows
 
 
-def _without(address: DatabaseAddress, error: Exception) -> str:
+def _error_without_password(address: DatabaseAddress, error: Exception) -> str:
     """Return an error's message on one line, without the password."""
     text = " ".join(str(error).split())[:400]
     return text.replace(address.password, "«redacted»") if address.password else text

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 
 SCHEMES = ("postgresql://", "postgres://", "mysql://", "mariadb://")
 PASSWORD_VARIABLES = {"postgresql": "PGPASSWORD", "mysql": "MYSQL_PWD"}
@@ -43,7 +43,7 @@ class DatabaseAddress(msgspec.Struct, frozen=True):
     """URL options by name, such as ``sslmode`` -> ``require``."""
 
     @property
-    def shown(self) -> str:
+    def url_without_password(self) -> str:
         """The URL of the database for messages, without its password and options."""
         return f"{self.kind}://{self.host}:{self.port}/{self.database}"
 
@@ -85,11 +85,11 @@ def parse_address(url: str) -> DatabaseAddress:
         raise SourceError(f"{shown} names no database: write {parts.scheme}://user@host/name")
     password = unquote(parts.password or "")
     if password:
-        remember("the password of a database", password)
+        register_secret("the password of a database", password)
     else:
         password = os.environ.get(PASSWORD_VARIABLES[kind], "")
         if password:
-            remember(PASSWORD_VARIABLES[kind], password)
+            register_secret(PASSWORD_VARIABLES[kind], password)
     return DatabaseAddress(
         kind,
         parts.hostname or "localhost",

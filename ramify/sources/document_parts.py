@@ -43,7 +43,7 @@ def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str,
     places: list[SourcePlace] = []
     for part in parts:
         if part.place:
-            title = _short(part.title)
+            title = _shorten_text(part.title)
             name = f"{part.place}: {title}" if title else part.place
             places.append(SourcePlace(len(lines) + 1, name))
             lines.append(f"--- {name} ---")
@@ -77,10 +77,10 @@ def _headings(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
         elif not fence and (found := _HEADING.fullmatch(line)):
             level = len(found[1])
             path = [each for each in path if each[0] < level]
-            path.append((level, _short(found[2])))
+            path.append((level, _shorten_text(found[2])))
             yield index, " / ".join(name for _, name in path)
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     plain = " ".join(text.split())
     return plain if len(plain) <= _MAX_NAME_CHARS else f"{plain[: _MAX_NAME_CHARS - 1]}…"

@@ -100,7 +100,7 @@ def convert_document(
     try:
         with _processes.lend_process() as process:
             ask(process, [encode(ConversionRequest(kind))], _START_S)
-            request = [encode(ConversionRequest(kind, max(0, loading.room))), file.data]
+            request = [encode(ConversionRequest(kind, max(0, loading.remaining_bytes))), file.data]
             (answered,) = ask(process, request, loading.max_file_s)
     except TimeoutError:
         raise UnreadableSource(

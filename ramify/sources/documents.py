@@ -32,7 +32,7 @@ from ramify.sources.loaded_sources import (
     UnreadableSource,
     missing_library_advice,
 )
-from ramify.sources.pdf_page_pictures import keep, read_scan
+from ramify.sources.pdf_page_pictures import keep, register_pdf
 
 MAX_DEPTH = 3
 """Maximum nesting of messages around an attachment that is still read."""
@@ -51,7 +51,7 @@ _WHAT = {
 _ZIPPED = ("docx", "pptx", "odt", "epub")
 
 
-def _converted(kind: str, file: SourceFile, loading: SourceCollector) -> ConvertedDocument:
+def _convert_document(kind: str, file: SourceFile, loading: SourceCollector) -> ConvertedDocument:
     what, module = _WHAT[kind]
     if importlib.util.find_spec(module) is None:
         raise UnreadableSource(f"is {what}", missing_library_advice())
@@ -66,12 +66,12 @@ def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceC
     """Add the text of a converted document to the load, then read the document's attachments."""
     # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
-    loading.spend(len(text), file.name)
+    loading.count_bytes(len(text), file.name)
     loading.add(file.name, text, kind, len(file.data), found.detail, found.places)
     check_count(len(found.members))
     for member, data in found.members:
         name = member_name(file.name, member)
-        loading.spend(len(data), name)
+        loading.count_bytes(len(data), name)
         if file.depth >= MAX_DEPTH:
             loading.report_problem(
                 name, f"is attached below {MAX_DEPTH} messages: save it and name it"
@@ -81,19 +81,19 @@ def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceC
 
 
 def _read(kind: str, file: SourceFile, loading: SourceCollector) -> None:
-    found = _converted(kind, file, loading)
+    found = _convert_document(kind, file, loading)
     if not found.text.strip() and not found.members:
         raise UnreadableSource(f"is {_WHAT[kind][0]} without text", "name one that has some")
     _add(kind, file, found, loading)
 
 
 def read_pdf(file: SourceFile, loading: SourceCollector) -> None:
-    found = _converted("pdf", file, loading)
+    found = _convert_document("pdf", file, loading)
     if found.text:
         _add("pdf", file, found, loading)
         keep(file, loading)
     else:
-        read_scan(file, len(found.places), loading)
+        register_pdf(file, len(found.places), loading)
 
 
 def read_html(file: SourceFile, loading: SourceCollector) -> None:

@@ -81,7 +81,7 @@ class DownloadCache:
             os.utime(self._folder(url) / "entry.json")
 
     @contextlib.contextmanager
-    def writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
+    def open_for_writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
         """Return a context manager that creates a file for downloaded bytes.
 
         Calling ``keep`` makes it the copy of ``url``. If an error is raised, the file is removed.
@@ -127,7 +127,7 @@ class DownloadCache:
         now = time.time()
         found = []
         with contextlib.suppress(OSError):
-            found = [(_used(each), each, _size(each)) for each in self._root.iterdir()]
+            found = [(_last_used(each), each, _size(each)) for each in self._root.iterdir()]
         total = sum(size for _, _, size in found)
         for used, folder, size in sorted(found):
             if total <= self._max_bytes or now - used < _SPARED_S:
@@ -146,7 +146,7 @@ def _default_root() -> Path:
     return user_folder("cache") / "downloads"
 
 
-def _used(folder: Path) -> float:
+def _last_used(folder: Path) -> float:
     """Return the Unix time at which the copy in a folder was last used."""
     with contextlib.suppress(OSError):
         return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))

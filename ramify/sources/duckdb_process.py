@@ -43,7 +43,7 @@ from ramify.sources.query_process import (
     BoundedRowCollector,
     QueryProcesses,
     encode_outcome,
-    plain,
+    to_session_value,
 )
 from ramify.sources.queryable_tables import TableInfo, TableLocation
 
@@ -222,22 +222,24 @@ class _Tables:
         read = sorted(
             {each.path for each in self._tables if each.kind in ("csv", "jsonl", "parquet")}
         )
-        run(f"SET allowed_paths = [{', '.join(map(_text, read))}]")
+        run(f"SET allowed_paths = [{', '.join(map(_sql_string, read))}]")
         for path in {each.path for each in self._tables if each.kind == "duckdb"}:
-            run(f"ATTACH {_text(path)} AS {attached[path]} (READ_ONLY)")
+            run(f"ATTACH {_sql_string(path)} AS {attached[path]} (READ_ONLY)")
         run("SET enable_external_access = false")
         run("SET enable_progress_bar = false")
         run("SET lock_configuration = true")
         self._tables = [
-            each for given in self._tables for each in self._members(given, attached[given.path])
+            each
+            for given in self._tables
+            for each in self._tables_in_file(given, attached[given.path])
         ]
         for number, each in enumerate(self._tables):
             if each.kind in ("csv", "jsonl") and not each.scan:
                 each = msgspec.structs.replace(each, scan=self._scan(each))
                 self._tables[number] = each
-            name = _quoted(each.name)
+            name = _sql_identifier(each.name)
             if each.kind == "parquet":
-                run(f"CREATE VIEW {name} AS FROM read_parquet({_text(each.path)})")
+                run(f"CREATE VIEW {name} AS FROM read_parquet({_sql_string(each.path)})")
             elif each.kind == "duckdb":
                 run(f"CREATE VIEW {name} AS FROM {attached[each.path]}.{each.member}")
             elif each.kind == "arrow":
@@ -247,7 +249,7 @@ class _Tables:
             elif each.scan:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
-    def _members(self, given: TableLocation, attached: str) -> list[TableLocation]:
+    def _tables_in_file(self, given: TableLocation, attached: str) -> list[TableLocation]:
         """Return one entry for each table in a file.
 
         An entry that already names its table, or whose file is a single table, is returned
@@ -262,9 +264,9 @@ class _Tables:
                 "duckdb_views() WHERE NOT internal) WHERE database_name = ? ORDER BY ALL",
                 [attached],
             ).fetchall()
-            names = [f"{_quoted(schema)}.{_quoted(name)}" for schema, name in found]
+            names = [f"{_sql_identifier(schema)}.{_sql_identifier(name)}" for schema, name in found]
         elif given.kind == "sqlite":
-            with contextlib.closing(_sqlite(given.path)) as database:
+            with contextlib.closing(_open_sqlite(given.path)) as database:
                 names = [
                     name
                     for (name,) in database.execute(
@@ -273,7 +275,7 @@ class _Tables:
                     )
                 ]
         else:
-            book = _workbook(given.path)
+            book = _open_workbook(given.path)
             names = [sheet.title for sheet in book.worksheets]
             book.close()
         return [
@@ -286,13 +288,13 @@ class _Tables:
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
             return self._scan_csv(each, whole)
-        read = f"FROM read_json({_text(each.path)}, format = 'newline_delimited'"
+        read = f"FROM read_json({_sql_string(each.path)}, format = 'newline_delimited'"
         found = self._database.execute(f"DESCRIBE {read}{whole})").fetchall()
-        return f"{read}, columns = {_columns((name, kind) for name, kind, *_ in found)})"
+        return f"{read}, columns = {_sql_columns((name, kind) for name, kind, *_ in found)})"
 
     def _scan_csv(self, each: TableLocation, whole: str) -> str:
         # Its column "Prompt" is such a query, too, but does not quote the names of columns.
-        path = _text(each.path)
+        path = _sql_string(each.path)
         result = self._database.execute(f"SELECT * FROM sniff_csv({path}{whole})")
         names = [column[0] for column in result.description]
         found = dict(zip(names, result.fetchone() or (), strict=True))
@@ -301,8 +303,8 @@ class _Tables:
             for option, name in _SNIFFED.items()
             if found[name]
         }
-        said = ", ".join(f"{option} = {_text(value)}" for option, value in options.items())
-        columns = _columns((column["name"], column["type"]) for column in found["Columns"])
+        said = ", ".join(f"{option} = {_sql_string(value)}" for option, value in options.items())
+        columns = _sql_columns((column["name"], column["type"]) for column in found["Columns"])
         num_skipped = int(found["SkipRows"])
         self._notes[each.name] = _header_note(num_skipped, bool(found["HasHeader"]))
         with open(each.path, encoding="utf-8", errors="replace") as file:
@@ -412,7 +414,7 @@ class _Tables:
             result = self._database.execute(query, params or None)
             while rows := result.fetchmany(1000):
                 for row in rows:
-                    bounded.add(tuple(map(plain, row)))
+                    bounded.add(tuple(map(to_session_value, row)))
         finally:
             self._database.execute("ROLLBACK")
         return bounded.rows
@@ -431,20 +433,20 @@ class _Tables:
                 if not text:
                     continue
                 self._copy(each)
-            name = _quoted(each.name)
+            name = _sql_identifier(each.name)
             columns = [(row[0], row[1]) for row in self._read(f"DESCRIBE {name}")]
             ((count,),) = self._read(f"SELECT count(*) FROM {name}")
             samples = self._read(f"SELECT * FROM {name} LIMIT {NUM_SAMPLES}")
             infos.append(TableInfo(each, columns, count, samples, note, text))
             if each.kind == "xlsx":
-                self._forget(each)
+                self._drop_copy(each)
         return infos
 
     # --- copies
 
-    def _forget(self, each: TableLocation) -> None:
+    def _drop_copy(self, each: TableLocation) -> None:
         if self._copied.pop(each.name, None):
-            self._database.execute(f"DROP TABLE IF EXISTS {_quoted(each.name)}")
+            self._database.execute(f"DROP TABLE IF EXISTS {_sql_identifier(each.name)}")
 
     def _copy(self, each: TableLocation) -> None:
         """Copy a SQLite table or a workbook's sheet into DuckDB, unless an earlier copy is still up
@@ -457,12 +459,15 @@ class _Tables:
         )
         if self._copied.get(each.name) == version:
             return
-        self._forget(each)
+        self._drop_copy(each)
         import pyarrow
 
         kinds, names, batches = _sqlite_rows(each) if each.kind == "sqlite" else _sheet_rows(each)
         schema = pyarrow.schema(
-            [(name, _arrow_type(kind)) for name, kind in zip(_unique(names), kinds, strict=True)]
+            [
+                (name, _arrow_type(kind))
+                for name, kind in zip(_unique_names(names), kinds, strict=True)
+            ]
         )
 
         def converted() -> Iterator[Any]:
@@ -471,7 +476,7 @@ class _Tables:
                 num_rows += len(rows)
                 columns = [
                     pyarrow.array(
-                        [_fitting(value, kind) for value in column], type=_arrow_type(kind)
+                        [_convert_to_kind(value, kind) for value in column], type=_arrow_type(kind)
                     )
                     for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)
                 ]
@@ -488,7 +493,9 @@ class _Tables:
         reader = pyarrow.RecordBatchReader.from_batches(schema, converted())
         self._database.register("copied rows", reader)
         try:
-            self._database.execute(f'CREATE TABLE {_quoted(each.name)} AS FROM "copied rows"')
+            self._database.execute(
+                f'CREATE TABLE {_sql_identifier(each.name)} AS FROM "copied rows"'
+            )
         finally:
             self._database.unregister("copied rows")
         self._copied[each.name] = version
@@ -501,7 +508,7 @@ def _header_note(num_skipped: int, has_header: bool) -> str:
     return "; ".join(notes + ["no header line"] * (not has_header))
 
 
-def _sqlite(path: str) -> sqlite3.Connection:
+def _open_sqlite(path: str) -> sqlite3.Connection:
     from urllib.parse import quote
 
     database = sqlite3.connect(
@@ -525,15 +532,15 @@ def _sqlite_info(each: TableLocation) -> TableInfo:
 
     The number of rows is -1 if counting takes too long.
     """
-    table = _quoted(each.member)
-    with contextlib.closing(_sqlite(each.path)) as database:
+    table = _sql_identifier(each.member)
+    with contextlib.closing(_open_sqlite(each.path)) as database:
         until = time.monotonic() + _COUNT_S
         database.set_progress_handler(lambda: time.monotonic() > until, 10_000)
         cursor = database.execute(f"SELECT * FROM {table} LIMIT {_GUESSED_ROWS}")
         names = [column[0] for column in cursor.description]
         rows = cursor.fetchall()
         kinds = [
-            _common({_KINDS[type(v)] for v in column} - {"null"})
+            _common_kind({_KINDS[type(v)] for v in column} - {"null"})
             for column in zip(*rows, strict=True)
         ]
         columns = [
@@ -556,16 +563,18 @@ def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[li
 
     The kinds are inferred from the values, because SQLite stores any kind of value in any column.
     """
-    database = _sqlite(each.path)
-    table = _quoted(each.member)
+    database = _open_sqlite(each.path)
+    table = _sql_identifier(each.member)
     names = [column[0] for column in database.execute(f"SELECT * FROM {table} LIMIT 0").description]
     kinds = []
     for name in names:
         found = {
             kind
-            for (kind,) in database.execute(f"SELECT DISTINCT typeof({_quoted(name)}) FROM {table}")
+            for (kind,) in database.execute(
+                f"SELECT DISTINCT typeof({_sql_identifier(name)}) FROM {table}"
+            )
         } - {"null"}
-        kinds.append(_common(found))
+        kinds.append(_common_kind(found))
 
     def batches() -> Iterator[list[Any]]:
         with contextlib.closing(database):
@@ -576,7 +585,7 @@ def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[li
     return kinds, names, batches()
 
 
-def _workbook(path: str, *, with_formulas: bool = False) -> Any:
+def _open_workbook(path: str, *, with_formulas: bool = False) -> Any:
     import warnings
 
     import openpyxl
@@ -597,7 +606,7 @@ def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tupl
 
     Empty rows are skipped.
     """
-    book = _workbook(each.path, with_formulas=with_formulas)
+    book = _open_workbook(each.path, with_formulas=with_formulas)
     try:
         sheet = book[each.member]
         sheet.reset_dimensions()  # what the file says about its size may be wrong
@@ -645,7 +654,7 @@ def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[lis
         if rows:
             yield rows
 
-    return [_common(kinds) for kinds in found], names, batches()
+    return [_common_kind(kinds) for kinds in found], names, batches()
 
 
 _COUNTED_CELLS = 1_000_000
@@ -660,7 +669,7 @@ def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
     """
     lines, num_bytes, num_cells, missing = [], 0, 0, 0
     for row, formulas in zip(_sheet(each), _sheet(each, with_formulas=True), strict=False):
-        line = "\t".join("" if value is None else _cell(value) for value in row).rstrip("\t")
+        line = "\t".join("" if value is None else _cell_text(value) for value in row).rstrip("\t")
         num_bytes += len(line) + 1
         if num_bytes > max_bytes:
             raise ValueError(f"its text is longer than {max_bytes / 1e6:,.0f} MB")
@@ -675,8 +684,8 @@ def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
     return "\n".join(lines), note
 
 
-def _cell(value: Any) -> str:
-    return " ".join(str(plain(value)).split())
+def _cell_text(value: Any) -> str:
+    return " ".join(str(to_session_value(value)).split())
 
 
 def _kind_of(value: Any) -> str:
@@ -691,7 +700,7 @@ def _kind_of(value: Any) -> str:
     return "real" if isinstance(value, float) else "text"
 
 
-def _common(kinds: set[str]) -> str:
+def _common_kind(kinds: set[str]) -> str:
     """Return the narrowest column kind to which values of all given kinds can be converted."""
     if len(kinds) <= 1:
         return next(iter(kinds), "text")
@@ -715,7 +724,7 @@ def _arrow_type(kind: str) -> Any:
     }[kind]()
 
 
-def _fitting(value: Any, kind: str) -> Any:
+def _convert_to_kind(value: Any, kind: str) -> Any:
     """Convert a value to the kind of its column, such as a date to a datetime."""
     if value is None:
         return None
@@ -728,7 +737,7 @@ def _fitting(value: Any, kind: str) -> Any:
     return value
 
 
-def _unique(names: Sequence[str]) -> list[str]:
+def _unique_names(names: Sequence[str]) -> list[str]:
     """Make column names distinct by adding numbers to repeated ones.
 
     DuckDB requires that they differ even without regard to case.
@@ -744,16 +753,18 @@ def _unique(names: Sequence[str]) -> list[str]:
     return unique
 
 
-def _text(value: str | Path) -> str:
+def _sql_string(value: str | Path) -> str:
     return "'" + str(value).replace("'", "''") + "'"
 
 
-def _columns(columns: Iterable[tuple[str, str]]) -> str:
+def _sql_columns(columns: Iterable[tuple[str, str]]) -> str:
     """Return columns and their types in SQL syntax, as an argument to DuckDB's file readers."""
-    return "{" + ", ".join(f"{_text(name)}: {_text(kind)}" for name, kind in columns) + "}"
+    return (
+        "{" + ", ".join(f"{_sql_string(name)}: {_sql_string(kind)}" for name, kind in columns) + "}"
+    )
 
 
-def _quoted(name: str) -> str:
+def _sql_identifier(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -158,11 +158,11 @@ def serve() -> None:
     with asyncio.Runner() as runner:
         opened = _OpenFiles(runner)
         answer_requests(
-            lambda request: [encode(_answered(decode(request[0], FetchRequest), opened))]
+            lambda request: [encode(_answer_request(decode(request[0], FetchRequest), opened))]
         )
 
 
-def _answered(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
+def _answer_request(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
     try:
         match asked.what:
             case "list":
@@ -210,7 +210,7 @@ class _OpenFiles:
 
     def read(self, url: str) -> bytes:
         if is_web(url):
-            return self._runner.run(_block(self._web[url]))
+            return self._runner.run(_read_block(self._web[url]))
         return self._buckets[url].read()
 
     def close(self, url: str) -> None:
@@ -220,7 +220,7 @@ class _OpenFiles:
             opened.close()
 
 
-async def _block(download: OpenDownload) -> bytes:
+async def _read_block(download: OpenDownload) -> bytes:
     """Return about a megabyte of a download, or less if the bytes arrive slowly.
 
     The result is empty only at the end of the file.

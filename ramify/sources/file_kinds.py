@@ -222,7 +222,7 @@ def read_regular(
             return head
         if head[8:12] == b"DUCK":
             return head
-        loading.spend(status.st_size, name)
+        loading.count_bytes(status.st_size, name)
         with open(fd, "rb", buffering=0, closefd=False) as file:
             return file.read()
     finally:
@@ -299,15 +299,15 @@ def describe(name: str, text: str) -> tuple[str, str]:
     """
     suffix = name.lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "tab"):
-        return "csv", _csv(name, text)
+        return "csv", _describe_csv(name, text)
     if suffix in ("jsonl", "ndjson"):
-        return "jsonl", _jsonl(text)
+        return "jsonl", _describe_jsonl(text)
     if suffix == "json":
-        return "json", _json(text)
+        return "json", _describe_json(text)
     return "text", ""
 
 
-def _csv(name: str, text: str) -> str:
+def _describe_csv(name: str, text: str) -> str:
     import csv
 
     first = text[: text.find("\n") + 1] or text
@@ -332,7 +332,7 @@ def _csv(name: str, text: str) -> str:
     return f"CSV: {count_with_names(columns, 'column')}; {num_rows}"
 
 
-def _jsonl(text: str) -> str:
+def _describe_jsonl(text: str) -> str:
     first = next((line for line in text[:1_000_000].splitlines() if line.strip()), "")
     try:
         record = msgspec.json.decode(first)
@@ -342,7 +342,7 @@ def _jsonl(text: str) -> str:
     return f"JSONL: {pluralize(_count_lines(text), 'record')}{keys}"
 
 
-def _json(text: str) -> str:
+def _describe_json(text: str) -> str:
     if len(text) > _MAX_PARSED_CHARS:
         return "JSON"
     try:

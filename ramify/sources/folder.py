@@ -53,7 +53,7 @@ class _Walk:
         self._pictures: list[str] = []
 
     def run(self) -> None:
-        layers, top = outer_layers(self._root, self._loading)
+        layers, top = enclosing_ignore_files(self._root, self._loading)
         self._top = top
         pending: list[tuple[str, Layers]] = [("", layers)]
         while pending:
@@ -65,7 +65,7 @@ class _Walk:
                 why = "pictures beside texts: name them to load them, as in folder/*.png"
                 self._loading.leave_out(self._prefix + name, why)
             else:
-                self._file(name, is_picture=True)
+                self._visit_file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
         """Load the files directly inside one folder, and return its subfolders.
@@ -80,7 +80,7 @@ class _Walk:
             )
             return []
         if any(entry.name == ".gitignore" for entry in entries):
-            layers = extend(
+            layers = add_ignore_file(
                 layers, self._root / below / ".gitignore", self._top + below, self._loading
             )
         folders: list[tuple[str, Layers]] = []
@@ -94,9 +94,9 @@ class _Walk:
             elif is_folder:
                 folders.append((name + "/", layers))
             elif entry.is_symlink():
-                self._link(entry, name)
+                self._visit_link(entry, name)
             else:
-                self._file(name)
+                self._visit_file(name)
         return folders
 
     def _reason(self, entry: os.DirEntry[str], name: str, layers: Layers) -> str | None:
@@ -111,7 +111,7 @@ class _Walk:
             return "part of a database"
         return None
 
-    def _link(self, entry: os.DirEntry[str], name: str) -> None:
+    def _visit_link(self, entry: os.DirEntry[str], name: str) -> None:
         target = os.path.realpath(entry.path)
         if not os.path.exists(target):
             self._loading.report_problem(self._prefix + name, "is a broken link")
@@ -122,7 +122,7 @@ class _Walk:
                 self._prefix + name, "is a link out of the folder: name its target to read it"
             )
 
-    def _file(self, name: str, *, is_picture: bool = False) -> None:
+    def _visit_file(self, name: str, *, is_picture: bool = False) -> None:
         if name.lower().endswith(PICTURE_SUFFIXES) and not is_picture:
             self._pictures.append(name)
             return
@@ -167,7 +167,7 @@ class IgnoreFile(msgspec.Struct, frozen=True):
 Layers = tuple[IgnoreFile, ...]
 
 
-def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
+def enclosing_ignore_files(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
     """Return the ignore files that the surrounding repository applies to a folder, outermost first.
 
     Also return the path from the top of the repository to the folder, such as ``"src/"``.
@@ -175,10 +175,10 @@ def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
     top = next(
         (parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder
     )
-    layers: Layers = extend((), top / ".git/info/exclude", "", loading)
+    layers: Layers = add_ignore_file((), top / ".git/info/exclude", "", loading)
     base = ""
     for part in folder.relative_to(top).parts:
-        layers = extend(layers, top / base / ".gitignore", base, loading)
+        layers = add_ignore_file(layers, top / base / ".gitignore", base, loading)
         base += f"{part}/"
     if is_ignored(base, layers):
         # The user named a folder that the repository ignores, so its rules do not apply.
@@ -186,7 +186,7 @@ def outer_layers(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
     return layers, base
 
 
-def extend(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
+def add_ignore_file(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
     """Return the list of ignore files, extended by the one at ``path`` if that file exists."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()

@@ -59,19 +59,19 @@ def file_name(url: str, head: RemoteFileInfo, begin: bytes) -> str:
     ``begin`` has the first bytes of its contents.
     """
     paths = [head.file_name, *(unquote(urlsplit(each).path) for each in (url, head.final_url))]
-    names = [_plain(each) for each in paths]
+    names = [_safe_file_name(each) for each in paths]
     name = next(
         (each for each in names if _has_known_suffix(each)),
-        next(filter(None, names), "") or _plain(urlsplit(url).hostname or "page"),
+        next(filter(None, names), "") or _safe_file_name(urlsplit(url).hostname or "page"),
     )
-    kind = _parsed(head.content_type).get_content_type() if head.content_type else ""
+    kind = _parse_content_type(head.content_type).get_content_type() if head.content_type else ""
     if kind in _PAGES and begin.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"<":
         is_page = name.lower().endswith(_PAGE_SUFFIXES)
         return name if is_page else f"{name}.html"
     return name if _has_known_suffix(name) else name + _SUFFIXES.get(kind, "")
 
 
-def _plain(path: str) -> str:
+def _safe_file_name(path: str) -> str:
     """Return the last part of a path, without characters that have a special meaning to the file
     system or a reader.
     """
@@ -86,7 +86,7 @@ def _has_known_suffix(name: str) -> bool:
     return suffix in _OWN_SUFFIXES or mimetypes.guess_type(name, strict=False)[0] is not None
 
 
-def _parsed(content_type: str) -> Message:
+def _parse_content_type(content_type: str) -> Message:
     message = Message()
     message["Content-Type"] = "".join(filter(str.isprintable, content_type))
     return message
@@ -100,7 +100,7 @@ def to_utf8(path: Path, content_type: str) -> None:
     The result begins with a byte order mark. Readers trust it more than a charset that an HTML page
     declares in its own markup.
     """
-    about = _parsed(content_type)
+    about = _parse_content_type(content_type)
     charset = str(about.get_content_charset() or "")
     try:
         known = codecs.lookup(charset).name if charset else "utf-8"

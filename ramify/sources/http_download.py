@@ -25,7 +25,7 @@ from ramify.errors import ConfigError, ModelError, Unreachable
 from ramify.http_client.http_transport import HttpConnectionPool, HttpExchange, route_to
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.sources.loaded_sources import UnreadableSource
-from ramify.sources.url_recognition import RemoteFileInfo, is_web, shown_url
+from ramify.sources.url_recognition import RemoteFileInfo, is_web, redact_url_for_display
 
 MAX_REDIRECTS = 10
 CONNECT_S = 20.0
@@ -112,7 +112,7 @@ class OpenDownload:
         try:
             return await self._exchange.receive()
         except ModelError as error:
-            reason = _why(error, self.head.final_url)
+            reason = _error_without_url(error, self.head.final_url)
             raise UnreadableSource(f"was cut off ({reason})", _LATER) from None
 
     async def close(self) -> None:
@@ -131,16 +131,16 @@ async def open_download(
     """
     for attempt in range(1, TRIES):
         try:
-            return await _followed(pool, url, version, allow_private)
+            return await _follow_redirects(pool, url, version, allow_private)
         except _ServerBusy as busy:
             wait_s = attempt if busy.wait_s is None else busy.wait_s
             if wait_s > MAX_WAIT_S:
                 raise
             await asyncio.sleep(wait_s)
-    return await _followed(pool, url, version, allow_private)
+    return await _follow_redirects(pool, url, version, allow_private)
 
 
-async def _followed(
+async def _follow_redirects(
     pool: HttpConnectionPool, url: str, version: str, allow_private: bool
 ) -> OpenDownload:
     seen = {url}
@@ -155,18 +155,18 @@ async def _followed(
             kind = "If-Modified-Since" if version.endswith(" GMT") else "If-None-Match"
             headers[kind] = version
         plain = _without_login(url)
-        exchange = await _entered(pool, plain, headers, allow_private)
+        exchange = await _open_exchange(pool, plain, headers, allow_private)
         try:
             location = exchange.headers.get("location", "")
             if exchange.status in _REDIRECTS and location:
-                url = _redirected(plain, location)
+                url = _redirect_target(plain, location)
                 if url in seen:
                     raise UnreadableSource("redirects in a loop", "name the page that it leads to")
                 seen.add(url)
             elif exchange.status in (200, 203) or (exchange.status == 304 and version):
-                return OpenDownload(exchange, _head(exchange, plain))
+                return OpenDownload(exchange, _file_info(exchange, plain))
             else:
-                raise _refusal(exchange.status, exchange.headers)
+                raise _status_error(exchange.status, exchange.headers)
         except BaseException:
             await exchange.__aexit__()
             raise
@@ -179,7 +179,7 @@ async def _followed(
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity"}
 
 
-async def _entered(
+async def _open_exchange(
     pool: HttpConnectionPool, url: str, headers: Mapping[str, str], allow_private: bool
 ) -> HttpExchange:
     host = urlsplit(url).hostname or ""
@@ -191,12 +191,14 @@ async def _entered(
     except ConfigError as error:
         raise UnreadableSource("cannot be fetched", str(error)) from None
     except Unreachable as error:
-        reason = error.reason or _why(error, url)
+        reason = error.reason or _error_without_url(error, url)
         raise UnreadableSource(
             f"cannot be fetched ({reason})", "check the address and the network"
         ) from None
     except ModelError as error:
-        raise UnreadableSource(f"cannot be fetched ({_why(error, url)})", _LATER) from None
+        raise UnreadableSource(
+            f"cannot be fetched ({_error_without_url(error, url)})", _LATER
+        ) from None
 
 
 def _is_inside(host: str) -> bool:
@@ -213,7 +215,7 @@ def _is_inside(host: str) -> bool:
     return not is_public(host)
 
 
-def _why(error: ModelError, url: str) -> str:
+def _error_without_url(error: ModelError, url: str) -> str:
     """Return the message of a download error without the URL, because the caller's sentence already
     names the URL.
     """
@@ -221,7 +223,7 @@ def _why(error: ModelError, url: str) -> str:
     return str(error).removeprefix(f"{host}: ").replace(f" ({url})", "").replace(url, "it")
 
 
-def _redirected(url: str, location: str) -> str:
+def _redirect_target(url: str, location: str) -> str:
     """Resolve the Location header of a redirect and return the new URL.
 
     Raises UnreadableSource if the redirect is refused, for example from https to http.
@@ -238,7 +240,7 @@ def _redirected(url: str, location: str) -> str:
         raise UnreadableSource("redirects to something that is not a URL", _LATER)
     if url.startswith("https:") and to.startswith("http:"):
         raise UnreadableSource(
-            f"redirects from https to {shown_url(to)}, which is refused",
+            f"redirects from https to {redact_url_for_display(to)}, which is refused",
             "name that address itself if it is meant",
         )
     return to
@@ -254,7 +256,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
     return parts.scheme, parts.hostname, parts.port
 
 
-def _head(exchange: HttpExchange, url: str) -> RemoteFileInfo:
+def _file_info(exchange: HttpExchange, url: str) -> RemoteFileInfo:
     headers = exchange.headers
     is_packed = headers.get("content-encoding", "identity").lower() not in ("", "identity")
     length = headers.get("content-length", "")
@@ -263,13 +265,13 @@ def _head(exchange: HttpExchange, url: str) -> RemoteFileInfo:
         headers.get("etag") or headers.get("last-modified") or "",
         exchange.status == 304,
         headers.get("content-type", ""),
-        _named(headers.get("content-disposition", "")),
+        _disposition_file_name(headers.get("content-disposition", "")),
         url,
         "no-store" not in headers.get("cache-control", "").lower(),
     )
 
 
-def _named(disposition: str) -> str:
+def _disposition_file_name(disposition: str) -> str:
     """Return the file name in a Content-Disposition header, or an empty string."""
     message = email.message.Message()
     message["Content-Disposition"] = disposition.replace("\r", "").replace("\n", "")
@@ -279,7 +281,7 @@ def _named(disposition: str) -> str:
         return ""
 
 
-def _refusal(status: int, headers: Mapping[str, str]) -> UnreadableSource:
+def _status_error(status: int, headers: Mapping[str, str]) -> UnreadableSource:
     after = headers.get("retry-after", "")
     wait = f"try again in {after} s" if after.isdecimal() else _LATER
     answered = f"cannot be fetched (the server answered {status}"

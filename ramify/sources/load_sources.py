@@ -39,7 +39,11 @@ from ramify.sources.loaded_sources import (
     listing,
 )
 from ramify.sources.mapped_files import read_mapped
-from ramify.sources.url_recognition import is_remote, recorded_url, shown_url
+from ramify.sources.url_recognition import (
+    is_remote,
+    redact_url_for_display,
+    reloadable_redacted_url,
+)
 
 __all__ = ["LoadedContext", "LoadedSourceItem", "SourceProblem", "load"]
 
@@ -136,10 +140,10 @@ def _path_names(paths: Any) -> list[str]:
 
 
 def _read_server(url: str, is_alone: bool, loading: SourceCollector) -> None:
-    from ramify.sources.database_servers import read_server
+    from ramify.sources.database_servers import add_database_description
 
     try:
-        read_server(url, loading)
+        add_database_description(url, loading)
     except UnreadableSource as error:
         if is_alone:
             raise SourceError(f"{without_password(url)} {error}") from None
@@ -150,7 +154,7 @@ def recorded_name(name: str) -> str:
     """Return the name of a source without passwords, logins and keys, so that a run may
     record it.
     """
-    return recorded_url(name) if is_remote(name) else without_password(name)
+    return reloadable_redacted_url(name) if is_remote(name) else without_password(name)
 
 
 def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +211,8 @@ def _expand(name: str) -> list[str]:
     if "://" in name:
         schemes = ", ".join(f"{each}://" for each in ("https", "s3", "gs", "az", "hf"))
         raise SourceError(
-            f"{shown_url(name)} is not an address that can be read: give one of {schemes}, or "
+            f"{redact_url_for_display(name)} is not an address that can be read: give one "
+            f"of {schemes}, or "
             "fetch it first and pipe it: … | ramify ask … -"
         )
     name = os.path.expanduser(name)
@@ -235,7 +240,7 @@ def _check_exists(path: str) -> None:
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{path} does not exist: {_nearest(path)}") from None
+        raise SourceError(f"{path} does not exist: {_nearest_name_hint(path)}") from None
     except PermissionError:
         pass  # It may exist, and is a problem when it is read.
     except (OSError, ValueError) as error:
@@ -341,7 +346,7 @@ def _read_pipe(path: str, loading: SourceCollector) -> bytes:
     with open(fd, "rb", buffering=0) as stream:
         head = _first_block(fd)
         os.set_blocking(fd, True)
-        loading.spend(len(head), path, is_part=True)
+        loading.count_bytes(len(head), path, is_part=True)
         return head + _drain(stream, path, loading)
 
 
@@ -372,7 +377,7 @@ def _drain(stream: BinaryIO, name: str, loading: SourceCollector) -> bytes:
     read = getattr(stream, "read1", stream.read)
     while block := read(_BLOCK_BYTES):
         data += block
-        loading.spend(len(block), name, is_part=True)
+        loading.count_bytes(len(block), name, is_part=True)
     return bytes(data)
 
 
@@ -388,14 +393,14 @@ def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedC
         values[items[0].name] if single and len(items) == 1 and "/" not in items[0].name else texts
     )
     dialect = "SQLite" if _single_database(loading) else "DuckDB"
-    from ramify.sources.text_search import search_tools
+    from ramify.sources.text_search import build_context_search_tools
 
     return LoadedContext(
         context,
         items,
         loading.problems,
         loading.left_out,
-        {**_tools(loading), **search_tools(context)},
+        {**_tools(loading), **build_context_search_tools(context)},
         dialect,
         loading.pictures,
         loading.needs_session,
@@ -431,19 +436,20 @@ def _tools(loading: SourceCollector) -> dict[str, Any]:
     if not (loading.databases or loading.servers or loading.tables):
         return pages
     from ramify.sources.session_tables import SessionTables
-    from ramify.sources.sqlite_process import query_in_time
+    from ramify.sources.sqlite_process import query_with_timeout
 
     databases: dict[str, Callable[..., list[tuple[Any, ...]]]] = {
-        name: functools.partial(query_in_time, path) for name, path in loading.databases.items()
+        name: functools.partial(query_with_timeout, path)
+        for name, path in loading.databases.items()
     }
     databases |= loading.servers
     default = _single_database(loading)
     session = SessionTables(loading.tables, databases, default, loading.kept_tables)
-    tables = {"tables": session.listing} if loading.tables else {}
+    tables = {"tables": session.table_descriptions} if loading.tables else {}
     return {"sql": session.sql, **tables, **pages}
 
 
-def _nearest(path: str) -> str:
+def _nearest_name_hint(path: str) -> str:
     named, name = os.path.split(path.rstrip("/"))
     folder = named or "."
     try:

@@ -22,7 +22,7 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.format_quantities import pluralize
 from ramify.install_command import install_command
-from ramify.printable import one_line
+from ramify.printable import replace_unprintable
 from ramify.progress import ProgressReporter
 from ramify.sandbox.base import MappedText
 from ramify.sources.queryable_tables import SourceTable
@@ -227,7 +227,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
             return {"context": self.items[0].places}
         return {item.name: item.places for item in self.items if item.places}
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """Return the loaded and skipped sources as plain values, in the form of
         ``RecordedSources``."""
         plain: dict[str, Any] = msgspec.to_builtins(
@@ -265,7 +265,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
                 for item in self.items
                 if item.kind not in ("text", "csv", "jsonl", "json")
             ][:_SHOWN]
-        return [*map(one_line, lines), *self.warnings()]
+        return [*map(replace_unprintable, lines), *self.warnings()]
 
     def warnings(self) -> list[str]:
         """Return one line for each reason why files are missing from the context or differ from
@@ -295,7 +295,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
             f"left out ({len(names):,}), {reason}: {listing(names)}"
             for reason, names in self.left_out.items()
         ]
-        return [one_line(line) for line in lines]
+        return [replace_unprintable(line) for line in lines]
 
 
 class SourceCollector:
@@ -383,12 +383,12 @@ class SourceCollector:
             raise
 
     @property
-    def room(self) -> int:
+    def remaining_bytes(self) -> int:
         """The number of bytes that may still be loaded into memory."""
         return self.max_bytes - self._spent
 
     @property
-    def spent(self) -> int:
+    def loaded_bytes(self) -> int:
         """The number of bytes that have been loaded into memory so far."""
         return self._spent
 
@@ -399,7 +399,7 @@ class SourceCollector:
         SourceError if all files together exceed it.
         """
         if self._counts_mapped and num_bytes > self.max_bytes:
-            raise self._oversized(num_bytes)
+            raise self._oversized_error(num_bytes)
         self.num_mapped += 1
         self._mapped += num_bytes
         if self._counts_mapped and self._spent + self._mapped > self.max_bytes:
@@ -408,9 +408,9 @@ class SourceCollector:
     def show_progress(self, num_bytes: int, name: str) -> None:
         """Display how much of the latest file-backed text has been read."""
         if self._work is not None:
-            self._work.at(self._spent + num_bytes, name)
+            self._work.set_progress(self._spent + num_bytes, name)
 
-    def spend(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
+    def count_bytes(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
         """Count bytes of the current file towards the limit: first its own size, then the size of
         its unpacked parts.
 
@@ -420,15 +420,15 @@ class SourceCollector:
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
         if self._work is not None:
-            self._work.at(self._spent, name)
+            self._work.set_progress(self._spent, name)
         if self._spent - self._began > self.max_bytes:
-            raise self._oversized(0 if is_part else num_bytes)
+            raise self._oversized_error(0 if is_part else num_bytes)
         if self._spent + self._mapped * self._counts_mapped > self.max_bytes:
             if not is_size:
                 raise OversizedSource(self._sum_over, MORE)
             raise self._too_many(name)
 
-    def _oversized(self, num_bytes: int) -> OversizedSource:
+    def _oversized_error(self, num_bytes: int) -> OversizedSource:
         has = f"has {size_text(num_bytes)}," if num_bytes > self.max_bytes else "is"
         return OversizedSource(f"{has} over the limit of {size_text(self.max_bytes)}", MORE)
 
@@ -450,7 +450,7 @@ class SourceCollector:
     ) -> None:
         """Add one text to the context under the given name, or as ``name (2)`` if that name is
         taken."""
-        unique = self._unique(name)
+        unique = self._unique_name(name)
         self.texts[unique] = text
         in_file = isinstance(text, MappedText)
         self.items.append(
@@ -465,12 +465,12 @@ class SourceCollector:
         ``source`` is the picture's bytes or its file. ``num_bytes`` is the size of the file that
         the user named.
         """
-        unique = self._unique(name)
+        unique = self._unique_name(name)
         self.picture_values[unique] = picture.as_reference()
         self.pictures.setdefault(picture.digest, source)
         self.items.append(LoadedSourceItem(unique, "picture", 0, num_bytes, detail))
 
-    def _unique(self, name: str) -> str:
+    def _unique_name(self, name: str) -> str:
         number, unique = 2, name
         while unique in self.texts or unique in self.picture_values:
             unique, number = f"{name} ({number})", number + 1
@@ -483,7 +483,7 @@ class SourceCollector:
         """
         if self.strict:
             raise SourceError(
-                one_line(f"{name} {reason}; to load the other files, remove --strict")
+                replace_unprintable(f"{name} {reason}; to load the other files, remove --strict")
             )
         self.problems.append(SourceProblem(name, reason))
 

@@ -73,7 +73,7 @@ def convert_msg(data: bytes) -> ConvertedDocument:
         else:
             left_out.append(name)
     body = message.body or _from_html(message.html_body or "")
-    text = _text(found, body, [*(name for name, _ in attachments), *left_out])
+    text = _format_message(found, body, [*(name for name, _ in attachments), *left_out])
     notes = f"; not read: {', '.join(left_out)}" if left_out else ""
     return ConvertedDocument(
         text, _detail("message", len(attachments)) + notes, members=attachments
@@ -85,15 +85,19 @@ def _message(data: bytes) -> tuple[str, str, Attachments]:
     message = email.message_from_bytes(data, policy=email.policy.default)
     assert isinstance(message, EmailMessage)
     headers = {name: _header(message, name) for name in _HEADERS}
-    attachments = [_attachment(each) for each in _attached(message)]
+    attachments = [_attachment(each) for each in _attached_parts(message)]
     plain = message.get_body(("plain",))
     body = _content(plain)
     if not body.strip():
         body = _from_html(_content(message.get_body(("html",))))
-    return _text(headers, body, [name for name, _ in attachments]), headers["Subject"], attachments
+    return (
+        _format_message(headers, body, [name for name, _ in attachments]),
+        headers["Subject"],
+        attachments,
+    )
 
 
-def _attached(message: EmailMessage) -> Iterable[Any]:
+def _attached_parts(message: EmailMessage) -> Iterable[Any]:
     if message.get_content_maintype() == "multipart":
         return [each for each in message.iter_attachments() if isinstance(each, EmailMessage)]
     # The message consists of a single file.
@@ -155,7 +159,7 @@ def _from_html(html: str) -> str:
     return html_to_markdown(html)
 
 
-def _text(headers: dict[str, str], body: str, attachments: list[str]) -> str:
+def _format_message(headers: dict[str, str], body: str, attachments: list[str]) -> str:
     lines = [f"{name}: {value}" for name, value in headers.items() if value]
     if attachments:
         lines.append(f"Attachments: {', '.join(' '.join(name.split()) for name in attachments)}")

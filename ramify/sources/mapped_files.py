@@ -58,7 +58,7 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
         )
     finally:
         os.close(fd)
-    kind, detail = _described(name, text)
+    kind, detail = _describe_mapped(name, text)
     note = "" if text.file.encoding == "utf-8" else NOT_UTF8
     if kind in ("csv", "jsonl"):
         from ramify.sources.session_tables import add_table
@@ -74,12 +74,12 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
     if not hasattr(os, "pread") or loading.num_mapped >= MAX_FILES:
         return False
     limit = loading.mapped_bytes
-    if loading.spent + num_bytes <= limit:
+    if loading.loaded_bytes + num_bytes <= limit:
         return False
     return num_bytes >= min(TINY_BYTES, limit)
 
 
-def _described(name: str, text: MappedText) -> tuple[str, str]:
+def _describe_mapped(name: str, text: MappedText) -> tuple[str, str]:
     """Return the type and the description of a large, file-backed text.
 
     The number of rows is an estimate from the number of lines, because the text is not parsed.

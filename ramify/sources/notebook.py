@@ -47,7 +47,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
     language = str(about.get("name", "") if isinstance(about, dict) else "")
     left_out = [0]
     parts = [
-        DocumentPart(f"cell {number}", _cell(cell, language, left_out))
+        DocumentPart(f"cell {number}", _format_cell(cell, language, left_out))
         for number, cell in enumerate(notebook.cells, 1)
     ]
     text, places = assemble(parts, has_headings=True)
@@ -55,25 +55,25 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
     detail = f"notebook: {len(parts):,} cell{'s' * (len(parts) != 1)}"
     if left_out[0]:
         detail += f"; {left_out[0]:,} outputs without text left out"
-    loading.spend(len(text), file.name)
+    loading.count_bytes(len(text), file.name)
     loading.add(file.name, text, "notebook", len(file.data), detail, places)
 
 
-def _cell(cell: IpynbCell, language: str, left_out: list[int]) -> str:
-    source = _joined(cell.source)
+def _format_cell(cell: IpynbCell, language: str, left_out: list[int]) -> str:
+    source = _join_lines(cell.source)
     if cell.cell_type != "code":
         return source
-    lines = [_fenced(source, language)]
+    lines = [_fence_code(source, language)]
     for output in cell.outputs:
-        texts = [text for text in _output(output) if text.strip()]
+        texts = [text for text in _output_texts(output) if text.strip()]
         left_out[0] += not texts
-        lines += [f"Output:\n{_fenced(text)}" for text in texts]
+        lines += [f"Output:\n{_fence_code(text)}" for text in texts]
     return "\n\n".join(lines)
 
 
-def _output(output: dict[str, Any]) -> Iterator[str]:
+def _output_texts(output: dict[str, Any]) -> Iterator[str]:
     if output.get("output_type") == "stream":
-        yield _joined(output.get("text"))
+        yield _join_lines(output.get("text"))
     elif output.get("output_type") == "error":
         trace = output.get("traceback")
         lines = [each for each in trace if isinstance(each, str)] if isinstance(trace, list) else []
@@ -81,18 +81,18 @@ def _output(output: dict[str, Any]) -> Iterator[str]:
         yield _TERMINAL.sub("", "\n".join(lines) or named)
     elif isinstance(data := output.get("data"), dict):
         for kind in ("text/markdown", "text/latex", "text/plain"):
-            if text := _joined(data.get(kind)):
+            if text := _join_lines(data.get(kind)):
                 yield text
                 break
 
 
-def _joined(text: Any) -> str:
+def _join_lines(text: Any) -> str:
     if isinstance(text, list):
         return "".join(each for each in text if isinstance(each, str))
     return text if isinstance(text, str) else ""
 
 
-def _fenced(text: str, language: str = "") -> str:
+def _fence_code(text: str, language: str = "") -> str:
     fence = "```"
     while fence in text:
         fence += "`"

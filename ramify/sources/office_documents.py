@@ -42,7 +42,7 @@ it."""
 
 
 @functools.cache
-def _markitdown() -> Any:
+def _import_markitdown() -> Any:
     """Import and return the module ``markitdown.converters``, without the slow imports of its
     package.
 
@@ -65,7 +65,7 @@ def _markitdown() -> Any:
 def convert_docx(data: bytes) -> ConvertedDocument:
     import mammoth
 
-    _markitdown()
+    _import_markitdown()
     from markitdown.converter_utils.docx.pre_process import pre_process_docx
 
     # Equations become LaTeX before mammoth, which has no element for them.
@@ -94,7 +94,7 @@ def _margins_of_docx(data: bytes) -> str:
 
 
 def convert_pptx(data: bytes) -> ConvertedDocument:
-    converter = _markitdown().PptxConverter()
+    converter = _import_markitdown().PptxConverter()
     found = converter.convert(io.BytesIO(data), None).markdown
     slides: list[list[str]] = []
     for line in found.split("\n"):
@@ -107,7 +107,7 @@ def convert_pptx(data: bytes) -> ConvertedDocument:
         DocumentPart(f"slide {number}", "\n".join(lines).strip())
         for number, lines in enumerate(slides, 1)
     ]
-    return _document(parts, f"presentation: {_count(len(parts), 'slide')}")
+    return _document(parts, f"presentation: {_format_count(len(parts), 'slide')}")
 
 
 def convert_odt(data: bytes) -> ConvertedDocument:
@@ -142,7 +142,7 @@ def convert_epub(data: bytes) -> ConvertedDocument:
             for each in package.iter()
             if _tag(each) == "itemref" and each.attrib.get("idref") in places
         ]
-        locked = _locked(ElementTree, book, names)
+        locked = _encrypted_parts(ElementTree, book, names)
         if locked.intersection(spine):
             raise UnreadableSource("is an encrypted book", "only its own reader can open it")
         chapters: list[DocumentPart] = []
@@ -155,7 +155,7 @@ def convert_epub(data: bytes) -> ConvertedDocument:
                     chapters.append(DocumentPart(place, text, "" if is_titled else title))
     titles = [each.text for each in package.iter() if _tag(each) == "title" and each.text]
     named = f" {titles[0]!r}" if titles else ""
-    return _document(chapters, f"book{named}: {_count(len(chapters), 'chapter')}")
+    return _document(chapters, f"book{named}: {_format_count(len(chapters), 'chapter')}")
 
 
 def convert_html(data: bytes) -> ConvertedDocument:
@@ -188,11 +188,11 @@ def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
             if "|" in text and cell in (text.find_parent(["td", "th"]),):
                 text.replace_with(text.replace("|", r"\|"))
     title = soup.title.get_text() if soup.title else ""
-    found = _markitdown().HtmlConverter().convert_string(str(soup)).markdown
+    found = _import_markitdown().HtmlConverter().convert_string(str(soup)).markdown
     return found.strip(), " ".join(title.split())[:200]
 
 
-def _locked(tree: Any, book: zipfile.ZipFile, names: set[str]) -> set[str]:
+def _encrypted_parts(tree: Any, book: zipfile.ZipFile, names: set[str]) -> set[str]:
     """Return the names of the encrypted parts of an EPUB book."""
     if "META-INF/encryption.xml" not in names:
         return set()
@@ -213,5 +213,5 @@ def _tag(element: Any) -> str:
     return str(element.tag).rpartition("}")[2]
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"

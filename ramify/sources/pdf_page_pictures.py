@@ -59,20 +59,20 @@ class PdfPagePictures:
         self, page: int, file: str | None = None, width: int = PAGE_WIDTH
     ) -> PictureBytes:
         """The picture of a page of a PDF, for llm_query(…, images=[…]); the first page is 1."""
-        name = self._name(file)
+        name = self._resolve_file_name(file)
         for what, value in (("page", page), ("width", width)):
             if type(value) is not int:
                 raise TypeError(f"page_picture: {what} is a {type(value).__name__}: give an int")
         if width not in _WIDTHS:
             raise ValueError(f"page_picture: width is {width:,}: give 100 to 4,000 pixels")
         try:
-            data = self._data(name)
+            data = self._read_file(name)
             made = rendered_page(data, page, width, MAX_PICTURE_BYTES, self._limit_s)
         except PictureFailed as error:
             raise ValueError(f"page_picture: {name}: {error}") from None
         return PictureBytes(made, f"{name}, page {page}")
 
-    def _name(self, file: str | None) -> str:
+    def _resolve_file_name(self, file: str | None) -> str:
         if file is None and len(self._files) == 1:
             return next(iter(self._files))
         if file is None or file not in self._files:
@@ -81,7 +81,7 @@ class PdfPagePictures:
             raise ValueError(f"page_picture: name one of the PDFs, such as {', '.join(near)}")
         return file
 
-    def _data(self, name: str) -> bytes:
+    def _read_file(self, name: str) -> bytes:
         found = self._files[name]
         if isinstance(found.source, bytes):
             return found.source
@@ -109,7 +109,7 @@ def keep(file: SourceFile, loading: SourceCollector) -> None:
         loading.pdfs[file.name] = RenderablePdf(file.path or file.data, digest)
 
 
-def read_scan(file: SourceFile, num_pages: int, loading: SourceCollector) -> None:
+def register_pdf(file: SourceFile, num_pages: int, loading: SourceCollector) -> None:
     """Load a scanned PDF, which has pictures of pages but no text.
 
     Raises UnreadableSource if its pages cannot be rendered on this machine.

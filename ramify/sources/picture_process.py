@@ -70,7 +70,7 @@ def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
     Returns PNG data, or JPEG data if that is smaller. Raises PictureFailed if the picture cannot be
     decoded.
     """
-    return _asked(ImageDownscaleRequest(max_side, max_bytes), data, limit_s)
+    return _ask_process(ImageDownscaleRequest(max_side, max_bytes), data, limit_s)
 
 
 def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
@@ -78,10 +78,10 @@ def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: fl
 
     Raises PictureFailed on failure.
     """
-    return _asked(PdfPageRenderRequest(page, width, max_bytes), pdf, limit_s)
+    return _ask_process(PdfPageRenderRequest(page, width, max_bytes), pdf, limit_s)
 
 
-def _asked(
+def _ask_process(
     request: ImageDownscaleRequest | PdfPageRenderRequest, data: bytes, limit_s: float
 ) -> bytes:
     try:
@@ -134,10 +134,10 @@ def _scale(data: bytes, request: ImageDownscaleRequest) -> bytes:
         # A JPEG is decoded at a smaller size. Other formats ignore this.
         image.draft("RGB", (request.max_side, request.max_side))
         image.thumbnail((request.max_side, request.max_side))
-        return _saved(image, request.max_bytes)
+        return _encode_within_limit(image, request.max_bytes)
 
 
-def _saved(image: object, max_bytes: int) -> bytes:
+def _encode_within_limit(image: object, max_bytes: int) -> bytes:
     """Encode ``image`` as PNG if the result fits the byte limit, otherwise as JPEG.
 
     If neither fits, halve the width and height until the JPEG data fits.
@@ -173,6 +173,6 @@ def _render(pdf: bytes, request: PdfPageRenderRequest) -> bytes:
         scale = min(
             scale, (MAX_PIXELS / 10 / max(width * height, 1.0)) ** 0.5, 7900 / max(height, 1)
         )
-        return _saved(page.render(scale=scale).to_pil(), request.max_bytes)
+        return _encode_within_limit(page.render(scale=scale).to_pil(), request.max_bytes)
     finally:
         document.close()

@@ -35,7 +35,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
         picture, data = picture_from_bytes(file.data, name), file.data
         note, source = "", file.path
     except PictureTooLarge as error:
-        picture, data = _smaller(file, name, str(error), loading.max_file_s)
+        picture, data = _scale_down(file, name, str(error), loading.max_file_s)
         size = size_of(file.data)
         note, source = f", scaled down from {size.width:,} × {size.height:,}", None
     except NotAPicture as error:
@@ -45,7 +45,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
     )
 
 
-def _smaller(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
+def _scale_down(file: SourceFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
     """Scale down the picture in a file, and return the picture with its bytes.
 
     Raises UnreadableSource on failure. Its message includes ``why``, the reason why the original

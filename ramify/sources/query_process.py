@@ -128,7 +128,7 @@ def _size(value: Any) -> int:
     return 8
 
 
-def plain(value: Any) -> Any:
+def to_session_value(value: Any) -> Any:
     """Convert a database value to a plain Python value for a session.
 
     Dates become ISO text, and decimals become numbers.
@@ -142,7 +142,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [to_session_value(each) for each in value]
     if isinstance(value, dict):
-        return {str(plain(key)): plain(each) for key, each in value.items()}
+        return {str(to_session_value(key)): to_session_value(each) for key, each in value.items()}
     return str(value)

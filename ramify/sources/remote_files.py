@@ -31,7 +31,13 @@ from ramify.sources.fetch_process import FetchProcess
 from ramify.sources.file_kinds import BINARY_SUFFIXES
 from ramify.sources.http_content_type import file_name, to_utf8
 from ramify.sources.loaded_sources import MORE, SourceCollector, UnreadableSource, size_text
-from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, check_url, is_web, shown_url
+from ramify.sources.url_recognition import (
+    ListedFile,
+    RemoteFileInfo,
+    check_url,
+    is_web,
+    redact_url_for_display,
+)
 
 MAX_FILES = 200_000
 _MOST_HEADS = 100
@@ -98,7 +104,7 @@ class _Fetching:
         self._cache = cache
         self._loading = loading
         self._is_single = is_single
-        self._left = loading.room
+        self._left = loading.remaining_bytes
 
     def listed(self, urls: Sequence[str]) -> list[_Wanted]:
         """List the files behind the URLs, except files that are too large or that no reader
@@ -112,11 +118,11 @@ class _Fetching:
                 elif number >= _MOST_HEADS:
                     wanted.append(_Wanted(ListedFile(url, ""), "", True))
                 else:
-                    head = self._opened(url)
+                    head = self._open_url(url)
                     self._check_size(head.num_bytes)
                     wanted.append(_Wanted(ListedFile(url, "", head.num_bytes), "", True, head))
             except UnreadableSource as error:
-                self._failed(url, error)
+                self._report_failure(url, error)
         return wanted
 
     def _listed_bucket(self, url: str) -> list[_Wanted]:
@@ -126,7 +132,7 @@ class _Fetching:
                 f"has {len(files):,} files, more than {MAX_FILES:,}", "name a narrower prefix"
             )
         is_named = len(files) == 1 and files[0].url == url
-        place = shown_url(url).partition("://")[2].rstrip("/")
+        place = redact_url_for_display(url).partition("://")[2].rstrip("/")
         if pattern := re.search(r"[*?\[]", place):
             place = place[: pattern.start()].rpartition("/")[0]
         wanted = []
@@ -142,7 +148,7 @@ class _Fetching:
                     self._check_size(file.num_bytes)
                     wanted.append(_Wanted(file, label, is_named))
                 except UnreadableSource as error:
-                    self._failed(file.url, error, is_named=is_named)
+                    self._report_failure(file.url, error, is_named=is_named)
         return wanted
 
     def fetched(self, wanted: _Wanted, work: ProgressReporter) -> FetchedFile | None:
@@ -152,13 +158,14 @@ class _Fetching:
         """
         url = wanted.file.url
         try:
-            copy = self._copy(wanted, work)
+            copy = self._fetch_copy(wanted, work)
         except UnreadableSource as error:
-            self._failed(url, error, is_named=wanted.is_named)
+            self._report_failure(url, error, is_named=wanted.is_named)
             return None
         except OSError as error:
             raise SourceError(
-                f"{shown_url(url)} cannot be stored: {error.strerror}; free some space, or set "
+                f"{redact_url_for_display(url)} cannot be stored: {error.strerror}; free "
+                "some space, or set "
                 "RAMIFY_HOME to another folder"
             ) from None
         label = wanted.label
@@ -167,31 +174,31 @@ class _Fetching:
                 label = file_name(url, copy.head, file.read(_BEGIN_BYTES))
             if not self._is_single:
                 label = _web_label(url, label)
-        return FetchedFile(shown_url(url), label, copy.path, wanted.is_named)
+        return FetchedFile(redact_url_for_display(url), label, copy.path, wanted.is_named)
 
-    def _opened(self, url: str) -> RemoteFileInfo:
+    def _open_url(self, url: str) -> RemoteFileInfo:
         copy = self._cache.find(url)
         return self._process.open_file(url, copy.head.version if copy else "")
 
-    def _copy(self, wanted: _Wanted, work: ProgressReporter) -> CachedCopy:
-        url, note = wanted.file.url, shown_url(wanted.file.url)
+    def _fetch_copy(self, wanted: _Wanted, work: ProgressReporter) -> CachedCopy:
+        url, note = wanted.file.url, redact_url_for_display(wanted.file.url)
         copy = self._cache.find(url)
-        head = wanted.head or self._opened(url)
+        head = wanted.head or self._open_url(url)
         if head.is_unchanged and copy is not None:
             self._process.close_file(url)
             self._cache.mark_used(url)
             self._spend(copy.num_bytes)
-            work.at(work.done + copy.num_bytes, note)
+            work.set_progress(work.done + copy.num_bytes, note)
             return copy
         self._check_size(head.num_bytes)
-        with self._cache.writing(url) as (path, out):
+        with self._cache.open_for_writing(url) as (path, out):
             num_bytes, slow_from, slow_bytes = 0, time.monotonic(), 0
             while data := self._process.read(url):
                 out.write(data)
                 num_bytes += len(data)
                 slow_bytes += len(data)
                 self._spend(len(data))
-                work.at(work.done + len(data), note)
+                work.set_progress(work.done + len(data), note)
                 if time.monotonic() - slow_from > _SLOW_S:
                     if slow_bytes < _SLOW_BYTES:
                         raise UnreadableSource("arrives too slowly", "try again later")
@@ -222,8 +229,8 @@ class _Fetching:
                 MORE,
             )
 
-    def _failed(self, url: str, error: UnreadableSource, *, is_named: bool = True) -> None:
-        shown = shown_url(url)
+    def _report_failure(self, url: str, error: UnreadableSource, *, is_named: bool = True) -> None:
+        shown = redact_url_for_display(url)
         if self._is_single and is_named:
             remedy = error.remedy or "check the URL"
             raise SourceError(f"{shown} {error.reason}: {remedy}") from None
@@ -237,11 +244,12 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
     exceeds the limit.
     """
     total = sum(max(0, each.file.num_bytes) for each in wanted)
-    if total > loading.room:
+    if total > loading.remaining_bytes:
         raise SourceError(
-            f"the {len(wanted):,} files at {shown_url(wanted[0].file.url)}"
+            f"the {len(wanted):,} files at {redact_url_for_display(wanted[0].file.url)}"
             f"{' and elsewhere' if len(wanted) > 1 else ''} have {size_text(total)}, over the "
-            f"limit of {size_text(loading.room)}; nothing was fetched: name fewer, or {MORE}"
+            f"limit of {size_text(loading.remaining_bytes)}; nothing was fetched: name "
+            f"fewer, or {MORE}"
         )
     return total
 
@@ -250,6 +258,6 @@ def _web_label(url: str, name: str) -> str:
     """Return a name for one of several web pages: the host and folder of its URL, followed by the
     file name.
     """
-    place = shown_url(url).partition("://")[2].rstrip("/")
+    place = redact_url_for_display(url).partition("://")[2].rstrip("/")
     folder = place.rpartition("/")[0] if "/" in place else place
     return f"{folder}/{name}"

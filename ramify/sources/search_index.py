@@ -31,7 +31,7 @@ from ramify.actors.helper_process import ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
 from ramify.sources.query_process import ProcessValueOrError
 from ramify.sources.search_index_process import SearchProcessRequest
-from ramify.sources.search_units import sendable
+from ramify.sources.search_units import replace_surrogates
 
 BLOCK_S = 60.0
 """Time limit in seconds for indexing the texts of one request, and for finishing the index."""
@@ -78,10 +78,10 @@ class SearchIndexProcess:
         # This request fits into the pipe's buffer, so the child learns its folder even if this
         # process is killed now.
         try:
-            self._answer(SearchProcessRequest("open"), BLOCK_S)
+            self._ask_process(SearchProcessRequest("open"), BLOCK_S)
             for request in requests():
-                self._answer(request, BLOCK_S)
-            self._answer(SearchProcessRequest("commit"), BLOCK_S * 5)
+                self._ask_process(request, BLOCK_S)
+            self._ask_process(SearchProcessRequest("commit"), BLOCK_S * 5)
         except BaseException:
             self._close()
             raise
@@ -92,12 +92,12 @@ class SearchIndexProcess:
 
     def ask(self, query: str, k: int) -> list[tuple[float, int]]:
         """Return the scores and positions of the passages that match the query best."""
-        found: list[tuple[float, int]] = self._answer(
-            SearchProcessRequest("ask", query=sendable(query), k=k), QUERY_S
+        found: list[tuple[float, int]] = self._ask_process(
+            SearchProcessRequest("ask", query=replace_surrogates(query), k=k), QUERY_S
         )
         return found
 
-    def _answer(self, request: SearchProcessRequest, limit_s: float) -> Any:
+    def _ask_process(self, request: SearchProcessRequest, limit_s: float) -> Any:
         whole = msgspec.structs.replace(request, **self._place)
         with self._lock:
             try:

@@ -36,7 +36,7 @@ import msgspec
 from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
 from ramify.sources.query_process import encode_outcome
-from ramify.sources.search_units import Shape, normalize_for_search, units
+from ramify.sources.search_units import Shape, iter_search_units, normalize_for_search
 
 MAX_POSTINGS = 1 << 20
 MAX_WORDS = 64
@@ -157,7 +157,7 @@ class _Index:
         at = added.at - len(self._rest)
         document, add = self._tantivy.Document, self._writer.add_document
         end = 0
-        for start, end in units(block, added.shape, is_last=added.is_last):
+        for start, end in iter_search_units(block, added.shape, is_last=added.is_last):
             unit = document()
             unit.add_text("text", normalize_for_search(block[start:end]))
             unit.add_unsigned("at", at + start)
@@ -188,7 +188,7 @@ class _Index:
         matches = self._any_of([("text", word) for _, word in asked])
         if not num:
             first = range(MAX_POSTINGS // _REGION // len(asked))
-            matches = self._within(matches, [("region", number) for number in first])
+            matches = self._restrict_to_terms(matches, [("region", number) for number in first])
         best = self._hits(matches, k + _TIED)
         # More passages share the last score than were fetched: take the first ones in the text.
         if len(best) == k + _TIED and best[k - 1][0] == best[-1][0]:
@@ -204,7 +204,7 @@ class _Index:
         """
         found: list[tuple[float, int]] = []
         for part in range(self._num_units // _PART + 1):
-            hits = self._hits(self._within(matches, [("part", part)]), _PART)
+            hits = self._hits(self._restrict_to_terms(matches, [("part", part)]), _PART)
             found += [hit for hit in hits if hit[0] == score]
             if len(found) >= num:
                 break
@@ -216,7 +216,7 @@ class _Index:
             [(should, query.term_query(self._schema, field, value)) for field, value in terms]
         )
 
-    def _within(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
+    def _restrict_to_terms(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
         """Restrict a query to passages that contain at least one of the given terms, without
         changing the scores.
         """

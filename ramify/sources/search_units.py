@@ -1,9 +1,9 @@
 """Divides a text into search units: the lines or passages that a search returns as hits.
 
-    detect_segmentation(text)          "lines" or "passages", and whether it has pages
-    units(block, shape, is_last=…)     (start, end) of each unit, in order
-    place_of(name, text, start, …)     "report.pdf:812 (page 14)"
-    searchable(text)                   the text with the words of scripts without spaces apart
+    detect_segmentation(text)             "lines" or "passages", and whether it has pages
+    units(block, shape, is_last=…)        (start, end) of each unit, in order
+    citation_place(name, text, start, …)  "report.pdf:812 (page 14)"
+    searchable(text)                      the text with the words of scripts without spaces apart
 
 In a text without blank lines (a log, a table, JSONL), each line is a unit. In other texts, a unit
 is a passage: a paragraph, or several lines of code. It ends at a blank line, before a heading and
@@ -68,7 +68,7 @@ class TextSegmentationMode(msgspec.Struct, frozen=True):
     has_pages: bool
 
 
-def sendable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace the lone surrogates in ``text``, which cannot be encoded as UTF-8.
 
     The length of the text does not change.
@@ -84,7 +84,7 @@ def detect_segmentation(text: Text) -> TextSegmentationMode:
     return TextSegmentationMode("passages" if is_prose else "lines", _PAGE.search(head) is not None)
 
 
-def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
+def iter_search_units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
     """Yield the start and end of each unit that begins in a block of text.
 
     Blank units are skipped.
@@ -104,7 +104,7 @@ def units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int
 
 def _end_of_line(text: str, start: int) -> int:
     end = text.find("\n", start, start + MAX_CHARS)
-    return end + 1 if end >= 0 else _cut(text, start)
+    return end + 1 if end >= 0 else _cut_position(text, start)
 
 
 def _end_of_passage(text: str, start: int) -> int:
@@ -119,10 +119,10 @@ def _end_of_passage(text: str, start: int) -> int:
     if found is not None or start + len(window) == len(text):
         return start + len(window)
     end = window.rfind("\n", first)
-    return start + end + 1 if end >= 0 else _cut(text, start)
+    return start + end + 1 if end >= 0 else _cut_position(text, start)
 
 
-def _cut(text: str, start: int) -> int:
+def _cut_position(text: str, start: int) -> int:
     """Return the position at which to cut a line that is too long for one unit."""
     end = start + MAX_CHARS
     if end >= len(text):
@@ -135,24 +135,26 @@ def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
     """Return the start and end of the search unit that begins at the given position."""
     window = text[start : start + LOOK_AHEAD + 1]
     is_last = start + len(window) >= len(text)
-    begin, end = next(iter(units(window, shape, is_last=is_last)), (0, len(window)))
+    begin, end = next(iter(iter_search_units(window, shape, is_last=is_last)), (0, len(window)))
     return start + begin, start + end
 
 
-def place_of(name: str, text: Text, start: int, line: int, layout: TextSegmentationMode) -> str:
+def citation_place(
+    name: str, text: Text, start: int, line: int, layout: TextSegmentationMode
+) -> str:
     """Describe the location of a search unit for a citation: the name of its text, its line and, if
     known, its page or heading.
     """
     inside = ""
     if layout.has_pages:
-        inside = _last(_PAGE, text, start, _PAGE_CHARS).lower()
+        inside = _last_match(_PAGE, text, start, _PAGE_CHARS).lower()
     elif layout.shape == "passages":
-        inside = _last(_HEADING, text, start, _NEAR_CHARS)[:80]
+        inside = _last_match(_HEADING, text, start, _NEAR_CHARS)[:80]
     where = f"{name}:{line}" if name else f"line {line}"
     return f"{where} ({inside})" if inside else where
 
 
-def _last(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
+def _last_match(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
     """Return the last match of a heading or page pattern at or before the position ``start``.
 
     Matches that begin more than ``most`` characters earlier are ignored.
@@ -170,10 +172,10 @@ def normalize_for_search(text: str) -> str:
     """Normalise ``text`` for indexing and searching, so that words are separated by spaces."""
     if text.isascii():
         return text
-    return _RUN.sub(_pairs, unicodedata.normalize("NFKC", text))
+    return _RUN.sub(_spaced_bigrams, unicodedata.normalize("NFKC", text))
 
 
-def _pairs(run: re.Match[str]) -> str:
+def _spaced_bigrams(run: re.Match[str]) -> str:
     chars = run[0]
     if len(chars) == 1:
         return f" {chars} "

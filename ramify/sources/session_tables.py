@@ -1,8 +1,8 @@
 """Lets code in a session query the tables of its sources, with the variable ``tables`` and the
 function ``sql``.
 
-    file ──describe_file──> TableInfo ──SessionTables──> tables   a list: names, columns, samples
-                                                         sql(…)   one SELECT over all of them
+    file ──add_file_tables──> TableInfo ──SessionTables──> tables  a list: names, columns, samples
+                                                         sql(…)    one SELECT over all of them
 
 This module decides which files are tables, what they are called in SQL, and whether a file has
 changed since it was read. ``sql`` without ``db`` queries all tables in DuckDB's dialect. With
@@ -27,7 +27,7 @@ from typing import Any, TextIO
 import msgspec
 
 from ramify.format_quantities import pluralize
-from ramify.sources.csv_records import csv_records, irregular_record
+from ramify.sources.csv_records import csv_records, irregular_record_message
 from ramify.sources.duckdb_process import describe_tables, query_tables
 from ramify.sources.loaded_sources import (
     NO_DUCKDB,
@@ -62,7 +62,7 @@ def has_duckdb() -> bool:
     return importlib.util.find_spec("duckdb") is not None
 
 
-def describe_file(
+def add_file_tables(
     name: str, kind: str, path: Path | None, data: bytes, loading: SourceCollector
 ) -> list[TableInfo]:
     """Describe the tables of a file and add them to the load.
@@ -71,12 +71,14 @@ def describe_file(
     """
     if len(loading.tables) >= MAX_TABLES:
         raise UnreadableSource(f"is not among the first {MAX_TABLES} tables", "name fewer files")
-    place = (path if path is not None else _kept(name, kind, data, loading)).resolve()
-    before = version_of(place)
+    place = (path if path is not None else _write_temporary(name, kind, data, loading)).resolve()
+    before = file_change_stamp(place)
     started = time.monotonic()
     try:
         found = describe_tables(
-            [TableLocation("table_0", str(place), kind)], DESCRIBE_S, max(0, loading.room)
+            [TableLocation("table_0", str(place), kind)],
+            DESCRIBE_S,
+            max(0, loading.remaining_bytes),
         )
     except TimeoutError:
         raise UnreadableSource(
@@ -89,7 +91,7 @@ def describe_file(
         ) from None
     finally:
         loading.describing_s += time.monotonic() - started
-    if version_of(place) != before:
+    if file_change_stamp(place) != before:
         raise UnreadableSource("changed while it was read", "load it again once it is complete")
     if kind == "csv" and len(found[0].columns) == 1 and _has_many_columns(name, place):
         raise UnreadableSource(
@@ -118,7 +120,13 @@ def _wrong_record(name: str, kind: str, path: Path) -> str:
     Errors of DuckDB do not serve, because it counts lines differently. Returns an empty string for
     other kinds of files, and if no malformed record was found.
     """
-    return _irregular(name, path) if kind == "csv" else _not_json(path) if kind == "jsonl" else ""
+    return (
+        _irregular_record_note(name, path)
+        if kind == "csv"
+        else _not_json(path)
+        if kind == "jsonl"
+        else ""
+    )
 
 
 def _opened_csv(path: Path) -> TextIO:
@@ -131,13 +139,13 @@ def _has_many_columns(name: str, path: Path) -> bool:
         return len(next(csv_records(file, name), ())) > 1
 
 
-def _irregular(name: str, path: Path) -> str:
+def _irregular_record_note(name: str, path: Path) -> str:
     with _opened_csv(path) as file:
         records = csv_records(file, name)
         header = next(records, [])
         for number, record in enumerate(itertools.islice(records, _CHECKED_RECORDS), start=2):
             if record and len(record) != len(header):
-                return irregular_record(number, len(record), len(header))
+                return irregular_record_message(number, len(record), len(header))
     return ""
 
 
@@ -191,7 +199,7 @@ def add_table(
     else:
         is_full = len(loading.tables) >= MAX_TABLES
         try:
-            table = describe_file(name, kind, path, data, loading)[0]
+            table = add_file_tables(name, kind, path, data, loading)[0]
             return _describe_csv(table) if kind == "csv" else detail
         except UnreadableSource as error:
             reason = error.reason if is_full else error.remedy or error.reason
@@ -204,14 +212,14 @@ def _describe_csv(table: TableInfo) -> str:
     return f"CSV: {columns}; {pluralize(table.num_rows, 'row')}{note}"
 
 
-def described(info: TableInfo) -> str:
+def describe_table(info: TableInfo) -> str:
     """Describe a table in lines of text: its name, columns, number of rows and first rows."""
     columns = ", ".join(f"{name} {kind}" for name, kind in info.columns)
     count = pluralize(info.num_rows, "row") if info.num_rows >= 0 else "many rows"
     lines = [f"{info.source.name} ({columns})", f"-- {count}"]
     if info.samples:
         lines[-1] += ", the first:"
-    lines += [f"--   ({', '.join(map(_short, row))})" for row in info.samples]
+    lines += [f"--   ({', '.join(map(_short_repr, row))})" for row in info.samples]
     return "\n".join(lines)
 
 
@@ -232,7 +240,7 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
     raise UnreadableSource("has too many tables with the same name")
 
 
-def version_of(path: Path | str) -> tuple[int, ...]:
+def file_change_stamp(path: Path | str) -> tuple[int, ...]:
     """Return numbers that change whenever a file changes: its size, modification time and inode
     number.
 
@@ -259,7 +267,8 @@ class TemporaryTableFolder:
 class SessionTables:
     """The tables that a session can query.
 
-    The session gets the method ``sql`` as a function, and ``listing`` as the variable ``tables``.
+    The session gets the method ``sql`` as a function, and ``table_descriptions`` as the variable
+    ``tables``.
     """
 
     def __init__(
@@ -283,7 +292,7 @@ class SessionTables:
         self._sources: list[TableLocation] = [each.info.source for each in entries]
 
     @property
-    def listing(self) -> list[dict[str, Any]]:
+    def table_descriptions(self) -> list[dict[str, Any]]:
         """Return one dict per table with its name in SQL, its file, columns, number of rows and
         first rows.
         """
@@ -294,7 +303,7 @@ class SessionTables:
                 **({"table": each.info.source.member} if each.info.source.member else {}),
                 "columns": dict(each.info.columns),
                 "rows": each.info.num_rows if each.info.num_rows >= 0 else None,
-                "samples": [tuple(map(shown_value, row)) for row in each.info.samples],
+                "samples": [tuple(map(shorten_sample_value, row)) for row in each.info.samples],
             }
             for each in self._entries
         ]
@@ -314,26 +323,26 @@ class SessionTables:
             return self._databases[name](query, params)
         if not self._sources:
             raise ValueError(f"sql: name one of {', '.join(map(repr, self._databases))} as db=")
-        self._check()
+        self._check_unchanged()
         rows = query_tables(self._sources, query, params)
-        self._check()
+        self._check_unchanged()
         return rows
 
-    def _check(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raise ValueError if a file has changed since it was loaded.
 
         SQLite files may change, because each query uses a new copy.
         """
         for each in self._entries:
             kind, path = each.info.source.kind, each.info.source.path
-            if kind != "sqlite" and version_of(path) != each.version:
+            if kind != "sqlite" and file_change_stamp(path) != each.version:
                 raise ValueError(
                     f"sql: the file {each.file} has changed since it was loaded: its rows are not "
                     "those that were described, so ask the question again"
                 )
 
 
-def _kept(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
+def _write_temporary(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
     """Write a file from an archive, or a decoded text, to the temporary folder, and return its
     path.
     """
@@ -344,7 +353,7 @@ def _kept(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
     return path
 
 
-def shown_value(value: Any) -> Any:
+def shorten_sample_value(value: Any) -> Any:
     """Return a shortened form of a value in a sample row."""
     if isinstance(value, bytes):
         return f"<{len(value):,} bytes>"
@@ -353,5 +362,9 @@ def shown_value(value: Any) -> Any:
     return value if not isinstance(value, str) or len(value) <= _MAX_SHOWN else f"{value[:79]}…"
 
 
-def _short(value: Any) -> str:
-    return str(shown_value(value)) if isinstance(value, bytes) else repr(shown_value(value))
+def _short_repr(value: Any) -> str:
+    return (
+        str(shorten_sample_value(value))
+        if isinstance(value, bytes)
+        else repr(shorten_sample_value(value))
+    )

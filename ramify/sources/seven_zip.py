@@ -28,7 +28,7 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
     for member, data in found.members:
         total += len(data)
         check_ratio(total, len(file.data))
-        loading.spend(len(data), file.name)
+        loading.count_bytes(len(data), file.name)
         name = member_name(file.name, member)
         if is_hidden(member):
             loading.leave_out(name, "hidden")

@@ -16,7 +16,7 @@ from pathlib import Path
 from ramify.format_quantities import pluralize
 from ramify.sources.file_kinds import SourceFile
 from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
-from ramify.sources.session_tables import describe_file, has_duckdb
+from ramify.sources.session_tables import add_file_tables, has_duckdb
 from ramify.sources.sqlite_query import run_query
 
 _COUNT_S = 2.0
@@ -40,19 +40,19 @@ def read(file: SourceFile, loading: SourceCollector) -> None:
         )
     path = file.path.resolve()
     try:
-        tables = _tables(path)
+        tables = _describe_tables(path)
     except (sqlite3.Error, ValueError, TimeoutError) as error:
         raise UnreadableSource("is an SQLite database that cannot be read", str(error)) from None
     loading.databases[file.name] = path
     if has_duckdb():
         with contextlib.suppress(UnreadableSource):  # it can be queried in its own dialect
-            describe_file(file.name, "sqlite", path, b"", loading)
+            add_file_tables(file.name, "sqlite", path, b"", loading)
     head = f'SQLite database {file.name!r}. Query it with sql("SELECT …", db={file.name!r}).\n\n'
     detail = f"SQLite: {pluralize(len(tables), 'table')}"
     loading.add(file.name, head + "\n\n".join(tables), "sqlite", path.stat().st_size, detail)
 
 
-def _tables(path: Path) -> list[str]:
+def _describe_tables(path: Path) -> list[str]:
     """Describe each table or view of a database: its CREATE statement, number of rows and first
     rows.
     """

@@ -31,7 +31,7 @@ class SqlQuery(msgspec.Struct, frozen=True):
 _processes = QueryProcesses(f"{__name__}:serve")
 
 
-def query_in_time(
+def query_with_timeout(
     path: Path,
     query: str,
     params: Params = (),

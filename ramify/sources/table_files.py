@@ -17,7 +17,7 @@ from ramify.sources.loaded_sources import (
     missing_library_advice,
 )
 from ramify.sources.queryable_tables import TableInfo
-from ramify.sources.session_tables import describe_file, described, has_duckdb
+from ramify.sources.session_tables import add_file_tables, describe_table, has_duckdb
 
 _WHAT = {
     "parquet": "Parquet",
@@ -63,7 +63,7 @@ def _read(file: SourceFile, kind: str, loading: SourceCollector) -> None:
     head = f"{_WHAT[kind]} file {file.name!r}. Query it with sql("
     head += f'"SELECT … FROM {infos[0].source.name}").\n\n'
     size = file.path.stat().st_size if file.path is not None else len(file.data)
-    text = head + "\n\n".join(map(described, infos))
+    text = head + "\n\n".join(map(describe_table, infos))
     loading.add(file.name, text, kind, size, f"{_WHAT[kind]}: {_summary(infos)}")
 
 
@@ -78,7 +78,7 @@ def _infos(file: SourceFile, kind: str, loading: SourceCollector) -> list[TableI
             f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file",
             missing_library_advice(),
         )
-    return describe_file(file.name, kind, file.path, file.data, loading)
+    return add_file_tables(file.name, kind, file.path, file.data, loading)
 
 
 def _summary(infos: list[TableInfo]) -> str:

@@ -50,16 +50,16 @@ def chunks(tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
     shared: list[tuple[str, str]] = []
     room = most
     for name, whole in texts:
-        head = f"== {_shortened(name, most // 4)} ==\n"
+        head = f"== {_shorten_name(name, most // 4)} ==\n"
         left = most - _num_bytes(head) - 1
         for piece, first, last in _pieces(whole, left):
             num_bytes = most - left + _num_bytes(piece)
             if num_bytes > room:
-                _close(found, shared)
+                _merge_into_part(found, shared)
                 room = most
             shared.append((f"{name}:{first}-{last}", head + piece))
             room -= num_bytes
-    _close(found, shared)
+    _merge_into_part(found, shared)
     return found
 
 
@@ -94,9 +94,9 @@ def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
     found: list[tuple[str, int, int]] = []
     start, line, length = 0, 1, len(text)
     while start < length:
-        window = _fitting(text[start : start + most], most)
+        window = _longest_prefix(text[start : start + most], most)
         if start + len(window) < length:
-            window = window[: _cut(window)]
+            window = window[: _cut_position(window)]
         num = window.count("\n")
         found.append((window, line, line + num - (window.endswith("\n") and num > 0)))
         start += len(window)
@@ -104,7 +104,7 @@ def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
     return found
 
 
-def _fitting(window: str, most: int) -> str:
+def _longest_prefix(window: str, most: int) -> str:
     """Return the longest beginning of ``window`` that has at most ``most`` bytes."""
     if window.isascii():
         return window
@@ -119,7 +119,7 @@ def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _cut(window: str) -> int:
+def _cut_position(window: str) -> int:
     """Return the position in ``window`` at which to end a piece, when the text continues after the
     window."""
     half = len(window) // 2
@@ -136,11 +136,11 @@ def _cut(window: str) -> int:
     return space + 1 if space >= 0 else len(window)
 
 
-def _shortened(name: str, most: int) -> str:
-    return _fitting(name.replace("\n", " "), most)
+def _shorten_name(name: str, most: int) -> str:
+    return _longest_prefix(name.replace("\n", " "), most)
 
 
-def _close(found: list[dict[str, str]], shared: list[tuple[str, str]]) -> None:
+def _merge_into_part(found: list[dict[str, str]], shared: list[tuple[str, str]]) -> None:
     """Combine the pieces in ``shared`` into one part, and empty the list."""
     if shared:
         first, last = shared[0][0], shared[-1][0]

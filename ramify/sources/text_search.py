@@ -2,7 +2,7 @@
 
 This module decides which contexts have them, and when a search index is built.
 
-    search_tools(context) ──> {"search": TextSearchTool, "chunks": TextChunkingTool}
+    build_context_search_tools(context) ──> {"search": TextSearchTool, "chunks": TextChunkingTool}
     TextSearchTool.prepare()  a session is being opened: soon the index is built in the background
     TextSearchTool(query, k)  waits for the index, then answers from it
 
@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ramify.module_compiler import file_source
+from ramify.module_compiler import read_module_source
 from ramify.sandbox.base import MappedText
 from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS
 from ramify.sources.search_units import (
@@ -32,9 +32,9 @@ from ramify.sources.search_units import (
     MAX_HITS,
     Text,
     TextSegmentationMode,
+    citation_place,
     detect_segmentation,
-    place_of,
-    sendable,
+    replace_surrogates,
     unit_at,
 )
 from ramify.sources.text_chunks import chunks
@@ -67,7 +67,7 @@ SEARCH = (
 T = TypeVar("T")
 
 
-def search_tools(context: Any) -> dict[str, Any]:
+def build_context_search_tools(context: Any) -> dict[str, Any]:
     """Return the functions for searching ``context``: a text, or a dict or list of texts.
 
     The result is empty if the context is too small or has another type.
@@ -81,7 +81,7 @@ def search_tools(context: Any) -> dict[str, Any]:
     return tools
 
 
-def search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
+def context_search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
     """Return the search functions with these names, for replaying a recorded run.
 
     If a library is missing, an error is raised only when a search must be run because its result
@@ -144,7 +144,7 @@ class TextSearchTool:
 
     def prepare(self) -> None:
         """Start building the search index in the background, after a short delay."""
-        self._future()
+        self._index_future()
 
     def __call__(self, query: str, k: int = 10) -> list[dict[str, Any]]:
         """Search for ``query`` and return the ``k`` best hits.
@@ -164,7 +164,7 @@ class TextSearchTool:
                 f"{MAX_QUERY_CHARS:,} characters"
             )
         self.is_asked.set()
-        future = self._future()
+        future = self._index_future()
         try:
             index = future.result(WAIT_S)
         except TimeoutError:
@@ -184,7 +184,7 @@ class TextSearchTool:
         layout = self._layout(name)
         start, end = unit_at(text, at - self._starts[number], layout.shape)
         shown = name if isinstance(name, str) else f"[{name!r}]"
-        place = place_of(shown, text, start, self._line(name, start), layout)
+        place = citation_place(shown, text, start, self._line_number(name, start), layout)
         hit = {"place": place, "text": text[start:end].strip("\r\n"), "score": score}
         return {**hit, "start": start, "end": end, **({} if self._is_single else {"name": name})}
 
@@ -194,7 +194,7 @@ class TextSearchTool:
             layout = self._layouts[name] = detect_segmentation(self._texts[name])
         return layout
 
-    def _line(self, name: Any, start: int) -> int:
+    def _line_number(self, name: Any, start: int) -> int:
         """Return the line number, counted from 1, of the character at ``start``."""
         text, step = self._texts[name], _COUNTED_CHARS
         with self._lock:
@@ -206,7 +206,7 @@ class TextSearchTool:
 
     # --- the index
 
-    def _future(self) -> Future[SearchIndexProcess]:
+    def _index_future(self) -> Future[SearchIndexProcess]:
         with self._lock:
             # If the index's process has ended, it is built again.
             built = self._built
@@ -240,7 +240,7 @@ class TextSearchTool:
 
         name = self._names[number]
         text, shape = self._texts[name], self._layout(name).shape
-        block = sendable(text[at : at + BLOCK_CHARS])
+        block = replace_surrogates(text[at : at + BLOCK_CHARS])
         return IndexedTextBlock(
             block, self._starts[number] + at, shape, at + len(block) == len(text)
         )
@@ -272,10 +272,10 @@ class _UsedSearch:
 
         digest = hashlib.sha256()
         for number, at in self._places:
-            digest.update(self._used().block_hash_input(number, at))
-        return get_or_build_index(digest.hexdigest(), self._num_chars, self._requests)
+            digest.update(self._require_search().block_hash_input(number, at))
+        return get_or_build_index(digest.hexdigest(), self._num_chars, self._indexing_requests)
 
-    def _requests(self) -> Iterator[SearchProcessRequest]:
+    def _indexing_requests(self) -> Iterator[SearchProcessRequest]:
         """Yield requests that add all texts to the index.
 
         Each request except the last has at least ``BLOCK_CHARS`` characters.
@@ -285,14 +285,14 @@ class _UsedSearch:
         blocks: list[IndexedTextBlock] = []
         num_chars = 0
         for number, at in self._places:
-            blocks.append(self._used().block_at(number, at))
+            blocks.append(self._require_search().block_at(number, at))
             num_chars += len(blocks[-1].text)
             if num_chars >= BLOCK_CHARS:
                 yield SearchProcessRequest("add", tuple(blocks))
                 blocks, num_chars = [], 0
         yield SearchProcessRequest("add", tuple(blocks))
 
-    def _used(self) -> TextSearchTool:
+    def _require_search(self) -> TextSearchTool:
         search = self._search()
         if search is None:
             raise ValueError("nothing uses its context any more")
@@ -306,12 +306,12 @@ def _has_ended(built: Future[SearchIndexProcess]) -> bool:
 def _in_thread(call: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     threading.Thread(
-        target=_settle, args=(future, call), daemon=True, name="ramify search index"
+        target=_run_into_future, args=(future, call), daemon=True, name="ramify search index"
     ).start()
     return future
 
 
-def _settle(future: Future[T], call: Callable[[], T]) -> None:
+def _run_into_future(future: Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())
     except BaseException as error:  # noqa: BLE001 -- raised where the result is asked for
@@ -345,4 +345,4 @@ class TextChunkingTool:
 
 @functools.cache
 def _chunks_source() -> str:
-    return file_source(Path(__file__).with_name("text_chunks.py"))
+    return read_module_source(Path(__file__).with_name("text_chunks.py"))

@@ -1,7 +1,7 @@
 """Recognises which sources are URLs of files, and removes secrets from URLs.
 
-    https://me:pw@host/report?sig=abc      shown_url:     https://host/report
-                                           recorded_url:  https://host/report?sig=«redacted»
+    https://me:pw@host/report?sig=abc      redact_url_for_display:     https://host/report
+                                           reloadable_redacted_url:  https://host/report?sig=«redacted»
     s3://bucket/logs/                      both:          s3://bucket/logs/
 
 A login, and the value of a parameter that is named like a key, are never shown or recorded. Such
@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.secret_redaction import MARK, QUERY, remember
+from ramify.secret_redaction import MARK, QUERY, register_secret
 
 WEB_SCHEMES = ("http", "https")
 BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf")
@@ -35,7 +35,7 @@ def _scheme(name: str) -> str:
     return scheme.lower() if separator else ""
 
 
-def shown_url(url: str) -> str:
+def redact_url_for_display(url: str) -> str:
     """Return a URL in a form that is safe for error messages and names.
 
     The login is removed, and so are the parameters and the fragment of a web address.
@@ -50,15 +50,15 @@ def shown_url(url: str) -> str:
     return f"{scheme.lower()}://{host}{slash}{path}"
 
 
-def recorded_url(url: str) -> str:
+def reloadable_redacted_url(url: str) -> str:
     """Return a URL in the form that a run records for loading it again.
 
     The login is removed, and each key is replaced by a placeholder.
     """
     if not is_web(url):
-        return shown_url(url)
+        return redact_url_for_display(url)
     query = url.partition("#")[0].partition("?")[2]
-    return shown_url(url) + (QUERY.sub(rf"\1{MARK}", f"?{query}") if query else "")
+    return redact_url_for_display(url) + (QUERY.sub(rf"\1{MARK}", f"?{query}") if query else "")
 
 
 def check_url(url: str) -> str:
@@ -72,27 +72,31 @@ def check_url(url: str) -> str:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError:
-        raise SourceError(f"{shown_url(url)} is not a URL: write https://host/path") from None
+        raise SourceError(
+            f"{redact_url_for_display(url)} is not a URL: write https://host/path"
+        ) from None
     if MARK in url:
         raise SourceError(
-            f"{shown_url(url)} was fetched with a key that is not recorded: ask the question again "
+            f"{redact_url_for_display(url)} was fetched with a key that is not recorded: "
+            "ask the question again "
             "with the whole URL"
         )
     if not parts.hostname:
         wanted = "https://host/path" if is_web(url) else f"{parts.scheme}://bucket/path"
-        raise SourceError(f"{shown_url(url)} names no host: write {wanted}")
+        raise SourceError(f"{redact_url_for_display(url)} names no host: write {wanted}")
     if parts.password:
-        remember("the password of a URL", unquote(parts.password))
+        register_secret("the password of a URL", unquote(parts.password))
     if not is_web(url):
         if parts.password:
             raise SourceError(
-                f"{shown_url(url)} contains a key: remove it, and set the environment variables "
+                f"{redact_url_for_display(url)} contains a key: remove it, and set the "
+                "environment variables "
                 "that its provider's tools read"
             )
         return url
     for name, value in parse_qsl(parts.query):
         if QUERY.search(f"?{name}={value}"):
-            remember(f"{name} of a URL", value)
+            register_secret(f"{name} of a URL", value)
     return urlunsplit(parts._replace(fragment=""))
 
 

@@ -208,13 +208,13 @@ class RunStore(Protocol):
         for id in self.ids()[:limit]:
             run = self.stored(id)
             try:
-                state = run.state()
+                state = run.journal_version()
             except UnknownRun:  # deleted meanwhile
                 continue
             if id not in known or known[id][0] != state:
                 known[id] = state, summarise(run)
-            review = run.store_reviews().get(id)
-            found.append(replace(known[id][1], review=review, alive=run.is_written()))
+            review = run.reviews_by_run().get(id)
+            found.append(replace(known[id][1], review=review, alive=run.has_active_writer()))
         return found
 
     def listing_state(self) -> object | None:
@@ -268,10 +268,10 @@ class FilelessStoredRun(NamedTuple):
     def __str__(self) -> str:
         return f"run {self.id} in {self.store}"
 
-    def state(self) -> tuple[int, int]:
+    def journal_version(self) -> tuple[int, int]:
         return 0, self.store.size(self.id)
 
-    def is_written(self) -> bool:
+    def has_active_writer(self) -> bool:
         try:
             self.store.check_free(self.id)
         except RunInUse:
@@ -283,7 +283,7 @@ class FilelessStoredRun(NamedTuple):
     def lines(self, offset: int = 0) -> Iterator[bytes]:
         return (line[:-1] for line in self.store.lines(self.id, offset))
 
-    def blocks(self, offset: int = 0) -> Iterator[bytes]:
+    def line_blocks(self, offset: int = 0) -> Iterator[bytes]:
         return iter(self.store.lines(self.id, offset))
 
     def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
@@ -292,17 +292,17 @@ class FilelessStoredRun(NamedTuple):
     def blob(self, digest: str) -> bytes:
         return self.store.blobs.get(digest)
 
-    def has_neighbor(self, id: str) -> bool:
+    def is_run_in_store(self, id: str) -> bool:
         return id in self.store.ids()
 
-    def store_reviews(self) -> Mapping[str, HumanRunReview]:
+    def reviews_by_run(self) -> Mapping[str, HumanRunReview]:
         review = self.store.review(self.id)
         return {} if review.is_empty() else {self.id: review}
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
         return self.store.write_review(id, review)
 
-    def remedy(self, number: int) -> str:
+    def damaged_line_advice(self, number: int) -> str:
         return "the events before it can be read" if number > 1 else NOTHING_KEPT
 
 

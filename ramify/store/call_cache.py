@@ -71,32 +71,34 @@ class CallCache:
                     self._database.execute(f"CREATE TABLE IF NOT EXISTS {table}")
         except sqlite3.Error as error:
             self._finalizer()
-            raise self._failed(error) from error
+            raise self._cache_error(error) from error
 
     def get(self, prompt_hash: str) -> Reply | None:
-        row = self._row("SELECT reply FROM replies WHERE hash = ?", prompt_hash)
+        row = self._fetch_row("SELECT reply FROM replies WHERE hash = ?", prompt_hash)
         try:
             return None if row is None else msgspec.msgpack.decode(row[0], type=Reply)
         except msgspec.DecodeError as error:
-            raise self._failed(error) from error
+            raise self._cache_error(error) from error
 
-    def journal_place(self, prompt_hash: str) -> JournalReplyOffset | None:
-        """Return the journal and position that ``add_run`` registered for the reply to the request
-        with this hash, or None.
+    def reply_journal_position(self, prompt_hash: str) -> JournalReplyOffset | None:
+        """Return the journal and position that ``register_run_replies`` registered for the reply to
+        the request with this hash, or None.
         """
-        row = self._row("SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash)
+        row = self._fetch_row(
+            "SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash
+        )
         return None if row is None else JournalReplyOffset(*row)
 
     def registered_journal_bytes(self, run: str) -> int:
-        """Return the size in bytes that the journal of ``run`` had when ``add_run`` last registered
-        its replies.
+        """Return the size in bytes that the journal of ``run`` had when ``register_run_replies``
+        last registered its replies.
 
         Returns 0 if it never did. A larger journal has new replies.
         """
-        row = self._row("SELECT bytes FROM read_journals WHERE run = ?", run)
+        row = self._fetch_row("SELECT bytes FROM read_journals WHERE run = ?", run)
         return 0 if row is None else int(row[0])
 
-    def add_run(
+    def register_run_replies(
         self, run: str, num_bytes: int, places: Iterable[tuple[str, JournalReplyOffset]]
     ) -> None:
         """Register the positions of all replies in the journal of ``run``, which is ``num_bytes``
@@ -114,7 +116,7 @@ class CallCache:
                     "INSERT OR REPLACE INTO read_journals VALUES (?, ?)", (run, num_bytes)
                 )
         except sqlite3.Error as error:
-            raise self._failed(error) from error
+            raise self._cache_error(error) from error
 
     def put(self, prompt_hash: str, reply: Reply) -> None:
         """Cache ``reply`` under the hash of its request.
@@ -125,7 +127,7 @@ class CallCache:
             data = msgspec.msgpack.encode(reply)
         except UnicodeEncodeError:
             return
-        self._change(
+        self._execute_write(
             "INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", prompt_hash, time.time(), data
         )
 
@@ -133,7 +135,9 @@ class CallCache:
         """Delete cached replies older than ``older_than_s`` seconds, and return how many were
         deleted.
         """
-        deleted = self._change("DELETE FROM replies WHERE at <= ?", time.time() - older_than_s)
+        deleted = self._execute_write(
+            "DELETE FROM replies WHERE at <= ?", time.time() - older_than_s
+        )
         with self._lock:
             self._database.execute("VACUUM")
         return deleted
@@ -146,22 +150,22 @@ class CallCache:
         with self._lock:
             return int(self._database.execute("SELECT count(*) FROM replies").fetchone()[0])
 
-    def _row(self, query: str, *values: object) -> tuple[Any, ...] | None:
+    def _fetch_row(self, query: str, *values: object) -> tuple[Any, ...] | None:
         try:
             with self._lock:
                 row: tuple[Any, ...] | None = self._database.execute(query, values).fetchone()
                 return row
         except sqlite3.Error as error:
-            raise self._failed(error) from error
+            raise self._cache_error(error) from error
 
-    def _change(self, statement: str, *values: object) -> int:
+    def _execute_write(self, statement: str, *values: object) -> int:
         try:
             with self._lock, self._database:
                 return self._database.execute(statement, values).rowcount
         except sqlite3.Error as error:
-            raise self._failed(error) from error
+            raise self._cache_error(error) from error
 
-    def _failed(self, error: Exception) -> StoreError:
+    def _cache_error(self, error: Exception) -> StoreError:
         return StoreError(
             f"the call cache {self.path} cannot be used: {error}; delete the file, or run without "
             "the cache"

@@ -112,7 +112,7 @@ still be written.
 _RESERVE = "ramify.reserve"
 
 
-def keep_reserve(root: Path) -> None:
+def reserve_disk_space(root: Path) -> None:
     """Reserve disk space for the store at ``root``, if enough is free.
 
     When the disk becomes full, the reserve is freed for replies that still arrive.
@@ -184,7 +184,7 @@ class StoreSizeMonitor:
 
         The result is cached for ``warn_if_full``.
         """
-        total = sum(_walk(self._root)) - reserve_file_size(self._root)
+        total = sum(_file_sizes(self._root)) - reserve_file_size(self._root)
         data = msgspec.json.encode(_Size(total, self._now()))
         try:
             fd = os.open(
@@ -205,17 +205,17 @@ class StoreSizeMonitor:
         """
         if self._warned:
             return
-        size = self._remembered()
+        size = self._cached_size()
         cap = max_store_bytes()
         if size > cap:
             self._warned = True
-            _log.warn(
+            _log.issue_python_warning(
                 f"the store {self._root} holds {size / 1e9:.1f} GB, more than its limit of "
                 f"{cap / 1e9:.1f} GB: prune old runs, or set RAMIFY_STORE_MAX_BYTES",
                 stacklevel=4,
             )
 
-    def _remembered(self) -> int:
+    def _cached_size(self) -> int:
         try:
             size = msgspec.json.decode((self._root / "size.json").read_bytes(), type=_Size)
         except (OSError, msgspec.DecodeError):
@@ -239,11 +239,11 @@ def max_store_bytes() -> int:
         ) from None
 
 
-def _walk(folder: Path) -> Iterator[int]:
+def _file_sizes(folder: Path) -> Iterator[int]:
     for entry in os.scandir(folder):
         try:
             if entry.is_dir(follow_symlinks=False):
-                yield from _walk(Path(entry.path))
+                yield from _file_sizes(Path(entry.path))
             else:
                 yield entry.stat(follow_symlinks=False).st_size
         except FileNotFoundError:
@@ -283,7 +283,7 @@ class FlushErrorHandler(Protocol):
     It is notified if a flush fails.
     """
 
-    def flush_failed(self, error: OSError) -> None:
+    def handle_flush_failure(self, error: OSError) -> None:
         """Handle a failed flush, after which the written bytes may not be on disk."""
         ...
 
@@ -304,7 +304,7 @@ class FsyncFlusher:
         self._is_waiting = False
         """Whether the thread waits for work."""
 
-    def flush(self, file: File, owner: FlushErrorHandler) -> None:
+    def request_flush(self, file: File, owner: FlushErrorHandler) -> None:
         """Request a flush of ``file`` in the background and return at once."""
         with self._turn:
             self._due[file] = owner
@@ -315,10 +315,10 @@ class FsyncFlusher:
             self._running = True
         try:
             threading.Thread(target=self._run, name="ramify-flusher", daemon=True).start()
-        except RuntimeError:  # the interpreter is shutting down: ``settle`` does the work
+        except RuntimeError:  # the interpreter is shutting down: ``wait_for_flushes`` does the work
             self._running = False
 
-    def settle(self, owner: FlushErrorHandler) -> None:
+    def wait_for_flushes(self, owner: FlushErrorHandler) -> None:
         """Wait until all flushes that were requested for files of ``owner``, such as a journal,
         are done.
         """
@@ -374,7 +374,7 @@ class FsyncFlusher:
         except FileNotFoundError:
             return  # deleted meanwhile: nothing to flush
         except OSError as error:
-            owner.flush_failed(error)
+            owner.handle_flush_failure(error)
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -415,7 +415,7 @@ class BlobStore:
         path = self.path(digest)
         make_folder(path.parent, self._flusher.fsync)
         with self._hold(fcntl.LOCK_SH):
-            if _refresh(path, num_bytes):
+            if _touch_if_complete(path, num_bytes):
                 return
         temporary = path.with_name(f".{digest[:16]}.{os.getpid()}.{os.urandom(6).hex()}")
         try:
@@ -424,14 +424,14 @@ class BlobStore:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        self._flusher.flush(path, self)
-        self._flusher.flush(path.parent, self)
+        self._flusher.request_flush(path, self)
+        self._flusher.request_flush(path.parent, self)
 
     def get(self, digest: str) -> bytes:
         """Return the bytes with this SHA-256 hash, after verifying the hash."""
         import hashlib
 
-        with self.map(digest) as view:
+        with self.memory_map(digest) as view:
             data = bytes(view)
         if hashlib.sha256(data).hexdigest() != digest:
             raise StoreError(
@@ -441,7 +441,7 @@ class BlobStore:
         return data
 
     @contextmanager
-    def map(self, digest: str) -> Iterator[memoryview]:
+    def memory_map(self, digest: str) -> Iterator[memoryview]:
         """Return a context manager that maps a blob's file into memory and yields its bytes as a
         read-only view.
 
@@ -465,7 +465,7 @@ class BlobStore:
         finally:
             os.close(fd)
 
-    def flush_failed(self, error: OSError) -> None:
+    def handle_flush_failure(self, error: OSError) -> None:
         """Ignore a failed flush.
 
         A blob that did not reach the disk is reported as damaged when it is read.
@@ -525,7 +525,7 @@ class BlobStore:
             os.close(fd)
 
 
-def _refresh(path: Path, size: int) -> bool:
+def _touch_if_complete(path: Path, size: int) -> bool:
     """Return True if the complete blob exists, and set its modification time to now, as if it had
     just been stored.
     """

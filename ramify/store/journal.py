@@ -111,7 +111,7 @@ class LineWriter:
         """
         with self._lock:
             self._check(allow_gap=allow_gap)
-            line, crc = self._chain.sealed(line)
+            line, crc = self._chain.add_checksum(line)
             try:
                 self._write(line)
             except StoreError as error:
@@ -121,7 +121,7 @@ class LineWriter:
             offset, self.size = self.size, self.size + len(line)
             self._chain.crc = crc
             if flushes:
-                self._flusher.flush(self._fd, self)
+                self._flusher.request_flush(self._fd, self)
             return offset
 
     def _write(self, line: bytes) -> None:
@@ -152,16 +152,16 @@ class LineWriter:
             if self._closed:
                 return
             self._closed = True
-        self._flusher.flush(self._fd, self)
-        self._flusher.settle(self)
-        writer_file(self.path).unlink(missing_ok=True)
+        self._flusher.request_flush(self._fd, self)
+        self._flusher.wait_for_flushes(self)
+        writer_process_file(self.path).unlink(missing_ok=True)
         # Unlock explicitly: a process forked from this one may still hold the descriptor.
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)
 
-    def flush_failed(self, error: OSError) -> None:
+    def handle_flush_failure(self, error: OSError) -> None:
         self._failure = error
 
     def _check(self, *, allow_gap: bool) -> None:
@@ -234,7 +234,7 @@ class Journal:
 
         Idempotent.
         """
-        self._flusher.settle(self._blobs)
+        self._flusher.wait_for_flushes(self._blobs)
         self.file.close()
 
     def live_text(self) -> LiveReplyFileWriter:
@@ -255,7 +255,7 @@ class Journal:
         self.close()
 
 
-def writer_file(journal: Path) -> Path:
+def writer_process_file(journal: Path) -> Path:
     """Return the path of the file beside a journal that names its writing process."""
     return journal.with_suffix(".writer")
 
@@ -271,8 +271,8 @@ def open_locked(path: Path, flags: int) -> int:
         _lock(fd, path)
         if _is_at(path, fd):
             me = msgspec.json.encode(this_process())
-            writer_file(path).write_bytes(me)
-            writer_file(path).chmod(FILE_MODE)
+            writer_process_file(path).write_bytes(me)
+            writer_process_file(path).chmod(FILE_MODE)
             return fd
     except BaseException:
         os.close(fd)
@@ -296,7 +296,7 @@ def _lock(fd: int, path: Path) -> None:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                holder = _named(path) or "another process"
+                holder = _read_writer(path) or "another process"
                 raise run_in_use_error(path, str(holder)) from None
         time.sleep(0.01)
 
@@ -306,11 +306,11 @@ def run_in_use_error(path: Path, holder: str) -> RunInUse:
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
-def writer(path: Path) -> WriterProcessId | None:
+def find_writer_process(path: Path) -> WriterProcessId | None:
     """Return the process that is writing the journal at ``path`` now, or None if no live process
     is.
     """
-    named = _named(path)
+    named = _read_writer(path)
     if named is None:
         return None
     try:
@@ -327,9 +327,9 @@ def writer(path: Path) -> WriterProcessId | None:
     return None
 
 
-def _named(path: Path) -> WriterProcessId | None:
+def _read_writer(path: Path) -> WriterProcessId | None:
     try:
-        return msgspec.json.decode(writer_file(path).read_bytes(), type=WriterProcessId)
+        return msgspec.json.decode(writer_process_file(path).read_bytes(), type=WriterProcessId)
     except (OSError, msgspec.DecodeError):
         return None
 
@@ -351,7 +351,7 @@ def cut_torn_line(fd: int) -> None:
         os.ftruncate(fd, end)
 
 
-def chain_at_end(fd: int, path: Path) -> ChecksumChain:
+def checksum_chain_at_end(fd: int, path: Path) -> ChecksumChain:
     """Return the running checksum at the end of a journal, so that new lines can continue it.
 
     The last line must be complete. Raises StoreError if a line lacks its checksum.
@@ -362,9 +362,9 @@ def chain_at_end(fd: int, path: Path) -> ChecksumChain:
         chain.advance(tail)
         return chain
     for number, line in enumerate(lines(path), start=1):
-        problem = chain.problem(line)
+        problem = chain.damage_reason(line)
         if problem and not has_checksum(line):
-            raise damaged(FileStoredRun(path), number, problem)
+            raise damaged_line_error(FileStoredRun(path), number, problem)
         chain.advance(line)
     return chain
 
@@ -393,7 +393,7 @@ def encode_line(event: msgspec.Struct, secrets: SecretRedactor) -> bytes:
         line = _encoder.encode(event)
     except (UnicodeEncodeError, RecursionError, TypeError) as error:
         return _plain_line(event, secrets, error)
-    return _plain_line(event, secrets) if secrets.found_in(line) else line + b"\n"
+    return _plain_line(event, secrets) if secrets.contains_secret(line) else line + b"\n"
 
 
 def _plain_line(
@@ -475,7 +475,7 @@ def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
 
-def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
+def line_blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
     """Yield the complete lines of a journal from byte ``offset`` on, in blocks of many lines with
     their newlines.
 
@@ -501,25 +501,25 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
     Raises StoreError at the first damaged line.
     """
     chain, fold, number = ChecksumChain(), TrajectoryFold(), 0
-    for block in run.blocks():
+    for block in run.line_blocks():
         lines = block[:-1].split(b"\n")
-        for line, decoded in zip(lines, _decoded(block, len(lines)), strict=True):
+        for line, decoded in zip(lines, _decode_block(block, len(lines)), strict=True):
             number += 1
             if decoded is None or type(decoded) is RunStarted:
                 event = decode_line(line, run, number, chain)
             elif problem := chain.check_and_advance(line):
-                raise damaged(run, number, problem)
+                raise damaged_line_error(run, number, problem)
             else:
                 event = decoded
             if not chain.is_checked:  # then only its sense shows that a line is missing before it
                 try:
                     fold.apply(event)
                 except (KeyError, IndexError) as error:
-                    raise damaged(run, number, MISFIT) from error
+                    raise damaged_line_error(run, number, MISFIT) from error
             yield event
 
 
-def _decoded(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
+def _decode_block(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
     """Decode a block of lines at once, which is several times faster than line by line.
 
     If any line is damaged, return None for every line of the block.
@@ -548,7 +548,7 @@ class FileStoredRun(NamedTuple):
     def __str__(self) -> str:
         return str(self.path)
 
-    def state(self) -> tuple[int, int]:
+    def journal_version(self) -> tuple[int, int]:
         """Return the inode and the size in bytes of the file."""
         try:
             stat = self.path.stat()
@@ -556,14 +556,14 @@ class FileStoredRun(NamedTuple):
             raise StoreError(f"cannot read {self.path}: {error.strerror}") from error
         return stat.st_ino, stat.st_size
 
-    def is_written(self) -> bool:
-        return writer(self.path) is not None
+    def has_active_writer(self) -> bool:
+        return find_writer_process(self.path) is not None
 
     def lines(self, offset: int = 0) -> Iterator[bytes]:
         return lines(self.path, offset)
 
-    def blocks(self, offset: int = 0) -> Iterator[bytes]:
-        return blocks(self.path, offset)
+    def line_blocks(self, offset: int = 0) -> Iterator[bytes]:
+        return line_blocks(self.path, offset)
 
     def lines_at(self, offsets: Iterable[int]) -> Iterator[bytes]:
         try:
@@ -581,16 +581,16 @@ class FileStoredRun(NamedTuple):
         except OSError as error:
             raise StoreError(f"blob {digest[:12]}… is not in the store: {error.strerror}") from None
 
-    def has_neighbor(self, id: str) -> bool:
+    def is_run_in_store(self, id: str) -> bool:
         return is_run_id(id) and (self.path.parent / f"{id}.jsonl").is_file()
 
-    def store_reviews(self) -> dict[str, HumanRunReview]:
+    def reviews_by_run(self) -> dict[str, HumanRunReview]:
         return read_reviews(self.path)
 
     def write_review(self, id: str, review: HumanRunReview) -> HumanRunReview:
         return write_review(self.path, id, review)
 
-    def remedy(self, number: int) -> str:
+    def damaged_line_advice(self, number: int) -> str:
         if number == 1:
             return f"{NOTHING_KEPT}: delete it with `ramify runs rm {self.id}`"
         return f"the events before it can be read, and `ramify runs repair {self.id}` keeps them"
@@ -599,9 +599,9 @@ class FileStoredRun(NamedTuple):
 MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
-def damaged(run: StoredRun, number: int, why: object) -> StoreError:
+def damaged_line_error(run: StoredRun, number: int, why: object) -> StoreError:
     """Return the error for a journal line that was changed, or that follows missing lines."""
-    return StoreError(f"{run}, line {number} is damaged: {why}; {run.remedy(number)}")
+    return StoreError(f"{run}, line {number} is damaged: {why}; {run.damaged_line_advice(number)}")
 
 
 NOTHING_KEPT = "it says what the run is about, so nothing can be kept"
@@ -620,15 +620,15 @@ def decode_line(
     If ``chain`` is given, the checksum of the line is verified, and the chain advances past the
     line.
     """
-    problem = "" if chain is None else chain.problem(line)
+    problem = "" if chain is None else chain.damage_reason(line)
     if problem:
-        raise damaged(run, number, problem)
+        raise damaged_line_error(run, number, problem)
     if line.startswith(b'{"type":"RunStarted"'):
         check_version(line, run)
     try:
         event = _decoder().decode(line)
     except CANNOT_DECODE as error:
-        raise damaged(run, number, error) from error
+        raise damaged_line_error(run, number, error) from error
     if chain is not None:
         chain.advance(line)
     return event
@@ -664,7 +664,7 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
     offset, number, failures, inode, chain = 0, 0, 0, 0, ChecksumChain()
     while True:
-        alive = writer(path) is not None  # first: its last lines are still read below
+        alive = find_writer_process(path) is not None  # first: its last lines are still read below
         try:
             inode = _same_file(path, inode, offset)
             for line in lines(path, offset):

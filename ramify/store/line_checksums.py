@@ -40,7 +40,7 @@ class ChecksumChain:
         self.is_checked = False
         """True once a line had a checksum. Every later line must then have one, too."""
 
-    def sealed(self, line: bytes) -> tuple[bytes, int]:
+    def add_checksum(self, line: bytes) -> tuple[bytes, int]:
         """Return a line with its checksum added, and the checksum.
 
         The line is a JSON object and a newline.
@@ -49,7 +49,7 @@ class ChecksumChain:
         crc = crc32(covered, self.crc)
         return covered + _tail(crc) + b"\n", crc
 
-    def problem(self, line: bytes) -> str:
+    def damage_reason(self, line: bytes) -> str:
         """Return the reason why the next line, given without its newline, is damaged.
 
         Returns an empty string if it is intact.
@@ -69,12 +69,12 @@ class ChecksumChain:
         if line.endswith(_tail(crc)):
             self.crc, self.is_checked = crc, True
             return ""
-        problem = self.problem(line)
+        problem = self.damage_reason(line)
         if not problem:
             self.advance(line)
         return problem
 
-    def fits(self, line: bytes, crc: int) -> bool:
+    def does_line_follow(self, line: bytes, crc: int) -> bool:
         """Return True if ``line`` directly follows a line with the checksum ``crc``."""
         return line.endswith(_tail(crc32(line[:-_NUM_BYTES], crc)))
 

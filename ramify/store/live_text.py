@@ -30,7 +30,7 @@ import msgspec
 from ramify.secret_redaction import SecretRedactor
 from ramify.store.durable_files import FILE_MODE
 from ramify.store.line_checksums import ChecksumChain, has_checksum
-from ramify.types.message import encodable
+from ramify.types.message import escape_surrogates
 
 MAX_CHARS = 4_000
 """Maximum number of characters of one reply in the file. Only the end of a longer reply is kept."""
@@ -63,7 +63,7 @@ class LiveReplyFile:
     """
 
     def __init__(self, journal: Path) -> None:
-        self.path = live_file(journal)
+        self.path = live_reply_file_path(journal)
         self._fd: int | None = None
 
     def open_existing(self) -> None:
@@ -132,9 +132,11 @@ class LiveReplyFileWriter(LiveReplyFile):
         """
         assert self._fd is not None
         most = max(1, min(MAX_CHARS, MAX_ALL_CHARS // max(1, len(replies))))
-        line = msgspec.json.encode(_Snapshot([self._shown(reply, most) for reply in replies]))
+        line = msgspec.json.encode(
+            _Snapshot([self._redacted_reply(reply, most) for reply in replies])
+        )
         if line != self._written:
-            sealed, _ = ChecksumChain().sealed(line + b"\n")
+            sealed, _ = ChecksumChain().add_checksum(line + b"\n")
             os.pwrite(self._fd, sealed, 0)
             os.ftruncate(self._fd, len(sealed))
             self._written = line
@@ -146,17 +148,17 @@ class LiveReplyFileWriter(LiveReplyFile):
                 self._unlink(self._fd)
         self.close()
 
-    def _shown(self, reply: ArrivingReply, most: int) -> ArrivingReply:
-        text, reasoning = map(self._public, (reply.text, reply.reasoning))
+    def _redacted_reply(self, reply: ArrivingReply, most: int) -> ArrivingReply:
+        text, reasoning = map(self._redact_text, (reply.text, reply.reasoning))
         is_cut = reply.is_cut or len(text) > most or len(reasoning) > most
         return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
 
-    def _public(self, text: str) -> str:
+    def _redact_text(self, text: str) -> str:
         """Redact the secrets in ``text``.
 
         Its last characters are removed if they could be the beginning of a secret.
         """
-        return self._secrets.trim_partial_secret(self._secrets.redact(encodable(text)))
+        return self._secrets.trim_partial_secret(self._secrets.redact(escape_surrogates(text)))
 
 
 class LiveReplyFileReader(LiveReplyFile):
@@ -187,7 +189,7 @@ class LiveReplyFileReader(LiveReplyFile):
             if state == self._read_state or not stat.st_size:
                 return None
             line, end, _ = os.pread(self._fd, _MAX_BYTES, 0).partition(b"\n")
-            if not end or not has_checksum(line) or ChecksumChain().problem(line):
+            if not end or not has_checksum(line) or ChecksumChain().damage_reason(line):
                 return None  # it is being overwritten: the next time
             self._read_state = state
             return msgspec.json.decode(line, type=_Snapshot).replies
@@ -215,7 +217,7 @@ class LiveReplyFileReader(LiveReplyFile):
         return self._fd is not None
 
 
-def live_file(journal: Path) -> Path:
+def live_reply_file_path(journal: Path) -> Path:
     """Return the path of the file beside ``journal`` that holds its arriving replies."""
     return journal.with_suffix(".live")
 

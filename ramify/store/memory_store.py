@@ -60,13 +60,13 @@ class MemoryStore(RunStore):
 
     def reopen(self, run: str, secrets: Mapping[str, str] | None = None) -> MemoryJournal:
         with self._lock:
-            id = self._free(run)
+            id = self._resolve_free_run(run)
             self._written.add(id)
         return self._journal(id, secrets)
 
     def check_free(self, run: str) -> None:
         with self._lock:
-            self._free(run)
+            self._resolve_free_run(run)
 
     def ids(self) -> list[str]:
         with self._lock:
@@ -98,7 +98,7 @@ class MemoryStore(RunStore):
         before it refers to it.
         """
         with self._lock:
-            id = self._free(run)
+            id = self._resolve_free_run(run)
             self._reviews.pop(id, None)
             self._starts.pop(id, None)
             freed = sum(map(len, self._lines.pop(id)))
@@ -124,7 +124,7 @@ class MemoryStore(RunStore):
             starts.append(starts[-1] + len(line))
         return starts
 
-    def _free(self, run: str) -> str:
+    def _resolve_free_run(self, run: str) -> str:
         id = resolve_run_id(run, [*self._lines][::-1], self)
         if id in self._written:
             raise RunInUse(f"run {id} is being written in this process: wait for it, or cancel it")

@@ -29,8 +29,8 @@ from ramify.store.durable_files import (
     StoreSizeMonitor,
     remove_file,
 )
-from ramify.store.journal import open_locked, writer, writer_file
-from ramify.store.live_text import delete_if_unfollowed, live_file
+from ramify.store.journal import find_writer_process, open_locked, writer_process_file
+from ramify.store.live_text import delete_if_unfollowed, live_reply_file_path
 from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 
@@ -65,7 +65,7 @@ class StorePruner:
         Returns the number of bytes freed. Raises StoreError while a process is writing the journal.
         """
         stat, candidates = _delete(path)
-        return stat.st_size + self._delete_tokens() + self._collect(candidates)
+        return stat.st_size + self._delete_tokens() + self._delete_unreferenced(candidates)
 
     def prune(
         self,
@@ -83,14 +83,16 @@ class StorePruner:
         records = sorted((self._root / EVALUATIONS).glob("*.jsonl"), reverse=True)
         records = records[keep_last or 0 :][::-1]
         oldest_first = [
-            path for path in newest_first[keep_last or 0 :][::-1] if writer(path) is None
+            path
+            for path in newest_first[keep_last or 0 :][::-1]
+            if find_writer_process(path) is None
         ]
         if older_than_s is None:
             takes_all = keep_last is not None and max_bytes is None
             old_runs, old_records = (oldest_first, records) if takes_all else ([], [])
         else:
             old_runs, old_records = (
-                _older(paths, older_than_s) for paths in (oldest_first, records)
+                _older_than(paths, older_than_s) for paths in (oldest_first, records)
             )
         removed = PruneResult(
             self._remove_all(old_runs), [path.stem for path in old_records if _delete_record(path)]
@@ -99,7 +101,9 @@ class StorePruner:
         if max_bytes is not None:
             deleted = {*removed.runs, *removed.evaluations}
             remaining = [path for path in (*oldest_first, *records) if path.stem not in deleted]
-            self._fit(max_bytes, sorted(remaining, key=lambda path: path.stat().st_mtime), removed)
+            self._prune_to_size(
+                max_bytes, sorted(remaining, key=lambda path: path.stat().st_mtime), removed
+            )
         if removed.evaluations:
             self._delete_matrices()
         return removed
@@ -133,7 +137,7 @@ class StorePruner:
             candidates |= {
                 name: max(ended, candidates.get(name, 0.0)) for name, ended in named.items()
             }
-        self._collect(candidates)
+        self._delete_unreferenced(candidates)
         return removed
 
     def _delete_tokens(self) -> int:
@@ -143,7 +147,9 @@ class StorePruner:
         """
         return sum(map(remove_file, (self._root / TOKENIZED).glob("*")))
 
-    def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
+    def _prune_to_size(
+        self, max_bytes: int, oldest_first: list[Path], removed: PruneResult
+    ) -> None:
         """Delete the oldest runs until the store has at most ``max_bytes`` bytes, and add their ids
         to ``removed``.
         """
@@ -172,14 +178,14 @@ class StorePruner:
                 candidates[path.name] = settled
             elif stat.st_mtime < stale:
                 remove_file(path)
-        self._collect(candidates)
+        self._delete_unreferenced(candidates)
         for path in self._runs.glob("*.writer"):
             if not path.with_suffix(".jsonl").exists() and path.stat().st_mtime < stale:
                 remove_file(path)
         for path in self._runs.glob("*.live"):
             delete_if_unfollowed(path)
 
-    def _collect(self, candidates: dict[str, float]) -> int:
+    def _delete_unreferenced(self, candidates: dict[str, float]) -> int:
         """Delete the ``candidates`` that no journal refers to, and return the number of bytes
         freed.
 
@@ -189,11 +195,13 @@ class StorePruner:
         if not candidates:
             return 0
         # A run stores a blob just before its journal refers to it, so recent blobs may be needed.
-        writing = any(writer(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer"))
+        writing = any(
+            find_writer_process(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer")
+        )
         latest = time.time() - GRACE_S if writing else float("inf")
         unnamed = dict(candidates)
         for path in self._runs.glob("*.jsonl"):
-            for name in _names(path):
+            for name in _blob_digests(path):
                 unnamed.pop(name, None)
         return sum(self._blobs.delete(name, min(spare, latest)) for name, spare in unnamed.items())
 
@@ -213,11 +221,11 @@ def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
         raise StoreError(f"cannot delete {path}: {error.strerror}") from error
     try:
         stat = os.fstat(fd)
-        named = dict.fromkeys(_names(path), stat.st_mtime)
+        named = dict.fromkeys(_blob_digests(path), stat.st_mtime)
         remove_file(path)
-        remove_file(writer_file(path))
+        remove_file(writer_process_file(path))
         remove_file(review_file(path))
-        remove_file(live_file(path))
+        remove_file(live_reply_file_path(path))
         for backup in backups(path):
             remove_file(backup)
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -226,7 +234,7 @@ def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
     return stat, named
 
 
-def _older(paths: list[Path], than_s: float) -> list[Path]:
+def _older_than(paths: list[Path], than_s: float) -> list[Path]:
     return [path for path in paths if time.time() - path.stat().st_mtime > than_s]
 
 
@@ -249,7 +257,7 @@ def _delete_record(path: Path) -> bool:
     return True
 
 
-def _names(path: Path) -> Iterator[str]:
+def _blob_digests(path: Path) -> Iterator[str]:
     """Yield the hashes of the blobs that a journal refers to."""
     try:
         with open(path, "rb") as file:

@@ -134,7 +134,7 @@ class RunEventIndex:
         for event in events:
             self._add(event)
         if self._failed_end:
-            self._reopen()
+            self._reopen_unfinished()
         if not self.questions:
             raise StoreError(
                 "the journal contains no RunStarted event: the run was cut off before it began"
@@ -146,7 +146,7 @@ class RunEventIndex:
             for place, texts in (forked.get("prompts") or {}).items()
         }
 
-    def edited_messages(
+    def apply_message_edits(
         self, call: str, turn: int, new: tuple[Message, ...]
     ) -> tuple[Message, ...]:
         """Return the messages that a turn adds to its conversation, with any edits applied.
@@ -168,12 +168,14 @@ class RunEventIndex:
         self.check_prompt_matches(call, turn, prompt_hash)
         if (call, turn) not in self._requests:
             self._fail_again(call)  # the budget ran out before it was sent
-            self._missing(f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})")
+            self._raise_if_strict(
+                f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})"
+            )
             return None
         reply = self._replies.get((call, turn))
         if reply is None:
             self._fail_again(call)
-            self._missing(f"a reply to call {call}, turn {turn}")
+            self._raise_if_strict(f"a reply to call {call}, turn {turn}")
         return None if reply is None else reply.reply
 
     def reusable_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
@@ -215,7 +217,7 @@ class RunEventIndex:
         recorded = self._requests.get((call, turn))
         if recorded is not None and recorded.prompt_hash != prompt_hash:
             self._refuse_again(call, turn, prompt_hash)
-            raise self._diverged(
+            raise self._note_divergence(
                 f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash "
                 f"{prompt_hash[:12]} but {recorded.prompt_hash[:12]} was recorded; the code, tools "
                 "or context have changed, so start a new run"
@@ -226,7 +228,7 @@ class RunEventIndex:
         unchanged from earlier turns of the call."""
         return self._replies[call, turn].reused_ids
 
-    def attempts_at(self, call: str, turn: int) -> list[AttemptFailed]:
+    def failed_attempts(self, call: str, turn: int) -> list[AttemptFailed]:
         """Return the failed attempts at this turn's request.
 
         Some of them may have been billed.
@@ -260,7 +262,7 @@ class RunEventIndex:
         if request is not None:
             self._held[_key(request)] = None
 
-    def unanswered(self) -> list[RequestStarted]:
+    def in_flight_requests(self) -> list[RequestStarted]:
         """Return all requests that were in flight when the run was cut off."""
         return [
             request
@@ -279,7 +281,7 @@ class RunEventIndex:
         """Return the recorded result of one code cell of a turn, or None if it was not recorded."""
         return self._cells.get((call, turn, cell))
 
-    def has_call(self, id: str, where: CallSite) -> bool:
+    def was_call_made_at(self, id: str, where: CallSite) -> bool:
         """Return True if the call ``id`` in the recorded run was made by the code cell at
         ``where``.
         """
@@ -297,7 +299,7 @@ class RunEventIndex:
             return next_request.last_word is not None
         return ended is not None and ended.stop.is_truncated()
 
-    def tool(
+    def recorded_tool_result(
         self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
     ) -> ToolAnswered | None:
         """Return the recorded result or error of one call of a user's tool, or None if there is
@@ -306,10 +308,10 @@ class RunEventIndex:
         recorded = self._tools.get((call, turn, cell, ordinal))
         place = f"call {call}, turn {turn}, cell {cell}, tool call {ordinal}"
         if recorded is None:
-            self._missing(f"a tool's answer at {place}")
+            self._raise_if_strict(f"a tool's answer at {place}")
             return None
         if recorded.arguments_hash != arguments_hash:
-            raise self._diverged(
+            raise self._note_divergence(
                 f"run {self.started.id}, {place}: the arguments have hash {arguments_hash[:12]} "
                 f"but {recorded.arguments_hash[:12]} was recorded for tool '{recorded.name}'; "
                 "start a new run"
@@ -387,7 +389,7 @@ class RunEventIndex:
         last = [turn for turn in turns if self._requests[id, turn].last_word is not None]
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
-    def forgotten(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
+    def pop_dropped_turns(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
         """Return the dropped turns of a call, from the given one on, oldest first.
 
         They were paid for but no longer count. Each is returned only once.
@@ -444,7 +446,7 @@ class RunEventIndex:
             raise LimitReached(reason, ended.stop)
         raise ModelError(reason)
 
-    def _reopen(self) -> None:
+    def _reopen_unfinished(self) -> None:
         """Forget how the run and its unfinished calls ended, if it failed or was stopped without an
         answer.
 
@@ -458,13 +460,13 @@ class RunEventIndex:
             if is_stopped or (ended.stop is Stop.ERROR and id not in self._parents):
                 del self._ends[id]
 
-    def _diverged(self, text: str) -> ReplayDiverged:
+    def _note_divergence(self, text: str) -> ReplayDiverged:
         self.diverged = ReplayDiverged(text)
         return self.diverged
 
-    def _missing(self, what: str) -> None:
+    def _raise_if_strict(self, what: str) -> None:
         if self.strict:
-            raise self._diverged(
+            raise self._note_divergence(
                 f"run {self.started.id} did not record {what}; resume the run to request it"
             )
 
@@ -483,7 +485,7 @@ class RunEventIndex:
             return  # a score is about the run, not part of it
         # The run was resumed after this end, so the end does not count. A new question keeps it.
         if self._failed_end and not isinstance(event, RunStarted):
-            self._reopen()
+            self._reopen_unfinished()
         if type(event) not in _LOOKED_UP:
             self._held[_key(event)] = None
         self.last_s = max(self.last_s, event.at_s)

@@ -23,12 +23,12 @@ from ramify.store.durable_files import FILE_MODE, BlobStore, Fsync, sync_folder,
 from ramify.store.journal import (
     MISFIT,
     FileStoredRun,
-    damaged,
+    damaged_line_error,
     decode_line,
+    find_writer_process,
     lines,
     open_locked,
-    writer,
-    writer_file,
+    writer_process_file,
 )
 from ramify.store.line_checksums import CHANGED, ChecksumChain, has_checksum
 from ramify.types.event import (
@@ -107,11 +107,11 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckRes
 
     If ``blobs`` is given, also check the stored contexts that it refers to.
     """
-    check = JournalCheckResult(path.stem, is_written=writer(path) is not None)
+    check = JournalCheckResult(path.stem, is_written=find_writer_process(path) is not None)
     chain, fold = ChecksumChain(), TrajectoryFold()
     offset, crcs, digests = 0, [0], dict[str, None]()
     for number, line in enumerate(lines(path), start=1):
-        reason = chain.problem(line)
+        reason = chain.damage_reason(line)
         if not reason:
             try:
                 event = decode_line(line, FileStoredRun(path), number)
@@ -134,7 +134,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckRes
         check.num_lines, check.num_checked = number, check.num_checked + has_checksum(line)
         offset += len(line) + 1
     check.torn_bytes = path.stat().st_size - offset if not check.is_written else 0
-    check.lost_contexts = [] if blobs is None else [*_lost(digests, blobs)]
+    check.lost_contexts = [] if blobs is None else [*_find_lost_blobs(digests, blobs)]
     return check
 
 
@@ -158,18 +158,18 @@ def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
     """
     if len(line) * len(crcs) > _MAX_COMPARED_BYTES:
         return ""
-    after = next((at for at, crc in enumerate(crcs) if chain.fits(line, crc)), None)
+    after = next((at for at, crc in enumerate(crcs) if chain.does_line_follow(line, crc)), None)
     if after is None:
         return ""
     where = f"line {after}" if after else "the beginning"
     return f"it belongs after {where}: lines are missing, repeated or in another order"
 
 
-def _lost(digests: dict[str, None], blobs: BlobStore) -> list[str]:
+def _find_lost_blobs(digests: dict[str, None], blobs: BlobStore) -> list[str]:
     lost = []
     for digest in digests:
         try:
-            with blobs.map(digest) as view:
+            with blobs.memory_map(digest) as view:
                 is_whole = hashlib.sha256(view).hexdigest() == digest
             if not is_whole:
                 lost.append(f"the context {digest[:12]} is damaged")
@@ -193,7 +193,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
             raise StoreError(f"{path} is whole: there is nothing to repair")
         damage = check.damage[0]
         if damage.number == 1:
-            raise damaged(FileStoredRun(path), 1, damage.reason)
+            raise damaged_line_error(FileStoredRun(path), 1, damage.reason)
         num_lost = _count_replies(path, damage)
         backup = _free_name(path)
         temporary = path.with_name(f".{path.stem}.{os.getpid()}.repaired")
@@ -206,7 +206,7 @@ def repair_journal(path: Path, fsync: Fsync = os.fsync) -> JournalRepairResult:
             raise
         sync_folder(path.parent, fsync)
     finally:
-        writer_file(path).unlink(missing_ok=True)
+        writer_process_file(path).unlink(missing_ok=True)
         os.close(fd)
     return JournalRepairResult(path.stem, damage, damage.number - 1, num_lost, backup)
 

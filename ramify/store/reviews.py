@@ -194,7 +194,7 @@ def read_reviews(path: Path) -> dict[str, HumanRunReview]:
         raise StoreError(f"{file} is not a file of reviews: {error}; repair or delete it") from None
 
 
-def listed_reviews(path: Path) -> Mapping[str, HumanRunReview]:
+def read_reviews_for_listing(path: Path) -> Mapping[str, HumanRunReview]:
     """Return the reviews for ``path`` by run id, for listings.
 
     Does not raise if the file of reviews is damaged.
@@ -215,7 +215,7 @@ def write_review(path: Path, run_id: str, review: HumanRunReview) -> HumanRunRev
     """
     file = review_file(path)
     review = msgspec.structs.replace(review, changed_at=time.time())
-    with _exclusive(path.parent):
+    with _lock_folder(path.parent):
         reviews = {**read_reviews(path), run_id: review}
         if review.is_empty():
             del reviews[run_id]
@@ -227,7 +227,7 @@ def write_review(path: Path, run_id: str, review: HumanRunReview) -> HumanRunRev
 
 
 @contextmanager
-def _exclusive(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock the folder, so that no other process changes a review at the same time."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)

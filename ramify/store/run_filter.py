@@ -42,7 +42,7 @@ class RunFilter(NamedTuple):
     """Field and value of each condition that a text contains a value."""
 
     @property
-    def narrows(self) -> bool:
+    def has_conditions(self) -> bool:
         """Return True if the filter has conditions, which may exclude runs."""
         return bool(self.conditions)
 
@@ -105,23 +105,25 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
         name, value = name.lower(), raw.removeprefix('"').removesuffix('"').lower()
         if _OPEN.fullmatch(part):
             bare = part.strip('"')
-            raise _unreadable(part, f"{bare} needs a value", _opened(bare))
+            raise _filter_error(part, f"{bare} needs a value", _complete_example(bare))
         if name == "group":
             if value not in GROUPS:
-                raise _unreadable(
-                    part, f"rows can only be grouped by {_listed(GROUPS)}", "group:origin"
+                raise _filter_error(
+                    part, f"rows can only be grouped by {_join_with_or(GROUPS)}", "group:origin"
                 )
             group = value
         elif name == "sort":
             sort = value.removeprefix("-")
             if sort not in FIELDS:
-                fix = f"sort:{_nearest(sort)}"
-                raise _unreadable(part, f"rows can only be sorted by {_listed(FIELDS)}", fix)
+                fix = f"sort:{_nearest_field(sort)}"
+                raise _filter_error(
+                    part, f"rows can only be sorted by {_join_with_or(FIELDS)}", fix
+                )
             # Numbers sort from high to low, texts from A to Z. A minus reverses both.
             is_descending = (sort not in _TEXTS) == (sort == value)
         else:
             holds = _condition(part, name, sign, value, clock) if name else _has_words(value)
-            conditions.append(_negated(holds) if minus else holds)
+            conditions.append(_negate_condition(holds) if minus else holds)
             # If no run has the value, the user gets a hint.
             if name in _SHORT and value != "none" and not minus:
                 values.append((name, value))
@@ -131,7 +133,7 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
 # --- fields of runs
 
 
-def reward_of(run: RunSummary) -> float | None:
+def corrected_reward(run: RunSummary) -> float | None:
     """Return the first reward of a run after human corrections, or None if the run was not
     scored.
     """
@@ -144,7 +146,7 @@ def origin_of(run: RunSummary) -> str:
     return "evaluation" if run.task else "asked"
 
 
-def stop_of(run: RunSummary) -> str:
+def stop_reason(run: RunSummary) -> str:
     """Return the reason why a run stopped, or ``"unreadable"``, ``"running"`` or
     ``"interrupted"``.
     """
@@ -159,11 +161,11 @@ _NUMBERS: Mapping[str, Number] = {
     "calls": lambda run: run.num_calls,
     "seconds": lambda run: run.seconds,
     "depth": lambda run: run.depth,
-    "reward": reward_of,
+    "reward": corrected_reward,
 }
 _TIMES: Mapping[str, Number] = {"when": lambda run: run.started_at}
 _TEXTS: Mapping[str, Text] = {
-    "stop": stop_of,
+    "stop": stop_reason,
     "model": lambda run: run.model,
     "task": lambda run: run.task,
     "question": lambda run: run.question,
@@ -183,7 +185,7 @@ GROUPS = ("origin", "task", "model", "stop", "label", "question")
 
 
 def _words_of(run: RunSummary) -> str:
-    stop = stop_of(run)
+    stop = stop_reason(run)
     review = [*run.review.labels_and_verdict, run.review.note] if run.review else []
     parts = [run.question, run.model, stop, stop.replace("_", " "), run.id, run.task]
     return " ".join([*parts, run.answer or "", *review, run.problem or ""]).lower()
@@ -204,7 +206,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 }
 
 
-def _unreadable(part: str, why: str, fix: str) -> ConfigError:
+def _filter_error(part: str, why: str, fix: str) -> ConfigError:
     return ConfigError(f"filter {part!r}: {why}; use {fix}")
 
 
@@ -212,12 +214,12 @@ def _check_spaces(text: str) -> None:
     for match in _SPACED.finditer(text):
         name, before, sign, after, value = match.groups()
         if (before or after) and name.lower() in FIELDS:
-            raise _unreadable(
+            raise _filter_error(
                 match[0], "a comparison must not contain spaces", f"{name}{sign}{value}"
             )
 
 
-def _opened(part: str) -> str:
+def _complete_example(part: str) -> str:
     """Complete a condition that has no value yet, by adding a valid value for its field.
 
     The result is an example for an error message.
@@ -236,24 +238,24 @@ def _condition(part: str, name: str, sign: str, value: str, now: float) -> Condi
             bound = float(value.removeprefix("$").replace(",", ""))
         except ValueError:
             why = f"{name} needs a number, not {value}"
-            raise _unreadable(part, why, f"{name}{sign}0.1") from None
+            raise _filter_error(part, why, f"{name}{sign}0.1") from None
         return lambda run: (found := number(run)) is not None and _COMPARE[sign](found, bound)
     if moment := _TIMES.get(name):
-        span = _span(value, now)
+        span = _parse_period(value, now)
         if span is None:
             fix = f"{name}{sign}{'today' if is_equal else '7d'}"
             why = (
                 f"{name} must be today, yesterday, an age such as 7d, 12h or 30m, or a date such "
                 f"as 2026-11-20, not {value}"
             )
-            raise _unreadable(part, why, fix)
+            raise _filter_error(part, why, fix)
         return lambda run: _is_in(moment(run) or 0.0, sign, *span)
     text = _TEXTS.get(name)
     if text is None:
         why = f"unknown field {name}: use one of {', '.join(FIELDS)}, or put the text in quotes"
-        raise _unreadable(part, why, f"{_nearest(name)}{sign}{value}")
+        raise _filter_error(part, why, f"{_nearest_field(name)}{sign}{value}")
     if not is_equal:
-        raise _unreadable(part, f"{name} is text, which has no order", f"{name}:{value}")
+        raise _filter_error(part, f"{name} is text, which has no order", f"{name}:{value}")
     if value == "none":
         return lambda run: not text(run)
     if sign == "=":
@@ -266,15 +268,15 @@ def _has_words(value: str) -> Condition:
     return lambda run: value in _words_of(run)
 
 
-def _negated(holds: Condition) -> Condition:
+def _negate_condition(holds: Condition) -> Condition:
     return lambda run: not holds(run)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _join_with_or(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def _nearest(name: str) -> str:
+def _nearest_field(name: str) -> str:
     close = nearest_name(name, FIELDS, cutoff=0)
     assert close is not None  # any field is alike enough
     return close
@@ -287,7 +289,7 @@ _AGE = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
 _DATE = re.compile(r"(\d{4})(?:-(\d\d)(?:-(\d\d)(?:t(\d\d):(\d\d))?)?)?")
 
 
-def _span(value: str, now: float) -> tuple[float, float] | None:
+def _parse_period(value: str, now: float) -> tuple[float, float] | None:
     """Parse a period, and return its start and its exclusive end as Unix times.
 
     Returns None if ``value`` is invalid.

@@ -34,22 +34,22 @@ from ramify.store.durable_files import (
     Fsync,
     FsyncFlusher,
     StoreSizeMonitor,
-    keep_reserve,
     make_folder,
+    reserve_disk_space,
 )
 from ramify.store.journal import (
     FileStoredRun,
     Journal,
-    chain_at_end,
+    checksum_chain_at_end,
     cut_torn_line,
+    find_writer_process,
     follow,
     open_locked,
     run_in_use_error,
-    writer,
-    writer_file,
+    writer_process_file,
 )
 from ramify.store.line_checksums import ChecksumChain
-from ramify.store.reviews import HumanRunReview, listed_reviews
+from ramify.store.reviews import HumanRunReview, read_reviews_for_listing
 from ramify.store.stored_run import is_run_id
 from ramify.types.event import AnyEvent
 from ramify.user_folders import user_folder
@@ -106,7 +106,7 @@ class Store(RunStore):
         """
         check_run_id(run_id)
         self._size.warn_if_full()
-        keep_reserve(self.root)
+        reserve_disk_space(self.root)
         path = self._runs / f"{run_id}.jsonl"
         try:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)
@@ -119,7 +119,7 @@ class Store(RunStore):
         journal = Journal(
             path, fd, self.blobs, self._flusher, SecretRedactor(secrets), ChecksumChain()
         )
-        self._flusher.flush(self._runs, journal.file)  # the file's name
+        self._flusher.request_flush(self._runs, journal.file)  # the file's name
         return journal
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
@@ -134,9 +134,9 @@ class Store(RunStore):
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
         try:
             cut_torn_line(fd)
-            chain = chain_at_end(fd, path)
+            chain = checksum_chain_at_end(fd, path)
         except BaseException:
-            writer_file(path).unlink(missing_ok=True)
+            writer_process_file(path).unlink(missing_ok=True)
             os.close(fd)
             raise
         return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets), chain)
@@ -167,7 +167,7 @@ class Store(RunStore):
 
         The error names the process.
         """
-        holder = writer(self.path(run))
+        holder = find_writer_process(self.path(run))
         if holder is not None:
             raise run_in_use_error(self.path(run), str(holder))
 
@@ -211,9 +211,12 @@ class Store(RunStore):
         claimed, reviewed = (_ids_of(entries, end) for end in (_WRITER, ".review.json"))
         for summary in summaries:
             if summary.id in reviewed:
-                summary.review = listed_reviews(self._runs / f"{summary.id}.jsonl")[summary.id]
+                summary.review = read_reviews_for_listing(self._runs / f"{summary.id}.jsonl")[
+                    summary.id
+                ]
             summary.alive = (
-                summary.id in claimed and writer(self._runs / f"{summary.id}.jsonl") is not None
+                summary.id in claimed
+                and find_writer_process(self._runs / f"{summary.id}.jsonl") is not None
             )
         return summaries
 
@@ -234,12 +237,12 @@ class Store(RunStore):
                 status = path.stat()
             except FileNotFoundError:
                 return None
-            is_alive = writer(path) is not None
+            is_alive = find_writer_process(path) is not None
             journals.append((id, status.st_size, status.st_mtime_ns, is_alive))
         return changed, tuple(journals), time.monotonic() // _EVERY_S
 
     def review(self, run: str | Path) -> HumanRunReview:
-        return self.stored(run).store_reviews().get(self.find(run), HumanRunReview())
+        return self.stored(run).reviews_by_run().get(self.find(run), HumanRunReview())
 
     def write_review(self, run: str | Path, review: HumanRunReview) -> HumanRunReview:
         return self.stored(run).write_review(self.find(run), review)
@@ -293,7 +296,7 @@ class Store(RunStore):
         Without an id, return the size of the whole store on disk: journals, stored contexts and
         outputs, index and cache.
         """
-        return self._size.measure() if id is None else self.stored(id).state()[1]
+        return self._size.measure() if id is None else self.stored(id).journal_version()[1]
 
     def _journals(self) -> list[Path]:
         return [self._runs / f"{id}.jsonl" for id in self.ids()]
@@ -308,7 +311,7 @@ def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
     for entry in entries:
         if entry.name.endswith(".jsonl"):
             try:
-                keyed.append((_when(entry), entry.name.removesuffix(".jsonl")))
+                keyed.append((_time_sort_key(entry), entry.name.removesuffix(".jsonl")))
             except FileNotFoundError:
                 continue
     return [id for _, id in sorted(keyed, reverse=True)]
@@ -327,7 +330,7 @@ def default_root() -> Path:
     return user_folder("data")
 
 
-def _when(entry: os.DirEntry[str]) -> str:
+def _time_sort_key(entry: os.DirEntry[str]) -> str:
     if _STAMP.match(entry.name):
         return entry.name
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime(entry.stat().st_mtime)) + entry.name

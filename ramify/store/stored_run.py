@@ -40,14 +40,14 @@ class StoredRun(Protocol):
     def path(self) -> Path | None:
         """Path of the run's journal file, or None if the store has no files."""
 
-    def state(self) -> tuple[int, int]:
+    def journal_version(self) -> tuple[int, int]:
         """Return a number that identifies this run's storage, and the run's size in bytes.
 
         The number changes if the run is replaced by another. Raises StoreError if the run does not
         exist.
         """
 
-    def is_written(self) -> bool:
+    def has_active_writer(self) -> bool:
         """Return True if a process is writing the run now."""
 
     def lines(self, offset: int = 0) -> Iterator[bytes]:
@@ -56,7 +56,7 @@ class StoredRun(Protocol):
         Raises StoreError if they cannot be read.
         """
 
-    def blocks(self, offset: int = 0) -> Iterator[bytes]:
+    def line_blocks(self, offset: int = 0) -> Iterator[bytes]:
         """Yield the complete lines from byte ``offset`` on, with their newlines, in blocks of one
         or more lines."""
 
@@ -69,10 +69,10 @@ class StoredRun(Protocol):
         Raises StoreError if it does not exist.
         """
 
-    def has_neighbor(self, id: str) -> bool:
+    def is_run_in_store(self, id: str) -> bool:
         """Return True if the same store has a run ``id``."""
 
-    def store_reviews(self) -> Mapping[str, HumanRunReview]:
+    def reviews_by_run(self) -> Mapping[str, HumanRunReview]:
         """Return the reviews of all runs in the same store, by run id.
 
         Raises StoreError if they cannot be read.
@@ -86,7 +86,7 @@ class StoredRun(Protocol):
         Raises StoreError if it cannot be written.
         """
 
-    def remedy(self, number: int) -> str:
+    def damaged_line_advice(self, number: int) -> str:
         """Return advice for the user if the first damaged line of the journal is line ``number``,
         counted from 1.
         """

@@ -33,7 +33,7 @@ def open_store() -> RunStore:
     if not given:
         return Store()
     name, _, place = given.partition("=")
-    entry = STORES.of(name)
+    entry = STORES.resolve(name)
     try:
         store = entry(place) if place else entry()
     except RamifyError:

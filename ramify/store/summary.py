@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.journal import damaged
+from ramify.store.journal import damaged_line_error
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview
 from ramify.store.stored_run import StoredRun
@@ -87,11 +87,11 @@ def summarise(run: StoredRun) -> RunSummary:
     """
     summary, number, chain = RunSummary(run.id), 0, ChecksumChain()
     try:
-        for block in run.blocks():
+        for block in run.line_blocks():
             for event, num_bytes in decode_textless_events(block, run, chain):
                 number += 1
                 if isinstance(event, DamagedLine):
-                    raise damaged(run, number, event.reason)
+                    raise damaged_line_error(run, number, event.reason)
                 _add(summary, event)
                 summary.num_bytes += num_bytes
     except StoreError as error:

@@ -171,13 +171,13 @@ def decode_textless_events(
     raised after the events before that line.
     """
     lines = block[:-1].split(b"\n")
-    for line, event in zip(lines, _decoded(block, lines, run), strict=True):
-        problem = chain.problem(line)
+    for line, event in zip(lines, _decode_block(block, lines, run), strict=True):
+        problem = chain.damage_reason(line)
         yield DamagedLine(problem) if problem else event, len(line) + 1
         chain.advance(line)
 
 
-def _decoded(
+def _decode_block(
     block: bytes, lines: list[bytes], run: StoredRun
 ) -> Iterable[AnyEventOutline | DamagedLine]:
     if _FIRST not in block:

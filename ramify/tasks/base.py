@@ -43,11 +43,11 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import msgspec
 
-from ramify.errors import ConfigError, RamifyError, did_you_mean, raised_at
+from ramify.errors import ConfigError, RamifyError, did_you_mean, user_line_of_error
 from ramify.plugins import Registry
 from ramify.sandbox.base import Session
 from ramify.tasks.async_reward_loop import run_coroutine
-from ramify.tasks.dataset_messages import messages_of
+from ramify.tasks.dataset_messages import convert_messages
 from ramify.training_run_recognition import training_run_hint
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
@@ -125,7 +125,7 @@ class Item(msgspec.Struct, frozen=True):
         Raises ValueError if a message is invalid, or if the question is missing and the last
         message is not the user's.
         """
-        messages, question = messages_of(self.messages), self.question
+        messages, question = convert_messages(self.messages), self.question
         if not question:
             if messages[-1].role != "user":
                 raise ValueError(
@@ -416,7 +416,7 @@ def task_of(name: str, /, **options: Any) -> Task:
         taskset = name.removeprefix(_VERIFIERS)
         name = "ramify.evaluate.verifiers_episodes:verifiers_task"
         options = {"taskset": taskset, **options}
-    task = TASKS.of(name)
+    task = TASKS.resolve(name)
     if isinstance(task, type) or not isinstance(task, Task):  # a class has the names of a task
         task = _from_factory(named, task, options)
     elif options:
@@ -480,7 +480,7 @@ def score_trajectory(task: Task, item: Item, trajectory: Trajectory) -> Trajecto
         raise
     except (Exception, SystemExit) as error:  # a score that exits must not end the run silently
         raise RamifyError(
-            f"{where}: its score raised {type(error).__name__}: {error}{raised_at(error)}"
+            f"{where}: its score raised {type(error).__name__}: {error}{user_line_of_error(error)}"
         ) from error
     set_trajectory_score(where, trajectory, score)
     return trajectory
@@ -492,9 +492,9 @@ def set_trajectory_score(where: str, trajectory: Trajectory, score: Score) -> No
     Raises RamifyError if the score is invalid, with a message that begins with ``where``.
     """
     _check_calls(where, trajectory, score)
-    rewards = _finite(where, score.rewards)
-    calls = {call: _finite(where, given) for call, given in score.calls.items()}
-    metrics = _finite(where, score.metrics)
+    rewards = _to_finite_numbers(where, score.rewards)
+    calls = {call: _to_finite_numbers(where, given) for call, given in score.calls.items()}
+    metrics = _to_finite_numbers(where, score.metrics)
     trajectory.rewards, trajectory.call_rewards = rewards, calls
     trajectory.metrics = {**trajectory.metrics, **metrics}
 
@@ -513,7 +513,7 @@ def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
         )
 
 
-def _finite(where: str, given: Mapping[str, Any]) -> dict[str, float]:
+def _to_finite_numbers(where: str, given: Mapping[str, Any]) -> dict[str, float]:
     """Convert the values of a mapping to Python numbers.
 
     Raises RamifyError for a value that is not a finite number.

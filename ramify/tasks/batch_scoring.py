@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from ramify.errors import RamifyError, raised_at
+from ramify.errors import RamifyError, user_line_of_error
 from ramify.tasks.base import Item, Score, Task, set_trajectory_score
-from ramify.tasks.score_with_timeout import call_in_time
+from ramify.tasks.score_with_timeout import call_with_timeout
 from ramify.types.trajectory import Trajectory
 
 EndedRollout = tuple[Item, Trajectory]
@@ -65,13 +65,13 @@ def batch_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | R
         scores = list(task.score_step(rollouts))
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- it becomes each rollout's error
         failed = f": {error}" if isinstance(error, RamifyError) else f" raised {error!r}"
-        return [RamifyError(f"{where}{failed}{raised_at(error)}")] * len(rollouts)
+        return [RamifyError(f"{where}{failed}{user_line_of_error(error)}")] * len(rollouts)
     if len(scores) != len(rollouts):
         return [RamifyError(f"{where} returned {len(scores)} scores")] * len(rollouts)
     return scores
 
 
-def score_step_in_time(
+def score_batch_with_timeout(
     task: Task, rollouts: Sequence[EndedRollout], timeout_s: float
 ) -> list[RamifyError | None]:
     """Score all rollouts of a step within a time limit, and store the rewards and metrics in their
@@ -82,7 +82,7 @@ def score_step_in_time(
     """
     what = f"task '{task.name}': its score of {len(rollouts)} rollouts"
     try:
-        scores = call_in_time(lambda: batch_scores(task, rollouts), what, timeout_s)
+        scores = call_with_timeout(lambda: batch_scores(task, rollouts), what, timeout_s)
     except RamifyError as error:
         return [error] * len(rollouts)
     errors: list[RamifyError | None] = []

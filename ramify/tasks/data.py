@@ -171,13 +171,13 @@ def dataset(
     columns = DatasetColumns(question, gold, several, kind, tuple(metadata))
     name = name or _name_of(source)
     make = item or columns.item
-    sources = _sources(source)
+    sources = _rows_by_split(source)
     splits: dict[str, Sequence[Item]]
     if len(sources) == 1 and "" in sources:
         rows = sources[""]
         splits = {
             split: DatasetItems(f"{name}/{split}", rows, make, numbers)
-            for split, numbers in _divided(name, rows, make, SPLITS).items()
+            for split, numbers in _divide_rows(name, rows, make, SPLITS).items()
             if numbers
         }
     else:
@@ -188,15 +188,17 @@ def dataset(
         if "train" in sources and missing:
             # Only on access, since an evaluation may need the test split alone.
             rows, parts = sources["train"], ("train", *missing)
-            divided = functools.cache(lambda: _divided(name, rows, make, parts))
+            divided = functools.cache(lambda: _divide_rows(name, rows, make, parts))
             splits |= {
-                split: DatasetItems(f"{name}/{split}", rows, make, partial(_part, divided, split))
+                split: DatasetItems(
+                    f"{name}/{split}", rows, make, partial(_rows_of_split, divided, split)
+                )
                 for split in parts
             }
-    return SimpleTask(name, splits, scorer_of(reward))
+    return SimpleTask(name, splits, resolve_scorer(reward))
 
 
-def scorer_of(
+def resolve_scorer(
     reward: str | AnswerReward | TrajectoryRewardFunction,
 ) -> AnswerReward | TrajectoryRewardFunction:
     """Return the scoring function called ``reward``.
@@ -206,7 +208,7 @@ def scorer_of(
     A function is returned unchanged, except that one with a parameter ``completions`` becomes a
     ``BatchedReward``.
     """
-    scorer: Any = SCORERS.of(reward) if isinstance(reward, str) else reward
+    scorer: Any = SCORERS.resolve(reward) if isinstance(reward, str) else reward
     if inspect.isfunction(scorer) and "completions" in inspect.signature(scorer).parameters:
         return BatchedReward(scorer)
     found: AnswerReward | TrajectoryRewardFunction = scorer
@@ -282,7 +284,7 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _divided(
+def _divide_rows(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item], splits: Sequence[str]
 ) -> dict[str, list[int]]:
     """Divide rows among ``splits``, and return the row numbers of each split.
@@ -319,14 +321,14 @@ def _divided(
     }
 
 
-def _part(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Sequence[int]:
+def _rows_of_split(divided: Callable[[], Mapping[str, Sequence[int]]], split: str) -> Sequence[int]:
     return divided()[split]
 
 
 # --- sources of rows ------------------------------------------------------------------------------
 
 
-def _sources(source: Source) -> dict[str, Sequence[Row]]:
+def _rows_by_split(source: Source) -> dict[str, Sequence[Row]]:
     """Return the rows of each split of a dataset, by split name.
 
     A single source without splits has the name "".
@@ -385,19 +387,19 @@ def row_location(rows: Sequence[Row], number: int, name: str) -> str:
 
     ``name`` is that of the source.
     """
-    return rows.place(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
+    return rows.row_location(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
 
 
 def _hugging_face(name: str) -> Any:
     _, repository, *config = name.split(":")
-    load_dataset = _package("datasets", "datasets").load_dataset
+    load_dataset = _import_package("datasets", "datasets").load_dataset
     try:
         return load_dataset(repository, *config)
     except Exception as error:
         raise SourceError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _package(module: str, extra: str) -> Any:
+def _import_package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -424,12 +426,12 @@ class JsonlRows(LazySequence[Row]):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines = [(number, start, size) for number, start, size in _lines(path)]
+        self._lines = [(number, start, size) for number, start, size in _line_positions(path)]
 
     def __len__(self) -> int:
         return len(self._lines)
 
-    def place(self, index: int) -> str:
+    def row_location(self, index: int) -> str:
         """Return the location of a row for error messages, such as ``rows.jsonl, line 3``."""
         return f"{self._path}, line {self._lines[index][0]}"
 
@@ -441,15 +443,15 @@ class JsonlRows(LazySequence[Row]):
         try:
             row = msgspec.json.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise SourceError(f"{self.place(index)}: not JSON: {error}") from None
+            raise SourceError(f"{self.row_location(index)}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise SourceError(
-                f"{self.place(index)}: a {type(row).__name__}; every line must be an object"
+                f"{self.row_location(index)}: a {type(row).__name__}; every line must be an object"
             )
         return row
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
+def _line_positions(path: Path) -> Iterator[tuple[int, int, int]]:
     """Yield the line number (from 1), the byte offset and the length of each line that is not
     blank.
     """
@@ -472,7 +474,7 @@ class ParquetRows(LazySequence[Row]):
     """
 
     def __init__(self, path: Path) -> None:
-        parquet = _package("pyarrow.parquet", "datasets")
+        parquet = _import_package("pyarrow.parquet", "datasets")
         try:
             self._file = parquet.ParquetFile(path, memory_map=True)
         except Exception as error:

@@ -49,7 +49,7 @@ class OpenAIChatMessage(msgspec.Struct):
     weight: float | None = None
     """0 excludes this reply from training (demonstrations only)."""
 
-    def message(self) -> Message:
+    def to_message(self) -> Message:
         """Convert this message to a message of a model call."""
         content = self.content or ""
         return Message(
@@ -69,12 +69,12 @@ def _tool_call(index: int, wire: _OpenAIChatToolCall) -> ToolCall:
     return ToolCall(wire.id or f"call_{index}", wire.function.name, str(arguments))
 
 
-def messages_of(given: Sequence[Any]) -> tuple[Message, ...]:
+def convert_messages(given: Sequence[Any]) -> tuple[Message, ...]:
     """Convert chat messages, given as mappings, to messages of a model call.
 
     ``Message`` objects stay unchanged. Raises ValueError if a message is invalid.
     """
     return tuple(
-        each if isinstance(each, Message) else msgspec.convert(each, OpenAIChatMessage).message()
+        each if isinstance(each, Message) else msgspec.convert(each, OpenAIChatMessage).to_message()
         for each in given
     )

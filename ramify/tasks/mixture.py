@@ -94,22 +94,22 @@ class MixtureTask(msgspec.Struct, frozen=True):
     trained: tuple[str, ...]
     """Names of the parts that are trained on."""
 
-    def right_worth(self, item: Item) -> float:
+    def right_answer_reward(self, item: Item) -> float:
         """Return the reward for a right answer to ``item``, multiplied by the factor of the item's
         part.
         """
-        return self.factors[_own(item)[0]]
+        return self.factors[_part_and_item(item)[0]]
 
     async def prepare(self, item: Item) -> TaskStart:
-        part, own = _own(item)
+        part, own = _part_and_item(item)
         return await self.tasks[part].prepare(own)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
-        part, own = _own(item)
+        part, own = _part_and_item(item)
         return _score_of(part, self.tasks[part].score(own, trajectory))
 
     def is_scored_by_step(self, item: Item) -> bool:
-        part, own = _own(item)
+        part, own = _part_and_item(item)
         return is_scored_by_step(self.tasks[part], own)
 
     def score_step(
@@ -119,7 +119,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
 
         If a task fails, only its own rollouts get the error.
         """
-        parts = [(*_own(item), trajectory) for item, trajectory in rollouts]
+        parts = [(*_part_and_item(item), trajectory) for item, trajectory in rollouts]
         scores: dict[str, Iterator[Score | RamifyError]] = {
             part: iter(
                 batch_scores(
@@ -199,7 +199,7 @@ def mixture(*, parts: Any = None) -> MixtureTask:
         )
     if any(_MARK in name or "." in name for name in parts):
         raise ConfigError("mixture: the names of parts must not contain ':' or '.'")
-    specs = {name: _part(name, value) for name, value in parts.items()}
+    specs = {name: _to_mixture_part(name, value) for name, value in parts.items()}
     weights = {name: spec.weight for name, spec in specs.items()}
     if any(not weight >= 0 or math.isinf(weight) for weight in weights.values()):
         raise ConfigError(f"mixture: weights {weights} must be finite numbers, at least 0")
@@ -246,7 +246,7 @@ class _Weights(dict[str, float]):
         return self._factors[part] * self._tasks[part].weights.get(reward, 1.0)
 
 
-def _part(name: str, value: Any) -> MixturePart:
+def _to_mixture_part(name: str, value: Any) -> MixturePart:
     try:
         part = value if isinstance(value, MixturePart) else msgspec.convert(value, MixturePart)
     except msgspec.ValidationError as error:
@@ -302,15 +302,17 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
     An id may have the name of a part as prefix. Ids that are not found are left out.
     """
-    found = {id: place for id in ids if (place := _place(items, id)) is not None}
+    found = {id: place for id in ids if (place := _index_of_id(items, id)) is not None}
     if len(found) < len(ids) and len(items) < ENDLESS:
         every = {item.id: place for place, item in enumerate(items)}
-        own = ((id, next((each for each in _names(id) if each in every), None)) for id in ids)
+        own = (
+            (id, next((each for each in _possible_ids(id) if each in every), None)) for id in ids
+        )
         found |= {id: every[name] for id, name in own if name is not None}
     return list(dict.fromkeys(found[id] for id in ids if id in found))
 
 
-def _place(items: Sequence[Item], id: str) -> int | None:
+def _index_of_id(items: Sequence[Item], id: str) -> int | None:
     """Return the item index at the end of an id such as ``ledger/train/57``.
 
     Returns None if the item at that index has a different id, since ids can also end with a row
@@ -318,10 +320,10 @@ def _place(items: Sequence[Item], id: str) -> int | None:
     """
     last = id.rpartition("/")[2]
     place = int(last) if last.isdecimal() else len(items)
-    return place if place < len(items) and items[place].id in _names(id) else None
+    return place if place < len(items) and items[place].id in _possible_ids(id) else None
 
 
-def _names(id: str) -> tuple[str, str]:
+def _possible_ids(id: str) -> tuple[str, str]:
     """Return both ids that an item can have in its own task: the given id, and the id without a
     part's name as prefix.
     """
@@ -344,16 +346,16 @@ def _order(weights: Mapping[str, float]) -> Iterator[str]:
         yield chosen
 
 
-def part_of(id: str) -> str:
+def item_part_name(id: str) -> str:
     """Return the name of the part that the item with this id belongs to.
 
-    >>> part_of("sums:ledger/train/17")
+    >>> item_part_name("sums:ledger/train/17")
     'sums'
     """
     return id.partition(_MARK)[0]
 
 
-def _own(item: Item) -> tuple[str, Item]:
+def _part_and_item(item: Item) -> tuple[str, Item]:
     """Return the name of the part that an item belongs to, and the item as the part's own task
     knows it.
     """
@@ -366,9 +368,9 @@ def _score_of(part: str, score: Score) -> Score:
     """Return a copy of a score with the name of the part as prefix of its reward and metric
     names.
     """
-    calls = {call: _named(part, rewards) for call, rewards in score.calls.items()}
-    return Score(_named(part, score.rewards), calls, _named(part, score.metrics))
+    calls = {call: _prefix_names(part, rewards) for call, rewards in score.calls.items()}
+    return Score(_prefix_names(part, score.rewards), calls, _prefix_names(part, score.metrics))
 
 
-def _named(part: str, values: Mapping[str, float]) -> dict[str, float]:
+def _prefix_names(part: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{part}.{name}": value for name, value in values.items()}

@@ -28,10 +28,10 @@ def score_with_timeout(
     that was running.
     """
     what = f"task '{task.name}', item {item.id}: its score"
-    return call_in_time(lambda: score_trajectory(task, item, trajectory), what, timeout_s)
+    return call_with_timeout(lambda: score_trajectory(task, item, trajectory), what, timeout_s)
 
 
-def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
+def call_with_timeout(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
     """Call ``score`` in a separate thread with a time limit in seconds, and return its result.
 
     Errors of ``score`` are raised.
@@ -42,7 +42,7 @@ def call_in_time(score: Callable[[], _T], what: str, timeout_s: float) -> _T:
     thread = StoppableThread(score, f"ramify {what}")
     thread.wait(timeout_s)
     if not thread.has_ended:
-        place = thread.place()
+        place = thread.running_line()
         thread.stop()
         raise RamifyError(
             f"{what} took more than {timeout_s:g} s{place}; it was stopped (a run's limit is "

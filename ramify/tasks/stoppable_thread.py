@@ -73,7 +73,7 @@ class StoppableThread:
             raise self._errors[0]
         return self._results[0]
 
-    def place(self) -> str:
+    def running_line(self) -> str:
         """Return the line of user code that is running, for an error message: ``, at score.py:12
         (score)``.
 

@@ -90,7 +90,7 @@ def env_task(
     if acts not in ("session", "replies"):
         raise ConfigError(f"task '{name}': acts is {acts!r:.40}; give 'session' or 'replies'")
     if isinstance(make, str):
-        make = _registered(name, make)
+        make = _environment_factory(name, make)
     _check_call(name, "make", make, "(item), which returns a new environment")
     _check_call(name, "parse", parse, "(text)")
     _check_call(name, "render", render, "(env, observation)")
@@ -168,7 +168,7 @@ async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
     return action
 
 
-def _registered(name: str, id: str) -> Callable[[Item], Any]:
+def _environment_factory(name: str, id: str) -> Callable[[Item], Any]:
     """Return a function that creates the Gymnasium environment registered under this id."""
     try:
         gymnasium = importlib.import_module("gymnasium")
@@ -215,7 +215,7 @@ class EnvEpisode:
         self._rewards: list[float] = []
         self._num_rejected = 0
         self._done = False
-        self.opening = self._opened(item)
+        self.opening = self._reset_environment(item)
         """First observation, without the question."""
         self.actions = (
             f"An action is a value in JSON, from {_space(env)}."
@@ -231,7 +231,7 @@ class EnvEpisode:
         """True once the environment has ended the episode."""
         return self._done
 
-    def _opened(self, item: Item) -> str:
+    def _reset_environment(self, item: Item) -> str:
         """Reset the environment with the item's seed, and return the first observation."""
         if hasattr(self._env, "init"):
             prompt = [{"role": "user", "content": item.question}]
@@ -247,9 +247,9 @@ class EnvEpisode:
                 f"the environment's reset returned a {type(found).__name__}, as in gym before "
                 "0.26: return (observation, info)"
             )
-        return self._shown(found[0])
+        return self._render_observation(found[0])
 
-    def _shown(self, observation: Any) -> str:
+    def _render_observation(self, observation: Any) -> str:
         return str(observation) if self._render is None else self._render(self._env, observation)
 
     def _action(self, text: str) -> Any:
@@ -269,9 +269,13 @@ class EnvEpisode:
                 self._num_rejected += 1
                 raise
             result = self._env.step(value)
-            observation, reward, self._done = _stepped(result)
+            observation, reward, self._done = _parse_step_result(result)
             self._rewards.append(reward)
-            seen = observation if isinstance(result, Mapping) else self._shown(observation)
+            seen = (
+                observation
+                if isinstance(result, Mapping)
+                else self._render_observation(observation)
+            )
             return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
@@ -332,7 +336,7 @@ def _action(env: Any, text: str) -> Any:
         return text
     try:
         value = json.loads(text)
-        action = space.from_jsonable(_batch(space, value))[0]
+        action = space.from_jsonable(_wrap_in_batch(space, value))[0]
         is_action = space.contains(action) and _is_whole(space, action, value)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         is_action = False
@@ -343,16 +347,16 @@ def _action(env: Any, text: str) -> Any:
     return action
 
 
-def _batch(space: Any, value: Any) -> Any:
+def _wrap_in_batch(space: Any, value: Any) -> Any:
     """Wrap ``value`` as a batch of one, as ``space.from_jsonable`` expects.
 
     In a tuple or dict space, each component is wrapped separately.
     """
     parts = getattr(space, "spaces", None)
     if isinstance(parts, Mapping):
-        return {name: _batch(part, value[name]) for name, part in parts.items()}
+        return {name: _wrap_in_batch(part, value[name]) for name, part in parts.items()}
     if isinstance(parts, Sequence):
-        return [_batch(part, entry) for part, entry in zip(parts, value, strict=True)]
+        return [_wrap_in_batch(part, entry) for part, entry in zip(parts, value, strict=True)]
     return [value]
 
 
@@ -370,7 +374,7 @@ def _is_whole(space: Any, action: Any, value: Any) -> bool:
     return kind not in ("i", "u") or (not isinstance(value, bool) and bool((action == value).all()))
 
 
-def _stepped(result: Any) -> tuple[Any, float, bool]:
+def _parse_step_result(result: Any) -> tuple[Any, float, bool]:
     """Convert the result of an environment's ``step`` to an observation, a reward, and whether the
     episode is over.
 

@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import SPLITS, Item, Task, items_of, total
-from ramify.tasks.batch_scoring import EndedRollout, is_scored_by_step, score_step_in_time
+from ramify.tasks.batch_scoring import EndedRollout, is_scored_by_step, score_batch_with_timeout
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.trajectory import Call, Stop, Trajectory
 
@@ -69,15 +69,18 @@ def validate(
             raise ConfigError(f"task '{task.name}': its split '{split}' is empty")
         for index in range(min(num, len(items))):
             item = items[index]
-            is_proved = prove(task, item, gold=gold, score_s=score_s)
+            is_proved = validate_item(task, item, gold=gold, score_s=score_s)
             if is_proved and is_scored_by_step(task, item):
-                together += [(item, answered(item, each)) for each in (_right(task, item), WRONG)]
+                together += [
+                    (item, answer_only_trajectory(item, each))
+                    for each in (_right_answer(task, item), WRONG)
+                ]
             without += not is_proved
             checked += 1
             if gold:
                 _check_once(task, split, item, seen)
     _check_together(task, together, score_s)
-    return _skipped(task, without, checked, gold)
+    return _skipped_checks_note(task, without, checked, gold)
 
 
 def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
@@ -87,12 +90,12 @@ def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float
     The values are not checked, since rewards may depend on each other.
     """
     if rollouts:
-        errors = score_step_in_time(task, rollouts, score_s)
+        errors = score_batch_with_timeout(task, rollouts, score_s)
         if failed := next((error for error in errors if error is not None), None):
             raise ConfigError(str(failed))
 
 
-def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
+def _skipped_checks_note(task: Task, without: int, checked: int, gold: bool) -> str:
     """Return a sentence about the checks that were skipped, or an empty string if none were."""
     if not gold:
         return f"task '{task.name}': the check of its scores with gold answers is switched off"
@@ -104,7 +107,7 @@ def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
     )
 
 
-def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S) -> bool:
+def validate_item(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S) -> bool:
     """Check one item of a task.
 
     Raises ConfigError if it has no question or is scored wrongly. Returns False if its score was
@@ -113,26 +116,27 @@ def prove(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
-    right = _right(task, item)
+    right = _right_answer(task, item)
     if right is None or not gold or getattr(task, "needs_rollout", False):
         return False
-    reached, most = _worth(task, item, right, score_s), _right_worth(task, item)
+    reached, most = _score_answer(task, item, right, score_s), _right_worth(task, item)
     if abs(reached - most) > _TOLERANCE:
         raise ConfigError(
-            f"{where}: the right answer {_short(right)} scores {reached:g} and not {most:g}; "
+            f"{where}: the right answer {_short_repr(right)} scores {reached:g} and not {most:g}; "
             f"correct the gold, the score or the weights, or {_OFF}"
         )
     for wrong in (WRONG if item.wrong is None else item.wrong, None):
-        reached = _worth(task, item, wrong, score_s)
+        reached = _score_answer(task, item, wrong, score_s)
         if reached >= most - _TOLERANCE:
             raise ConfigError(
-                f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score accepts "
+                f"{where}: the wrong answer {_short_repr(wrong)} scores {reached:g}; the "
+                "score accepts "
                 "any answer"
             )
     return True
 
 
-def _right(task: Task, item: Item) -> Any:
+def _right_answer(task: Task, item: Item) -> Any:
     """Return an answer that must score 1, in the form in which a model would give it, or None if no
     such answer is known.
     """
@@ -142,7 +146,7 @@ def _right(task: Task, item: Item) -> Any:
     return right if right is None or as_answer is None else as_answer(right)
 
 
-def answered(item: Item, answer: Any) -> Trajectory:
+def answer_only_trajectory(item: Item, answer: Any) -> Trajectory:
     """Return a trajectory that contains only an answer, so that the answer can be scored."""
     call = Call("0", "rlm", "none:none", 0, item.question, answer=answer, stop=Stop.FINAL)
     return Trajectory(
@@ -156,8 +160,8 @@ def answered(item: Item, answer: Any) -> Trajectory:
     )
 
 
-def _worth(task: Task, item: Item, answer: Any, score_s: float) -> float:
-    trajectory = score_with_timeout(task, item, answered(item, answer), score_s)
+def _score_answer(task: Task, item: Item, answer: Any, score_s: float) -> float:
+    trajectory = score_with_timeout(task, item, answer_only_trajectory(item, answer), score_s)
     return total(trajectory.rewards, task.weights)
 
 
@@ -166,7 +170,7 @@ def _right_worth(task: Task, item: Item) -> float:
 
     It is 1, except in a mixture, where each part has a reward factor.
     """
-    worth = getattr(task, "right_worth", None)
+    worth = getattr(task, "right_answer_reward", None)
     return 1.0 if worth is None else float(worth(item))
 
 
@@ -195,6 +199,6 @@ def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> N
         )
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:79] + "…"

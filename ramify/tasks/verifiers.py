@@ -78,7 +78,7 @@ def from_verifiers(
     """
     vf = verifiers_v1()
     if isinstance(taskset, str):
-        taskset = _installed(taskset)
+        taskset = _load_taskset(taskset)
     name = name or taskset.config.id or type(taskset).__name__
     kind = type(taskset).task_type()
     if (
@@ -101,19 +101,19 @@ def from_verifiers(
     rows = VerifiersTasksetItems(f"{name}/{split}", taskset, context, right)
 
     def score(item: Item, trajectory: Trajectory) -> Score:
-        return run_coroutine(_scored(vf, rows.task(item), trajectory))
+        return run_coroutine(_score_trajectory(vf, rows.task(item), trajectory))
 
     return SimpleTask(name, {split: rows}, TrajectoryRewardFunction(score))
 
 
-def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
+def load_taskset(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
     """Load a taskset of the ``verifiers`` library by its id.
 
     ``config`` has the fields of its configuration. A taskset object is returned unchanged. Raises
     ConfigError on failure.
 
     Example:
-        tasks.taskset_of("gsm8k-v1", {"system_prompt": None})
+        tasks.load_taskset("gsm8k-v1", {"system_prompt": None})
     """
     if not isinstance(taskset, str):
         if config:
@@ -134,12 +134,12 @@ def taskset_of(taskset: Any, config: Mapping[str, Any] | None = None) -> Any:
         ) from None
 
 
-def _installed(id: str) -> Any:
+def _load_taskset(id: str) -> Any:
     """Load an installed taskset by its id.
 
     Raises ConfigError if its tasks need several replies of the model.
     """
-    taskset = taskset_of(id)
+    taskset = load_taskset(id)
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     env = loaders.environment_class(id)
     if env is not loaders.environment_class(""):
@@ -217,7 +217,7 @@ class VerifiersTasksetItems(LazySequence[Item]):
         return self._rows.task(int(item.id.rpartition("/")[2]))
 
 
-async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
+async def _score_trajectory(vf: Any, task: Any, trajectory: Trajectory) -> Score:
     """Score the answer of a trajectory with the rewards and metrics of its ``verifiers`` task.
 
     Raises RamifyError if a reward is missing, or if it needs a ``verifiers`` runtime, which does

@@ -28,7 +28,7 @@ import msgspec
 from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.errors import Refused
 from ramify.testing.script import Lines, Script, ScriptedFailure, step_outcome
-from ramify.testing.scripted_server import completion
+from ramify.testing.scripted_server import completion_body
 from ramify.types.message import Message, Reply, Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -173,7 +173,7 @@ class BatchServer:
                 await self._serve(batch, request)
             else:
                 request.kind = "expired" if end == "expired" else "canceled"
-                request.result = _unserved(batch, request)
+                request.result = _unserved_result(batch, request)
         batch.status = end
 
     async def _serve(self, batch: BatchApiJob, request: BatchRequest) -> None:
@@ -199,7 +199,7 @@ class BatchServer:
         try:
             step = self._script.tell(messages)
         except Refused as error:
-            return 400, _problem(str(error), 400, is_openai=is_openai)
+            return 400, _error_body(str(error), 400, is_openai=is_openai)
         if inspect.isawaitable(step):
             step = await step
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 128_000
@@ -207,9 +207,9 @@ class BatchServer:
         self.served += usage
         if isinstance(outcome, ScriptedFailure):
             status = outcome.status or _STATUS.get(outcome.fail, 500)
-            return status, _problem(outcome.text or outcome.fail, status, is_openai=is_openai)
+            return status, _error_body(outcome.text or outcome.fail, status, is_openai=is_openai)
         model = str(body.get("model", ""))
-        return 200, completion(outcome, model) if is_openai else _message(outcome, model)
+        return 200, completion_body(outcome, model) if is_openai else _message(outcome, model)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class BatchServer:
             case "GET", ["v1", "files", id, "content"] if id.startswith("results_"):
                 return 200, self._output(id)
             case "GET", ["v1", "files", id] if id in self.files:
-                return 200, self._file(id)
+                return 200, self._file_object(id)
             case "POST", ["v1", "batches"]:
                 return await self._create(msgspec.json.decode(exchange.body))
             case "POST", ["v1", "messages", "batches"]:
@@ -250,28 +250,28 @@ class BatchServer:
             case "GET", ["v1", "batches"] | ["v1", "messages", "batches"]:
                 return 200, self._list("openai" if is_openai else "anthropic", query)
             case "GET", [*_, "batches", id] if id in self.batches:
-                return 200, self._shown(self.batches[id])
+                return 200, self._batch_object(self.batches[id])
             case "POST", [*_, "batches", id, "cancel"] if id in self.batches:
-                return 200, self._cancelled(self.batches[id])
+                return 200, self._cancel_batch(self.batches[id])
             case "GET", ["v1", "messages", "batches", id, "results"] if id in self.batches:
-                return 200, _lines(self.batches[id].requests)
+                return 200, _result_lines(self.batches[id].requests)
             case "POST", ["v1", "chat", "completions"] | ["v1", "messages"]:
                 self.num_direct += 1
                 return await self._answer(msgspec.json.decode(exchange.body), is_openai=is_openai)
         text = f"no {exchange.method} {path} here"
-        return 404, _problem(text, 404, is_openai=is_openai)
+        return 404, _error_body(text, 404, is_openai=is_openai)
 
     def _upload(self, exchange: PendingMockRequest) -> tuple[int, Any]:
         fields, name = _form(exchange)
         if fields.get("purpose") != b"batch" or "file" not in fields:
-            return 400, _problem("a file of purpose 'batch' is needed", 400, is_openai=True)
+            return 400, _error_body("a file of purpose 'batch' is needed", 400, is_openai=True)
         if len(fields["file"]) > self._max_bytes:
-            return 413, _problem("the file is too large", 413, is_openai=True)
+            return 413, _error_body("the file is too large", 413, is_openai=True)
         id = f"file_{len(self.files)}"
         self.files[id], self._names[id] = fields["file"], name
-        return 200, self._file(id)
+        return 200, self._file_object(id)
 
-    def _file(self, id: str) -> dict[str, Any]:
+    def _file_object(self, id: str) -> dict[str, Any]:
         return {
             "id": id,
             "object": "file",
@@ -285,9 +285,9 @@ class BatchServer:
     async def _create(self, given: dict[str, Any]) -> tuple[int, Any]:
         content = self.files.get(given.get("input_file_id", ""))
         if content is None:
-            return 400, _problem("input_file_id is not a file", 400, is_openai=True)
+            return 400, _error_body("input_file_id is not a file", 400, is_openai=True)
         if given.get("completion_window") != "24h":
-            return 400, _problem("completion_window must be 24h", 400, is_openai=True)
+            return 400, _error_body("completion_window must be 24h", 400, is_openai=True)
         lines = [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
         requests = [BatchRequest(line["custom_id"], line["body"]) for line in lines]
         number = len(self.batches)
@@ -313,9 +313,9 @@ class BatchServer:
             if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", each.custom_id):
                 problem = f"custom_id {each.custom_id!r} is not allowed"
         if len(body) > self._max_bytes:
-            return 413, _problem("the batch is too large", 413, is_openai=False)
+            return 413, _error_body("the batch is too large", 413, is_openai=False)
         if problem:
-            return 400, _problem(problem, 400, is_openai=False)
+            return 400, _error_body(problem, 400, is_openai=False)
         number = len(self.batches)
         batch = BatchApiJob(f"msgbatch_{number}", "anthropic", requests, number)
         return 200, await self._begin(batch, "")
@@ -334,12 +334,12 @@ class BatchServer:
             batch.status, batch.problem = "failed", problem
         elif not self.holds:
             await self._finish(batch, "completed")
-        return self._shown(batch)
+        return self._batch_object(batch)
 
-    def _cancelled(self, batch: BatchApiJob) -> dict[str, Any]:
+    def _cancel_batch(self, batch: BatchApiJob) -> dict[str, Any]:
         if batch.status == "in_progress":
             batch.status = "cancelling"
-        return self._shown(batch)
+        return self._batch_object(batch)
 
     def _list(self, kind: str, query: Mapping[str, str]) -> dict[str, Any]:
         found = [each for each in reversed(self.batches.values()) if each.kind == kind]
@@ -350,16 +350,16 @@ class BatchServer:
         page = found[begin : begin + size]
         return {
             "object": "list",
-            "data": [self._shown(each) for each in page],
+            "data": [self._batch_object(each) for each in page],
             "first_id": page[0].id if page else None,
             "last_id": page[-1].id if page else None,
             "has_more": begin + size < len(found),
         }
 
-    def _shown(self, batch: BatchApiJob) -> dict[str, Any]:
-        return self._openai(batch) if batch.kind == "openai" else self._anthropic(batch)
+    def _batch_object(self, batch: BatchApiJob) -> dict[str, Any]:
+        return self._openai_batch(batch) if batch.kind == "openai" else self._anthropic_batch(batch)
 
-    def _openai(self, batch: BatchApiJob) -> dict[str, Any]:
+    def _openai_batch(self, batch: BatchApiJob) -> dict[str, Any]:
         is_ended = batch.status in ("completed", "expired", "cancelled")
         num_failed = batch.count_requests("errored")
         code, _, message = batch.problem.partition(": ")
@@ -387,7 +387,7 @@ class BatchServer:
             "metadata": batch.metadata,
         }
 
-    def _anthropic(self, batch: BatchApiJob) -> dict[str, Any]:
+    def _anthropic_batch(self, batch: BatchApiJob) -> dict[str, Any]:
         words = {"in_progress": "in_progress", "cancelling": "canceling"}
         is_ended = batch.status not in words
         kinds = ("succeeded", "errored", "expired", "canceled")
@@ -410,7 +410,7 @@ class BatchServer:
         name, _, which = rest.rpartition("_")
         wanted = ("succeeded",) if which == "out" else ("errored", "expired", "canceled")
         requests = self.batches[name].requests
-        return _lines([each for each in requests if each.kind in wanted])
+        return _result_lines([each for each in requests if each.kind in wanted])
 
 
 _STATUS = {"rate_limited": 429, "refused": 400}
@@ -422,14 +422,14 @@ _TYPES = {
 }
 
 
-def _problem(text: str, status: int, *, is_openai: bool) -> dict[str, Any]:
+def _error_body(text: str, status: int, *, is_openai: bool) -> dict[str, Any]:
     kind = _TYPES.get(status, "api_error")
     if is_openai:
         return {"error": {"message": text, "type": kind, "param": None, "code": None}}
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": "req_0"}
 
 
-def _unserved(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
+def _unserved_result(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
     if batch.kind == "anthropic":
         return {"custom_id": request.custom_id, "result": {"type": request.kind}}
     code = "batch_expired" if request.kind == "expired" else "batch_cancelled"
@@ -437,7 +437,7 @@ def _unserved(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
     return {"id": "batch_req", "custom_id": request.custom_id, "response": None, "error": error}
 
 
-def _lines(requests: list[BatchRequest]) -> bytes:
+def _result_lines(requests: list[BatchRequest]) -> bytes:
     """Return the results as JSON lines in reverse order, since real providers do not guarantee the
     order of results.
     """

@@ -58,7 +58,7 @@ class ForgetfulDisk:
                     entry.name: (entry.inode(), entry.is_dir()) for entry in os.scandir(fd)
                 }
             else:
-                self._files[status.st_ino] = _content(fd, status.st_size)
+                self._files[status.st_ino] = _read_all(fd, status.st_size)
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -96,7 +96,7 @@ class ForgetfulDisk:
                 (to / name).chmod(0o600)
 
 
-def _content(fd: int, size: int) -> bytes:
+def _read_all(fd: int, size: int) -> bytes:
     """Return all bytes of an open file, even if it is open only for writing."""
     again = os.open(f"/dev/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:

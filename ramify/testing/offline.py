@@ -39,15 +39,15 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.clients.function_client import count, count_message
+from ramify.clients.function_client import count, estimate_message_tokens
 from ramify.clients.providers import FREE
 from ramify.errors import ConfigError
 from ramify.plugins import Registry
 from ramify.testing.plan_leaf_prompt_formats import (
     ParsedPlanLeafRequest,
+    format_reply,
     parse_leaf_prompt,
     with_some_wrong,
-    written,
 )
 from ramify.testing.root_prompt_formats import (
     RESULT,
@@ -222,21 +222,21 @@ class OfflineModel(
         text = self.reply(messages)
         if self.sleep == "none":
             return text
-        num_input = sum(map(count_message, messages))
+        num_input = sum(map(estimate_message_tokens, messages))
         seconds = self.latency.seconds(num_input, count(text))
         if self.sleep == "real":
-            return _later(text, seconds)
+            return _return_after(text, seconds)
         return Reply(Message("assistant", text), seconds=seconds)
 
     def reply(self, messages: Sequence[Message]) -> str:
         """Return the text of the reply to a conversation."""
         for form in ROOT_FORMS if messages and messages[0].role == "system" else ():
-            turn = form.read(messages)
+            turn = form.parse_prompt(messages)
             if turn is not None:
-                return self._step(form, turn)
-        return self._reading(messages)
+                return self._next_root_reply(form, turn)
+        return self._answer_about_text(messages)
 
-    def _step(self, form: RootPromptFormat, turn: ParsedRootPrompt) -> str:
+    def _next_root_reply(self, form: RootPromptFormat, turn: ParsedRootPrompt) -> str:
         """Return the next reply of a root call.
 
         The first step looks at the context, the second runs the suite's strategy, and the last
@@ -245,10 +245,10 @@ class OfflineModel(
         if turn.is_last or turn.step >= 2:
             return form.answer(turn)
         if turn.step == 0:
-            return form.cell("I look at the context first.", _LOOK)
+            return form.code_cell_reply("I look at the context first.", _LOOK)
         suite = self._suite(turn.question)
         if suite is None:
-            return form.cell("I know no strategy for this.", f"result = {_UNKNOWN!r}")
+            return form.code_cell_reply("I know no strategy for this.", f"result = {_UNKNOWN!r}")
         calls = max(1, turn.max_calls * 3 // 4)
         run = (
             f"chars = max({4 * self.leaf_tokens}, len(context) // {calls} + 1)\n"
@@ -258,20 +258,20 @@ class OfflineModel(
             f'print("{RESULT}", result)'
         )
         code = "\n\n".join([_IMPORTS, form.ask.strip(), suite.code(), run])
-        return form.cell(f"I use the strategy of the suite {suite.name}.", code)
+        return form.code_cell_reply(f"I use the strategy of the suite {suite.name}.", code)
 
-    def _reading(self, messages: Sequence[Message]) -> str:
+    def _answer_about_text(self, messages: Sequence[Message]) -> str:
         """Reply to a question about a text with the right answer or a plausible wrong one."""
         prompt = "\n\n".join(message.content for message in messages if message.role != "system")
         if (turn := parse_leaf_prompt(prompt)) is not None:
             return self._plan_leaf(turn, messages)
-        text, question = _parts(prompt)
-        for suite in self._known():
-            right = _right(suite, question, text)
+        text, question = _split_prompt(prompt)
+        for suite in self._known_suites():
+            right = _right_reply(suite, question, text)
             if right is None:
                 continue
             draw = self._generator(messages)
-            num_tokens = sum(map(count_message, messages))
+            num_tokens = sum(map(estimate_message_tokens, messages))
             if draw.random() < self.curve(num_tokens):
                 return right
             return suite.spoil(question, text, right, draw)
@@ -284,20 +284,20 @@ class OfflineModel(
         """
         suite = self._suite(turn.question)
         if suite is None:
-            return written(turn, _UNKNOWN)
+            return format_reply(turn, _UNKNOWN)
         right = suite.leaf(turn) if suite.leaf is not None else None
         if right is None and turn.kind == "passage":
-            found = _right(suite, turn.question, turn.text)
+            found = _right_reply(suite, turn.question, turn.text)
             right = "" if found in (None, "", _UNKNOWN) else found
         if right is None:
-            return written(turn, _UNKNOWN)
+            return format_reply(turn, _UNKNOWN)
         draw = self._generator(messages)
-        if draw.random() < self.curve(sum(map(count_message, messages))):
-            return written(turn, right)
+        if draw.random() < self.curve(sum(map(estimate_message_tokens, messages))):
+            return format_reply(turn, right)
         if not isinstance(right, str):
-            return written(turn, with_some_wrong(right, draw))
+            return format_reply(turn, with_some_wrong(right, draw))
         wrong = suite.spoil(turn.question, turn.text, right, draw) if right else right
-        return written(turn, wrong)
+        return format_reply(turn, wrong)
 
     def _generator(self, messages: Sequence[Message]) -> random.Random:
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=16)
@@ -306,11 +306,13 @@ class OfflineModel(
             digest.update(message.content.encode("utf-8", "surrogatepass"))
         return random.Random(digest.hexdigest())
 
-    def _known(self) -> Sequence[OfflineModelSuiteStrategy]:
+    def _known_suites(self) -> Sequence[OfflineModelSuiteStrategy]:
         return _suites(self.suites)
 
     def _suite(self, question: str) -> OfflineModelSuiteStrategy | None:
-        return next((suite for suite in self._known() if re.search(suite.asks, question)), None)
+        return next(
+            (suite for suite in self._known_suites() if re.search(suite.asks, question)), None
+        )
 
 
 @functools.cache
@@ -319,15 +321,15 @@ def _suites(names: tuple[str, ...]) -> tuple[OfflineModelSuiteStrategy, ...]:
 
     The result is cached, because searching the installed packages takes longer than a reply.
     """
-    return tuple(OFFLINE_SUITES.of(name) for name in names or OFFLINE_SUITES)
+    return tuple(OFFLINE_SUITES.resolve(name) for name in names or OFFLINE_SUITES)
 
 
-async def _later(text: str, seconds: float) -> str:
+async def _return_after(text: str, seconds: float) -> str:
     await asyncio.sleep(seconds)
     return text
 
 
-def _parts(prompt: str) -> tuple[str, str]:
+def _split_prompt(prompt: str) -> tuple[str, str]:
     """Split a plain prompt into its text and its question.
 
     The question follows the last ``Question:`` at the beginning of a line. Without such a line, the
@@ -342,7 +344,7 @@ def _parts(prompt: str) -> tuple[str, str]:
     return prompt, prompt
 
 
-def _right(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | None:
+def _right_reply(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | None:
     """Return the right reply to a question about a text, or None if no suite has such a
     question.
     """
@@ -350,16 +352,18 @@ def _right(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | 
     if right is not None or not re.search(suite.asks, question):
         return right
     try:
-        return suite.solve(question, text, _perfect(suite), len(text) + 1)
+        return suite.solve(question, text, _perfect_ask(suite), len(text) + 1)
     except (LookupError, ValueError):  # the text is not in the form of the suite
         return _UNKNOWN
 
 
-def _perfect(suite: OfflineModelSuiteStrategy) -> Ask:
-    return lambda prompts: [suite.read(*reversed(_parts(prompt))) or "" for prompt in prompts]
+def _perfect_ask(suite: OfflineModelSuiteStrategy) -> Ask:
+    return lambda prompts: [
+        suite.read(*reversed(_split_prompt(prompt))) or "" for prompt in prompts
+    ]
 
 
-def model_of(name: str) -> OfflineModel:
+def simulated_model(name: str) -> OfflineModel:
     """Return the simulated model for NAME in ``offline:NAME``.
 
     Raises ConfigError for an unknown name.
@@ -397,7 +401,7 @@ def connect(
     name: str, *, window: int | None = None, price: Price | None = None, **_connection: object
 ) -> ScriptedClient:
     """Return a client for the simulated model called ``offline:NAME``."""
-    model = model_of(name.partition(":")[2])
+    model = simulated_model(name.partition(":")[2])
     given = None if price == FREE else price  # the table of prices knows that scripts are free
     price = given or model.price or FREE
     return ScriptedClient(model.tell, name, window or model.window, price)

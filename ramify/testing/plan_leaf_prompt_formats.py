@@ -62,7 +62,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
     @property
     def counts(self) -> dict[str, int]:
         """Count of each value, if the leaf is asked about counts; otherwise empty."""
-        return self._table(0)
+        return self._parse_json_line(0)
 
     @property
     def count_frequencies(self) -> dict[str, int]:
@@ -70,9 +70,9 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
         Empty if the leaf is not asked about counts.
         """
-        return self._table(1)
+        return self._parse_json_line(1)
 
-    def _table(self, line: int) -> dict[str, int]:
+    def _parse_json_line(self, line: int) -> dict[str, int]:
         lines = self.text.splitlines()
         try:
             found = json.loads(lines[line]) if line < len(lines) else {}
@@ -94,14 +94,14 @@ def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
     if not prompt.startswith("Question: "):
         return None
     body, _, schema = prompt.partition(f"\n\n{_SCHEMA}")
-    for kind, is_typed, form in _forms():
+    for kind, is_typed, form in _request_forms():
         if is_typed is bool(schema) and (found := form.match(body)) is not None:
             text = _PLACE.sub("", body[found.end() :], count=1)
             return ParsedPlanLeafRequest(kind, found[1], text)
     return None
 
 
-def written(turn: ParsedPlanLeafRequest, value: Any) -> str:
+def format_reply(turn: ParsedPlanLeafRequest, value: Any) -> str:
     """Return the reply text that states ``value`` in the form that the request asks for: JSON or
     plain text.
     """
@@ -127,7 +127,7 @@ def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 
 @functools.cache
-def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
+def _request_forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
     """Return the features by which the requests of the ready-made plans are recognised.
 
     For each kind of request, they are its name, whether its answer has a JSON schema, and a pattern
@@ -143,13 +143,13 @@ def _forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
         ("search", "answer"): "passage",
     }
     return tuple(
-        (wanted[name, leaf.label], leaf.schema is not None, _beginning(leaf.prompt))
+        (wanted[name, leaf.label], leaf.schema is not None, _beginning_pattern(leaf.prompt))
         for name in dict.fromkeys(name for name, _ in wanted)
         for leaf in ready_plans.ready_plan(name).leaves()
     )
 
 
-def _beginning(prompt: str) -> re.Pattern[str]:
+def _beginning_pattern(prompt: str) -> re.Pattern[str]:
     """Return a pattern that matches the beginning of every prompt made from the template
     ``prompt``.
 

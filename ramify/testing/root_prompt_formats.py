@@ -82,7 +82,7 @@ class RootPromptFormat(Protocol):
     ask: str
     """Source of the function ``ask``, which sends prompts to the system's sub-model."""
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
+    def parse_prompt(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         """Parse a request for the next step of a root call.
 
         Returns None if another system wrote the request.
@@ -95,7 +95,7 @@ class RootPromptFormat(Protocol):
         """
         ...
 
-    def cell(self, thought: str, code: str) -> str:
+    def code_cell_reply(self, thought: str, code: str) -> str:
         """Return a model reply that makes the system run ``code``."""
         ...
 
@@ -113,7 +113,7 @@ class RamifyPromptFormat:
     name = "ramify"
     ask = _WHOLE
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
+    def parse_prompt(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         system = messages[0].content
         if "fence marked repl" not in system or "FINAL(" not in system or len(messages) < 2:
             return None
@@ -127,8 +127,8 @@ class RamifyPromptFormat:
         return ParsedRootPrompt(
             first[1],
             sum(message.role == "assistant" for message in messages),
-            _number(calls, MANY_CALLS),
-            _number(chars, 100_000),
+            _matched_number(calls, MANY_CALLS),
+            _matched_number(chars, 100_000),
             _result_in(messages),
             "Answer now with what you have" in messages[-1].content,
         )
@@ -136,13 +136,13 @@ class RamifyPromptFormat:
     def question_expression(self, question: str) -> str:
         return repr(question)
 
-    def cell(self, thought: str, code: str) -> str:
+    def code_cell_reply(self, thought: str, code: str) -> str:
         return f"{thought}\n\n```repl\n{code}\n```"
 
     def answer(self, turn: ParsedRootPrompt) -> str:
         if turn.is_last:
             return f"FINAL({turn.result if turn.result is not None else 'unknown'})"
-        return self.cell("The result is there.", "FINAL(result)")
+        return self.code_cell_reply("The result is there.", "FINAL(result)")
 
 
 class RlmsPromptFormat:
@@ -151,7 +151,7 @@ class RlmsPromptFormat:
     name = "rlms"
     ask = _BATCHES
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
+    def parse_prompt(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         is_ours = messages[0].content.startswith("You are a Recursive Language Model (RLM)")
         if not is_ours or len(messages) < 2:
             return None
@@ -166,12 +166,12 @@ class RlmsPromptFormat:
     def question_expression(self, question: str) -> str:
         return repr(question)
 
-    def cell(self, thought: str, code: str) -> str:
+    def code_cell_reply(self, thought: str, code: str) -> str:
         return f"{thought}\n\n```repl\n{code}\n```"
 
     def answer(self, turn: ParsedRootPrompt) -> str:
         code = 'answer["content"] = str(result)\nanswer["ready"] = True'
-        return self.cell("The result is there.", code)
+        return self.code_cell_reply("The result is there.", code)
 
 
 class DrostePromptFormat:
@@ -180,7 +180,7 @@ class DrostePromptFormat:
     name = "droste"
     ask = _BATCHES
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
+    def parse_prompt(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         system = messages[0].content
         is_extraction = "session ended without submitting a confirmed final answer" in system
         is_step = "You are in a Python REPL." in system and "## Authorized compute" in system
@@ -193,8 +193,8 @@ class DrostePromptFormat:
         return ParsedRootPrompt(
             asked[1].strip(),
             sum(message.role == "assistant" for message in messages),
-            _number(calls, MANY_CALLS),
-            2 * _number(chars, 50_000),
+            _matched_number(calls, MANY_CALLS),
+            2 * _matched_number(chars, 50_000),
             _result_in(messages),
             is_extraction,
         )
@@ -202,13 +202,13 @@ class DrostePromptFormat:
     def question_expression(self, question: str) -> str:
         return repr(question)
 
-    def cell(self, thought: str, code: str) -> str:
+    def code_cell_reply(self, thought: str, code: str) -> str:
         return f"```python\n{code}\n```"
 
     def answer(self, turn: ParsedRootPrompt) -> str:
         if turn.is_last:
             return turn.result or "unable to determine from the work so far"
-        return self.cell("", 'answer["content"] = str(result)\nanswer["ready"] = True')
+        return self.code_cell_reply("", 'answer["content"] = str(result)\nanswer["ready"] = True')
 
 
 class DspyPromptFormat:
@@ -219,7 +219,7 @@ class DspyPromptFormat:
     name = "dspy"
     ask = _BATCHES
 
-    def read(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
+    def parse_prompt(self, messages: Sequence[Message]) -> ParsedRootPrompt | None:
         system = messages[0].content
         is_step = "[[ ## code ## ]]" in system and "SUBMIT(" in system
         is_extraction = "[[ ## repl_history ## ]]" in system and "[[ ## answer ## ]]" in system
@@ -233,7 +233,7 @@ class DspyPromptFormat:
         return ParsedRootPrompt(
             textwrap.dedent(asked[1]) if asked else "",
             len(re.findall(r"^=== Step \d+ ===$", last, re.MULTILINE)),
-            _number(calls, MANY_CALLS),
+            _matched_number(calls, MANY_CALLS),
             result=_result_in(messages[-1:]),
             is_last=not is_step,
         )
@@ -241,13 +241,13 @@ class DspyPromptFormat:
     def question_expression(self, question: str) -> str:
         return "question"
 
-    def cell(self, thought: str, code: str) -> str:
+    def code_cell_reply(self, thought: str, code: str) -> str:
         return _dspy_fields(reasoning=thought, code=f"```python\n{code}\n```")
 
     def answer(self, turn: ParsedRootPrompt) -> str:
         if turn.is_last:
             return _dspy_fields(answer=turn.result if turn.result is not None else "unknown")
-        return self.cell("The result is there.", "SUBMIT(str(result))")
+        return self.code_cell_reply("The result is there.", "SUBMIT(str(result))")
 
 
 ROOT_FORMS: tuple[RootPromptFormat, ...] = (
@@ -277,5 +277,5 @@ def _result_in(messages: Sequence[Message]) -> str | None:
     return None
 
 
-def _number(found: re.Match[str] | None, default: int) -> int:
+def _matched_number(found: re.Match[str] | None, default: int) -> int:
     return default if found is None else int(found[1].replace(",", ""))

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.clients.function_client import counted
+from ramify.clients.function_client import reply_with_token_counts
 from ramify.errors import ConfigError, Refused
 from ramify.types.message import Message, Reply, Usage
 
@@ -226,7 +226,7 @@ class Script:
 
         Raises ConfigError if the file cannot be read or is not a valid script.
         """
-        return cls(_lines(path), name=str(path))
+        return cls(_load_script(path), name=str(path))
 
 
 def step_outcome(
@@ -238,8 +238,10 @@ def step_outcome(
     """
     if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
-        return step, counted(step.text, messages, max_tokens).usage if paid else Usage()
-    reply = counted(step, messages, max_tokens)
+        return step, reply_with_token_counts(
+            step.text, messages, max_tokens
+        ).usage if paid else Usage()
+    reply = reply_with_token_counts(step, messages, max_tokens)
     return reply, reply.usage
 
 
@@ -286,10 +288,10 @@ def _by_rule(rules: list[ScriptRule], name: str) -> ReplyFunction:
     return tell
 
 
-def _lines(path: str | Path) -> tuple[Step | ScriptRule, ...]:
+def _load_script(path: str | Path) -> tuple[Step | ScriptRule, ...]:
     try:
         lines = msgspec.json.decode(Path(path).read_bytes(), type=list[Any])
-        return tuple(_line(line) for line in lines)
+        return tuple(_parse_line(line) for line in lines)
     except OSError as error:
         raise ConfigError(
             f"script {path}: {error.strerror}; give a JSON list of replies or rules"
@@ -298,16 +300,20 @@ def _lines(path: str | Path) -> tuple[Step | ScriptRule, ...]:
         raise ConfigError(f"script {path}: {error}; give a JSON list of replies or rules") from None
 
 
-def _line(line: Any) -> Step | ScriptRule:
+def _parse_line(line: Any) -> Step | ScriptRule:
     if isinstance(line, dict) and "match" in line:
         reply = line.get("reply")
-        steps = tuple(_step(item) for item in reply) if isinstance(reply, list) else _step(reply)
+        steps = (
+            tuple(_parse_step(item) for item in reply)
+            if isinstance(reply, list)
+            else _parse_step(reply)
+        )
         re.compile(line["match"])
         return ScriptRule(line["match"], steps)
-    return _step(line)
+    return _parse_step(line)
 
 
-def _step(line: Any) -> Step:
+def _parse_step(line: Any) -> Step:
     if isinstance(line, dict) and "fail" in line:
         return msgspec.convert(line, ScriptedFailure)
     if isinstance(line, dict):

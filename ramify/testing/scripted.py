@@ -85,24 +85,24 @@ class ScriptedByteTokenizer:
     @property
     def rendering(self) -> PromptRenderer:
         """Renderer with which a client converts a prompt to byte-level token ids."""
-        return PromptRenderer(self._prompt, self._keeps_ids, _token_text)
+        return PromptRenderer(self._prompt_ids, self._keeps_ids, _token_text)
 
     def with_token_ids(self, reply: Reply, request: Request) -> Reply:
         """Return a copy of ``reply`` with its token ids and those of its prompt."""
-        token_ids = (*_text(reply.message), END)
+        token_ids = (*_content_ids(reply.message), END)
         return msgspec.structs.replace(
             reply,
-            prompt_ids=self._prompt(request),
+            prompt_ids=self._prompt_ids(request),
             token_ids=token_ids,
             logprobs=(self._logprob,) * len(token_ids),
             versions=(VersionSpan(0, len(token_ids), self.version),),
         )
 
-    def _prompt(self, request: Request) -> tuple[int, ...]:
+    def _prompt_ids(self, request: Request) -> tuple[int, ...]:
         known = request.known if self._keeps_ids else None
         ids = [] if known is None else [*known.ids]
         for message in request.messages[0 if known is None else known.num_messages :]:
-            text = _text(message)
+            text = _content_ids(message)
             if message.role == "assistant" and not self._keeps_ids:
                 text = [32, *text]
             ids += [_BEGINS[message.role], *text, END]
@@ -113,7 +113,7 @@ def _token_text(id: int) -> str:
     return bytes([id]).decode(errors="replace") if id < min(_BEGINS.values()) else ""
 
 
-def _text(message: Message) -> list[int]:
+def _content_ids(message: Message) -> list[int]:
     return list(message.content.encode("utf-8", "surrogatepass"))
 
 
@@ -204,7 +204,7 @@ class ScriptedClient:
             self.served += usage
             if self._latency_s:
                 await asyncio.sleep(self._latency_s)
-            reply = await self._replied(outcome)
+            reply = await self._reply_or_fail(outcome)
         finally:
             self.in_flight -= 1
         if self._ids is not None and reply.token_ids is None:
@@ -240,7 +240,7 @@ class ScriptedClient:
             error.too_long = True
             raise error
 
-    async def _replied(self, step: Reply | ScriptedFailure) -> Reply:
+    async def _reply_or_fail(self, step: Reply | ScriptedFailure) -> Reply:
         if isinstance(step, Reply):
             return step
         if step.fail == "no_usage":

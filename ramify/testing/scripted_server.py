@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.clients.function_client import count_message
+from ramify.clients.function_client import estimate_message_tokens
 from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.errors import ConfigError, Refused
-from ramify.testing.offline import model_of
+from ramify.testing.offline import simulated_model
 from ramify.testing.script import Lines, Script, ScriptedFailure, Step, step_outcome
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from ramify.types.picture import Picture, picture_from_bytes
@@ -191,7 +191,7 @@ class ScriptedServer:
             messages = tuple(map(_message, parsed.messages))
         except ValueError as error:
             return self._refuse(exchange, str(error))
-        length = sum(map(count_message, messages))
+        length = sum(map(estimate_message_tokens, messages))
         if length > self._window:
             text = (
                 f"This model's maximum context length is {self._window} tokens, but the messages "
@@ -203,13 +203,13 @@ class ScriptedServer:
         except Refused as error:
             return self._refuse(exchange, str(error))
         if inspect.isawaitable(step):
-            task = asyncio.ensure_future(self._later(exchange, parsed, messages, step, due))
+            task = asyncio.ensure_future(self._answer_later(exchange, parsed, messages, step, due))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
             self._answer(exchange, parsed, messages, step, due)
 
-    async def _later(
+    async def _answer_later(
         self,
         exchange: PendingMockRequest,
         parsed: _RequestBody,
@@ -245,7 +245,7 @@ class ScriptedServer:
         if isinstance(outcome, ScriptedFailure):
             self._fail(exchange, parsed, outcome)
         else:
-            self._send(exchange, parsed, completion(outcome, parsed.model))
+            self._send(exchange, parsed, completion_body(outcome, parsed.model))
 
     def _refuse(self, exchange: PendingMockRequest, text: str, code: str = "") -> None:
         self._in_flight -= 1
@@ -257,7 +257,9 @@ class ScriptedServer:
         if not parsed.stream:
             return exchange.send(200, _encode(sent))
         with_usage = (parsed.stream_options or {}).get("include_usage") is True
-        events = [_event(chunk) for chunk in chunks_of(sent, self._pieces, with_usage)]
+        events = [
+            _event(chunk) for chunk in completion_stream_chunks(sent, self._pieces, with_usage)
+        ]
         events.append(b"data: [DONE]\n\n")
         if not self.piece_s:
             return exchange.send(200, b"".join(events), content_type="text/event-stream")
@@ -268,7 +270,7 @@ class ScriptedServer:
     async def _send_slowly(self, exchange: PendingMockRequest, events: list[bytes]) -> None:
         exchange.begin("text/event-stream")
         for event in events:
-            exchange.piece(event)
+            exchange.send_piece(event)
             await asyncio.sleep(self.piece_s)
             if not exchange.is_open:
                 self.num_cut_off += 1
@@ -277,9 +279,11 @@ class ScriptedServer:
 
     def _send_half(self, exchange: PendingMockRequest, parsed: _RequestBody, text: str) -> None:
         """Send the first half of a streamed reply, and then close the connection."""
-        chunks = chunks_of(completion(Reply(Message("assistant", text)), parsed.model), 8, False)
+        chunks = completion_stream_chunks(
+            completion_body(Reply(Message("assistant", text)), parsed.model), 8, False
+        )
         exchange.begin("text/event-stream")
-        exchange.piece(b"".join(map(_event, chunks[: len(chunks) // 2])))
+        exchange.send_piece(b"".join(map(_event, chunks[: len(chunks) // 2])))
         exchange.drop()
 
     def _fail(
@@ -306,7 +310,7 @@ class ScriptedServer:
             case "no_choices":
                 exchange.send(200, b'{"object": "chat.completion", "choices": []}')
             case "no_usage":
-                sent = completion(Reply(Message("assistant", step.text)), parsed.model)
+                sent = completion_body(Reply(Message("assistant", step.text)), parsed.model)
                 del sent["usage"]
                 self._send(exchange, parsed, sent)
             case "cut" if parsed.stream:
@@ -317,7 +321,7 @@ class ScriptedServer:
                 exchange.drop()
 
 
-def completion(reply: Reply, model: str) -> dict[str, Any]:
+def completion_body(reply: Reply, model: str) -> dict[str, Any]:
     """Convert a reply to the JSON body of an OpenAI chat completion."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.message.content}
     if reply.message.reasoning is not None:
@@ -357,7 +361,9 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
     return sent
 
 
-def chunks_of(sent: dict[str, Any], pieces: int, with_usage: bool) -> list[dict[str, Any]]:
+def completion_stream_chunks(
+    sent: dict[str, Any], pieces: int, with_usage: bool
+) -> list[dict[str, Any]]:
     """Split the body of a chat completion into chunks for streaming.
 
     The text is split into ``pieces`` parts. ``with_usage`` adds a last chunk with the token usage.
@@ -433,7 +439,9 @@ async def _serve(options: argparse.Namespace) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, done.set)
     kind, _, name = options.script.partition(":")
-    script = Script(model_of(name).tell) if kind == "offline" else Script.load(options.script)
+    script = (
+        Script(simulated_model(name).tell) if kind == "offline" else Script.load(options.script)
+    )
     async with ScriptedServer(
         script,
         latency_s=options.latency,

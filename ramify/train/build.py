@@ -30,7 +30,7 @@ from ramify.store.store import Store
 from ramify.tasks.base import items_of
 from ramify.tasks.mixture import MixtureTask
 from ramify.train.advantages.base import needs_of
-from ramify.train.config import plain
+from ramify.train.config import to_plain_data
 from ramify.train.depth_models import AnsweredCallsAlgorithm, temperature_by_call
 from ramify.train.initial_policy import device_of, lora_adapter_spec, sharded_checkpoint_folder
 from ramify.train.learner import Learner, PolicyWeightTransfer, Publisher
@@ -48,7 +48,7 @@ from ramify.train.signals.judge_calls import POLICY
 from ramify.train.signals.signal_runner import TrainingSignalSet
 from ramify.train.signals.teacher import needed_scorers
 from ramify.train.signals.teacher_logprobs import RunTeachers
-from ramify.train.stages import RlStage, TrainingStage, streams_of, with_schedule_defaults
+from ramify.train.stages import RlStage, TrainingStage, required_loss_inputs, with_schedule_defaults
 from ramify.train.stall_watchdog import StallWatchdog, WatchedTrainingThread
 from ramify.train.start_rollout_resources import RolloutResources, open_rollouts, reserve_machines
 from ramify.train.trainer import PolicyEvaluationPlan, Trainer
@@ -105,13 +105,13 @@ async def opened_trainer(
             # Closed after the engines: one that comes back asks for the trained weights.
             models = await stack.enter_async_context(contextlib.AsyncExitStack())
             rollouts = await open_rollouts(parts, out, hosts, stack)
-        trained = trained_model(parts, out, hosts)
+        trained = model_to_train(parts, out, hosts)
         register_cleanup(models, "trained", trained.close)
         weights = PolicyWeightTransfer(parts.policy, parts.serving, rollouts.client, trained)
         teachers = teachers_of(parts, rollouts, out, trained, weights)
         if teachers is not None:
             register_cleanup(stack, "teachers", teachers.close)
-        record = _record(parts, rollouts, out, trained, listener)
+        record = _make_recorder(parts, rollouts, out, trained, listener)
         watch = StallWatchdog(
             out, parts.run.stall_s, others=getattr(trained, "stack_traces", None), on_stall=on_stall
         )
@@ -156,7 +156,7 @@ def _interpreter_for_training() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def _record(
+def _make_recorder(
     parts: RunParts,
     rollouts: RolloutResources,
     out: Path,
@@ -170,17 +170,17 @@ def _record(
     run, client = parts.run, rollouts.client
     measures: list[Callable[[], Mapping[str, float]]] = []
     if run.depths:
-        measures.append(rollouts.depths.step_metrics)
+        measures.append(rollouts.depths.take_step_metrics)
     meter = None
     if not isinstance(client, LocalClient):
         measures.append(client.engine_count_metrics)
     # With other backends, child processes of this one do more than run sessions.
     elif trained.is_here and rollouts.workers is None:
-        meter = CpuMeter(client.engine.paces.taken)
+        meter = CpuMeter(client.engine.paces.take_totals)
     return TrainingRunRecorder(
         out,
         run.schedule,
-        config=plain(run),
+        config=to_plain_data(run),
         first_item=max(
             run.rl.sample.first_item if run.rl is not None else 0, num_demo_items(run.sft)
         ),
@@ -237,7 +237,9 @@ def _learner(
     publisher = Publisher(weights, wiring.record, wiring.thread, check, wiring.name)
     if not isinstance(audited.client, LocalClient):
         engines: HttpEngines = audited.client  # type: ignore[assignment]
-        engines.membership.on_return = partial(publisher.rejoin, weights.rejoin)
+        engines.membership.on_return = partial(
+            publisher.sync_rejoined_engines, weights.sync_rejoined_engines
+        )
     starts_at_base = parts.run.warmup is None and parts.run.sft is None
     return Learner(
         publisher,
@@ -264,7 +266,7 @@ def _other_learners(
     """
     for name, (engine, audited) in rollouts.others.items():
         own = parts.others[name]
-        trained = trained_model(own, out / f"dumps-{name}")
+        trained = model_to_train(own, out / f"dumps-{name}")
         register_cleanup(models, f"trained.{name}", trained.close)
         weights = PolicyWeightTransfer(own.policy, own.serving, engine, trained)
         source = main.weights if parts.run.policies[name].policy is None else None
@@ -278,7 +280,7 @@ def _control_ids(policy: Policy) -> set[int]:
     return {id for id, token in added.items() if token.special} - {*policy.renderer.stop_ids}
 
 
-def trained_model(parts: RunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
+def model_to_train(parts: RunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
     """Create the model to train.
 
     It is either the policy object of this process, or a copy that is sharded over several
@@ -429,5 +431,6 @@ def _signals(
         writing=parts.policy.renderer,
         weights=parts.task.weights,
         temperature=rl.rollout.temperature,
-        wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
+        wants_reference="ref_logprobs"
+        in required_loss_inputs(rl.loss) | needs_of(rl.algorithm).streams,
     )

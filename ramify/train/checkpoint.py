@@ -36,7 +36,7 @@ from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
 from ramify.store.journal import WriterProcessId, this_process
 from ramify.train.config_redaction import check_bounds
-from ramify.train.override import with_new_names
+from ramify.train.override import migrate_config
 from ramify.train.training_guard import TrainingGuardState
 
 _log = ComponentLogger("train")
@@ -122,13 +122,13 @@ class CheckpointStore:
         """Write a checkpoint and return its path.
 
         ``parts`` maps each file or folder name in the checkpoint to a function that writes it. If
-        such a function continues in the background, the checkpoint is complete once ``settle``
-        returns.
+        such a function continues in the background, the checkpoint is complete once
+        ``wait_for_write`` returns.
 
         Raises StoreError if this write or the previous background write failed; earlier checkpoints
         stay.
         """
-        self.settle()
+        self.wait_for_write()
         final = self.folder / f"step-{state.step:06d}"
         temporary = self.folder / f".{final.name}.tmp"
         try:
@@ -163,7 +163,7 @@ class CheckpointStore:
             self._finish(temporary, final, state_json)
         return final
 
-    def settle(self) -> None:
+    def wait_for_write(self) -> None:
         """Wait until no checkpoint is being written.
 
         Raises StoreError if the last write failed.
@@ -197,10 +197,10 @@ class CheckpointStore:
 
         Waits first if one is being written.
         """
-        self.settle()
-        return self._whole()
+        self.wait_for_write()
+        return self._completed_checkpoints()
 
-    def _whole(self) -> list[Path]:
+    def _completed_checkpoints(self) -> list[Path]:
         return sorted(
             (path for path in self.folder.glob("step-*") if (path / _STATE).is_file()), key=_step_of
         )
@@ -230,11 +230,11 @@ class CheckpointStore:
         Among equal scores the earliest wins. The policy from before the first step of a stage is
         chosen only if all others are worse.
         """
-        self.settle()
-        return next(iter(self._ranked()), None)
+        self.wait_for_write()
+        return next(iter(self._rank_checkpoints()), None)
 
-    def _ranked(self) -> list[Path]:
-        states = {path: _decoded(path) for path in self._whole()}
+    def _rank_checkpoints(self) -> list[Path]:
+        states = {path: _read_progress(path) for path in self._completed_checkpoints()}
         since = max((state.scored_since for state in states.values()), default=0)
         scored = {
             path: (-state.score, not state.stage_step)
@@ -244,15 +244,18 @@ class CheckpointStore:
         return sorted(scored, key=lambda path: scored[path])
 
     def _drop_old(self) -> None:
-        keep = {*self._whole()[-self._keep_last :], *self._ranked()[: self._keep_best]}
-        for path in self._whole():
+        keep = {
+            *self._completed_checkpoints()[-self._keep_last :],
+            *self._rank_checkpoints()[: self._keep_best],
+        }
+        for path in self._completed_checkpoints():
             if path not in keep:
                 # Renamed first, so that a kill never leaves half a checkpoint.
                 dying = path.with_name(f".{path.name}.tmp")
                 path.rename(dying)
                 shutil.rmtree(dying)
 
-    def recover(self) -> None:
+    def restore_interrupted_replacement(self) -> None:
         """Restore a checkpoint that was moved away to be replaced, if the process was killed before
         the new one was complete."""
         for old in self.folder.glob(f".step-*{_OLD}"):
@@ -261,7 +264,7 @@ class CheckpointStore:
                 old.rename(whole)
 
     def _sweep(self) -> None:
-        self.recover()
+        self.restore_interrupted_replacement()
         for path in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -304,9 +307,9 @@ def read_state(checkpoint: Path) -> TrainingProgress:
     Fields that an older version wrote get their present names. Raises StoreError if the folder is
     not a checkpoint, is damaged, or was written by a later version.
     """
-    state = _decoded(checkpoint)
+    state = _read_progress(checkpoint)
     verify(checkpoint, _STATE)
-    state.config = with_new_names(state.config)
+    state.config = migrate_config(state.config)
     return state
 
 
@@ -318,7 +321,7 @@ def verify(checkpoint: Path, under: str = "") -> None:
     Raises StoreError, which names the first damaged file and the checkpoint to use instead. An old
     checkpoint without checksums is accepted.
     """
-    has_checksums = bool(_decoded(checkpoint).checksums)
+    has_checksums = bool(_read_progress(checkpoint).checksums)
     folder_file_checksums.check(checkpoint, under, lambda: _instead_of(checkpoint))
     if has_checksums and not (checkpoint / folder_file_checksums.FILE).is_file():
         raise StoreError(
@@ -339,7 +342,7 @@ def _instead_of(checkpoint: Path) -> str:
     )
 
 
-def _decoded(checkpoint: Path) -> TrainingProgress:
+def _read_progress(checkpoint: Path) -> TrainingProgress:
     path = checkpoint / _STATE
     try:
         state = msgspec.json.decode(path.read_bytes(), type=TrainingProgress)
@@ -364,8 +367,8 @@ def resolve_checkpoint(path: Path) -> Path:
     if (path / _STATE).is_file():
         return path
     checkpoints = CheckpointStore(path)
-    if holder(path) in (None, this_process()):  # a live run replaces its own checkpoints
-        checkpoints.recover()
+    if find_lock_holder(path) in (None, this_process()):  # a live run replaces its own checkpoints
+        checkpoints.restore_interrupted_replacement()
     latest = checkpoints.latest()
     if latest is None:
         problem = (
@@ -405,7 +408,7 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
+def hold_run_lock(out: Path) -> Iterator[None]:
     """Hold the lock of the run's folder ``out``.
 
     A missing folder is created, and removed again if nothing was written to it. Raises RunInUse,
@@ -416,7 +419,7 @@ def locked(out: Path) -> Iterator[None]:
     try:
         missing += [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
-        fd = _acquired(path)
+        fd = _acquire_lock(path)
     except OSError as error:
         _remove(missing)
         raise ConfigError(
@@ -433,7 +436,7 @@ def locked(out: Path) -> Iterator[None]:
         _remove(missing)
 
 
-def holder(out: Path) -> WriterProcessId | None:
+def find_lock_holder(out: Path) -> WriterProcessId | None:
     """Return the process that currently writes to the run's folder ``out``, or None if there is
     none."""
     path = out / FILE
@@ -450,7 +453,7 @@ def holder(out: Path) -> WriterProcessId | None:
     return None
 
 
-def _acquired(path: Path) -> int:
+def _acquire_lock(path: Path) -> int:
     """Lock the file ``path`` and write the id of this process to it.
 
     Returns the file descriptor that holds the lock.
@@ -466,7 +469,7 @@ def _acquired(path: Path) -> int:
         os.close(fd)
         raise
     os.close(fd)  # removed between opening and locking, so it no longer locks the folder
-    return _acquired(path)
+    return _acquire_lock(path)
 
 
 def _wait(fd: int, path: Path) -> None:
@@ -480,7 +483,7 @@ def _wait(fd: int, path: Path) -> None:
                     f"{path.parent} does not support locks ({error.strerror}): a second run can "
                     "write to it at the same time"
                 )
-                return _log.warn(text, stacklevel=2)
+                return _log.issue_python_warning(text, stacklevel=2)
             if time.monotonic() > deadline:
                 raise RunInUse(
                     f"the run's folder {path.parent} is being written by {_holder_in(path)}: "

@@ -28,7 +28,7 @@ import msgspec
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.plugins import check_methods, replace_plugin_names
+from ramify.plugins import check_methods, names_to_import_locations
 from ramify.sandbox.base import (
     AnySandboxSpec,
     JailSpec,
@@ -41,14 +41,14 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.config_redaction import check_bounds, check_none_or_positive, redacted
+from ramify.train.config_redaction import check_bounds, check_none_or_positive, redact_config
 from ramify.train.depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.named_objectives import (
     OBJECTIVES,
     advantage_estimator_of,
-    algorithm_of,
+    build_advantage_estimator,
     canonical_objective_name,
     loss_of,
     replace_estimator,
@@ -59,7 +59,7 @@ from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
-from ramify.train.signals.signal_runner import signals_of
+from ramify.train.signals.signal_runner import build_signals
 from ramify.train.training_guard import TrainingGuard
 
 STALL_S = 1800.0
@@ -322,7 +322,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             msgspec.structs.force_setattr(self, "objective", name)
             objective = OBJECTIVES[name]
             if self.algorithm is _ALGORITHM:
-                own = algorithm_of(objective, _ALGORITHM)
+                own = build_advantage_estimator(objective, _ALGORITHM)
                 msgspec.structs.force_setattr(self, "algorithm", own)
             if self.loss is _LOSS:
                 msgspec.structs.force_setattr(self, "loss", loss_of(objective, _LOSS))
@@ -334,7 +334,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             if isinstance(self.algorithm, Hybrid):
                 self.algorithm.check({})
             return
-        signals = signals_of(self.signals)
+        signals = build_signals(self.signals)
         msgspec.structs.force_setattr(self, "signals", signals)
         if isinstance(self.algorithm, Hybrid):
             self.algorithm.check(signals)
@@ -498,7 +498,9 @@ def with_objective(run: Run, name: str) -> Run:
     name = canonical_objective_name(name)
     objective = OBJECTIVES[name]
     before = run.rl.algorithm
-    algorithm = replace_estimator(before, algorithm_of(objective, advantage_estimator_of(before)))
+    algorithm = replace_estimator(
+        before, build_advantage_estimator(objective, advantage_estimator_of(before))
+    )
     loss = loss_of(objective, run.rl.loss)
     rl = msgspec.structs.replace(run.rl, objective=name, algorithm=algorithm, loss=loss)
     return msgspec.structs.replace(run, rl=rl)
@@ -523,7 +525,7 @@ CHOICES: Choices = {
 """Map each field that holds one of several classes to its choices, which map names to classes."""
 
 
-def plain(run: Run) -> dict[str, Any]:
+def to_plain_data(run: Run) -> dict[str, Any]:
     """Return ``run`` as plain data without secrets.
 
     Checkpoints store this form, and experiment trackers receive it.
@@ -539,7 +541,7 @@ def plain(run: Run) -> dict[str, Any]:
         ) from error
     if run.rl is not None:
         rl = data["rl"]
-        replace_plugin_names(run.rl.algorithm, rl["algorithm"])
-        replace_plugin_names(run.rl.loss.policy, rl["loss"]["policy"])
-        replace_plugin_names(run.rl.loss.corrections, rl["loss"]["corrections"])
-    return redacted(data)
+        names_to_import_locations(run.rl.algorithm, rl["algorithm"])
+        names_to_import_locations(run.rl.loss.policy, rl["loss"]["policy"])
+        names_to_import_locations(run.rl.loss.corrections, rl["loss"]["corrections"])
+    return redact_config(data)

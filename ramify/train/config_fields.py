@@ -103,16 +103,16 @@ def fields(
         fields(Run)
         fields(Run, load_recipe("recipes/tiny.py"))
     """
-    hints, meanings = typing.get_type_hints(kind), docstrings(kind)
+    hints, meanings = typing.get_type_hints(kind), field_docstrings(kind)
     defaults = _defaults(kind)
     for name in kind.__struct_fields__:
         default = defaults[name]
         current = default if value is None else getattr(value, name)
-        section = _section(hints.get(name, Any), current)
+        section = _section_class(hints.get(name, Any), current)
         yield ConfigField(
             prefix + name,
             kind,
-            in_words(hints.get(name, Any), section),
+            describe_type(hints.get(name, Any), section),
             default,
             current,
             meanings.get(name) or ("" if section is None else class_summary(section)),
@@ -134,20 +134,20 @@ def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return found
 
 
-def _section(hint: Any, value: Any) -> type[msgspec.Struct] | None:
+def _section_class(hint: Any, value: Any) -> type[msgspec.Struct] | None:
     """Return the struct class of ``value`` if it is a section, that is, has fields inside it.
 
     Otherwise return the only struct class that its type allows, or None.
     """
     if isinstance(value, msgspec.Struct):
         return type(value)
-    structs = [each for each in _members(hint) if _is_struct(each)]
+    structs = [each for each in _union_members(hint) if _is_struct(each)]
     return structs[0] if len(structs) == 1 else None
 
 
-def _members(hint: Any) -> list[Any]:
+def _union_members(hint: Any) -> list[Any]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [inner for each in typing.get_args(hint) for inner in _members(each)]
+        return [inner for each in typing.get_args(hint) for inner in _union_members(each)]
     return [hint]
 
 
@@ -164,32 +164,36 @@ _WORDS = {
 }
 
 
-def in_words(hint: Any, section: type | None = None) -> str:
+def describe_type(hint: Any, section: type | None = None) -> str:
     """Describe a type in plain words.
 
-    >>> in_words(tuple[int, ...]), in_words(float | None), in_words(Literal["a", "b"])
-    ('list of whole number', 'number or null', "'a' or 'b'")
+    >>> describe_type(tuple[int, ...]), describe_type(float | None)
+    ('list of whole number', 'number or null')
+    >>> describe_type(Literal["a", "b"])
+    "'a' or 'b'"
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return "section" if section is not None else "any value"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(in_words(each, section) for each in _members(hint)))
+        return " or ".join(
+            dict.fromkeys(describe_type(each, section) for each in _union_members(hint))
+        )
     if origin is typing.Literal:
         return " or ".join(repr(each) for each in inner)
     if origin in (tuple, list) or hint in (tuple, list):
         if len(inner) > 1 and inner[-1] is not Ellipsis:
-            return f"list of {len(inner)} values ({', '.join(map(in_words, inner))})"
-        return f"list of {in_words(inner[0])}" if inner else "list"
+            return f"list of {len(inner)} values ({', '.join(map(describe_type, inner))})"
+        return f"list of {describe_type(inner[0])}" if inner else "list"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "map" if inner[1] is Any else f"map from names to: {in_words(inner[1])}"
+        return "map" if inner[1] is Any else f"map from names to: {describe_type(inner[1])}"
     if _is_struct(hint):
         return "section"
     return _WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 @functools.cache
-def docstrings(kind: type) -> dict[str, str]:
+def field_docstrings(kind: type) -> dict[str, str]:
     """Return the docstring of each field of a class and of its bases, by name and on one line.
 
     A class whose source cannot be read has none.
@@ -233,7 +237,7 @@ def class_summary(kind: type) -> str:
     return sentence + "." if dot else text
 
 
-def suggestion(
+def unknown_field_hint(
     kind: type[msgspec.Struct], value: Any, name: str, *, with_class: bool = False
 ) -> str:
     """Return the end of an error message about an unknown field, such as ``did you mean
@@ -258,7 +262,7 @@ def suggestion(
     first, last = wrong.partition(".")[0], wrong.rpartition(".")[2]
     if close := nearest_name(first, inside, _SURE):
         return f"did you mean '{close}'? {known}"
-    found = _elsewhere(every, {last.casefold(), name.replace(".", "_")}, name, section)
+    found = _find_similar_fields(every, {last.casefold(), name.replace(".", "_")}, name, section)
     if not found and (close := nearest_name(first, inside)):
         return f"did you mean '{close}'? {known}"
     if not found:
@@ -289,7 +293,7 @@ def _known_part(name: str, every: set[str]) -> tuple[str, str]:
     return "".join(f"{part}." for part in parts[:known]), ".".join(parts[known:])
 
 
-def _elsewhere(
+def _find_similar_fields(
     every: Sequence[ConfigField], wanted: set[str], name: str, section: str
 ) -> list[ConfigField]:
     """Return the fields that have one of the ``wanted`` names, here or in other trainers.

@@ -1,7 +1,7 @@
 """Remove secrets from configurations, and check the types of their fields.
 
-``redacted`` gives a configuration without its secrets, the only form in which it is written to disk
-or sent anywhere:
+``redact_config`` gives a configuration without its secrets, the only form in which it is written to
+disk or sent anywhere:
 
     {"task": {"options": {"api_key": "sk-1", "url": "https://me:pw@host/v1?key=k"}}}
     {"task": {"options": {"api_key": "«redacted»",
@@ -40,8 +40,8 @@ from ramify.secret_redaction import (
     KINDS,
     MARK,
     SecretRedactor,
-    names_a_secret,
-    remember,
+    is_secret_field_name,
+    register_secret,
     without_url_secrets,
 )
 
@@ -50,14 +50,14 @@ _FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{KINDS}", re.IGNORECASE)
 _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IGNORECASE)
 
 
-def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
+def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a configuration in which a mark replaces each secret.
 
     The configuration is given as plain values. The secrets are also remembered, so that they are
     redacted everywhere else from now on.
     """
     secrets = SecretRedactor()
-    return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
+    return {key: _redact_value(value, str(key), secrets) for key, value in config.items()}
 
 
 def redacted_keys(config: Any, name: str = "") -> Iterator[str]:
@@ -78,20 +78,20 @@ def is_redacted(value: Any) -> bool:
     )
 
 
-def _redacted(value: Any, name: str, secrets: SecretRedactor) -> Any:
+def _redact_value(value: Any, name: str, secrets: SecretRedactor) -> Any:
     if isinstance(value, Mapping):
-        return {key: _redacted(inner, str(key), secrets) for key, inner in value.items()}
+        return {key: _redact_value(inner, str(key), secrets) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return list(_items(value, name, secrets))
+        return list(_redact_items(value, name, secrets))
     if not isinstance(value, str) or not value:
         return value
-    if names_a_secret(name):
-        remember(name, value)
+    if is_secret_field_name(name):
+        register_secret(name, value)
         return MARK
     return _FLAG_WITH_VALUE.sub(rf"\1{MARK}", secrets.redact(without_url_secrets(value)))
 
 
-def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterator[Any]:
+def _redact_items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterator[Any]:
     before: Any = ""
     for value in values:
         is_given = (
@@ -99,7 +99,9 @@ def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterato
             and isinstance(before, str)
             and _FLAG.fullmatch(before) is not None
         )
-        yield MARK if is_given and not value.startswith("-") else _redacted(value, name, secrets)
+        yield (
+            MARK if is_given and not value.startswith("-") else _redact_value(value, name, secrets)
+        )
         before = value
 
 

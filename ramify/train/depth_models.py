@@ -190,10 +190,12 @@ def check_frozen_models(depths: Sequence[DepthSpec], frozen: FrozenModelBudget) 
     pool = RateLimitedClientPool()
     for spec in depths:
         if spec.is_frozen and not is_in_process(spec.model):
-            _connected(pool, spec, frozen)
+            _connect_frozen(pool, spec, frozen)
 
 
-def _connected(pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModelBudget) -> Client:
+def _connect_frozen(
+    pool: RateLimitedClientPool, spec: DepthSpec, frozen: FrozenModelBudget
+) -> Client:
     client = pool.client(spec.model)
     is_free = is_in_process(spec.model)
     if frozen.limits_cost and client.price is None and not is_free:
@@ -242,7 +244,7 @@ class DepthModels:
     def _client(self, spec: DepthSpec, policies: Mapping[str, Client]) -> Client:
         if not spec.is_frozen:
             return DepthTemperatureClient(policies[spec.model], spec)
-        return FrozenClient(_connected(self._pool, spec, self._spec), spec, self)
+        return FrozenClient(_connect_frozen(self._pool, spec, self._spec), spec, self)
 
     async def ask_frozen_model(self, client: Client, request: Request) -> Reply:
         """Send one request to a frozen model, within the budgets of the step and of the run.
@@ -263,7 +265,7 @@ class DepthModels:
             self._counts[f"frozen/{client.name}/failed"] += 1
             raise
 
-    def step_metrics(self) -> dict[str, float]:
+    def take_step_metrics(self) -> dict[str, float]:
         """Return the cost, calls and failures of the frozen models since the previous call of this
         method, and start the budget of a new step.
 
@@ -395,22 +397,24 @@ def mask_other_calls(groups: Sequence[Group], model: str) -> list[Group]:
     return [
         msgspec.structs.replace(
             group,
-            trajectories=[_own(each, model) for each in group.trajectories],
-            greedy=None if group.greedy is None else _own(group.greedy, model),
+            trajectories=[_keep_ids_of_model(each, model) for each in group.trajectories],
+            greedy=None if group.greedy is None else _keep_ids_of_model(group.greedy, model),
         )
         for group in groups
     ]
 
 
-def _own(trajectory: Trajectory, model: str) -> Trajectory:
+def _keep_ids_of_model(trajectory: Trajectory, model: str) -> Trajectory:
     calls = [
-        call if call.model == model else msgspec.structs.replace(call, turns=_untrained(call.turns))
+        call
+        if call.model == model
+        else msgspec.structs.replace(call, turns=_drop_turn_ids(call.turns))
         for call in trajectory.calls
     ]
     return msgspec.structs.replace(trajectory, calls=calls)
 
 
-def _untrained(turns: Sequence[Turn]) -> list[Turn]:
+def _drop_turn_ids(turns: Sequence[Turn]) -> list[Turn]:
     return [msgspec.structs.replace(turn, reply=_without_ids(turn.reply)) for turn in turns]
 
 

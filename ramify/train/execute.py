@@ -26,10 +26,10 @@ from ramify.train.checkpoint import (
     FOLDER,
     CheckpointStore,
     TrainingProgress,
-    locked,
+    hold_run_lock,
     read_state,
 )
-from ramify.train.config import Run, plain
+from ramify.train.config import Run, to_plain_data
 from ramify.train.load_run_parts import assemble
 from ramify.train.metrics import StepMetrics
 from ramify.train.policy_dependent_defaults import report_policy_defaults
@@ -86,9 +86,9 @@ def train(
         state = train.train(train.load_recipe("recipes/tiny.py"), "runs/tiny")
         state.step
     """
-    launch.follow_if_told()
+    launch.run_follower_rank()
     out = Path(out)
-    with locked(out), run_log(out / RUN_LOG, out.resolve().name) as log:
+    with hold_run_lock(out), run_log(out / RUN_LOG, out.resolve().name) as log:
         if log.path.exists():
             log.release_held_records()
         try:
@@ -96,12 +96,14 @@ def train(
                 run, out, Path(resume) if resume is not None else None, listener, on_stall, log
             )
         except StoppedBySignal as stopped:
-            _log.info("run_stopped", _stopped(out, str(stopped)), shown=True, signal=stopped.by)
+            _log.info(
+                "run_stopped", _stop_message(out, str(stopped)), shown=True, signal=stopped.by
+            )
             if stopped.by == signal.SIGINT.name:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + signal.Signals[stopped.by]) from None
         except KeyboardInterrupt:
-            text = _stopped(out, "the run was ended at once by SIGINT")
+            text = _stop_message(out, "the run was ended at once by SIGINT")
             _log.warning("run_stopped", text, shown=True)
             raise
         except BaseException as error:
@@ -162,7 +164,7 @@ def _train(
             parts.save_sft_rows(out)
             trainers.append(trainer)
             with (
-                trackers.opened(run.name, out, plain(run), resumed_at),
+                trackers.open_all(run.name, out, to_plain_data(run), resumed_at),
                 _stopped_by_signals(trainer),
             ):
                 return await trainer.run(checkpoint)
@@ -249,7 +251,7 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _stopped(out: Path, how: str) -> str:
+def _stop_message(out: Path, how: str) -> str:
     """Return a sentence for the user of a stopped run.
 
     It says up to which step the run is saved, and how to continue it.

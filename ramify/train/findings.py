@@ -139,7 +139,7 @@ _FINDING_RULES: dict[str, _FindingRule] = {}
 """Map the name of each kind of fault to its rule. Causes come before their consequences."""
 
 
-def findings(
+def step_findings(
     values: Values, history: StageStepHistory, alarms: CollapseAlarms
 ) -> Iterator[tuple[str, Finding | None]]:
     """Check a step for every kind of fault whose metrics are available.
@@ -462,7 +462,9 @@ class ValidationScore(NamedTuple):
     """Standard error of the training reward."""
 
     @classmethod
-    def of(cls, values: Values, trained: float | None, error: float) -> ValidationScore | None:
+    def from_metrics(
+        cls, values: Values, trained: float | None, error: float
+    ) -> ValidationScore | None:
         """Read the score from the metrics of an evaluation.
 
         Returns None if the metrics contain no score.
@@ -479,7 +481,7 @@ _CLEAR = 3.0
 different."""
 
 
-def of_evaluation(
+def evaluation_findings(
     now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
 ) -> Iterator[Finding]:
     """Yield the findings of an evaluation: a fall of the validation reward, or a training reward
@@ -498,7 +500,7 @@ def of_evaluation(
                 f"validation reward is {now.reward:.3g}: the training reward has the wrong sign; "
                 "check the task's score and its weights",
             )
-    elif best is not None and _fell(now, best, alarms.reward):
+    elif best is not None and _has_fallen(now, best, alarms.reward):
         fell = f"the validation reward fell from {best.reward:.3g} to {now.reward:.3g}"
         if trained is not None and before is not None and trained - before > noise:
             yield Finding(
@@ -516,7 +518,7 @@ def of_evaluation(
             )
 
 
-def _fell(now: ValidationScore, best: ValidationScore, limit: float | None) -> bool:
+def _has_fallen(now: ValidationScore, best: ValidationScore, limit: float | None) -> bool:
     has_width = now.low < now.high and best.low < best.high
     fall = best.reward - now.reward
     return (

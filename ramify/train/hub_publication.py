@@ -35,13 +35,13 @@ from ramify.secret_redaction import redact_likely_secrets
 from ramify.tasks.base import Item, TaskStart, items_of, task_of
 from ramify.train.checkpoint import FOLDER, TrainingProgress, read_state
 from ramify.train.config import Run
-from ramify.train.config_redaction import redacted
+from ramify.train.config_redaction import redact_config
 from ramify.train.lineage import LINEAGE
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_stored_run
 from ramify.train.run_record import FinalPolicyInfo
 from ramify.train.trackers.base import send_folder
-from ramify.trained_policy_settings import read_card
+from ramify.trained_policy_settings import read_policy_settings
 
 HUB = "hf://"
 _CARD, _CONFIG, _ADAPTER = "README.md", "ramify.json", "adapter"
@@ -87,7 +87,7 @@ def publish(
     """
     source = Path(run_folder)
     _check_run(source)
-    kept, state, run = _trained(source)
+    kept, state, run = _read_trained_policy(source)
     repository = str(dest).removeprefix(HUB) if str(dest).startswith(HUB) else ""
     if repository and repository.strip("/").count("/") != 1:
         raise ConfigError(f"{dest}: give hf://OWNER/NAME")
@@ -122,7 +122,7 @@ def _check_run(source: Path) -> None:
             raise ConfigError(f"{source} is a part of a run: give the run's folder, {shown}")
 
 
-def _trained(source: Path) -> tuple[FinalPolicyInfo, TrainingProgress, Run]:
+def _read_trained_policy(source: Path) -> tuple[FinalPolicyInfo, TrainingProgress, Run]:
     """Read the trained policy of the run in ``source``, with the state of its checkpoint and its
     configuration.
 
@@ -168,7 +168,7 @@ def _write(
     base = base or ("" if Path(run.policy.path).exists() else run.policy.path)
     if base and (folder / _ADAPTER).is_dir():
         _name_base(folder / _ADAPTER, base)
-    config = {"ramify": __version__, "run": redacted(state.config)}
+    config = {"ramify": __version__, "run": redact_config(state.config)}
     text = msgspec.json.format(msgspec.json.encode(config)).decode()
     text = redact_likely_secrets(_without_folders(text))
     (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
@@ -230,7 +230,7 @@ def _card(
 ) -> str:
     from huggingface_hub import ModelCardData
 
-    ways = _answer_ways(run, direct=read_card(folder).direct)
+    ways = _answer_ways(run, direct=read_policy_settings(folder).direct)
     data = ModelCardData(
         license=licence or None,
         base_model=base or None,
@@ -248,13 +248,13 @@ def _card(
             begun = {**row.values, **begun}
     parts = [
         f"---\n{data.to_yaml()}\n---\n{_BEGIN}\n# {run.name}",
-        f"{_about(ways)} Trained with Ramify.",
+        f"{_describe_policy(ways)} Trained with Ramify.",
         _usage(bool((folder / _ADAPTER).is_dir())),
-        f"## Lineage\n{_lines(_lineage(source, kept, run, base))}",
-        f"## Data\n{_lines(_data(run))}",
+        f"## Lineage\n{_bullet_list(_lineage(source, kept, run, base))}",
+        f"## Data\n{_bullet_list(_data_facts(run))}",
         f"## Scores\n{_scores(kept, begun)}",
         f"## Prompt\n{_prompt(run, direct=ways.plain)}",
-        f"## Limits\n{_lines(_limits(run, ways))}",
+        f"## Limits\n{_bullet_list(_limits(run, ways))}",
         f"## Licence\n{_licence(licence, base)}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -273,7 +273,7 @@ def _usage(has_adapter: bool) -> str:
     )
 
 
-def _lines(facts: Iterator[str]) -> str:
+def _bullet_list(facts: Iterator[str]) -> str:
     return "\n".join(f"- {fact}" for fact in facts)
 
 
@@ -294,9 +294,9 @@ def _lineage(source: Path, kept: FinalPolicyInfo, run: Run, base: str) -> Iterat
         yield f"Continued {entry}."
 
 
-def _data(run: Run) -> Iterator[str]:
+def _data_facts(run: Run) -> Iterator[str]:
     yield f"Task: `{_without_folders(run.task.name)}`."
-    for name, value in redacted(run.task.options).items():
+    for name, value in redact_config(run.task.options).items():
         yield f"{name}: `{_without_folders(str(value))}`"
     if run.sft is not None and run.sft.task is not None:
         yield f"Demonstrations of the task `{_without_folders(run.sft.task.name)}`."
@@ -344,7 +344,9 @@ def _answer_ways(run: Run, *, direct: bool) -> AnswerWays:
         num = min(len(items), _LOOKED_AT)
         with _asking_nobody(run) as rlm:
             plain = [
-                event_loop_thread.run(rlm.is_direct(_start(items[index]), items[index].question))
+                event_loop_thread.run(
+                    rlm.is_direct(_task_start(items[index]), items[index].question)
+                )
                 for index in range(num)
             ]
     except (RamifyError, LookupError):
@@ -358,11 +360,11 @@ def _asking_nobody(run: Run) -> RLM:
     return RLM(nobody, limits=run.limits, scaffold=scaffold_of(run.scaffold))
 
 
-def _start(item: Item) -> TaskStart:
+def _task_start(item: Item) -> TaskStart:
     return TaskStart(context=item.context, messages=item.messages)
 
 
-def _about(ways: AnswerWays) -> str:
+def _describe_policy(ways: AnswerWays) -> str:
     if not ways.plain:
         return (
             "A policy for recursive language models: it gets its input as a variable in a Python "
@@ -387,17 +389,17 @@ def _prompt(run: Run, *, direct: bool) -> str:
     try:
         item = items_of(task_of(run.task.name, **run.task.options), "validation")[0]
         with _asking_nobody(run) as rlm:
-            preview = rlm.prompt(_start(item), item.question, direct=direct)
+            preview = rlm.prompt(_task_start(item), item.question, direct=direct)
     except (RamifyError, LookupError) as error:
         _log.warning("prompt_unknown", f"the card has no prompt: {error}", shown=True)
         return begin
-    shown = [f"{each.role}: {_shortened(each.content)}" for each in preview.messages]
+    shown = [f"{each.role}: {_shorten_text(each.content)}" for each in preview.messages]
     return "\n".join(
         [f"{begin} The first request of a validation item:", "", "~~~text", *shown, "~~~"]
     )
 
 
-def _shortened(text: str, chars: int = 6000) -> str:
+def _shorten_text(text: str, chars: int = 6000) -> str:
     text = text.replace("~~~", "~ ~ ~")
     return text if len(text) <= chars else f"{text[:chars]}… ({len(text):,} characters)"
 

@@ -30,7 +30,7 @@ from ramify.train.backends.base import BACKENDS
 from ramify.train.config import PolicySpec, Run
 from ramify.train.policy_dependent_defaults import scratch_model_config, suggested_vocabulary_size
 from ramify.train.preflight import policy_path
-from ramify.train.sft_training_data import DemonstrationSet, tokenised
+from ramify.train.sft_training_data import DemonstrationSet, tokenise_demonstrations
 from ramify.trained_policy_settings import TrainedPolicySettings
 from ramify.types.trajectory import Trajectory
 
@@ -111,7 +111,7 @@ def policy_of(
             "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,
-            **(spec.shape or _shape(tokenizer, demonstrations, checkpoint, tools)),
+            **(spec.shape or _scratch_model_config(tokenizer, demonstrations, checkpoint, tools)),
         }
     )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -149,7 +149,7 @@ def _usual_vocabulary(spec: PolicySpec, demonstrations: Sequence[Trajectory]) ->
     return 512 if spec.shape else suggested_vocabulary_size(sum(map(len, _texts(demonstrations))))
 
 
-def _shape(
+def _scratch_model_config(
     tokenizer: PreTrainedTokenizerFast,
     demonstrations: Sequence[DemonstrationSet],
     checkpoint: Path | None,
@@ -166,7 +166,7 @@ def _shape(
     if checkpoint is not None:
         config: dict[str, Any] = read_config(checkpoint / "policy").to_dict()
         return config
-    shown = tokenised(demonstrations, tokenizer, renderer_of(tokenizer), tools)
+    shown = tokenise_demonstrations(demonstrations, tokenizer, renderer_of(tokenizer), tools)
     lengths = [len(path.ids) for each in shown for call in each.calls for path in each.paths(call)]
     if not lengths:
         raise ConfigError(
@@ -252,9 +252,11 @@ def sharded_checkpoint_folder(run: Run) -> Path | None:
     from ramify.models.load import read_config
     from ramify.models.model_config_files import local_model_folder
     from ramify.models.stored_weights import can_read_separately
-    from ramify.train.backends.meta_model import on_meta
+    from ramify.train.backends.meta_model import build_meta_model
 
-    if not run.policy.path or not can_read_separately(on_meta(read_config(policy_path(run)))):
+    if not run.policy.path or not can_read_separately(
+        build_meta_model(read_config(policy_path(run)))
+    ):
         return None
     return local_model_folder(policy_path(run))
 
@@ -266,7 +268,7 @@ def needs_no_weights(run: Run) -> bool:
     signal scores with the policy here.
     """
     return (
-        not BACKENDS.of(run.compute.backend).is_here
+        not BACKENDS.resolve(run.compute.backend).is_here
         and run.inference is not None
         and (run.rl is None or not run.rl.signals)
         and sharded_checkpoint_folder(run) is not None
@@ -275,11 +277,11 @@ def needs_no_weights(run: Run) -> bool:
 
 def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
     for trajectory in demonstrations:
-        for texts in _calls(trajectory):
+        for texts in _texts_by_call(trajectory):
             yield from texts
 
 
-def _calls(trajectory: Trajectory) -> Iterator[list[str]]:
+def _texts_by_call(trajectory: Trajectory) -> Iterator[list[str]]:
     """Yield the texts of the messages of each call in ``trajectory``."""
     for call in trajectory.calls:
         yield [message.content for message in trajectory.conversation(call)]

@@ -43,15 +43,15 @@ from ramify.models import folder_file_checksums
 from ramify.time_account import WallAndCpuTimer, WallTimer
 from ramify.train.backends.base import Backend, ReferenceModel
 from ramify.train.checkpoint import Write
-from ramify.train.data.pack import copy_to_sequences, describe, pack
+from ramify.train.data.pack import copy_to_sequences, pack, packing_statistics
 from ramify.train.depth_models import mask_other_calls
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.sampling_metrics import (
     UpdateProbe,
-    note_gaps,
-    num_sampled,
-    of_credit,
-    of_tokens,
+    advantage_metrics,
+    num_sampled_tokens,
+    store_logprob_gaps,
+    token_metrics,
 )
 from ramify.train.selfcheck import EngineConsistencyChecks
 from ramify.train.signals.teacher_logprobs import REFERENCE
@@ -148,7 +148,7 @@ class Learner:
         prefix = f"policy.{self.name}/" if self.name else ""
         return {prefix + name: each for name, each in values.items()}
 
-    def begin(self, stage: TrainingStage) -> None:
+    def begin_stage(self, stage: TrainingStage) -> None:
         """Begin the training stage ``stage`` with a new backend and a new optimizer."""
         backend = self._backend_of(stage)
         if self._source is not None:
@@ -182,7 +182,7 @@ class Learner:
         self.publisher.policy.save(folder)
         folder_file_checksums.write(folder)
 
-    def parts(self) -> dict[str, Write]:
+    def checkpoint_writers(self) -> dict[str, Write]:
         """Return the functions that write this policy's parts of a checkpoint, keyed by path within
         the checkpoint."""
         assert self.publisher.backend is not None
@@ -212,7 +212,7 @@ class Learner:
             )
         self._reference = self._reference_of(folder)
 
-    def prepare(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
+    def compute_loss_inputs(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
         """Compute the per-token values that the loss needs, such as old and reference
         log-probabilities, before the first minibatch of a step.
 
@@ -237,9 +237,11 @@ class Learner:
             _attach(rows, backend, "old_logprobs", backend.logprobs)
         if "values" in stage.streams:
             _attach(rows, backend, "values", backend.values)
-        return stage.add_streams(rows)
+        return stage.add_loss_inputs(rows)
 
-    def probe(self, stage: TrainingStage, work: StepData, step: int) -> UpdateProbe | None:
+    def sample_update_probe(
+        self, stage: TrainingStage, work: StepData, step: int
+    ) -> UpdateProbe | None:
         """Score a sample of the step's calls with the policy before the policy learns.
 
         The effect of the update can then be measured on the same calls. Returns None if nothing was
@@ -247,33 +249,35 @@ class Learner:
         """
         assert self.publisher.backend is not None
         with WallAndCpuTimer("forward_backward"):
-            rows = stage.probed(self.mask_other_calls(work.groups), step)
-            return UpdateProbe.taken(rows, self.publisher.backend)
+            rows = stage.select_probe_sequences(self.mask_other_calls(work.groups), step)
+            return UpdateProbe.score_before_update(rows, self.publisher.backend)
 
-    def measured_before(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
+    def metrics_before_update(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
         """Return metrics of all tokens that this policy sampled for a step, measured before it
         learns from them.
 
-        Call it after ``prepare``, which completes the advantages.
+        Call it after ``compute_loss_inputs``, which completes the advantages.
         """
         with WallAndCpuTimer("credit"):
             own = self.mask_other_calls(work.groups)
             rows = [row for part in work.parts for row in part.rows]
-            measured = of_tokens(own, self._control_ids) | of_credit(rows, num_sampled(own))
-            return measured if probe is None else measured | probe.mismatch
+            measured = token_metrics(own, self._control_ids) | advantage_metrics(
+                rows, num_sampled_tokens(own)
+            )
+            return measured if probe is None else measured | probe.logprob_gap_metrics
 
     def store_logprob_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
         """Store the gaps between the log-probabilities of trainer and sampler in the rollouts of a
         step.
 
         Only tokens that the trainer has scored, for the loss or for ``probe``, have a gap. Call it
-        after ``prepare``.
+        after ``compute_loss_inputs``.
         """
         with WallAndCpuTimer("credit"):
             rows = [row for part in work.parts for row in part.rows]
-            note_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
+            store_logprob_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
 
-    def measured_after(
+    def metrics_after_update(
         self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
     ) -> dict[str, float]:
         """Return metrics of a step's update, measured after the policy has learned.
@@ -289,7 +293,7 @@ class Learner:
             still = {"lr": lr, "grad_norm": 0.0}
             return still if probe is None else {**still, "post_kl": 0.0}
         with WallAndCpuTimer("forward_backward"):
-            return {} if probe is None else probe.moved(backend)
+            return {} if probe is None else probe.update_kl(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
         """Attach the staleness of each token to ``rows``.
@@ -316,11 +320,11 @@ class Learner:
             measured = backend.forward_backward(batches, stage.loss)
         with WallAndCpuTimer("optimizer"):
             measured |= backend.optim_step()
-        self.publisher.learned()
+        self.publisher.mark_weights_changed()
         if stage.samples and "entropy" in measured:  # ``entropy`` is that of all sampled tokens
             measured["loss_entropy"] = measured.pop("entropy")
         with WallAndCpuTimer("packing"):
-            return {**measured, **describe(batches, part.rows)}
+            return {**measured, **packing_statistics(batches, part.rows)}
 
 
 def _attach(
@@ -385,13 +389,13 @@ class Publisher:
         them."""
         self._record = record
 
-    def learned(self) -> None:
+    def mark_weights_changed(self) -> None:
         """Note that the weights have changed, so that the engines no longer have the newest
         ones."""
         if self.phase is EngineWeightState.CURRENT:
             self.phase = EngineWeightState.BEHIND
 
-    async def sleep(self) -> dict[str, float]:
+    async def put_engines_to_sleep(self) -> dict[str, float]:
         """Put engines that share the trainer's devices to sleep until weights are published again.
 
         Returns the duration as a metric, or an empty dict if no engine sleeps.
@@ -401,9 +405,9 @@ class Publisher:
 
     async def _sleep(self) -> dict[str, float]:
         started = time.monotonic()
-        sleeping = self.thread.watch.bounded(
+        sleeping = self.thread.watch.await_with_stall_limit(
             f"letting the engines sleep before step {self._record.state.step + 1}",
-            self.policy.sleep(),
+            self.policy.put_engines_to_sleep(),
         )
         if not await sleeping:
             return {}
@@ -426,7 +430,7 @@ class Publisher:
             await self.thread.run(state.step + 1, self.policy.release_trainer_memory)
             self.phase = EngineWeightState.BEHIND
         started = time.monotonic()
-        await self.thread.watch.bounded(
+        await self.thread.watch.await_with_stall_limit(
             f"publishing the weights after step {state.step}", self.policy.publish()
         )
         self.phase = EngineWeightState.CURRENT
@@ -441,7 +445,7 @@ class Publisher:
         )
         await self._check_engine()
 
-    async def rejoin(self, give: Callable[[], Awaitable[bool]]) -> None:
+    async def sync_rejoined_engines(self, give: Callable[[], Awaitable[bool]]) -> None:
         """Send the current weights to an engine that has come back between two steps, and check it
         like the others.
 
@@ -453,7 +457,7 @@ class Publisher:
                 if await give():
                     await self._check_engine()
         except Exception as error:  # noqa: BLE001 (raised again in the run's next wait)
-            self.thread.watch.fail(error)
+            self.thread.watch.fail_waits(error)
 
     async def load_policy(self, folder: Path) -> None:
         """Load a saved policy from ``folder``.
@@ -461,7 +465,7 @@ class Publisher:
         The next call of ``publish`` sends it to the engines.
         """
         await self.thread.run(self._record.state.step + 1, self.policy.load, folder)
-        self.learned()
+        self.mark_weights_changed()
 
     async def _check_engine(self) -> None:
         if self.check is not None and self.backend is not None:
@@ -471,7 +475,9 @@ class Publisher:
                 return self.thread.run(step + 1, _as_weight_sync(work), *arguments)
 
             checking = self.check.check_engines(self.backend, in_thread)
-            await self.thread.watch.bounded(f"checking the engine after step {step}", checking)
+            await self.thread.watch.await_with_stall_limit(
+                f"checking the engine after step {step}", checking
+            )
 
 
 def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
@@ -521,7 +527,7 @@ class PolicyWeightTransfer:
         return self._serving.device.type == "meta"
 
     @property
-    def _shares(self) -> bool:
+    def _shares_weights(self) -> bool:
         return self._is_loaded or (self._model.is_here and self._trained is self._serving)
 
     @property
@@ -534,28 +540,28 @@ class PolicyWeightTransfer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Return the current weights by name, in the precision that the engine needs."""
-        if self._saved is None and self._shares:
+        if self._saved is None and self._shares_weights:
             return (
                 (name, weight.detach()) for name, weight in self._serving.model.named_parameters()
             )
         dtype = self._serving.dtype
         if self._saved is not None:
-            return ((name, make().to(dtype)) for name, _, make in self._stored())
+            return ((name, make().to(dtype)) for name, _, make in self._stored_parameters())
         return ((name, weight.to(dtype)) for name, weight in self._model.weights())
 
     async def publish(self) -> None:
         """Send the current weights to the engines as the next version."""
         self._trained.version += 1
         if self._engines is not None:
-            return await self._engines.update(self._sources(), self._trained.version)
+            return await self._engines.update(self._lazy_weights(), self._trained.version)
         weights = (
             self._serving.model
-            if self._shares
+            if self._shares_weights
             else await asyncio.to_thread(lambda: dict(self.weights()))
         )
         return await self._client.update(weights, self._trained.version)
 
-    async def sleep(self) -> bool:
+    async def put_engines_to_sleep(self) -> bool:
         """Let engines that share the trainer's devices release their memory until ``publish`` is
         called.
 
@@ -567,26 +573,28 @@ class PolicyWeightTransfer:
         """Free the trainer's cached memory, so that engines on the same devices can use it."""
         self._model.release_memory()
 
-    async def rejoin(self) -> bool:
+    async def sync_rejoined_engines(self) -> bool:
         """Send the last published weights to engines that came back.
 
         Returns True if there were any such engines.
         """
         if self._engines is None:
             return False
-        return await self._engines.rejoin(self._sources(), self._trained.version)
+        return await self._engines.update_returned_engines(
+            self._lazy_weights(), self._trained.version
+        )
 
-    def _sources(self) -> list[LazyWeight]:
-        from ramify.inference.weight_sync.base import source, to_checkpoint_names
+    def _lazy_weights(self) -> list[LazyWeight]:
+        from ramify.inference.weight_sync.base import to_checkpoint_names, to_lazy_weight
 
         given = [
-            source(name, tensor, self._serving.dtype, make)
-            for name, tensor, make in self._unmerged()
+            to_lazy_weight(name, tensor, self._serving.dtype, make)
+            for name, tensor, make in self._unmerged_parameters()
         ]
-        loads = self._engines is not None and self._engines.takes_checkpoint_names
+        loads = self._engines is not None and self._engines.uses_checkpoint_tensor_names
         return list(to_checkpoint_names(self._serving.model, given)) if loads else given
 
-    def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+    def _unmerged_parameters(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """Return an iterator over the parameters, each with its name, a tensor and a function that
         computes its full value.
 
@@ -596,14 +604,14 @@ class PolicyWeightTransfer:
         from ramify.train.backends.lora import base_tensors_and_adapters
 
         if self._saved is not None:
-            return self._stored()
+            return self._stored_parameters()
         return (
             base_tensors_and_adapters(self._serving.model)
             if self._is_loaded
             else self._model.base_tensors_and_adapters()
         )
 
-    def _stored(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
+    def _stored_parameters(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
         """Yield the parameters of the saved policy, each with a function that reads its tensor from
         disk on demand."""
         from ramify.models.stored_weights import stored_tensors
@@ -619,7 +627,9 @@ class PolicyWeightTransfer:
         from ramify.train.backends.safetensors_export import export_model
 
         tensors = (
-            self._stored() if self._saved is not None else self._model.base_tensors_and_adapters()
+            self._stored_parameters()
+            if self._saved is not None
+            else self._model.base_tensors_and_adapters()
         )
         shapes = {name: tuple(each.shape) for name, each, _ in tensors}
         serving = self._serving
@@ -634,7 +644,7 @@ class PolicyWeightTransfer:
         from ramify.models.load import SamplingDefaults, save_policy
         from ramify.models.weights import load_weights
 
-        if not self._shares and not self._is_bare:
+        if not self._shares_weights and not self._is_bare:
             load_weights(self._serving.model, dict(self.weights()))
         save_policy(
             dataclasses.replace(self._serving, defaults=SamplingDefaults(temperature=0.0)),

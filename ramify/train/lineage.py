@@ -21,7 +21,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import TrainingProgress
-from ramify.train.config import Run, TaskSpec, plain
+from ramify.train.config import Run, TaskSpec, to_plain_data
 from ramify.train.config_redaction import is_redacted, redacted_keys
 from ramify.train.metrics import JsonlRecordFile
 
@@ -59,7 +59,7 @@ class ConfigChange(msgspec.Struct, frozen=True):
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.field} {_short(self.was)} → {_short(self.now)}"
+        return f"{self.field} {_short_repr(self.was)} → {_short_repr(self.now)}"
 
 
 class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +120,8 @@ def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
         if why:
             raise ConfigError(
                 f"the checkpoint at step {state.step} has a different config: {change.field} was "
-                f"{_short(change.was)} and is now {_short(change.now)}; it cannot change, since "
+                f"{_short_repr(change.was)} and is now {_short_repr(change.now)}; it "
+                "cannot change, since "
                 f"{why}: resume with its original value, or start again in another folder"
             )
 
@@ -134,7 +135,7 @@ def with_same_demonstrations(run: Run, state: TrainingProgress) -> Run:
     if run.sft is None or recorded is None or run.sft.task is not None:
         return run
     shown = recorded.get("task") or state.config.get("task")
-    if _is_same_task(shown, plain(run)["task"]) or any(redacted_keys(shown)):
+    if _is_same_task(shown, to_plain_data(run)["task"]) or any(redacted_keys(shown)):
         return run
     task = msgspec.convert(shown, TaskSpec)
     return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, task=task))
@@ -180,13 +181,15 @@ def _policy_refusal(state: TrainingProgress, field: str) -> str:
     if stages[state.stage : state.stage + 1] != ["rl"]:
         return ""
     if not rest:
-        return f"the stage rl has begun with{'out' if name not in _others(state) else ''} it"
+        return (
+            f"the stage rl has begun with{'out' if name not in _other_policies(state) else ''} it"
+        )
     if rest == ["optim", "kind"]:
         return _OPTIMIZER
     return _WEIGHTS if rest[0] == "policy" else ""
 
 
-def _others(state: TrainingProgress) -> Mapping[str, Any]:
+def _other_policies(state: TrainingProgress) -> Mapping[str, Any]:
     others: Mapping[str, Any] = state.config.get("policies") or {}
     return others
 
@@ -227,6 +230,6 @@ def _is_in(field: str, prefix: str) -> bool:
     return field == prefix or field.startswith(prefix + ".")
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"

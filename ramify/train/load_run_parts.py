@@ -25,7 +25,7 @@ from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Task
 from ramify.train.backends.base import BACKENDS, ComputeSpec, OptimizerSpec, has_bf16
-from ramify.train.config import Run, plain
+from ramify.train.config import Run, to_plain_data
 from ramify.train.data.sft_row_cache import ROWS_FILE, key_of, read_rows, write_rows
 from ramify.train.initial_policy import (
     device_of,
@@ -46,20 +46,20 @@ from ramify.train.preflight import (
     check_prompts,
     check_reply_fits,
     check_schedules,
-    note_missing_template,
-    note_rewritten_history,
     policy_path,
+    warn_history_rewritten,
+    warn_missing_chat_template,
 )
 from ramify.train.resolve import ResolvedTrainingRun
 from ramify.train.sft_training_data import (
     DemonstrationSet,
+    are_plain_calls,
     demonstrations_of,
     sft_rows,
-    show_plain_calls,
 )
 from ramify.train.stages import RandomStringWarmUpStage, SftStage, TrainingStage
 from ramify.train.traffic import TrafficTask
-from ramify.trained_policy_settings import read_card
+from ramify.trained_policy_settings import read_policy_settings
 from ramify.types.training_sequences import TokenSequence
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     run, placement_slots = plan_placement(resolved.run)
     check_device(run)
     device = device_of(run)
-    kind: Any = BACKENDS.of(run.compute.backend)
+    kind: Any = BACKENDS.resolve(run.compute.backend)
     is_elsewhere = run.placement is not None and run.placement.kind == "ray" and not kind.is_here
     kind.check(run.compute, device, **({"elsewhere": True} if is_elsewhere else {}))
     check_schedules(run)
@@ -187,8 +187,8 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
     serving = serving_policy(run, policy, kind.is_here)
     if run.can_be_evaluated:
         check_prompts(run, task, scaffold, policy)
-    note_rewritten_history(run, policy)
-    note_missing_template(policy)
+    warn_history_rewritten(run, policy)
+    warn_missing_chat_template(policy)
     if rows is None and run.sft is not None:
         rows = sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
     rows = rows or []
@@ -222,8 +222,8 @@ def _answers_directly(
     if run.rl is not None:
         return run.rl.rollout.direct
     if checkpoint is not None:  # its demonstrations are stored as token ids
-        return read_card(checkpoint / "policy").direct
-    return show_plain_calls(demonstrations, scaffold)
+        return read_policy_settings(checkpoint / "policy").direct
+    return are_plain_calls(demonstrations, scaffold)
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
@@ -237,7 +237,7 @@ def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | Non
 
 
 def _rows_key(run: Run) -> str:
-    config = plain(run)
+    config = to_plain_data(run)
     sft = config["sft"]
     chosen = [sft[name] for name in ("demos", "num", "options", "trajectories", "algorithm")]
     return key_of([chosen, sft["task"] or config["task"], config["seed"], config["scaffold"]])

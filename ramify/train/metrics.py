@@ -67,7 +67,7 @@ from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
 from ramify.inference.local.step_timings import EngineStepTotals
 from ramify.tasks.base import total
-from ramify.tasks.mixture import part_of
+from ramify.tasks.mixture import item_part_name
 from ramify.time_account import PartTimes
 from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
 from ramify.types.trajectory import Call, Group, GroupFate, Trajectory
@@ -104,7 +104,7 @@ class JsonlRecordFile(Generic[R]):
 
         Writes nothing if there are none.
         """
-        lines = self._encoded(records)
+        lines = self._encode_lines(records)
         if not lines:
             return
         with (folder / self.name).open("ab+") as file:
@@ -124,7 +124,7 @@ class JsonlRecordFile(Generic[R]):
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 yield msgspec.json.decode(line, type=self._kind)
 
-    def cut(self, folder: Path, step: int) -> None:
+    def drop_after_step(self, folder: Path, step: int) -> None:
         """Remove the records of all steps after ``step``.
 
         The file is replaced atomically.
@@ -133,12 +133,12 @@ class JsonlRecordFile(Generic[R]):
         if path.exists():
             fresh = path.with_suffix(".tmp")
             fresh.write_bytes(
-                self._encoded([record for record in self.read(folder) if record.step <= step])
+                self._encode_lines([record for record in self.read(folder) if record.step <= step])
             )
             fresh.replace(path)
 
     @staticmethod
-    def _encoded(records: Sequence[R]) -> bytes:
+    def _encode_lines(records: Sequence[R]) -> bytes:
         return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 
 
@@ -198,7 +198,9 @@ class MetricsFile:
         values: Mapping[str, float],
         diagnoses: Sequence[Diagnosis] = (),
     ) -> StepMetrics:
-        finite = {name: _rounded(value) for name, value in values.items() if math.isfinite(value)}
+        finite = {
+            name: _round_to_float32(value) for name, value in values.items() if math.isfinite(value)
+        }
         measured = StepMetrics(step, stage, round(at_s, 3), finite, list(diagnoses))
         METRICS.append(self._folder, [measured])
         if self._listener is not None:
@@ -226,7 +228,7 @@ def last_step_metrics(folder: Path) -> dict[str, float]:
     return rows[-1] if rows else {}
 
 
-def _rounded(value: float) -> float:
+def _round_to_float32(value: float) -> float:
     """Round ``value`` to seven digits, the precision of a 32-bit float."""
     return float(f"{value:.7g}")
 
@@ -277,7 +279,7 @@ def group_record(
     return GroupRecord(
         number=number,
         item=group.task,
-        version=_version(group),
+        version=_oldest_version(group),
         outcome=outcome,
         rollouts=scored,
         failed=[
@@ -287,7 +289,7 @@ def group_record(
     )
 
 
-def _version(group: Group) -> int | None:
+def _oldest_version(group: Group) -> int | None:
     replies = (
         turn.reply for tree in group.trajectories for call in tree.calls for turn in call.turns
     )
@@ -315,7 +317,9 @@ class DepthMetrics(msgspec.Struct, frozen=True):
     """Share of calls that a limit truncated."""
 
 
-def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[DepthMetrics]:
+def metrics_by_depth(
+    trajectories: Sequence[Trajectory], weights: Mapping[str, float]
+) -> list[DepthMetrics]:
     """Return the metrics of the calls at each depth, separately for each kind of call.
 
     ``weights`` are the task's reward weights. The reward of a root call is that of its rollout.
@@ -329,10 +333,12 @@ def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> 
             members[call.depth, call.kind].append(
                 (call, total(rewards, weights) if rewards else None)
             )
-    return [_layer(depth, kind, members[depth, kind]) for depth, kind in sorted(members)]
+    return [_depth_metrics(depth, kind, members[depth, kind]) for depth, kind in sorted(members)]
 
 
-def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) -> DepthMetrics:
+def _depth_metrics(
+    depth: int, kind: str, members: Sequence[tuple[Call, float | None]]
+) -> DepthMetrics:
     calls = [call for call, _ in members]
     rewards = [reward for _, reward in members if reward is not None]
     replies = [turn.reply for call in calls for turn in call.turns]
@@ -371,7 +377,7 @@ def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, f
     return by_k
 
 
-def of_rollouts(
+def rollout_metrics(
     groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
 ) -> dict[str, float]:
     """Return metrics of scored rollouts: pass@k, the mean of each reward if there are several, and
@@ -388,7 +394,7 @@ def of_rollouts(
     if len(rewards) > 1:
         means = {name: math.fsum(values) / len(values) for name, values in rewards.items()}
         metrics |= {f"{prefix}reward/{name}": means[name] for name in sorted(means)}
-    for layer in layers(trajectories, weights):
+    for layer in metrics_by_depth(trajectories, weights):
         name = f"{prefix}depth{layer.depth}.{layer.kind}"
         values = {
             "reward": layer.reward,
@@ -422,7 +428,7 @@ def mixture_metrics(groups: Sequence[Group], weights: Mapping[str, float]) -> di
     its share of groups with equal rewards, and pass@k."""
     by_part: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
-        by_part[part_of(group.task)].append(group)
+        by_part[item_part_name(group.task)].append(group)
     metrics = {}
     for part, own in sorted(by_part.items()):
         prefix = f"task.{part}/"
@@ -509,7 +515,7 @@ def engine_timing_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float
         yield f"{prefix}/read", float(timing.read)
 
 
-def of_times(times: PartTimes) -> dict[str, float]:
+def step_time_metrics(times: PartTimes) -> dict[str, float]:
     """Return metrics of the time that each part of a step took.
 
     ``overhead`` is the share of all parts except sampling and the forward and backward passes.

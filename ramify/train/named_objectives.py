@@ -259,7 +259,7 @@ def canonical_objective_name(name: str) -> str:
     return found
 
 
-def algorithm_of(objective: PaperObjective, recipe: Any) -> Any:
+def build_advantage_estimator(objective: PaperObjective, recipe: Any) -> Any:
     """Return the advantage estimator of ``objective``.
 
     Options that no paper prescribes (``KEPT``) are copied from ``recipe``, the estimator that the
@@ -307,14 +307,14 @@ def advantage_estimator_of(algorithm: Any) -> Any:
     return algorithm
 
 
-def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -> str:
+def training_impossible_reason(name: str, algorithm: Any, group: int, *, has_critic: bool) -> str:
     """Return the reason why a policy cannot be trained with an objective, and what works instead.
 
     The reason may be that groups have only one rollout, or that the critic is missing. Returns an
     empty string if training is possible. ``has_critic`` is True if the backend supports a critic.
     """
     if group == 1 and algorithm.has_group_baseline:
-        return why_group_of_one(f"rl.objective={name}")
+        return group_of_one_problem(f"rl.objective={name}")
     if needs_of(algorithm).values and not has_critic:
         return (
             f"rl.objective={name} needs a critic, which this compute.backend does not have: set "
@@ -323,16 +323,17 @@ def why_impossible(name: str, algorithm: Any, group: int, *, has_critic: bool) -
     return ""
 
 
-def why_group_of_one(option: str) -> str:
+def group_of_one_problem(option: str) -> str:
     """Return the reason why ``option``, such as ``rl.objective=grpo``, learns nothing from groups
     of one rollout, and what works instead."""
     return (
         f"{option} compares the rollouts of a group, and rl.rollout.group=1 has one: set "
-        f"rl.rollout.group=8, or an objective without groups: rl.objective={' or '.join(_alone())}"
+        "rl.rollout.group=8, or an objective without groups: "
+        f"rl.objective={' or '.join(_single_rollout_objectives())}"
     )
 
 
-def _alone() -> list[str]:
+def _single_rollout_objectives() -> list[str]:
     """Return the names of all objectives that work with one rollout per item."""
     built = {name: ALGORITHMS.build(each.algorithm) for name, each in OBJECTIVES.items()}
     return [name for name, each in built.items() if not each.has_group_baseline]

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plugins import Registry, is_reference
+from ramify.plugins import Registry, is_object_location
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.config import CHOICES, CriticSpec, Run
 from ramify.train.losses import POLICY_LOSSES
@@ -102,7 +102,7 @@ class PresetObjectBuilder(msgspec.Struct, frozen=True):
         """
         if not isinstance(value, str):
             return self.registry.build(value)
-        known = _fields(self.registry.of(value))
+        known = _fields(self.registry.resolve(value))
         chosen = {**self.each, **self.options.get(self.registry.canonical(value), {})}
         options = {name: option for name, option in chosen.items() if name in known}
         return self.registry.build({"name": value, **options})
@@ -114,8 +114,8 @@ def preset_named(name: str) -> TrainerPreset:
 
     Raises ConfigError, which suggests the nearest name, if there is none.
     """
-    found = name if is_reference(name) else ALIASES.get(name.lower(), name.lower())
-    preset = PRESETS.of(found)
+    found = name if is_object_location(name) else ALIASES.get(name.lower(), name.lower())
+    preset = PRESETS.resolve(found)
     if not isinstance(preset, TrainerPreset):
         raise ConfigError(f"preset '{name}' is not a Preset of ramify.train.other_trainer_presets")
     return preset
@@ -130,11 +130,11 @@ def override_choices(name: str | None) -> Choices:
         return CHOICES
     return {
         "rl.objective": lambda run, objective: with_preset_objective(run, name, objective),
-        **_named(preset_named(name)),
+        **_builders_by_field(preset_named(name)),
     }
 
 
-def _named(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
+def _builders_by_field(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
     return {
         "rl.algorithm": PresetObjectBuilder(ALGORITHMS, preset.each_algorithm, preset.algorithms),
         "rl.loss.policy": PresetObjectBuilder(POLICY_LOSSES, {}, preset.policies),
@@ -158,7 +158,7 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
             f"{name} to use {objective} as in its paper"
         )
     theirs = preset.objectives[objective]
-    kind = ALGORITHMS.of(theirs.algorithm["name"])
+    kind = ALGORITHMS.resolve(theirs.algorithm["name"])
     each = {key: value for key, value in preset.each_algorithm.items() if key in _fields(kind)}
     algorithm = replace_estimator(rl.algorithm, ALGORITHMS.build({**each, **theirs.algorithm}))
     policy = POLICY_LOSSES.build(theirs.policy)
@@ -196,7 +196,7 @@ def with_preset(run: Run, name: str) -> Run:
     rl = run.rl
     if rl is None:
         raise ConfigError(f"preset {name}: run '{run.name}' has no rl stage to set it for: set rl")
-    named = _named(preset)
+    named = _builders_by_field(preset)
     # What wraps others keeps what the recipe chose, around or beside the preset's algorithm.
     algorithm = replace_estimator(rl.algorithm, named["rl.algorithm"].build(preset.algorithm))
     fields = {

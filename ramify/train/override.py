@@ -10,9 +10,9 @@ A value is parsed as JSON if possible (``1e-5``, ``true``, ``null``, ``[1, 2]``)
 otherwise. If a field holds one of several classes, the name of a class (or a dotted path to a
 custom one) sets a new instance with its defaults.
 
-    with_new_names({"rl": {"sample": {"late": 4}}})  ->  {"rl": {"sample": {"grace_steps": 4}}}
-    new_name("late")                                 ->  "rl.sample.grace_steps"
-    with_new_names({"threads": 0})                   ->  {"threads": None}
+    migrate_config({"rl": {"sample": {"late": 4}}})  ->       {"rl": {"sample": {"grace_steps": 4}}}
+    renamed_field("late")                                 ->  "rl.sample.grace_steps"
+    migrate_config({"threads": 0})                   ->       {"threads": None}
 
 Modules that moved are handled in ``ramify/plugins.py``, and classes that were renamed are listed in
 ``CHANGELOG.md``.
@@ -28,7 +28,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.plugins import explain_conversion_error
-from ramify.train.config_fields import suggestion
+from ramify.train.config_fields import unknown_field_hint
 
 RENAMED_FIELDS = {
     "cadence": "schedule",
@@ -82,7 +82,7 @@ ZERO_MEANT_NONE = (
 name."""
 
 
-def with_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
+def migrate_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a configuration from an earlier version to today's format, and return it.
 
     Renamed fields get their new names, and a 0 that meant "none" becomes None.
@@ -114,7 +114,7 @@ def _zero_to_none(config: Any, path: Sequence[str]) -> Any:
     return {**config, **{name: _zero_to_none(config[name], path[1:]) for name in names}}
 
 
-def new_name(field: str) -> str | None:
+def renamed_field(field: str) -> str | None:
     """Return today's name of a renamed field, given its old dotted name or the last part of that
     name.
 
@@ -194,7 +194,9 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
             except ConfigError as error:
                 raise ConfigError(f"override {each}: {error}") from error
     parsed = [each for each in parsed if not callable((choices or {}).get(each.name))]
-    return _set(config, parsed, 0, _Context(config, choices or {})) if parsed else config
+    return (
+        _apply_overrides(config, parsed, 0, _Context(config, choices or {})) if parsed else config
+    )
 
 
 class _Context(NamedTuple):
@@ -204,7 +206,9 @@ class _Context(NamedTuple):
     choices: Choices
 
 
-def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, context: _Context) -> Any:
+def _apply_overrides(
+    value: Any, assignments: Sequence[ConfigOverride], depth: int, context: _Context
+) -> Any:
     """Return a copy of ``value`` with all overrides applied.
 
     In the path of each override, the element at index ``depth`` names a field of ``value``.
@@ -218,7 +222,7 @@ def _set(value: Any, assignments: Sequence[ConfigOverride], depth: int, context:
     try:
         return msgspec.structs.replace(value, **fresh)
     except (ConfigError, ValueError) as error:
-        named = _named(value, groups, fresh, str(error))
+        named = _overrides_causing(value, groups, fresh, str(error))
         raise ConfigError(f"override {' '.join(map(str, named))}: {error}") from error
 
 
@@ -242,13 +246,13 @@ def _set_field(
             )
         raise ConfigError(f"override {first}: {parent} is {value!r}, which has no field '{head}'")
     elif head not in value.__struct_fields__:
-        now_called = new_name(first.name) or new_name(".".join(first.path[: depth + 1]))
+        now_called = renamed_field(first.name) or renamed_field(".".join(first.path[: depth + 1]))
         if depth == len(first.path) - 1:
-            now_called = now_called or new_name(head)
+            now_called = now_called or renamed_field(head)
         advice = (
             f"it is called {now_called} now"
             if now_called
-            else suggestion(type(context.config), context.config, first.name)
+            else unknown_field_hint(type(context.config), context.config, first.name)
         )
         raise ConfigError(f"override {first}: no field '{head}': {advice}")
     else:
@@ -258,15 +262,15 @@ def _set_field(
         if len(each.path) > depth + 1:
             parts.append(each)
         elif isinstance(value, Mapping):
-            current, parts = _parsed(each.text), []
+            current, parts = _parse_json_or_text(each.text), []
         else:
-            current, parts = _value(value, head, each, context.choices), []
+            current, parts = _parse_value(value, head, each, context.choices), []
     if parts and current is None:
-        current = _section(value, head, parts, depth)
-    return _set(current, parts, depth + 1, context) if parts else current
+        current = _create_section(value, head, parts, depth)
+    return _apply_overrides(current, parts, depth + 1, context) if parts else current
 
 
-def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:
+def _create_section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:
     """Create a missing section of options, such as ``rl.rollout.branch``, from its defaults and the
     given overrides.
 
@@ -280,14 +284,14 @@ def _section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int)
         return None
     fields = structs[0].__struct_fields__
     given = {each.path[-1]: each.text for each in parts if len(each.path) == depth + 2}
-    known = {name: _parsed(text) for name, text in given.items() if name in fields}
+    known = {name: _parse_json_or_text(text) for name, text in given.items() if name in fields}
     try:
         return msgspec.convert(known, structs[0], strict=False)
     except (ConfigError, ValueError):
         return None
 
 
-def _named(
+def _overrides_causing(
     value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
 ) -> list[ConfigOverride]:
     """Return the overrides that cause ``problem``, an error of the whole configuration.
@@ -306,7 +310,9 @@ def _named(
     return causes or [each for group in groups.values() for each in group]
 
 
-def _value(owner: msgspec.Struct, field: str, assignment: ConfigOverride, choices: Choices) -> Any:
+def _parse_value(
+    owner: msgspec.Struct, field: str, assignment: ConfigOverride, choices: Choices
+) -> Any:
     text = assignment.text
     choice = choices.get(assignment.name)
     if choice is not None and not callable(choice) and text not in ("null", "none", ""):
@@ -316,7 +322,7 @@ def _value(owner: msgspec.Struct, field: str, assignment: ConfigOverride, choice
     if tagged is not None:
         return tagged
     try:
-        return msgspec.convert(_parsed(text), kind, strict=False)
+        return msgspec.convert(_parse_json_or_text(text), kind, strict=False)
     except msgspec.ValidationError as first:
         try:
             return msgspec.convert(text, kind, strict=False)
@@ -367,7 +373,7 @@ def _by_tag(kind: Any, text: str) -> Any:
     return None
 
 
-def _parsed(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     try:
         return msgspec.json.decode(text.encode())
     except msgspec.DecodeError:

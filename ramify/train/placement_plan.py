@@ -92,7 +92,7 @@ def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
     return msgspec.structs.replace(run, compute=compute), placement_slots(spec, num)
 
 
-def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
+def attached_inference_spec(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
     """Return the inference options of a process that starts no engines but calls those running at
     ``urls``."""
     return InferenceSpec(

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ramify.engine.limits import Limits
-from ramify.engine.scaffold import card_of
+from ramify.engine.scaffold import trained_policy_settings
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 from ramify.train.backends.base import OptimizerSpec
@@ -54,7 +54,7 @@ def with_policy_defaults(run: Run) -> Run:
 
     Raises ConfigError if the run sets ``policy.thinking``, but the model has no such switch.
     """
-    policy = _policy(run.policy)
+    policy = _fill_policy(run.policy)
     is_checkpoint = is_pretrained(run.policy)
     betas = (0.9, 0.999) if is_checkpoint else (0.9, 0.98)
     warmup_steps = None if is_checkpoint else 0
@@ -62,15 +62,19 @@ def with_policy_defaults(run: Run) -> Run:
     for name in _RATES:
         stage = getattr(run, name)
         if stage is not None:
-            usual = OptimizerSpec(lr=usual_rate(run, name), betas=betas, warmup_steps=warmup_steps)
-            stages[name] = _changed(stage, optim=_optim(stage.optim, usual))
+            usual = OptimizerSpec(
+                lr=usual_learning_rate(run, name), betas=betas, warmup_steps=warmup_steps
+            )
+            stages[name] = _replace_fields(stage, optim=_fill_optimizer(stage.optim, usual))
             if name == "rl" and stage.critic.optim is not None:
-                critic = _changed(stage.critic, optim=_optim(stage.critic.optim, usual))
-                stages[name] = _changed(stages[name], critic=critic)
+                critic = _replace_fields(
+                    stage.critic, optim=_fill_optimizer(stage.critic.optim, usual)
+                )
+                stages[name] = _replace_fields(stages[name], critic=critic)
     limits = run.limits
     if limits.max_reply_tokens == Limits().max_reply_tokens:
-        limits = _changed(limits, max_reply_tokens=_reply_tokens(policy, is_checkpoint))
-    return _changed(run, policy=policy, limits=limits, **stages)
+        limits = _replace_fields(limits, max_reply_tokens=_reply_tokens(policy, is_checkpoint))
+    return _replace_fields(run, policy=policy, limits=limits, **stages)
 
 
 def is_pretrained(policy: PolicySpec) -> bool:
@@ -78,7 +82,7 @@ def is_pretrained(policy: PolicySpec) -> bool:
     if not policy.path:
         return False
     name = policy.path if packaged_policy_folder(policy.path) else f"local:{policy.path}"
-    return not card_of(name).is_from_scratch
+    return not trained_policy_settings(name).is_from_scratch
 
 
 def usual_warmup(num_steps: int) -> int:
@@ -87,7 +91,7 @@ def usual_warmup(num_steps: int) -> int:
     return min(10, num_steps // 10)
 
 
-def usual_rate(run: Run, stage: str) -> float:
+def usual_learning_rate(run: Run, stage: str) -> float:
     """Return the usual learning rate for training the run's policy in the given stage."""
     if not is_pretrained(run.policy):
         return _FROM_SCRATCH_RATES[stage]
@@ -103,7 +107,7 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
     kind = "a pretrained checkpoint" if is_pretrained(run.policy) else "trained from scratch"
     names = ("policy", "limits", *_RATES)
     found = [
-        f"{name}.{field}={_short(value)}"
+        f"{name}.{field}={_value_text(value)}"
         for name in names
         for field, value in [
             *_differences(getattr(given, name), getattr(run, name)),
@@ -121,7 +125,7 @@ def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> No
         what, high = "policies from scratch", _HIGH_FROM_SCRATCH
     for name in _RATES:
         stage = getattr(run, name)
-        usual = usual_rate(run, name)
+        usual = usual_learning_rate(run, name)
         if stage is not None and stage.optim.lr >= high * usual * (1 - 1e-9):
             text = (
                 f"{name}.optim.lr={stage.optim.lr:g} is {stage.optim.lr / usual:.3g} times what "
@@ -172,10 +176,10 @@ def scratch_model_config(num_tokens: int, longest: int) -> dict[str, Any]:
     }
 
 
-def _policy(policy: PolicySpec) -> PolicySpec:
+def _fill_policy(policy: PolicySpec) -> PolicySpec:
     lora, thinking = policy.lora, policy.thinking
     if lora is not None and lora.alpha is None:
-        lora = _changed(lora, alpha=32.0 if is_pretrained(policy) else 2.0 * lora.rank)
+        lora = _replace_fields(lora, alpha=32.0 if is_pretrained(policy) else 2.0 * lora.rank)
     tokenizer = _tokenizer(policy)
     can_think = tokenizer is not None and "enable_thinking" in str(tokenizer.chat_template)
     if thinking is not None and not can_think:
@@ -187,7 +191,7 @@ def _policy(policy: PolicySpec) -> PolicySpec:
         from ramify.models.template import thinking_default
 
         thinking = bool(thinking_default(tokenizer))
-    return _changed(policy, lora=lora, thinking=thinking)
+    return _replace_fields(policy, lora=lora, thinking=thinking)
 
 
 def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
@@ -206,7 +210,7 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
         return None
 
 
-def _optim(optim: OptimizerSpec, usual: OptimizerSpec) -> OptimizerSpec:
+def _fill_optimizer(optim: OptimizerSpec, usual: OptimizerSpec) -> OptimizerSpec:
     """Fill in the optimizer options that were not set from the ``usual`` ones.
 
     For a checkpoint, the warm-up stays unset until ``stages.scheduled`` knows the number of steps.
@@ -216,7 +220,7 @@ def _optim(optim: OptimizerSpec, usual: OptimizerSpec) -> OptimizerSpec:
         for name in ("lr", "betas", "warmup_steps")
         if getattr(optim, name) is None
     }
-    return _changed(optim, **values)
+    return _replace_fields(optim, **values)
 
 
 def _reply_tokens(policy: PolicySpec, is_checkpoint: bool) -> int:
@@ -226,7 +230,7 @@ def _reply_tokens(policy: PolicySpec, is_checkpoint: bool) -> int:
     return max(1, int(window) // 4)
 
 
-def _changed(value: S, **fields: Any) -> S:
+def _replace_fields(value: S, **fields: Any) -> S:
     return msgspec.structs.replace(value, **fields)
 
 
@@ -261,7 +265,7 @@ def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
     return [("optim.warmup_steps", usual_warmup(steps))]
 
 
-def _short(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return f"{value:g}" if isinstance(value, float) else msgspec.json.encode(value).decode()

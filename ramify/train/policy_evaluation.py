@@ -100,7 +100,7 @@ def report(
     reward = _estimate(
         [
             [total(trajectory.rewards, weights) for trajectory in group.trajectories]
-            for group in _scored(groups)
+            for group in _scored_attempts(groups)
         ]
     )
     values[f"{split}/reward"] = reward.value
@@ -126,7 +126,7 @@ def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
         _log.warning("no_actions", text, shown=True, split=split)
 
 
-def _scored(groups: Sequence[Group]) -> Iterator[Group]:
+def _scored_attempts(groups: Sequence[Group]) -> Iterator[Group]:
     """Yield each group with only those attempts that could be scored.
 
     Groups without any such attempt are left out.

@@ -54,19 +54,19 @@ class Learners:
         """True if the current training stage has begun."""
         return self._all[0].publisher.backend is not None
 
-    def _in(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
+    def _learners_in_stage(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
         """Return the policies that are trained in ``stage``, each with its own settings for the
         stage."""
         main, *others = self._all
         own = stage.others
         return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
 
-    def _of(
+    def _learners_with_data(
         self, stage: TrainingStage, work: StepData
     ) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
         """Yield each policy that learns in this step, with its own settings for the stage and its
         own training data."""
-        for learner, own in self._in(stage):
+        for learner, own in self._learners_in_stage(stage):
             if not learner.name:
                 yield learner, own, work
             elif learner.name in work.others:
@@ -77,16 +77,16 @@ class Learners:
 
     # --- a stage
 
-    async def begin(self, stage: TrainingStage) -> None:
+    async def begin_stage(self, stage: TrainingStage) -> None:
         """Begin ``stage`` with new optimizers, unless it was restored from a checkpoint and
         continues.
 
         Loads the reference policies if the loss needs them.
         """
         state, is_new = self._record.state, not self.has_begun
-        for learner, own in self._in(stage):
+        for learner, own in self._learners_in_stage(stage):
             if is_new:
-                await self._in_torch(learner.begin, own)
+                await self._in_torch(learner.begin_stage, own)
             if "ref_logprobs" in own.streams:
                 loading = partial(learner.load_reference, is_new=not state.stage_step)
                 await self._in_torch(loading, self._record.out)
@@ -96,12 +96,12 @@ class Learners:
         for learner in self._all:
             learner.publisher.backend = None
 
-    def recall(self, stage: TrainingStage) -> None:
+    def restore_algorithm_state(self, stage: TrainingStage) -> None:
         """Restore the state that the algorithms of ``stage`` keep between steps.
 
         It is read from the run's record.
         """
-        for learner, own in self._in(stage):
+        for learner, own in self._learners_in_stage(stage):
             own.memory = dict(self._record.state.algorithm_state(learner.name))
 
     # --- a step
@@ -114,7 +114,7 @@ class Learners:
         """
         values: dict[str, float] = {}
         about = {"step": self._record.state.step + 1, "stage": stage.name}
-        for learner, _, own in self._of(stage, work):
+        for learner, _, own in self._learners_with_data(stage, work):
             whose = f"{where}, {learner.name}" if learner.name else where
             for note in own.notes:
                 _log.warning("step_note", f"{whose}: {note}", shown=True, **about)
@@ -125,7 +125,7 @@ class Learners:
         return values
 
     @contextlib.asynccontextmanager
-    async def weight_update(
+    async def weight_update_context(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
         """Return a context manager inside which the weights may change.
@@ -136,57 +136,61 @@ class Learners:
         """
         values: dict[str, float] = {}
         async with contextlib.AsyncExitStack() as stack:
-            for learner, _, own in self._of(stage, work):
+            for learner, _, own in self._learners_with_data(stage, work):
                 await stack.enter_async_context(learner.publisher.changing)
                 version = learner.publisher.policy.version
                 values |= learner.prefixed_metrics(
                     staleness(learner.mask_other_calls(work.groups), version)
                 )
                 if own.parts or own.groups:
-                    values |= learner.prefixed_metrics(await learner.publisher.sleep())
+                    values |= learner.prefixed_metrics(
+                        await learner.publisher.put_engines_to_sleep()
+                    )
             yield values
 
     async def learn(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
         """Train every policy on its own data of a step, and return the metrics."""
         values: dict[str, float] = {}
-        for learner, own_stage, own in self._of(stage, work):
+        for learner, own_stage, own in self._learners_with_data(stage, work):
             measured = dict(own.metrics) if learner.name else {}
-            measured |= await self._learned(learner, own_stage, own)
+            measured |= await self._train_learner(learner, own_stage, own)
             values |= learner.prefixed_metrics(measured)
         return values
 
-    async def _learned(
+    async def _train_learner(
         self, learner: Learner, stage: TrainingStage, work: StepData
     ) -> dict[str, float]:
         values: dict[str, float] = {}
         probe = None
         if stage.samples:
             step = self._record.state.step + 1
-            probe = await self._in_torch(learner.probe, stage, work, step)
+            probe = await self._in_torch(learner.sample_update_probe, stage, work, step)
         if work.parts:
-            values |= await self._in_torch(learner.prepare, stage, work)
+            values |= await self._in_torch(learner.compute_loss_inputs, stage, work)
         if stage.samples:
-            values |= learner.measured_before(work, probe)
+            values |= learner.metrics_before_update(work, probe)
             if self._record.saves_rollouts(self._record.state.stage_step + 1):
                 learner.store_logprob_gaps(work, probe)
         values |= _over_parts(
             [await self._in_torch(learner.learn, stage, part) for part in work.parts]
         )
         if stage.samples:
-            values |= await self._in_torch(learner.measured_after, stage, work, probe)
+            values |= await self._in_torch(learner.metrics_after_update, stage, work, probe)
         return values
 
     def count_step(self, stage: TrainingStage, work: StepData) -> None:
         """Record that a step is complete, with the state that the algorithms keep between steps."""
-        memories = {learner.name: own.memory for learner, _, own in self._of(stage, work)}
+        memories = {
+            learner.name: own.memory for learner, _, own in self._learners_with_data(stage, work)
+        }
         self._record.count_step(memories.pop(""), memories)
 
     async def publish_step(self, stage: TrainingStage, work: StepData) -> None:
         """Send the weights that a step changed to the engines, if ``stage`` samples from them.
 
-        Call it inside the context ``weight_update``.
+        Call it inside the context ``weight_update_context``.
         """
-        for learner, _, own in self._of(stage, work):
+        for learner, _, own in self._learners_with_data(stage, work):
             publisher = learner.publisher
             if stage.samples and (own.parts or publisher.phase is EngineWeightState.ASLEEP):
                 await publisher.publish()
@@ -194,10 +198,10 @@ class Learners:
     def check_sampled_ids(self, stage: TrainingStage, work: StepData) -> None:
         """Check that the token ids in the step's rollouts are the ones that the engines
         returned."""
-        for learner, _, _ in self._of(stage, work):
+        for learner, _, _ in self._learners_with_data(stage, work):
             check = learner.publisher.check
             if check is not None and work.groups:
-                check.ids(work.groups)
+                check.check_token_ids(work.groups)
 
     # --- the engines
 
@@ -214,18 +218,18 @@ class Learners:
 
     async def publish_restored(self, stage: TrainingStage) -> None:
         """Publish the weights of ``stage`` after they were reset to a checkpoint."""
-        for learner, _ in self._in(stage):
-            learner.publisher.learned()
+        for learner, _ in self._learners_in_stage(stage):
+            learner.publisher.mark_weights_changed()
             await learner.publisher.publish()
 
     # --- checkpoints: all but the last two are called in the training thread
 
-    def parts(self, stage: TrainingStage) -> dict[str, Write]:
+    def checkpoint_writers(self, stage: TrainingStage) -> dict[str, Write]:
         """Return the functions that write the checkpoint parts of all policies in ``stage``, keyed
         by path within the checkpoint."""
         parts: dict[str, Write] = {}
-        for learner, _ in self._in(stage):
-            parts |= learner.parts()
+        for learner, _ in self._learners_in_stage(stage):
+            parts |= learner.checkpoint_writers()
         return parts
 
     def restore(self, stage: TrainingStage, checkpoint: Path, *, is_open: bool) -> None:
@@ -234,7 +238,7 @@ class Learners:
         If the stage continues (``is_open``), their optimizers are restored too.
         """
         lr_scale = self._record.state.lr_scale if is_open else 1.0
-        for learner, own in self._in(stage):
+        for learner, own in self._learners_in_stage(stage):
             learner.restore(own, checkpoint, is_open=is_open, lr_scale=lr_scale)
 
     def inherit_references(self, checkpoint: Path) -> None:

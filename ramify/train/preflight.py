@@ -18,14 +18,14 @@ from ramify.engine.prompt_text import PromptFacts, context_facts
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import GRACE_S, check_task_start
-from ramify.inference.http.engine_process import check_program
+from ramify.inference.http.engine_process import check_program_installed
 from ramify.logging import ComponentLogger
 from ramify.models.model_config_files import (
     check_model_type,
     check_tokenizer_file,
-    config_of,
+    context_window_from_dict,
     local_model_folder,
-    window_in,
+    read_config_json,
 )
 from ramify.sandbox.base import check_provider, open_sandbox
 from ramify.tasks.base import ENDLESS, Item, Task, items_of
@@ -41,8 +41,8 @@ from ramify.train.data.sft_data import DEMOS
 from ramify.train.losses import SEQUENCE_MEANS
 from ramify.train.named_objectives import (
     advantage_estimator_of,
-    why_group_of_one,
-    why_impossible,
+    group_of_one_problem,
+    training_impossible_reason,
 )
 from ramify.train.other_trainer_presets import policy_losses_for
 from ramify.train.signals.teacher import needed_scorers
@@ -65,7 +65,7 @@ def check_component_names(run: Run) -> None:
 
     Nothing is imported for this.
     """
-    BACKENDS.check(run.compute.backend)
+    BACKENDS.check_known_name(run.compute.backend)
     check_provider(run.sandbox)
     if run.sft is None:
         return
@@ -78,7 +78,7 @@ def check_component_names(run: Run) -> None:
                 "the name of a function: to learn from stored runs, set "
                 f"sft.trajectories={_stored_runs_in(run.sft.demos)}"
             )
-        DEMOS.check(run.sft.demos)
+        DEMOS.check_known_name(run.sft.demos)
     if run.sft.trajectories and _stored_runs_in(run.sft.trajectories) != run.sft.trajectories:
         raise ConfigError(
             f"sft.trajectories={run.sft.trajectories} is the folder of a training run: give its "
@@ -122,7 +122,7 @@ def check_policy_files(run: Run) -> None:
         )
     if spec.path:
         folder = local_model_folder(policy_path(run))
-        config, where = config_of(folder), f"{folder}/config.json"
+        config, where = read_config_json(folder), f"{folder}/config.json"
         check_tokenizer_file(folder)
     else:
         config, where = spec.shape, "policy.shape"
@@ -132,7 +132,7 @@ def check_policy_files(run: Run) -> None:
             except ConfigError as error:
                 raise ConfigError(f"policy.tokenizer={spec.tokenizer}: {error}") from None
     check_model_type(config, where)
-    check_reply_fits(run, window_in(config), where)
+    check_reply_fits(run, context_window_from_dict(config), where)
 
 
 def check_reply_fits(run: Run, window: int | None, where: str) -> None:
@@ -253,14 +253,14 @@ def check_splits_and_answers(run: Run, task: Task) -> None:
         and len(items_of(task, "train")) >= ENDLESS
         and not isinstance(task, MixtureTask)
     ):
-        _log.warn(
+        _log.issue_python_warning(
             f"rl.sample.settled_share={run.rl.sample.settled_share:g} has no effect: "
             f"'{run.task.name}' generates new items without end, so none is asked twice; leave it "
             "out, or train on a mixture, whose parts it compares",
             stacklevel=2,
         )
     if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
-        _log.warn(
+        _log.issue_python_warning(
             "rl.loss.kl=k1: the gradient of k1 does not depend on the reference, so it does not "
             "keep the policy near it; use k2 or k3+, or rl.algorithm.kl_reward, which uses k1",
             stacklevel=2,
@@ -283,7 +283,7 @@ def _check_sizes(run: Run, task: Task) -> None:
             )
         num = len(items_of(task, "train"))
         if sample.items > num:
-            _log.warn(
+            _log.issue_python_warning(
                 f"rl.sample.items={sample.items}: the split train has {num} items, so each step "
                 f"asks some of them {-(-sample.items // num)} times",
                 stacklevel=3,
@@ -297,7 +297,7 @@ def _check_sizes(run: Run, task: Task) -> None:
         sizes = {split: num for split, num in sizes.items() if given and num < given}
         if sizes and given != getattr(EvaluateSpec(), name):
             shown = ", ".join(f"{split} {num}" for split, num in sizes.items())
-            _log.warn(
+            _log.issue_python_warning(
                 f"evaluate.{name}={given}: there are fewer items ({shown}), and all are used",
                 stacklevel=3,
             )
@@ -316,24 +316,26 @@ def check_objective(run: Run) -> None:
     loss = _tag(rl.loss.policy)
     if name:
         wants_critic = needs_of(rl.algorithm).values  # asking a backend loads PyTorch
-        has_critic = wants_critic and hasattr(BACKENDS.of(run.compute.backend), "with_critic")
-        why = why_impossible(name, rl.algorithm, rl.rollout.group, has_critic=has_critic)
+        has_critic = wants_critic and hasattr(BACKENDS.resolve(run.compute.backend), "with_critic")
+        why = training_impossible_reason(
+            name, rl.algorithm, rl.rollout.group, has_critic=has_critic
+        )
         if why:
             raise ConfigError(why)
         usual = policy_losses_for(name)
         if loss not in usual:
-            _log.warn(
+            _log.issue_python_warning(
                 f"rl.objective={name} has the loss {' or '.join(usual)}, but "
                 f"rl.loss.policy={loss}: to apply the objective, give it as an override, or with "
                 "with_objective",
                 stacklevel=3,
             )
     elif rl.rollout.group == 1 and rl.algorithm.has_group_baseline and rl.rollout.branch is None:
-        raise ConfigError(why_group_of_one(f"rl.algorithm={_tag(rl.algorithm)}"))
+        raise ConfigError(group_of_one_problem(f"rl.algorithm={_tag(rl.algorithm)}"))
     reduction = getattr(advantage_estimator_of(rl.algorithm), "reduction", None)
     reduction = ALSO.get(str(reduction), reduction)
     if rl.loss.reduction is not None and reduction not in ("constant", "call", "rollout"):
-        _log.warn(
+        _log.issue_python_warning(
             f"rl.algorithm.reduction={reduction} has no effect: rl.loss.policy={loss} averages "
             f"over each {rl.loss.reduction}, as in its paper; to use it, set "
             "rl.loss.policy.sequence_mean=false",
@@ -341,7 +343,7 @@ def check_objective(run: Run) -> None:
         )
     is_changed = getattr(rl.loss.policy, "sequence_mean", True) is False
     if is_changed and loss in SEQUENCE_MEANS and reduction not in ("call", "rollout"):
-        _log.warn(
+        _log.issue_python_warning(
             f"rl.loss.policy.sequence_mean=false differs from the paper of {loss}, which averages "
             f"over sequences: rl.algorithm.reduction={reduction} gives long ones more weight",
             stacklevel=3,
@@ -394,10 +396,10 @@ def check_engine_memory(config: Any, dtype: str, device: str) -> None:
     import torch
 
     from ramify.models.load import default_dtype
-    from ramify.train.backends.meta_model import on_meta
+    from ramify.train.backends.meta_model import build_meta_model
 
     kind = default_dtype(config, device) if dtype == "auto" else getattr(torch, dtype)
-    parameters = sum(each.numel() for each in on_meta(config).parameters())
+    parameters = sum(each.numel() for each in build_meta_model(config).parameters())
     needed = parameters * kind.itemsize
     is_cuda = device == "cuda"
     room = (
@@ -449,7 +451,7 @@ def check_inference(run: Run) -> None:
             "that they keep: remove them"
         )
     if run.placement is None or run.placement.kind == "local":
-        check_program(spec)
+        check_program_installed(spec)
 
 
 def check_teacher_truncation(run: Run) -> None:
@@ -595,7 +597,7 @@ def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> N
             )
 
 
-def note_rewritten_history(run: Run, policy: Policy) -> None:
+def warn_history_rewritten(run: Run, policy: Policy) -> None:
     """Log a warning if the chat template rewrites earlier turns, because that makes training
     expensive."""
     if run.rl is None or not policy.renderer.unstable:
@@ -616,7 +618,7 @@ def note_rewritten_history(run: Run, policy: Policy) -> None:
     _log.warning("history_rewritten", text, shown=True)
 
 
-def note_missing_template(policy: Policy) -> None:
+def warn_missing_chat_template(policy: Policy) -> None:
     """Log a warning if the tokenizer has no chat template.
 
     Other programs could then not render prompts as they were in training.

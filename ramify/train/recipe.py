@@ -16,11 +16,11 @@ from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.plugins import load_file
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import read_state, resolve_checkpoint
-from ramify.train.config import CHOICES, Run, plain
-from ramify.train.config_fields import fields, suggestion
+from ramify.train.config import CHOICES, Run, to_plain_data
+from ramify.train.config_fields import fields, unknown_field_hint
 from ramify.train.config_redaction import check_types, redacted_keys
-from ramify.train.override import new_name, override
-from ramify.training_run_recognition import with_hint
+from ramify.train.override import override, renamed_field
+from ramify.training_run_recognition import append_training_run_hint
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
@@ -39,7 +39,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
         )
     if not path.is_file() or path.suffix != ".py":
         problem = f"{path} is not a recipe: give a Python file with `def run() -> Run`"
-        raise ConfigError(with_hint(problem, path))
+        raise ConfigError(append_training_run_hint(problem, path))
     try:
         make = getattr(load_file(path), "run", None)
         run = make() if callable(make) else None
@@ -90,7 +90,7 @@ def _wrong_argument(error: Exception) -> str:
         )
     if unknown is None:
         return ""
-    if now_called := new_name(unknown[1]):
+    if now_called := renamed_field(unknown[1]):
         return f"{unknown[1]} is called {now_called} now"
     owner = "" if kind is None else kind.__name__
     sections = (
@@ -100,7 +100,7 @@ def _wrong_argument(error: Exception) -> str:
         advice = did_you_mean(unknown[1], kind.__struct_fields__)
     else:
         section = sections[0] if sections and kind is not None else ""
-        advice = suggestion(Run, None, section + unknown[1], with_class=True)
+        advice = unknown_field_hint(Run, None, section + unknown[1], with_class=True)
     return f"{owner or 'a configuration'} has no field '{unknown[1]}': {advice}"
 
 
@@ -156,21 +156,21 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration that a checkpoint stores, with defaults for fields that were added
     in later versions."""
     try:
-        complete = plain(msgspec.convert(config, Run))
+        complete = to_plain_data(msgspec.convert(config, Run))
     except (ConfigError, msgspec.ValidationError):
         return dict(config)  # redacted values may not be valid: compare them as they are
     if "sandbox" in config:  # its former fields, which another provider never obeyed, are gone
         config = {**config, "sandbox": complete["sandbox"]}
-    return _completed(config, complete)
+    return _fill_defaults(config, complete)
 
 
-def _completed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``config`` in which missing keys are taken from ``defaults``, at every
     depth."""
     completed = {**defaults, **config}
     for name, value in config.items():
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):
-            completed[name] = _completed(value, defaults[name])
+            completed[name] = _fill_defaults(value, defaults[name])
     return completed
 
 
@@ -192,7 +192,7 @@ def load_stored_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     try:
         run = msgspec.convert(config, Run)
         if run.rl is not None:
-            algorithm = ALGORITHMS.of(run.rl.algorithm.pop("name"))
+            algorithm = ALGORITHMS.resolve(run.rl.algorithm.pop("name"))
             rl = msgspec.structs.replace(
                 run.rl, algorithm=msgspec.convert(run.rl.algorithm, algorithm)
             )

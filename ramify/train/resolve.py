@@ -22,7 +22,7 @@ import msgspec
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.tasks.base import Task, task_of
 from ramify.train.checkpoint import read_state, resolve_checkpoint, verify
-from ramify.train.config import Run, plain
+from ramify.train.config import Run, to_plain_data
 from ramify.train.config_redaction import check_types
 from ramify.train.depth_models import check_frozen_models, check_scaffolds
 from ramify.train.lineage import check_changes, with_same_demonstrations
@@ -95,11 +95,11 @@ def resolve(given: Run, resume: Path | None = None) -> ResolvedTrainingRun:
     run = with_policy_defaults(run)
     checkpoint = resolve_checkpoint(resume) if resume is not None else None
     if checkpoint is not None:
-        run = _continued(run, checkpoint)
+        run = _continue_from(run, checkpoint)
     return ResolvedTrainingRun(given, run, task, scaffold, trackers, checkpoint)
 
 
-def _continued(run: Run, checkpoint: Path) -> Run:
+def _continue_from(run: Run, checkpoint: Path) -> Run:
     """Return a copy of ``run`` that continues from ``checkpoint``, with the demonstrations that the
     checkpoint recorded.
 
@@ -110,5 +110,5 @@ def _continued(run: Run, checkpoint: Path) -> Run:
     state = read_state(checkpoint)
     recorded = msgspec.structs.replace(state, config=with_defaults(state.config))
     run = with_same_demonstrations(run, recorded)
-    check_changes(recorded, plain(run))
+    check_changes(recorded, to_plain_data(run))
     return run

@@ -42,8 +42,8 @@ from ramify.train.metrics import (
     MetricsFile,
     StepMetrics,
     descendant_cpu_s,
-    of_times,
     read_metrics,
+    step_time_metrics,
 )
 from ramify.train.recipe import with_defaults
 from ramify.train.training_guard import TrainingGuardState
@@ -133,10 +133,10 @@ class TrainingRunRecorder:
     def begin_fresh(self) -> None:
         """Begin a new run: create its folder, and delete any records that are already there."""
         self.out.mkdir(parents=True, exist_ok=True)
-        self._cut(-1)
+        self._delete_later_steps(-1)
         self.state.first_item = self.state.next_item
 
-    def go_back(self, checkpoint: Path) -> None:
+    def resume_from_checkpoint(self, checkpoint: Path) -> None:
         """Continue the run from ``checkpoint`` and delete all records of later steps.
 
         The checkpoint may belong to another run, in which case this run becomes a fork of it.
@@ -158,7 +158,7 @@ class TrainingRunRecorder:
                 step=step,
                 checkpoints=len(later),
             )
-        self._cut(step)
+        self._delete_later_steps(step)
         changed = changes(with_defaults(self.state.config), config)
         self.state.config = config
         if changed or is_fork:
@@ -172,7 +172,7 @@ class TrainingRunRecorder:
         """Return to an earlier checkpoint of this stage, and multiply the current learning rates by
         ``factor``."""
         present = self.state
-        self.go_back(checkpoint)
+        self.resume_from_checkpoint(checkpoint)
         self.state.lr_scale = present.lr_scale * factor
         self.state.guard.rollbacks = present.guard.rollbacks + 1
 
@@ -206,10 +206,10 @@ class TrainingRunRecorder:
         if self.state.cpu_s:
             self._cpu_since = time.process_time() - self.state.cpu_s
 
-    def _cut(self, step: int) -> None:
+    def _delete_later_steps(self, step: int) -> None:
         """Delete the records of all steps after ``step``, because the run will repeat them."""
         for lines in (METRICS, GROUPS, LINEAGE):
-            lines.cut(self.out, step)
+            lines.drop_after_step(self.out, step)
         for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
@@ -275,7 +275,7 @@ class TrainingRunRecorder:
             values |= measure()
         return values
 
-    def write(
+    def write_metrics(
         self,
         stage: str,
         values: Mapping[str, float],
@@ -288,9 +288,9 @@ class TrainingRunRecorder:
         If ``is_step`` is True, the line also shows how the step's time was divided.
         """
         assert self._metrics is not None
-        self._tick()
+        self._update_times()
         if is_step:
-            values = {**values, **of_times(self.account.take())}
+            values = {**values, **step_time_metrics(self.account.take_times())}
         self._metrics.write(
             self.state.step,
             stage,
@@ -376,12 +376,12 @@ class TrainingRunRecorder:
             )
             _log.warning("score_errors", text, shown=True, failed=failed, rollouts=num)
 
-    def save(self, parts: Mapping[str, Write]) -> None:
+    def save_checkpoint(self, parts: Mapping[str, Write]) -> None:
         """Write a checkpoint with the run's state and ``parts``, such as weights.
 
         Each part is a function that writes it.
         """
-        self._tick()
+        self._update_times()
         self.checkpoints.save(self.state, parts)
         self._saved_at = time.monotonic()
 
@@ -391,7 +391,7 @@ class TrainingRunRecorder:
         every_s = self.schedule.checkpoint_every_s
         return every_s is not None and time.monotonic() - self._saved_at >= every_s
 
-    def _tick(self) -> None:
+    def _update_times(self) -> None:
         self.state.seconds = time.monotonic() - self._since
         self.state.cpu_s = time.process_time() - self._cpu_since
 

@@ -1,12 +1,13 @@
 """Compute metrics of everything that was sampled for a step, including samples that are not
 trained on.
 
-    rollouts  ── of_samples ──> rewards, lengths, ends, and the correlation of reward and length
-    replies   ── of_tokens ──────> entropy, over all tokens that this policy sampled
-    rows      ── of_credit ──────> advantages, and the share of tokens without loss
-    a sample  ── UpdateProbe ────> the gaps between sampler and trainer, and between the policies
-                                   before and after the update
-    scored rows ── note_gaps ────> the gap of each token, in rollouts that are saved
+    rollouts    ── rollout_sampling_metrics ──> rewards, lengths, ends, and the correlation of
+                                                reward and length
+    replies     ── token_metrics ─────────────> entropy, over all tokens that this policy sampled
+    rows        ── advantage_metrics ─────────> advantages, and the share of tokens without loss
+    a sample    ── UpdateProbe ───────────────> the gaps between sampler and trainer, and between
+                                                the policies before and after the update
+    scored rows ── store_logprob_gaps ────────> the gap of each token, in rollouts that are saved
 
 These metrics exist in every step, even in steps without a training signal, when they are needed
 most. Losses, in contrast, cover only tokens that carry loss (``losses/total_loss.py``): they leave
@@ -43,7 +44,9 @@ PROBED = 1 / 64
 _MAX_LOG_RATIO = 20.0
 
 
-def of_samples(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
+def rollout_sampling_metrics(
+    groups: Sequence[Group], weights: Mapping[str, float]
+) -> dict[str, float]:
     """Return metrics of all rollouts of a step: their rewards, their lengths and how they ended.
 
     ``weights`` are the task's weights of its named rewards.
@@ -98,7 +101,7 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
         "solve_all": fmean(all(reward >= RIGHT for reward, _ in group) for group in groups),
         "solve_none": fmean(all(reward < RIGHT for reward, _ in group) for group in groups),
     }
-    return found | _named("reward_length_corr", within_group_correlation(groups))
+    return found | _metric_if_known("reward_length_corr", within_group_correlation(groups))
 
 
 def _reward_error(groups: Sequence[Sequence[float]]) -> float:
@@ -161,19 +164,19 @@ def advantage_reward_correlation(
         for group in groups
         if any(tree.id in credit for tree in group.trajectories)
     ]
-    return _named(
+    return _metric_if_known(
         "advantage_reward_corr", within_group_correlation([pair for pair in pairs if pair])
     )
 
 
-def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
+def token_metrics(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dict[str, float]:
     """Return the entropy of the sampled tokens, in nats, and the share of replies that contain a
     control token.
 
     Tokens without known log-probabilities are ignored. ``control_ids`` are special tokens that
     should end a reply or never occur in one.
     """
-    replies = [turn.reply for _, call in _sampled(groups) for turn in call.turns]
+    replies = [turn.reply for _, call in _sampled_calls(groups) for turn in call.turns]
     replies = [each for each in replies if each.logprobs]
     num = sum(len(each.logprobs or ()) for each in replies)
     if not num:
@@ -185,7 +188,7 @@ def of_tokens(groups: Sequence[Group], control_ids: Collection[int] = ()) -> dic
     }
 
 
-def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
+def advantage_metrics(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
     """Return metrics of the advantages over all ``num_sampled`` tokens of a step.
 
     Tokens that are not in ``rows`` count with advantage 0. The metric ``masked`` is the share of
@@ -211,13 +214,13 @@ def of_credit(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, floa
     }
 
 
-def num_sampled(groups: Sequence[Group]) -> int:
+def num_sampled_tokens(groups: Sequence[Group]) -> int:
     """Return the number of sampled tokens that could be trained on.
 
     Replies of judges do not count.
     """
     return sum(
-        len(turn.reply.token_ids or ()) for _, call in _sampled(groups) for turn in call.turns
+        len(turn.reply.token_ids or ()) for _, call in _sampled_calls(groups) for turn in call.turns
     )
 
 
@@ -237,7 +240,9 @@ class UpdateProbe(NamedTuple):
     """Log-probabilities given by the trainer before the update, [E]."""
 
     @classmethod
-    def taken(cls, rows: Sequence[TokenSequence], backend: ReferenceModel) -> UpdateProbe | None:
+    def score_before_update(
+        cls, rows: Sequence[TokenSequence], backend: ReferenceModel
+    ) -> UpdateProbe | None:
         """Score ``rows`` with the policy before its update and return them as a probe.
 
         Returns None if there are no rows.
@@ -251,7 +256,7 @@ class UpdateProbe(NamedTuple):
         return cls(rows, batches, sampler, np.concatenate(before))
 
     @property
-    def mismatch(self) -> dict[str, float]:
+    def logprob_gap_metrics(self) -> dict[str, float]:
         """Metrics of the gap between the sampler's and the trainer's log-probabilities, in nats."""
         gap = np.abs(self.before - self.sampler)
         return {
@@ -260,13 +265,13 @@ class UpdateProbe(NamedTuple):
             "mismatch_kl": kl(self.sampler, self.before),
         }
 
-    def moved(self, backend: ReferenceModel) -> dict[str, float]:
+    def update_kl(self, backend: ReferenceModel) -> dict[str, float]:
         """Return how far the update moved the policy: the KL from the policy before to the policy
         after it, in nats per token."""
         return {"post_kl": kl(self.before, np.concatenate(backend.logprobs(self.batches)))}
 
 
-def note_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
+def store_logprob_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -> None:
     """Store how far the trainer's and the sampler's log-probabilities differ, for each sampled
     token.
 
@@ -310,7 +315,7 @@ def probe_sequences(
 
     A hash of their names selects the calls, so a resumed run selects the same ones.
     """
-    known = [(tree, call) for tree, call in _sampled(groups) if _has_logprobs(call)]
+    known = [(tree, call) for tree, call in _sampled_calls(groups) if _has_logprobs(call)]
     budget = PROBED * sum(_size(call) for _, call in known)
     chosen: dict[str, RolloutAdvantages] = {}
     for tree, call in sorted(known, key=lambda each: _key(step, *each)):
@@ -328,7 +333,7 @@ def probe_sequences(
     return token_sequences(chosen.values(), temperature)
 
 
-def _sampled(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Call]]:
+def _sampled_calls(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Call]]:
     """Yield each sampled call with its trajectory.
 
     Calls of judges are in the same trees and are skipped.
@@ -388,5 +393,5 @@ def _cell_errors(calls: Sequence[Call]) -> float:
     return fmean(bool(cell.error) for cell in cells) if cells else 0.0
 
 
-def _named(name: str, value: float | None) -> dict[str, float]:
+def _metric_if_known(name: str, value: float | None) -> dict[str, float]:
     return {} if value is None else {name: value}

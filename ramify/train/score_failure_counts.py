@@ -40,12 +40,12 @@ class ScoreFailureCounts(msgspec.Struct, frozen=True):
     """The errors and how often each occurred. Empty if no score failed."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> ScoreFailureCounts:
+    def from_groups(cls, groups: Sequence[Group]) -> ScoreFailureCounts:
         """Count the rollouts of ``groups`` that could not be scored."""
         trees = [tree for group in groups for tree in group.trajectories]
         reasons = [tree.score_error for tree in trees if tree.score_error]
         scored = sum(bool(tree.rewards) and tree.answer is not None for tree in trees)
-        return cls(len(reasons), scored, len(trees), counted(reasons))
+        return cls(len(reasons), scored, len(trees), summarise_errors(reasons))
 
     def metrics(self) -> dict[str, float]:
         return {"score_errors": float(self.num), "scored_answers": float(self.num_scored)}
@@ -57,10 +57,10 @@ class ScoreFailureCounts(msgspec.Struct, frozen=True):
 def error_summary(trajectories: Sequence[Trajectory]) -> str:
     """Summarise the last error of each trajectory that has errors: the most common ones, each with
     its count."""
-    return counted([each.errors[-1] for each in trajectories if each.errors])
+    return summarise_errors([each.errors[-1] for each in trajectories if each.errors])
 
 
-def counted(errors: Sequence[str]) -> str:
+def summarise_errors(errors: Sequence[str]) -> str:
     """Summarise errors as text: the most common ones, each with its count.
 
     Errors that differ only in an item or a quoted value count as the same, and the first of them is

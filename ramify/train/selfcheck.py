@@ -215,7 +215,7 @@ class EngineConsistencyChecks:
         if theirs is not None and ours != theirs:
             raise TrainError(
                 f"the engine has other weights (fingerprint {theirs}) than the trainer ({ours}): "
-                f"the weight sync failed{self._where(engine)}"
+                f"the weight sync failed{self._engine_description(engine)}"
             )
         # The same bits are needed in a batch of any size.
         num = 1 if self._limits.tolerance else _NUM_SAMPLES
@@ -226,7 +226,7 @@ class EngineConsistencyChecks:
             assert reply.logprobs is not None
             path = (*reply.prompt_ids, *reply.token_ids)
             ours_T = await in_torch(self._own_logprobs, backend, path)
-            allowed = self._allowed(ours_T)
+            allowed = self._allowed_difference(ours_T)
             sampled_T = ours_T[len(reply.prompt_ids) :]
             self._compare(engine, np.array(reply.logprobs), sampled_T, "sampled", allowed)
         scores = await engine.logprobs(path)
@@ -260,10 +260,10 @@ class EngineConsistencyChecks:
                 f"the engine scores all {len(now.theirs)} tokens of the canary as at version "
                 f"{before.version}, bit for bit, although {share:.1%} of the weights have changed "
                 "since (median over matrices): it received new weights but does not use them"
-                f"{self._where(engine)}"
+                f"{self._engine_description(engine)}"
             )
 
-    def _allowed(self, ours_T: Floats64) -> float:
+    def _allowed_difference(self, ours_T: Floats64) -> float:
         """Return the largest difference allowed between the engine's and the trainer's
         log-probabilities of the canary, a short sampled reply.
 
@@ -296,11 +296,12 @@ class EngineConsistencyChecks:
             raise TrainError(
                 f"the canary's log-probabilities differ by up to {largest:.2g} between engine and "
                 f"trainer (allowed: {allowed:.3g}), and by {mean:.2g} on average (allowed: "
-                f"{allowed / 10:.3g}): {why}{self._where(engine)}; at {what} token {at} the engine "
+                f"{allowed / 10:.3g}): {why}{self._engine_description(engine)}; at {what} "
+                f"token {at} the engine "
                 f"gives {theirs_T[at]:.5f} and the trainer {ours_T[at]:.5f}{hint}"
             )
 
-    def _where(self, engine: InferenceClient) -> str:
+    def _engine_description(self, engine: InferenceClient) -> str:
         last = (
             "none was checked before"
             if self.good_version is None
@@ -308,7 +309,7 @@ class EngineConsistencyChecks:
         )
         return f" ({engine.name}; version {self.seen.client.version}; {last})"
 
-    def ids(self, groups: Sequence[Group]) -> None:
+    def check_token_ids(self, groups: Sequence[Group]) -> None:
         """Check the token ids of a step's first group.
 
         Raises TrainError if one of its trajectories contains ids that did not go through the

@@ -11,7 +11,7 @@ Only replies of the assistant are learned, except those with ``"weight": 0``. A 
 ``reward``, or several named ``rewards``; ``sft.algorithm.min_reward`` is compared with them.
 Messages are used exactly as they are, so the first one should have the form that the scaffold uses
 in rollouts. A run without rollouts is evaluated by plain calls if the conversations are such calls
-(``show_plain_calls``). If a row is invalid, the error names it. ``sft_data.py`` tokenizes
+(``are_plain_calls``). If a row is invalid, the error names it. ``sft_data.py`` tokenizes
 conversations and ``pack.py`` packs them.
 """
 
@@ -91,7 +91,7 @@ def message_demonstrations(source: Any, num: int) -> Iterator[Trajectory]:
 
 
 def _trajectory(id: str, row: _Row) -> Trajectory:
-    messages = [each.message() for each in row.messages]
+    messages = [each.to_message() for each in row.messages]
     learned = [each.role == "assistant" and each.weight != 0 for each in row.messages]
     if not any(learned) or learned[0]:
         raise ValueError(
@@ -142,21 +142,21 @@ class DemonstrationSet(NamedTuple):
     error names the trajectory's id."""
 
 
-def show_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffold) -> bool:
+def are_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffold) -> bool:
     """Return True if each demonstration is a plain call, without a Python session.
 
     A conversation counts as one if none of its replies has code, a tool call or a final answer.
     """
     shown = [(one.are_conversations, each.root) for one in demonstrations for each in one[0]]
     return bool(shown) and all(
-        not any(_acts(turn.reply.message, scaffold) for turn in root.turns)
+        not any(_has_action(turn.reply.message, scaffold) for turn in root.turns)
         if is_conversation
         else root.kind == "lm"
         for is_conversation, root in shown
     )
 
 
-def _acts(message: Message, scaffold: Scaffold) -> bool:
+def _has_action(message: Message, scaffold: Scaffold) -> bool:
     """Return True if a reply has code that a session runs, a tool call or a final answer."""
     if scaffold.raw_code:  # any text is code there
         return bool(message.tool_calls) or "FINAL" in message.content
@@ -184,7 +184,7 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[Demonstr
     spec = run.sft
     sets: list[DemonstrationSet] = []
     if spec is not None and spec.demos:
-        sets.append(_demonstrated(run, spec, task, scaffold))
+        sets.append(_load_demonstrations(run, spec, task, scaffold))
     if spec is not None and spec.trajectories:
         path = Path(spec.trajectories)
         root = path if is_store(path) else default_root()
@@ -192,7 +192,9 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[Demonstr
     return sets
 
 
-def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> DemonstrationSet:
+def _load_demonstrations(
+    run: Run, spec: SftSpec, task: Task, scaffold: Scaffold
+) -> DemonstrationSet:
     """Return the demonstrations that ``spec.demos`` names.
 
     They are read from a file or data set of conversations, or made by a registered function.
@@ -200,7 +202,7 @@ def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> De
     with report_progress("demonstrations", spec.num, "items") as work:
 
         def taken(each: Any) -> Trajectory:
-            work.more()
+            work.advance()
             return each if isinstance(each, Trajectory) else trajectory_of(each)
 
         if spec.shows_conversations:
@@ -208,10 +210,10 @@ def _demonstrated(run: Run, spec: SftSpec, task: Task, scaffold: Scaffold) -> De
             rows = rows_of(spec.demos)
             locations = [row_location(rows, number, spec.demos) for number in range(len(shown))]
             return DemonstrationSet(shown, default_root() / TOKENIZED, True, locations)
-        return _made(run, spec, task, scaffold, taken)
+        return _make_demonstrations(run, spec, task, scaffold, taken)
 
 
-def _made(
+def _make_demonstrations(
     run: Run,
     spec: SftSpec,
     task: Task,
@@ -222,7 +224,7 @@ def _made(
 
     Raises ConfigError if the function fails.
     """
-    make = DEMOS.of(spec.demos)
+    make = DEMOS.resolve(spec.demos)
     demo_task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
     try:
         made = make(demo_task, spec.num, run.seed, scaffold, **spec.options)
@@ -307,7 +309,7 @@ def demonstrate(
             )
         finally:
             record.close()
-        return [_kept(kept, outcome) for outcome in made.outcomes]
+        return [_load_attempt(kept, outcome) for outcome in made.outcomes]
 
     with ThreadPoolExecutor(1) as thread:  # the caller may be on an event loop
         work = ask() if kept is None else ask_once(str(expert), kept)
@@ -320,7 +322,7 @@ def demonstrate(
     return shown if kept is None else StoredDemonstrations(shown, kept.root)
 
 
-def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
+def _load_attempt(store: Store, outcome: AttemptOutcome) -> Trajectory:
     """Load the stored run of one evaluation attempt, with its rewards.
 
     If the attempt has no run, return an empty trajectory that contains the error.
@@ -334,7 +336,7 @@ def _kept(store: Store, outcome: AttemptOutcome) -> Trajectory:
     return trajectory
 
 
-def tokenised(
+def tokenise_demonstrations(
     demonstrations: Sequence[DemonstrationSet],
     tokenizer: PreTrainedTokenizerFast,
     renderer: Renderer,
@@ -362,7 +364,7 @@ def tokenised(
                     trajectories.append(tokeniser.tokenised(trajectory))
                 except ConfigError as error:
                     raise ConfigError(f"sft: {location}: {error}") from error
-                work.more()
+                work.advance()
             if stored is not None:
                 stored.save()
                 num_found += stored.num_found
@@ -391,7 +393,7 @@ def sft_rows(
     """
     groups = [
         Group(trajectory.task, [trajectory])
-        for trajectory in tokenised(
+        for trajectory in tokenise_demonstrations(
             demonstrations, policy.tokenizer, policy.renderer, scaffold.tools()
         )
     ]

@@ -33,20 +33,24 @@ from ramify.train.advantages.base import (
     StepAdvantages,
     finish_advantages,
     needs_of,
-    with_memory,
     with_reduction,
+    with_saved_state,
 )
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
 from ramify.train.data.compile import token_sequences
-from ramify.train.data.sft_data import induction, rows_by_step
+from ramify.train.data.sft_data import induction_warmup_sequences, rows_by_step
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.metrics import GroupRecord, group_record, mixture_metrics, of_rollouts
+from ramify.train.metrics import GroupRecord, group_record, mixture_metrics, rollout_metrics
 from ramify.train.policy_dependent_defaults import usual_warmup
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, next_items
-from ramify.train.sampling_metrics import advantage_reward_correlation, of_samples, probe_sequences
+from ramify.train.sampling_metrics import (
+    advantage_reward_correlation,
+    probe_sequences,
+    rollout_sampling_metrics,
+)
 from ramify.train.score_failure_counts import ScoreFailureCounts, error_summary
 from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
 from ramify.train.traffic import TrafficTask, mask_redacted_tokens
@@ -97,7 +101,7 @@ class StepSource(Protocol):
     It stays open for the duration of the stage.
     """
 
-    async def work(self, step: int) -> StepData:
+    async def step_data(self, step: int) -> StepData:
         """Return the training data of step ``step``, counted from 0.
 
         Steps are requested in order, each after the previous one has ended.
@@ -112,7 +116,7 @@ class StepSource(Protocol):
         """
         ...
 
-    def state(self) -> tuple[int, list[int]]:
+    def data_position(self) -> tuple[int, list[int]]:
         """Return the position in the data, which a checkpoint stores: the index of the next new
         item, and the indices of the items in progress."""
         ...
@@ -188,14 +192,14 @@ class TrainingStage(Protocol):
         """
         ...
 
-    def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+    def add_loss_inputs(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Add further per-token inputs of the loss to ``rows``, in place.
 
         Returns metrics.
         """
         ...
 
-    def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
+    def select_probe_sequences(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         """Return the token sequences on which the policy is compared before and after a training
         step.
 
@@ -203,7 +207,7 @@ class TrainingStage(Protocol):
         """
         ...
 
-    def source(
+    def open_data_source(
         self, next_item: int, pending: Sequence[int]
     ) -> AbstractAsyncContextManager[StepSource]:
         """Open the stage's data source at a position from a checkpoint.
@@ -213,7 +217,7 @@ class TrainingStage(Protocol):
         """
         ...
 
-    async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
+    async def count_planned_root_modes(self, next_item: int) -> RootModeCounts | None:
         """Count how many of the first root calls will be recursive and how many plain.
 
         The run reports this before its first rollout. Returns None for a stage without rollouts.
@@ -242,27 +246,29 @@ class FixedDataStage(ABC):
     def extra_state(self) -> Mapping[str, Checkpointable]:
         return {}
 
-    def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+    def add_loss_inputs(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return {}
 
-    def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
+    def select_probe_sequences(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         return []
 
     @contextlib.asynccontextmanager
-    async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[StepSource]:
+    async def open_data_source(
+        self, next_item: int, pending: Sequence[int]
+    ) -> AsyncIterator[StepSource]:
         self._state = (next_item, list(pending))
         yield self
 
-    async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
+    async def count_planned_root_modes(self, next_item: int) -> RootModeCounts | None:
         return None
 
     @abstractmethod
-    async def work(self, step: int) -> StepData: ...
+    async def step_data(self, step: int) -> StepData: ...
 
     def note_new_weights(self, step: int) -> None:  # noqa: B027 (fixed data does not depend on the weights)
         """Do nothing: no rollouts wait for newer weights."""
 
-    def state(self) -> tuple[int, list[int]]:
+    def data_position(self) -> tuple[int, list[int]]:
         return self._state
 
     def take_skipped(self) -> list[GroupRecord]:
@@ -291,8 +297,8 @@ class RandomStringWarmUpStage(FixedDataStage):
         self._batch_tokens = batch_tokens
         self._seed = seed
 
-    async def work(self, step: int) -> StepData:
-        rows = induction(step, self._ids, self._batch_tokens, self._seed)
+    async def step_data(self, step: int) -> StepData:
+        rows = induction_warmup_sequences(step, self._ids, self._batch_tokens, self._seed)
         return StepData([Minibatch(rows, None)], {})
 
 
@@ -326,7 +332,7 @@ class SftStage(FixedDataStage):
         self.num_steps = len(self._order)
         self.optim = with_schedule_defaults(self.name, optim, self.num_steps)
 
-    async def work(self, step: int) -> StepData:
+    async def step_data(self, step: int) -> StepData:
         return StepData([Minibatch([self._rows[index] for index in self._order[step]], None)], {})
 
 
@@ -366,7 +372,7 @@ class RlStage:
         self.max_staleness = spec.sample.max_staleness
         needs = needs_of(algorithm)
         self.critic = needs.values
-        self.streams = needs.streams | streams_of(self.loss)
+        self.streams = needs.streams | required_loss_inputs(self.loss)
         self.memory: dict[str, float] = {}
         self.others: Mapping[str, RlStage] = others or {}
         self._task = task
@@ -383,12 +389,14 @@ class RlStage:
         return {} if self._signals is None else self._signals.checkpoint_state
 
     @contextlib.asynccontextmanager
-    async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[StepSource]:
+    async def open_data_source(
+        self, next_item: int, pending: Sequence[int]
+    ) -> AsyncIterator[StepSource]:
         async with contextlib.AsyncExitStack() as stack:
             reader = (
                 None
                 if self._signals is None
-                else await stack.enter_async_context(self._signals.opened())
+                else await stack.enter_async_context(self._signals.open_runner())
             )
             if self._pool is not None:
                 self._pool.load()
@@ -399,7 +407,7 @@ class RlStage:
                 self.num_steps,
                 next_item=next_item,
                 pending=pending,
-                read=None if reader is None else reader.group,
+                read=None if reader is None else reader.score_group,
                 # A group is useful if any of the trained policies can learn from it.
                 has_no_signal=lambda group: all(
                     stage.has_no_signal(group, reader) for stage in (self, *self.others.values())
@@ -409,13 +417,13 @@ class RlStage:
             stack.push_async_callback(queue.close)
             yield RolloutStepSource(self, queue, reader)
 
-    async def count_planned_modes(self, next_item: int) -> RootModeCounts | None:
+    async def count_planned_root_modes(self, next_item: int) -> RootModeCounts | None:
         return await self._rollouts.count_planned_modes(next_items(self._items, next_item))
 
-    def add_streams(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
+    def add_loss_inputs(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         return finish_advantages(self._algorithm, rows)
 
-    def probed(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
+    def select_probe_sequences(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         return probe_sequences(groups, self._temperature, step)
 
     def step_data(self, taken: StepGroups, step: int, reader: SignalRunner | None) -> StepData:
@@ -427,9 +435,9 @@ class RlStage:
         for name, stage in self.others.items():
             data.others[name], also = stage.assign_credit(groups)
             learnt |= also
-        metrics = {**data.metrics, **taken.metrics, **_measured(groups)}
-        metrics |= of_samples(groups, self._task.weights)
-        metrics |= of_rollouts(groups, self._task.weights)
+        metrics = {**data.metrics, **taken.metrics, **_rollout_metrics(groups)}
+        metrics |= rollout_sampling_metrics(groups, self._task.weights)
+        metrics |= rollout_metrics(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
             metrics = mixture_metrics(groups, self._task.weights) | metrics
         is_recorded = isinstance(self._task, TrafficTask)
@@ -438,7 +446,7 @@ class RlStage:
         data.metrics = metrics
         if reader is not None:
             data.metrics |= reader.metrics(groups)
-            reader.put_on_trees(groups)
+            reader.attach_signals_to_trees(groups)
             reader.forget(groups)
         gone = taken.stragglers
         data.accounts = [
@@ -447,8 +455,8 @@ class RlStage:
         ]
         data.accounts += taken.given_up
         if self._pool is not None:
-            self._pool.note(data.accounts)
-        unscored = ScoreFailureCounts.of(groups)
+            self._pool.record_outcomes(data.accounts)
+        unscored = ScoreFailureCounts.from_groups(groups)
         data.metrics |= unscored.metrics()
         data.notes = [*taken.notes, *([str(unscored)] if unscored.num else []), *data.notes]
         return data
@@ -461,7 +469,7 @@ class RlStage:
         Returns the training data for this stage's policy, and the ids of the rollouts that received
         advantages.
         """
-        assigned = self._composed(reader).assign_advantages(
+        assigned = self._compose_algorithm(reader).assign_advantages(
             groups, self._task.weights, every_token=self.loss.needs_zero_advantage
         )
         self.memory = {**self.memory, **assigned.memory}
@@ -486,13 +494,13 @@ class RlStage:
     def has_no_signal(self, group: Group, reader: SignalRunner | None = None) -> bool:
         """Return True if a complete group gives no training signal, for example because all its
         rollouts have the same reward."""
-        composed = self._composed(reader)
+        composed = self._compose_algorithm(reader)
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
-    def _composed(self, reader: SignalRunner | None) -> Algorithm:
+    def _compose_algorithm(self, reader: SignalRunner | None) -> Algorithm:
         """Return the training algorithm with its current state and the signals' scores."""
-        algorithm = with_memory(self._algorithm, self.memory)
-        return algorithm if reader is None else reader.composed(algorithm)
+        algorithm = with_saved_state(self._algorithm, self.memory)
+        return algorithm if reader is None else reader.with_step_scores(algorithm)
 
     def _minibatches(self, assigned: StepAdvantages) -> list[Minibatch]:
         """Divide the rollouts of a step into minibatches of about the same size.
@@ -526,18 +534,18 @@ class RolloutStepSource:
         self.paused = queue.paused
         self.take_skipped = queue.take_skipped_records
 
-    def state(self) -> tuple[int, list[int]]:
-        next_item, pending = self._queue.state()
+    def data_position(self) -> tuple[int, list[int]]:
+        next_item, pending = self._queue.resume_position()
         return next_item, sorted([*self._taken, *pending])
 
-    async def work(self, step: int) -> StepData:
+    async def step_data(self, step: int) -> StepData:
         if self._reader is not None:
-            await self._reader.turn_to(step, self._queue.by_id)
+            await self._reader.begin_step(step, self._queue.by_id)
         taken = await self._queue.take(step)
         if self._reader is not None:  # a signal may be needed only since a group was completed
             self._taken = [number for number, _ in taken.groups]
             for _, group in taken.groups:
-                await self._reader.group(group)
+                await self._reader.score_group(group)
             self._taken = []
         with WallAndCpuTimer("credit"):
             return self._stage.step_data(taken, step, self._reader)
@@ -562,7 +570,7 @@ def with_schedule_defaults(stage: str, optim: OptimizerSpec, num_steps: int) -> 
         ) from None
 
 
-def streams_of(loss: LossSpec) -> frozenset[str]:
+def required_loss_inputs(loss: LossSpec) -> frozenset[str]:
     """Return the names of the per-token inputs that the trainer must compute before it can evaluate
     this loss."""
     needed = {"ref_logprobs"} if loss.kl_beta else set()
@@ -602,7 +610,7 @@ def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:
         rollout.trajectory.metadata.setdefault("advantages", {}).update(by_turn)
 
 
-def _measured(groups: Sequence[Group]) -> dict[str, float]:
+def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return metrics of a step's rollouts: numbers of tokens and turns, and shares of truncated
     calls."""
     calls = [

@@ -108,18 +108,18 @@ class StallWatchdog:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def moved(self) -> None:
+    def report_progress(self) -> None:
         """Report to the watchdog that the run has made progress."""
         self._moved = time.monotonic()
 
-    def fail(self, error: BaseException) -> None:
+    def fail_waits(self, error: BaseException) -> None:
         """End all current and later waits with ``error``.
 
         Call this in the event loop's thread.
         """
         self._failed = self._failed or error
         for wait in self._waits:
-            _end(wait, self._failed)
+            _fail_wait(wait, self._failed)
 
     def end_waits(self, by: str) -> None:
         """End all current and later waits that may be cut off (``can_stop``) with StoppedBySignal.
@@ -129,9 +129,9 @@ class StallWatchdog:
         self._stopped_by = by
         for wait in self._waits:
             if wait.can_stop and not wait.task.done():
-                _end(wait, StoppedBySignal(by))
+                _fail_wait(wait, StoppedBySignal(by))
 
-    async def bounded(
+    async def await_with_stall_limit(
         self, what: str, work: Awaitable[T], *, thread: str = "", can_stop: bool = False
     ) -> T:
         """Await ``work`` and return its result.
@@ -193,20 +193,21 @@ class StallWatchdog:
 
     def _report_stall(self, wait: _Wait) -> None:
         moved, stack = self._moved, _stack_of(wait)
-        place = self._write(wait)
+        place = self._write_report(wait)
         # Progress may have been made while the stacks were collected.
         if wait not in self._waits or self._moved != moved:
             place.unlink()
             return
         wait.is_reported = True
         error = StallError(
-            f"{wait.what} is stuck: no progress for {self._stall_s:g} s. It is at {_last(stack)}. "
+            f"{wait.what} is stuck: no progress for {self._stall_s:g} s. It is at "
+            f"{_last_place(stack)}. "
             f"All stacks are in {place}; `ramify train --resume {self._out}` continues from the "
             "last checkpoint"
         )
         if self._on_stall is not None:
             self._on_stall(str(error))
-        wait.loop.call_soon_threadsafe(_end, wait, error)
+        wait.loop.call_soon_threadsafe(_fail_wait, wait, error)
         until = time.monotonic() + min(_GRACE_S, self._stall_s)
         while wait in self._waits and time.monotonic() < until:
             time.sleep(0.02)
@@ -215,14 +216,14 @@ class StallWatchdog:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(wait.loop_thread), ctypes.py_object(StallError)
             )
-        self.moved()  # other waits may have been held up by this one
+        self.report_progress()  # other waits may have been held up by this one
 
-    def _write(self, wait: _Wait) -> Path:
+    def _write_report(self, wait: _Wait) -> Path:
         path = self._out / FILE
         parts = [
             f"{wait.what}: no progress for {self._stall_s:g} s\n",
-            *_threads(),
-            *_tasks(wait.loop),
+            *_thread_stacks(),
+            *_task_stacks(wait.loop),
         ]
         if self._others is not None:
             parts.append(self._others())
@@ -309,7 +310,7 @@ class WatchedTrainingThread:
         """
         name = getattr(work, "__name__", "work").strip("_")
         running = self._thread.run(work, *arguments)
-        return await self.watch.bounded(
+        return await self.watch.await_with_stall_limit(
             f"'{name}' in step {step}", running, thread=self._thread.name
         )
 
@@ -322,7 +323,7 @@ class WatchedTrainingThread:
         self.watch.close()
 
 
-def _end(wait: _Wait, error: BaseException) -> None:
+def _fail_wait(wait: _Wait, error: BaseException) -> None:
     if not wait.ended.done():
         wait.ended.set_exception(error)
 
@@ -330,15 +331,15 @@ def _end(wait: _Wait, error: BaseException) -> None:
 # --- stacks
 
 
-def _threads() -> Iterator[str]:
+def _thread_stacks() -> Iterator[str]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
 
 
-def _tasks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
+def _task_stacks(loop: asyncio.AbstractEventLoop) -> Iterator[str]:
     for task in _all_tasks(loop):
-        yield f"task {task.get_name()}\n{''.join(_lines(task))}"
+        yield f"task {task.get_name()}\n{''.join(_task_stack_lines(task))}"
 
 
 def _all_tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
@@ -350,7 +351,7 @@ def _all_tasks(loop: asyncio.AbstractEventLoop) -> set[asyncio.Task[Any]]:
     return set()
 
 
-def _lines(task: asyncio.Task[Any]) -> Iterator[str]:
+def _task_stack_lines(task: asyncio.Task[Any]) -> Iterator[str]:
     """Yield the stack of an asyncio task as lines of text.
 
     The coroutines come first, from the outermost to the innermost, and then the object that the
@@ -377,10 +378,10 @@ def _stack_of(wait: _Wait) -> list[str]:
     loops = traceback.format_stack(frames[wait.loop_thread]) if wait.loop_thread in frames else []
     if loops and "selectors.py" not in loops[-1]:  # the loop is not idle
         return loops
-    return list(_lines(wait.task)) if isinstance(wait.task, asyncio.Task) else loops
+    return list(_task_stack_lines(wait.task)) if isinstance(wait.task, asyncio.Task) else loops
 
 
-def _last(stack: list[str]) -> str:
+def _last_place(stack: list[str]) -> str:
     places = [line for line in stack if line.lstrip().startswith("File ")]
     places = [line for line in places if not any(part in line for part in _WAITING)] or places
     return " ".join(places[-1].split()) if places else "an unknown place"

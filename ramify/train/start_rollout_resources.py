@@ -25,7 +25,7 @@ from ramify.train.metrics import last_step_metrics
 from ramify.train.placement.reward_services import RewardServices
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.placement_plan import attached, check_weight_sync_reach
+from ramify.train.placement_plan import attached_inference_spec, check_weight_sync_reach
 from ramify.train.selfcheck import TokenIdHashingClient
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ async def reserve_machines(
     """
     for each in (parts, *parts.others.values()):
         _choose_key(each)
-    hosts = _placed(parts)
+    hosts = _make_launcher(parts)
     if hosts is not None:
         register_cleanup(stack, "hosts", hosts.close)
     placement = parts.run.placement
@@ -80,9 +80,9 @@ async def open_rollouts(
 
     ``stack`` closes them all.
     """
-    client, audited = await _engines(parts, out / "inference", hosts, stack)
+    client, audited = await _start_engines(parts, out / "inference", hosts, stack)
     others = {
-        name: await _engines(each, out / f"inference-{name}", None, stack, f".{name}")
+        name: await _start_engines(each, out / f"inference-{name}", None, stack, f".{name}")
         for name, each in parts.others.items()
     }
     run = parts.run
@@ -94,7 +94,7 @@ async def open_rollouts(
         others={name: seen for name, (_, seen) in others.items()},
     )
     register_cleanup(stack, "depths", depths.close)
-    workers = _workers(parts, client, audited, out, hosts)
+    workers = _make_rollout_workers(parts, client, audited, out, hosts)
     if workers is not None:
         register_cleanup(stack, "rollout_workers", workers.close)
         await workers.start()
@@ -108,7 +108,7 @@ async def open_rollouts(
     return RolloutResources(client, audited, rlm, workers, depths, others)
 
 
-async def _engines(
+async def _start_engines(
     parts: RunParts,
     folder: Path,
     hosts: Launcher | None,
@@ -166,7 +166,7 @@ def client_of(parts: RunParts) -> LocalClient | HttpEngines:
     return client
 
 
-def _placed(parts: RunParts) -> Launcher | None:
+def _make_launcher(parts: RunParts) -> Launcher | None:
     """Return the launcher of processes on other machines, or None if the run has none.
 
     Raises ConfigError if the requested machines are not available.
@@ -195,7 +195,7 @@ def _placed(parts: RunParts) -> Launcher | None:
     return hosts
 
 
-def _workers(
+def _make_rollout_workers(
     parts: RunParts,
     client: LocalClient | HttpEngines,
     audited: TokenIdHashingClient,
@@ -238,7 +238,7 @@ def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> Roll
         scaffold=run.scaffold,
         limits=run.limits,
         sandbox=run.sandbox,
-        inference=attached(run.inference, client.up_to_date_urls),
+        inference=attached_inference_spec(run.inference, client.up_to_date_urls),
         checkpoint=str(checkpoint.resolve()),
         dtype=parts.serving_dtype,
         grace_s=run.rl.rollout.grace_s,

@@ -84,7 +84,7 @@ class TrafficTask:
         self.weights: Mapping[str, float] = task.weights
         self.store = Store(store)
         self._task = task
-        self.replies, self.skipped = _rewarded(self.store, temperature)
+        self.replies, self.skipped = _rewarded_replies(self.store, temperature)
         """The replies to train on, and counts of the other rewarded replies by the reason for
         skipping them."""
         if len(self.replies) < group:
@@ -130,7 +130,7 @@ class TrafficTask:
             run = await asyncio.to_thread(self.store.load, reply.run)
         except StoreError as error:
             return Trajectory(name, "", task=item.id, errors=[str(error)], stop=Stop.ERROR)
-        return _rollout(run, reply, name, item.id)
+        return _reply_as_rollout(run, reply, name, item.id)
 
 
 class _ReplyGroups(LazySequence[Item]):
@@ -164,10 +164,10 @@ def mask_redacted_tokens(assigned: StepAdvantages) -> None:
             credit = rollout.credits.get((mark.call, mark.turn))
             if REDACTED in mark.tokens and credit is not None:
                 flags = mark.tokens[REDACTED]
-                rollout.credits[mark.call, mark.turn] = _masked(credit, flags)
+                rollout.credits[mark.call, mark.turn] = _mask_flagged(credit, flags)
 
 
-def _masked(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
+def _mask_flagged(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
     weights = {
         name: [
             0.0 if flag else value for value, flag in zip(getattr(credit, name), flags, strict=True)
@@ -186,7 +186,7 @@ def is_recorded(item: Item) -> bool:
     return item.id.startswith("traffic/") and "replies" in item.metadata
 
 
-def _rewarded(store: Store, temperature: float) -> tuple[list[RewardedReply], Counter[str]]:
+def _rewarded_replies(store: Store, temperature: float) -> tuple[list[RewardedReply], Counter[str]]:
     """Return the replies in ``store`` that have a reward and can be trained on.
 
     Also count the rewarded replies that cannot be used, by reason.
@@ -241,7 +241,7 @@ def _too_few(
     )
 
 
-def _rollout(run: Trajectory, reply: RewardedReply, name: str, task: str) -> Trajectory:
+def _reply_as_rollout(run: Trajectory, reply: RewardedReply, name: str, task: str) -> Trajectory:
     """Return one recorded reply as a rollout.
 
     It is a single call with one turn, whose prompt is the conversation before the reply.

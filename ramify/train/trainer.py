@@ -41,8 +41,8 @@ from ramify.train.stall_watchdog import StallError, StoppedBySignal
 from ramify.train.training_guard import (
     TrainingGuard,
     TrainingGuardVerdict,
-    after_evaluation,
-    after_step,
+    check_evaluation,
+    check_step,
     note_initial_score,
 )
 
@@ -115,8 +115,8 @@ class Trainer:
         try:
             with (
                 self.record.account,
-                subscribe(lambda _: self._watch.moved()),
-                on_heartbeat(self._watch.moved),
+                subscribe(lambda _: self._watch.report_progress()),
+                on_heartbeat(self._watch.report_progress),
             ):
                 state = await self._run(resume)
         except StallError:
@@ -132,7 +132,7 @@ class Trainer:
         self._thread.close(is_stalled=False)
         # A run that reached its end has waited, and raised, before.
         with contextlib.suppress(StoreError):
-            self.record.checkpoints.settle()
+            self.record.checkpoints.wait_for_write()
 
     async def _run(self, resume: Path | None) -> TrainingProgress:
         if resume is not None:
@@ -144,7 +144,7 @@ class Trainer:
         self._report_steps(is_resumed=resume is not None)
         while self.state.stage < len(self._stages):
             await self._run_stage(self._stages[self.state.stage])
-        await self._report()
+        await self._evaluate_final()
         return self.state
 
     def _report_steps(self, *, is_resumed: bool) -> None:
@@ -167,9 +167,9 @@ class Trainer:
     async def _run_stage(self, stage: TrainingStage) -> None:
         # A run that resumes within a stage has its backend, first evaluation and checkpoint.
         is_new = not self._learners.has_begun
-        await self._learners.begin(stage)
+        await self._learners.begin_stage(stage)
         if stage.samples and is_new:
-            also = await self._roots(stage)
+            also = await self._count_recursive_roots(stage)
             for split in ("validation", *self._evaluation.first):
                 values = await self.evaluate(split, "first", also)
                 if split == "validation":
@@ -192,10 +192,10 @@ class Trainer:
         with report_progress(
             stage.name, sum(each.num_steps for each in self._stages), "steps", first=self.state.step
         ) as progress:
-            async with contextlib.aclosing(self._works(stage)) as works:
+            async with contextlib.aclosing(self._iter_step_data(stage)) as works:
                 async for work in works:
                     await self._step(stage, work)
-                    progress.at(self.state.step)
+                    progress.set_progress(self.state.step)
                     if self.state.stopped or self._rollback:
                         break
 
@@ -208,29 +208,29 @@ class Trainer:
         if state.stage_step and self._source is not None:
             self._note_position(self._source)
             await self._in_torch(self._save)
-            await self._in_torch(self.record.checkpoints.settle)
+            await self._in_torch(self.record.checkpoints.wait_for_write)
 
-    async def _roots(self, stage: TrainingStage) -> dict[str, float]:
+    async def _count_recursive_roots(self, stage: TrainingStage) -> dict[str, float]:
         """Count how many root calls will be recursive, log the counts before the first rollout, and
         return them as metrics."""
-        counting = stage.count_planned_modes(self.state.next_item)
+        counting = stage.count_planned_root_modes(self.state.next_item)
         what = "counting the roots that will be recursive"
-        count = await self._watch.bounded(what, counting, can_stop=True)
+        count = await self._watch.await_with_stall_limit(what, counting, can_stop=True)
         if count is None:
             return {}
         _log.info("roots", f"{stage.name}: {count.sentence()}", shown=True, stage=stage.name)
         return count.metrics()
 
-    async def _works(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
+    async def _iter_step_data(self, stage: TrainingStage) -> AsyncGenerator[StepData, None]:
         """Yield the training data of each remaining step of ``stage``.
 
         Meanwhile, rollouts of later steps continue within the limit set by ``max_staleness``.
         """
         state = self.state
-        self._learners.recall(stage)
-        async with stage.source(state.next_item, state.pending) as source:
+        self._learners.restore_algorithm_state(stage)
+        async with stage.open_data_source(state.next_item, state.pending) as source:
             self._source = source
-            self.record.account.take()  # what was before is not part of a step
+            self.record.account.take_times()  # what was before is not part of a step
             if state.is_due:
                 await self._at_intervals(stage)
                 if self._rollback:
@@ -240,14 +240,16 @@ class Trainer:
                 if stage.samples and (not stage.max_staleness or step == state.stage_step == 0):
                     # Otherwise rollouts continued during the last step's learning.
                     self.record.restart_meter()
-                what = f"the work of {self._where(stage)}"
+                what = f"the work of {self._step_label(stage)}"
                 try:
-                    work = await self._watch.bounded(what, source.work(step), can_stop=True)
+                    work = await self._watch.await_with_stall_limit(
+                        what, source.step_data(step), can_stop=True
+                    )
                 except RolloutsFailed as error:
-                    text = f"{self._where(stage)}: {error}"
+                    text = f"{self._step_label(stage)}: {error}"
                     note = Diagnosis(name="failed_rollouts", text=text, action="stop")
-                    self.record.write(stage.name, {"failed_share": 1.0}, [note])
-                    raise RolloutsFailed(text + self._repair) from error
+                    self.record.write_metrics(stage.name, {"failed_share": 1.0}, [note])
+                    raise RolloutsFailed(text + self._repair_advice) from error
                 work.metrics["work_s"] = time.monotonic() - started
                 work.metrics.update(self.record.rollout_cpu_metrics(stage.samples))
                 yield work
@@ -256,9 +258,9 @@ class Trainer:
         record, state, source = self.record, self.state, self._source
         assert source is not None
         started = time.monotonic()
-        where = self._where(stage)
+        where = self._step_label(stage)
         values = {**work.metrics, **self._learners.log_data_notes(stage, work, where)}
-        async with self._learners.weight_update(stage, work) as measured:
+        async with self._learners.weight_update_context(stage, work) as measured:
             values |= measured
             values |= await self._learners.learn(stage, work)
             values["learn_s"] = time.monotonic() - started
@@ -267,16 +269,16 @@ class Trainer:
         values = record.add_step_metrics(values)
         verdict: TrainingGuardVerdict | None = None
         if stage.samples:
-            verdict = after_step(self._guard, state.guard, values)
+            verdict = check_step(self._guard, state.guard, values)
             values |= verdict.metrics
             self._report_verdict(verdict, where)
         with WallAndCpuTimer("journal"):
             diagnoses = [] if verdict is None else verdict.diagnoses
-            record.write(stage.name, values, diagnoses, is_step=True)
+            record.write_metrics(stage.name, values, diagnoses, is_step=True)
             record.write_rollouts(work.groups, work.accounts)
         if verdict is not None and verdict.is_failure:
-            unscored = ScoreFailureCounts.of(work.groups)
-            raise RolloutsFailed(f"{where}: {verdict.stop}: {unscored}{self._repair}")
+            unscored = ScoreFailureCounts.from_groups(work.groups)
+            raise RolloutsFailed(f"{where}: {verdict.stop}: {unscored}{self._repair_advice}")
         with WallAndCpuTimer("credit"):
             self._learners.check_sampled_ids(stage, work)
         if self._rollback:
@@ -289,17 +291,17 @@ class Trainer:
     def _note_position(self, source: StepSource) -> None:
         """Update the position in the data for the next checkpoint: which items have begun and which
         were skipped."""
-        self.state.next_item, self.state.pending = source.state()
+        self.state.next_item, self.state.pending = source.data_position()
         self.record.write_rollouts([], source.take_skipped())
 
     @property
-    def _repair(self) -> str:
+    def _repair_advice(self) -> str:
         """Return advice for the end of an error message about failed rollouts."""
         if self.record.checkpoints.latest() is None:
             return ""
         return f"; repair that, and continue with: ramify train --resume {self.record.out}"
 
-    def _where(self, stage: TrainingStage) -> str:
+    def _step_label(self, stage: TrainingStage) -> str:
         return f"step {self.state.step + 1} ({stage.name})"
 
     async def _at_intervals(self, stage: TrainingStage) -> None:
@@ -314,12 +316,12 @@ class Trainer:
                 measured = await self.evaluate("validation", stage.name)
         if is_evaluated and not self.state.stopped:
             where = f"step {self.state.step} ({stage.name})"
-            verdict = after_evaluation(self._guard, self.state.guard, measured)
+            verdict = check_evaluation(self._guard, self.state.guard, measured)
             if is_last:  # the stage is over in any case
                 verdict.stop = verdict.rollback = ""
             self._report_verdict(verdict, where)
             if verdict.found:
-                self.record.write(stage.name, {}, verdict.diagnoses)
+                self.record.write_metrics(stage.name, {}, verdict.diagnoses)
             is_last = is_last or bool(self.state.stopped)
         self.state.is_due = False
         if self._rollback:
@@ -360,7 +362,7 @@ class Trainer:
         )
         _log.warning("rollback", text, shown=True, step=self.state.step)
         note = Diagnosis(name="rollback", text=text, action="rollback")
-        self.record.write(stage.name, {}, [note])
+        self.record.write_metrics(stage.name, {}, [note])
         await self._in_torch(self._restore_stage, stage, checkpoint)
         await self._learners.publish_restored(stage)
         await self._in_torch(self._save)  # a run that is killed now continues with the smaller rate
@@ -371,12 +373,12 @@ class Trainer:
         stage = self._stages[self.state.stage]
         saved = stage.extra_state if self.state.stage_step else {}
         parts: dict[str, Write] = {name: each.save for name, each in saved.items()}
-        parts |= self._learners.parts(stage)
+        parts |= self._learners.checkpoint_writers(stage)
         with WallAndCpuTimer("journal"):
-            self.record.save(parts)
+            self.record.save_checkpoint(parts)
 
     def _restore(self, checkpoint: Path) -> None:
-        self.record.go_back(checkpoint)
+        self.record.resume_from_checkpoint(checkpoint)
         stage = self._stages[self.state.stage]
         is_open = self.state.stage_step < stage.num_steps or self.state.is_due
         is_open = is_open and not self.state.stopped
@@ -411,16 +413,20 @@ class Trainer:
         await self._learners.publish()
         started = time.monotonic()
         evaluating = self._evaluation.of(split)
-        values = dict(await self._watch.bounded(f"evaluating {split}", evaluating, can_stop=True))
+        values = dict(
+            await self._watch.await_with_stall_limit(
+                f"evaluating {split}", evaluating, can_stop=True
+            )
+        )
         values |= {"evaluate_s": time.monotonic() - started, **(also or {})}
         if split == "validation":
             self.state.score = values.get("validation/reward")
-        self.record.write(stage, values)
+        self.record.write_metrics(stage, values)
         self.record.restart_meter()
-        self.record.account.take()  # an evaluation is not part of a step
+        self.record.account.take_times()  # an evaluation is not part of a step
         return values
 
-    async def _report(self) -> None:
+    async def _evaluate_final(self) -> None:
         """Evaluate the last and the best policy on the final splits, and save one of them to
         OUT/policy as ``evaluate.keep`` requests.
 

@@ -36,9 +36,9 @@ from ramify.train.findings import (
     Finding,
     StageStepHistory,
     ValidationScore,
-    findings,
+    evaluation_findings,
     is_mostly_unscored,
-    of_evaluation,
+    step_findings,
 )
 from ramify.train.metrics import Diagnosis
 
@@ -160,10 +160,10 @@ class TrainingGuardVerdict(msgspec.Struct):
 def note_initial_score(memory: TrainingGuardState, values: Mapping[str, float]) -> None:
     """Note the score of the evaluation before the first step, with which later evaluations are
     compared."""
-    memory.best_score = ValidationScore.of(values, None, 0.0)
+    memory.best_score = ValidationScore.from_metrics(values, None, 0.0)
 
 
-def after_evaluation(
+def check_evaluation(
     guard: TrainingGuard, memory: TrainingGuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
     """Check the metrics of an evaluation on the validation split, update ``memory``, and return the
@@ -190,16 +190,16 @@ def _of_evaluation(
 ) -> list[Finding]:
     trained = next(reversed(memory.recent.get("reward", [])), None)
     error = next(reversed(memory.recent.get("reward_error", [])), 0.0)
-    score = ValidationScore.of(values, trained, error)
+    score = ValidationScore.from_metrics(values, trained, error)
     if score is None:
         return []
-    found = list(of_evaluation(score, memory.best_score, alarms))
+    found = list(evaluation_findings(score, memory.best_score, alarms))
     if memory.best_score is None or score.reward > memory.best_score.reward:
         memory.best_score = score
     return found
 
 
-def after_step(
+def check_step(
     guard: TrainingGuard, memory: TrainingGuardState, values: Mapping[str, float]
 ) -> TrainingGuardVerdict:
     """Check the metrics of every policy after a training step, update ``memory``, and return the
@@ -230,9 +230,9 @@ def _after_step(
     """Check the metrics of one policy after a step, update the policy's state in ``memory``, and
     return the verdict."""
     verdict = TrainingGuardVerdict({}, [])
-    history = StageStepHistory(_first(memory), memory.recent)
+    history = StageStepHistory(_baseline_metrics(memory), memory.recent)
     is_seen = False
-    for name, finding in findings(values, history, guard.alarms):
+    for name, finding in step_findings(values, history, guard.alarms):
         is_seen |= finding is not None
         if finding is None:
             if name in memory.streaks:
@@ -246,8 +246,8 @@ def _after_step(
             verdict.found.append(finding)
         memory.on = [*(each for each in memory.on if each != name), *([name] if is_on else [])]
     _note_divergence(memory, verdict)
-    _remember(guard.alarms, memory, values, is_seen=is_seen)
-    violated = dict(_limits(guard, values))
+    _update_baseline(guard.alarms, memory, values, is_seen=is_seen)
+    violated = dict(_violated_limits(guard, values))
     new = [
         Finding(name, why, is_curable=True)
         for name, why in violated.items()
@@ -320,7 +320,9 @@ def _act(guard: TrainingGuard, memory: TrainingGuardState, verdict: TrainingGuar
         verdict.stop = why
 
 
-def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def _violated_limits(
+    guard: TrainingGuard, values: Mapping[str, float]
+) -> Iterator[tuple[str, str]]:
     """Yield the name of each limit that is violated, with an explanation."""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)
     if guard.max_kl is not None and kl > guard.max_kl:
@@ -334,7 +336,7 @@ def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple
         )
 
 
-def _first(memory: TrainingGuardState) -> dict[str, float]:
+def _baseline_metrics(memory: TrainingGuardState) -> dict[str, float]:
     """Return the metrics with which later steps are compared: averages over the first steps of the
     stage, and the peak reward with its standard error."""
     first = {name: total / memory.num for name, total in memory.first.items()} if memory.num else {}
@@ -343,7 +345,7 @@ def _first(memory: TrainingGuardState) -> dict[str, float]:
     return first
 
 
-def _remember(
+def _update_baseline(
     alarms: CollapseAlarms,
     memory: TrainingGuardState,
     values: Mapping[str, float],

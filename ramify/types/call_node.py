@@ -111,19 +111,19 @@ class CallNode(msgspec.Struct, gc=False):
     nth: int = 0
     """Index of this call among those siblings."""
 
-    def take_answer(self, answer: Any) -> None:
+    def set_answer(self, answer: Any) -> None:
         text = answer_text(answer)
         self.answer, self.answer_chars = cut(text), len(text)
         self.answer_hash = hash(text)
         self.answer_kind = kind_of_answer(answer, text)
 
     @property
-    def telling(self) -> str:
+    def distinguishing_text(self) -> str:
         """The part of the call's question that distinguishes it from its siblings.
 
         Empty if the questions already differ at the beginning.
         """
-        return self.siblings.telling(self.nth) if self.siblings else ""
+        return self.siblings.distinguishing_text(self.nth) if self.siblings else ""
 
     @property
     def name(self) -> str:
@@ -131,7 +131,7 @@ class CallNode(msgspec.Struct, gc=False):
 
         A root call is named after its id.
         """
-        return self.siblings.name(self.nth) if self.siblings else f"call {self.id}"
+        return self.siblings.call_name(self.nth) if self.siblings else f"call {self.id}"
 
     @property
     def has_failed(self) -> bool:

@@ -41,19 +41,19 @@ from ramify.types.sibling_outliers import SiblingOutlierFinder
 from ramify.types.trajectory import Annotation, Call, Trajectory, cut
 
 _ACTS = {
-    "RunStarted": "_run",
-    "CallStarted": "_begin",
-    "Requested": "_ask",
-    "Attempted": "_attempt",
-    "Replied": "_answer",
-    "CellRan": "_ran",
-    "ToolAnswered": "_use",
-    "Noted": "_note",
-    "ModeChosen": "_choose",
-    "CallEnded": "_end",
-    "RunEnded": "_run",
-    "RunResumed": "_resume",
-    "Scored": "_score",
+    "RunStarted": "_on_run_event",
+    "CallStarted": "_on_call_started",
+    "Requested": "_on_request_started",
+    "Attempted": "_on_attempt_failed",
+    "Replied": "_on_reply_received",
+    "CellRan": "_on_cell_ran",
+    "ToolAnswered": "_on_tool_answered",
+    "Noted": "_on_note_added",
+    "ModeChosen": "_on_mode_chosen",
+    "CallEnded": "_on_call_ended",
+    "RunEnded": "_on_run_event",
+    "RunResumed": "_on_run_resumed",
+    "Scored": "_on_score_added",
 }
 """Map the tag of an event to the method of ``CallTree`` that applies it."""
 
@@ -99,7 +99,7 @@ class CallTree:
             self.at_s = event.at_s
         return node
 
-    def _begin(self, event: CallStarted) -> CallNode:
+    def _on_call_started(self, event: CallStarted) -> CallNode:
         node = self.nodes[event.id] = CallNode(
             len(self.order),
             event.id,
@@ -117,14 +117,14 @@ class CallTree:
         self.marked += self.siblings.add(node, event.question)
         return node
 
-    def _ask(self, event: RequestStarted) -> CallNode:
+    def _on_request_started(self, event: RequestStarted) -> CallNode:
         node = self.nodes[event.call]
         node.asking, node.is_running = event.turn, False
         if node.kind == "rlm":
             _add_span(node, event.at_s)
         return node
 
-    def _answer(self, event: ReplyReceived) -> CallNode:
+    def _on_reply_received(self, event: ReplyReceived) -> CallNode:
         node = self.nodes[event.call]
         if node.asking < 0:
             raise KeyError(f"no open request of call {event.call}, turn {event.turn}")
@@ -136,35 +136,35 @@ class CallTree:
         self._charge(node, event.reply.usage, event.reply.cost)
         return node
 
-    def _ran(self, event: CellRan) -> CallNode:
+    def _on_cell_ran(self, event: CellRan) -> CallNode:
         node = self.nodes[event.call]
         if event.turn >= node.num_turns:
             raise IndexError(f"no turn {event.turn} of call {event.call}")
         node.active_s = event.at_s
-        self.marked += self.siblings.compare(event.call, event.turn, event.cell)
+        self.marked += self.siblings.mark_outliers(event.call, event.turn, event.cell)
         return node
 
-    def _use(self, event: ToolAnswered) -> CallNode:
+    def _on_tool_answered(self, event: ToolAnswered) -> CallNode:
         node = self.nodes[event.call]
         if node.tools is None:
             node.tools = []
         node.tools.append((event.at_s, event.error is not None))
         return node
 
-    def _note(self, event: NoteAdded) -> CallNode | None:
+    def _on_note_added(self, event: NoteAdded) -> CallNode | None:
         return self.nodes.get(event.call)
 
-    def _choose(self, event: ModeChosen) -> CallNode | None:
+    def _on_mode_chosen(self, event: ModeChosen) -> CallNode | None:
         self._fold.apply(event)
         roots = [node for node in self.order if node.parent is None]
         for root in roots if event.strategy else ():
             root.kind = "strategy"
         return roots[-1] if roots else None
 
-    def _run(self, event: RunStarted | RunEnded) -> None:
+    def _on_run_event(self, event: RunStarted | RunEnded) -> None:
         self._fold.apply(event)
 
-    def _resume(self, event: RunResumed) -> CallNode | None:
+    def _on_run_resumed(self, event: RunResumed) -> CallNode | None:
         """Reopen calls that a limit had ended, because the run continues with higher limits.
 
         The last turns of these calls are discarded.
@@ -176,29 +176,29 @@ class CallTree:
             del (node.spans or [])[2 * node.num_turns :]
             node.stop = node.ended_s = None
             node.error = node.reason = node.outlier = ""
-            node.take_answer(None)
+            node.set_answer(None)
         self.marked += nodes
         return nodes[0] if nodes else None
 
-    def _attempt(self, event: AttemptFailed) -> CallNode:
+    def _on_attempt_failed(self, event: AttemptFailed) -> CallNode:
         node = self.nodes[event.call]
         self._charge(node, event.usage, event.cost)
         add_failed_attempt(self.run_data, event)
         return node
 
-    def _end(self, event: CallEnded) -> CallNode:
+    def _on_call_ended(self, event: CallEnded) -> CallNode:
         node = self.nodes[event.id]
         node.asking, node.is_running = -1, False
         node.stop, node.ended_s = event.stop, event.at_s
         node.error, node.reason = cut(event.error or ""), event.reason
-        node.take_answer(event.answer)
+        node.set_answer(event.answer)
         if node.spans and len(node.spans) % 2:
             _add_span(node, event.at_s)
         if event.error:
             self.run_data.errors.append(f"call {event.id}: {event.error}")
         return node
 
-    def _score(self, event: ScoreAdded) -> CallNode | None:
+    def _on_score_added(self, event: ScoreAdded) -> CallNode | None:
         node = self.nodes[event.call] if event.call else None
         before = len(self.run_data.marks)
         self._fold.apply(event)
@@ -223,7 +223,7 @@ class CallTree:
         for call in trajectory.calls:
             self.order.append(_node_of(call, len(self.order)))
             self.siblings.add(self.order[-1], call.question)
-        self.siblings.compare_all()
+        self.siblings.mark_all_outliers()
         self.nodes.update({node.id: node for node in self.order})
         for mark in trajectory.marks:
             if (node := self.nodes.get(mark.call)) is not None:
@@ -264,5 +264,5 @@ def _node_of(call: Call, index: int) -> CallNode:
         cost=call.cost,
         num_turns=len(call.turns),
     )
-    node.take_answer(call.answer)
+    node.set_answer(call.answer)
     return node

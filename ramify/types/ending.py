@@ -18,7 +18,7 @@ _WITHOUT_REASON = {
 """Fallback texts for journals that store no reason."""
 
 
-def ending(
+def describe_ending(
     stop: Stop | None, reason: str, num_turns: int, is_alive: bool = False, *, num_below: int = 0
 ) -> str:
     """Return a short text that says why a run or call ended.

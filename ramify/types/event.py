@@ -368,7 +368,7 @@ class TrajectoryFold:
                     cause=event.cause,
                 )
                 if event.cause is not None:
-                    self._count(f"calls.{event.cause}")
+                    self._increment_metric(f"calls.{event.cause}")
                 self._calls[event.id] = call
                 self.trajectory.calls.append(call)
             case RequestStarted():
@@ -384,7 +384,7 @@ class TrajectoryFold:
                 )
                 self._compare_ids(call, turn)
                 if call.cause is not None and call.turns:
-                    self._count("turns.continued")
+                    self._increment_metric("turns.continued")
                 call.turns.append(turn)
                 self._charge(call, event.reply.usage, event.reply.cost)
             case CellRan():
@@ -442,7 +442,7 @@ class TrajectoryFold:
             case _:
                 pass
 
-    def add_ended(self, call: Call) -> None:
+    def add_ended_call(self, call: Call) -> None:
         """Add a call that has already ended, including its usage and cost.
 
         The result is the same as that of its separate events. The call has at most one turn.
@@ -465,9 +465,9 @@ class TrajectoryFold:
             return
         if turn.reused_ids >= before.num_ids:
             return
-        self._count("split_turns")
+        self._increment_metric("split_turns")
         if turn.reused > before.reused + len(before.prompt):
-            self._count("retokenised_turns")
+            self._increment_metric("retokenised_turns")
             self.trajectory.errors.append(
                 f"call {call.id}, turn {len(call.turns)}: its prompt keeps {turn.reused_ids} of "
                 f"the {before.num_ids} ids of the previous turns although it keeps their text: "
@@ -480,7 +480,7 @@ class TrajectoryFold:
             num, call = call.fork.turn + 1, self._calls[call.fork.call]
         return call.turns[num - 1] if num else None
 
-    def _count(self, name: str) -> None:
+    def _increment_metric(self, name: str) -> None:
         self.trajectory.metrics[name] = self.trajectory.metrics.get(name, 0) + 1
 
     def _charge(self, call: Call, usage: Usage, cost: float | None) -> None:

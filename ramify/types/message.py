@@ -47,7 +47,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     bytes."""
 
 
-def encodable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Return ``text`` in a form that UTF-8 can encode.
 
     Lone surrogates are replaced by escapes.
@@ -55,21 +55,25 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
-def encodable_message(message: Message) -> Message:
+def escape_message_surrogates(message: Message) -> Message:
     """Return ``message`` with all its texts in a form that UTF-8 can encode.
 
     Lone surrogates are replaced by escapes.
     """
     calls = tuple(
-        ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments))
+        ToolCall(
+            escape_surrogates(call.id),
+            escape_surrogates(call.name),
+            escape_surrogates(call.arguments),
+        )
         for call in message.tool_calls
     )
-    reasoning = None if message.reasoning is None else encodable(message.reasoning)
+    reasoning = None if message.reasoning is None else escape_surrogates(message.reasoning)
     pictures = tuple(
-        msgspec.structs.replace(picture, name=encodable(picture.name))
+        msgspec.structs.replace(picture, name=escape_surrogates(picture.name))
         for picture in message.pictures
     )
-    content, id = encodable(message.content), message.tool_call_id
+    content, id = escape_surrogates(message.content), message.tool_call_id
     return Message(message.role, content, reasoning, calls, id, pictures)
 
 

@@ -150,11 +150,11 @@ def size_of(data: bytes) -> PictureSize:
     Raises NotAPicture if ``data`` is not a complete picture.
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        size = _png(data)
+        size = _png_size(data)
     elif data.startswith(b"\xff\xd8\xff"):
-        size = _jpeg(data)
+        size = _jpeg_size(data)
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        size = _webp(data)
+        size = _webp_size(data)
     else:
         raise NotAPicture("is not a PNG, JPEG or WebP picture")
     if not (size.width and size.height):
@@ -162,14 +162,14 @@ def size_of(data: bytes) -> PictureSize:
     return size
 
 
-def _png(data: bytes) -> PictureSize:
+def _png_size(data: bytes) -> PictureSize:
     if data[8:16] != b"\0\0\0\rIHDR" or data.rfind(b"IEND") < 0:
         raise NotAPicture("is a damaged or cut PNG picture")
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     return PictureSize("png", width, height)
 
 
-def _jpeg(data: bytes) -> PictureSize:
+def _jpeg_size(data: bytes) -> PictureSize:
     at = 2
     for _ in range(_MAX_SEGMENTS):
         while data[at : at + 2] == b"\xff\xff":  # fill bytes
@@ -186,7 +186,7 @@ def _jpeg(data: bytes) -> PictureSize:
     raise NotAPicture("is a damaged or cut JPEG picture")
 
 
-def _webp(data: bytes) -> PictureSize:
+def _webp_size(data: bytes) -> PictureSize:
     if len(data) < 30 or int.from_bytes(data[4:8], "little") + 8 > len(data) + 1:
         raise NotAPicture("is a damaged or cut WebP picture")
     match data[12:16]:
@@ -243,7 +243,7 @@ def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
                 yield from _values_in(item, depth + 1)
 
 
-def shown(value: Any) -> str:
+def picture_placeholder(value: Any) -> str:
     """Return the line of text that represents a picture in a prompt.
 
     The picture itself is attached to the prompt.

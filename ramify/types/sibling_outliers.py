@@ -46,8 +46,8 @@ class SiblingOutlierFinder:
         """Add a call to the calls of its cell.
 
         ``question`` is the call's complete question. Returns the earlier siblings whose
-        distinguishing part (``CallNode.telling``) has changed, because they share less text with
-        the new question.
+        distinguishing part (``CallNode.distinguishing_text``) has changed, because they share less
+        text with the new question.
         """
         if (parent := node.parent) is None:
             return []
@@ -63,7 +63,7 @@ class SiblingOutlierFinder:
         group.append(node)
         return changed
 
-    def compare(self, call: str, turn: int, cell: int) -> list[CallNode]:
+    def mark_outliers(self, call: str, turn: int, cell: int) -> list[CallNode]:
         """Compare the calls of a cell, and mark those that differ from their siblings.
 
         Returns the marked calls.
@@ -78,9 +78,9 @@ class SiblingOutlierFinder:
                 marked.append(siblings[node])
         return marked
 
-    def compare_all(self) -> None:
+    def mark_all_outliers(self) -> None:
         for place in self._groups:
-            self.compare(*place)
+            self.mark_outliers(*place)
 
 
 def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
@@ -124,7 +124,7 @@ def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
                 found[index] = (
                     f"returned {short_answer(siblings[index])}; {votes} of {len(group)} "
                     "with the same "
-                    f"question returned {_short(most)}"
+                    f"question returned {_short_text(most)}"
                 )
     return found
 
@@ -143,25 +143,27 @@ def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, st
     alike = [index for index in good if siblings[index].answer_kind == usual]
     if usual == "number":
         numbers = [parse_number(siblings[index].answer) or 0.0 for index in alike]
-        for at, middle in _far(numbers):
+        for at, middle in _find_outliers(numbers):
             index = alike[at]
             found[index] = (
-                f"returned {short_answer(siblings[index])}; its siblings about {_about(middle)}"
+                f"returned {short_answer(siblings[index])}; its siblings about "
+                f"{_format_number(middle)}"
             )
     else:
         lengths = [float(siblings[index].answer_chars) for index in alike]
-        for at, middle in _far(lengths):
+        for at, middle in _find_outliers(lengths):
             long, short = max(lengths[at], middle), min(lengths[at], middle)
             if long > 3 * short + 20:
                 index = alike[at]
                 found[index] = (
-                    f"returned {lengths[at]:,.0f} characters; its siblings about {_about(middle)}: "
+                    f"returned {lengths[at]:,.0f} characters; its siblings about "
+                    f"{_format_number(middle)}: "
                     f"{short_answer(siblings[index])}"
                 )
     return found
 
 
-def _about(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.4g}"
 
 
@@ -174,7 +176,7 @@ def _kind_and_value(node: CallNode) -> str:
     return f"{kind}: {short_answer(node)}" if kind else "nothing"
 
 
-def _far(values: Sequence[float]) -> list[tuple[int, float]]:
+def _find_outliers(values: Sequence[float]) -> list[tuple[int, float]]:
     """Find values that are more than three scaled median absolute deviations from the median.
 
     Returns the index of each such value, with the median.
@@ -197,10 +199,10 @@ def _far(values: Sequence[float]) -> list[tuple[int, float]]:
 
 
 def short_answer(node: CallNode) -> str:
-    return _short(node.answer)
+    return _short_text(node.answer)
 
 
-def _short(text: str) -> str:
+def _short_text(text: str) -> str:
     number = parse_number(text)
     if number is not None:
         return f"{number:,.0f}" if number.is_integer() and abs(number) < 1e15 else text.strip()

@@ -80,11 +80,11 @@ class SiblingQuestions:
             suffix = suffix[len(suffix) - room :]
         has_grown = (prefix, suffix) != (self._prefix, self._suffix)
         if has_grown:
-            self._grow(prefix, suffix)
+            self._shrink_shared_ends(prefix, suffix)
         self._parts.append(text[len(prefix) : len(text) - len(suffix)][:_MAX_PART])
         return has_grown
 
-    def _grow(self, prefix: str, suffix: str) -> None:
+    def _shrink_shared_ends(self, prefix: str, suffix: str) -> None:
         """Shorten the shared beginning and end to ``prefix`` and ``suffix``.
 
         The distinguishing part of each earlier question grows by the text that is no longer shared.
@@ -98,21 +98,21 @@ class SiblingQuestions:
             self._parts = [(before + part + after)[:_MAX_PART] for part in self._parts]
         self._prefix, self._suffix = prefix, suffix
 
-    def telling(self, index: int) -> str:
+    def distinguishing_text(self, index: int) -> str:
         """Return the part of the question at ``index`` that distinguishes it from the others.
 
         Empty if the beginning of the question is distinctive enough, or if all questions are the
         same.
         """
-        start, text = self._own(index)
+        start, text = self._distinct_part(index)
         return " ".join(text.split()).rstrip(",;:") if start >= _MIN_ELIDED else ""
 
-    def name(self, index: int) -> str:
+    def call_name(self, index: int) -> str:
         """Return a short name for the call with the question at ``index``, such as ``sheet 7``.
 
         If no words distinguish the question from the others, the name is ``number 7 of 12``.
         """
-        start, text = self._own(index)
+        start, text = self._distinct_part(index)
         is_sentence = " " not in self._prefix  # they share no words at the beginning
         if is_sentence and text:
             text = self._prefix + self._parts[index] + self._suffix
@@ -139,7 +139,7 @@ class SiblingQuestions:
             return found == [part, part]
         return len(found) == 2 and all(each.startswith(piece) for each in found)
 
-    def _own(self, index: int) -> tuple[int, str]:
+    def _distinct_part(self, index: int) -> tuple[int, str]:
         """Return the part of a question that the others do not share, extended to whole words.
 
         The result is the part's start in the question and its text. If the part begins with a
@@ -148,10 +148,10 @@ class SiblingQuestions:
         prefix, part = self._prefix, self._parts[index]
         if len(self._parts) == 1 or not part.strip():
             return 0, ""
-        start = len(prefix) - len(_matched(_START_OF_WORD, prefix))
+        start = len(prefix) - len(_first_match(_START_OF_WORD, prefix))
         if (prefix[start:] + part)[:1].isdigit():
-            start -= len(_matched(_LAST_WORD, prefix[:start]))
-        rest = _matched(_REST_OF_WORD, self._suffix) if len(part) < _MAX_PART else ""
+            start -= len(_first_match(_LAST_WORD, prefix[:start]))
+        rest = _first_match(_REST_OF_WORD, self._suffix) if len(part) < _MAX_PART else ""
         return start, prefix[start:] + part + rest
 
 
@@ -161,6 +161,6 @@ def _num_shared(one: str, other: str) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _matched(pattern: re.Pattern[str], text: str) -> str:
+def _first_match(pattern: re.Pattern[str], text: str) -> str:
     found = pattern.search(text)
     return found[0] if found else ""

@@ -102,7 +102,7 @@ class TokenPathBuilder:
             versions[span.start : span.end] = [span.version] * (span.end - span.start)
         self._versions.append(versions)
 
-    def built(self) -> TokenPath | None:
+    def build(self) -> TokenPath | None:
         """Return the path so far.
 
         Returns None if it is unknown because a reply had no token ids.

@@ -103,12 +103,14 @@ class NewCallReason(enum.StrEnum):
     TEMPLATE = "template"
     """The client changed nothing, but the chat template renders an earlier message differently."""
 
-    def is_rewritten(self) -> bool:
+    def is_history_rewritten(self) -> bool:
         """Return True if the client sent back a history that differs from what was actually sent
         and received.
 
-        >>> NewCallReason.THINKING.is_rewritten(), NewCallReason.TEMPLATE.is_rewritten()
-        (True, False)
+        >>> NewCallReason.THINKING.is_history_rewritten()
+        True
+        >>> NewCallReason.TEMPLATE.is_history_rewritten()
+        False
         """
         return self not in _NOT_REWRITTEN
 
@@ -417,9 +419,9 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         ``paths`` also returns the part that was cut off.
         """
         path = TokenPathBuilder()
-        for owner, index, step in self._steps(call, turn):
+        for owner, index, step in self._lineage_turns(call, turn):
             path.add(owner, index, step.reply, step.reused_ids)
-        return path.built()
+        return path.build()
 
     def paths(self, call: Call) -> list[TokenPath]:
         """Return the smallest set of token sequences (paths) that contains every token id of
@@ -431,15 +433,15 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         """
         path = TokenPathBuilder()
         paths = []
-        for owner, index, step in self._steps(call, None):
+        for owner, index, step in self._lineage_turns(call, None):
             is_extended = path.is_extended_by(step.reply, step.reused_ids)
             if owner == call.id and index > 0 and not is_extended:
-                paths.append(path.built())
+                paths.append(path.build())
             path.add(owner, index, step.reply, step.reused_ids)
-        last = path.built() if call.turns else None
+        last = path.build() if call.turns else None
         return [known for known in (*paths, last) if known is not None]
 
-    def _steps(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
+    def _lineage_turns(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
         """Yield each turn of ``call`` up to turn ``turn``, with the id of its call and its index.
 
         If ``call`` continues other calls, their turns come first.

@@ -37,12 +37,12 @@ such call.
 def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[CallNode]]:
     """Return a run's overview and the list of its calls.
 
-    ``rows_of`` compares such lists.
+    ``match_calls`` compares such lists.
     """
     return run_facts(run), list(run.tree.order)
 
 
-def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
+def match_calls(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
     """Match the calls of several runs.
 
     Returns one row for each group of matching calls, with parents before their children.
@@ -52,24 +52,24 @@ def rows_of(runs: Sequence[Sequence[CallNode]]) -> list[dict[str, Any]]:
     in the parent that made the call, or are -1. The field ``same`` is true if all runs have the
     call, with the same answer.
     """
-    below = [_children(calls) for calls in runs]
+    below = [_group_by_parent(calls) for calls in runs]
     rows: list[dict[str, Any]] = []
-    pending = [iter(_aligned([children[None] for children in below], are_roots=True))]
+    pending = [iter(_align_siblings([children[None] for children in below], are_roots=True))]
     while pending:
         row = next(pending[-1], None)
         if row is None:
             pending.pop()
             continue
-        rows.append(_row(row, len(pending) - 1))
+        rows.append(_row_data(row, len(pending) - 1))
         groups = [
             children[node.id] if node is not None else []
             for node, children in zip(row, below, strict=True)
         ]
-        pending.append(iter(_aligned(groups)))
+        pending.append(iter(_align_siblings(groups)))
     return rows
 
 
-def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
+def _group_by_parent(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
     """Group calls by the id of their parent.
 
     Calls without a parent in ``calls`` are grouped under None.
@@ -82,7 +82,7 @@ def _children(calls: Sequence[CallNode]) -> dict[str | None, list[CallNode]]:
     return below
 
 
-def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> list[Row]:
+def _align_siblings(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> list[Row]:
     """Arrange sibling calls of several runs in rows with one call for each run.
 
     ``groups`` has the siblings of each run. A call without a match gets a separate row, after the
@@ -90,7 +90,7 @@ def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> l
     """
     rows: list[Row] = []
     for run, siblings in enumerate(groups):
-        found = _matches([_any(row) for row in rows], siblings, are_roots)
+        found = _match_calls([_any_call(row) for row in rows], siblings, are_roots)
         inserted: dict[int, list[Row]] = defaultdict(list)
         """Index of a row, or -1 -> new rows after it."""
         last = -1
@@ -109,11 +109,11 @@ def _aligned(groups: Sequence[Sequence[CallNode]], are_roots: bool = False) -> l
     return rows
 
 
-def _any(row: Row) -> CallNode:
+def _any_call(row: Row) -> CallNode:
     return next(node for node in row if node is not None)
 
 
-def _matches(
+def _match_calls(
     known: Sequence[CallNode], siblings: Sequence[CallNode], are_roots: bool
 ) -> dict[int, int]:
     """Match each call in ``siblings`` to a call in ``known`` with the same or a similar question.
@@ -136,10 +136,10 @@ def _matches(
             if free[key(node)]:
                 found[at] = free[key(node)].popleft()
                 del new[at], old[found[at]]
-    return found | _alike(old, new)
+    return found | _match_similar(old, new)
 
 
-def _alike(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[int, int]:
+def _match_similar(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[int, int]:
     """Match calls whose questions share at least the fraction ``_ALIKE`` of their words, starting
     with the most similar pair.
 
@@ -164,19 +164,19 @@ def _alike(known: dict[int, CallNode], siblings: dict[int, CallNode]) -> dict[in
     return found
 
 
-def _row(row: Row, depth: int) -> dict[str, Any]:
-    first = _any(row)
+def _row_data(row: Row, depth: int) -> dict[str, Any]:
+    first = _any_call(row)
     return {
         "depth": depth,
         "kind": first.kind,
         "question": first.question,
         "same": None not in row
         and len({(node.answer_hash, node.stop) for node in row if node}) == 1,
-        "calls": [None if node is None else _cell(node) for node in row],
+        "calls": [None if node is None else _cell_data(node) for node in row],
     }
 
 
-def _cell(node: CallNode) -> list[Any]:
+def _cell_data(node: CallNode) -> list[Any]:
     seconds = None if node.ended_s is None else round(node.ended_s - node.started_s, 3)
     text = node.answer or node.error or node.reason or (node.stop or "")
     place = (-1, -1) if node.parent is None else (node.parent.turn, node.parent.cell)

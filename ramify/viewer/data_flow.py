@@ -141,51 +141,55 @@ class CellValueTracer:
         self._sites = match_call_sites(tree, made)
         try:
             for statement in tree.body:
-                self._statement(statement)
+                self._trace_statement(statement)
             if tree.body and isinstance(last := tree.body[-1], ast.Expr):
-                self._cell.echo = self._quietly(last.value)
+                self._cell.echo = self._trace_quietly(last.value)
         except RecursionError:
             self._cell.is_parsed = False
         return self._cell
 
-    def _quietly(self, node: ast.expr) -> ValueOrigin:
+    def _trace_quietly(self, node: ast.expr) -> ValueOrigin:
         """Return the origin of an expression that was already traced, without recording its prints
         and uses a second time.
         """
         prints, uses = len(self._cell.prints), len(self._cell.uses)
-        flow = self._flow(node)
+        flow = self._trace_expression(node)
         del self._cell.prints[prints:], self._cell.uses[uses:]
         return flow
 
     # --- statements -------------------------------------------------------------------------------
 
-    def _statement(self, node: ast.stmt) -> None:
+    def _trace_statement(self, node: ast.stmt) -> None:
         match node:
             case ast.Assign():
-                flow = self._flow(node.value)
+                flow = self._trace_expression(node.value)
                 for target in node.targets:
                     self._assign(target, flow)
             case ast.AnnAssign(value=value) if value is not None:
-                self._assign(node.target, self._flow(value))
+                self._assign(node.target, self._trace_expression(value))
             case ast.AugAssign():
-                flow = self._flow(node.value)
+                flow = self._trace_expression(node.value)
                 self._assign(node.target, flow, adds=True)
             case ast.For() | ast.AsyncFor():
-                self._loop(node)
+                self._trace_loop(node)
             case ast.While():
-                self._under(self._flow(node.test), [*node.body, *node.orelse], loops=True)
+                self._trace_under_condition(
+                    self._trace_expression(node.test), [*node.body, *node.orelse], loops=True
+                )
             case ast.If():
                 before = len(self._cell.prints)
-                self._under(self._flow(node.test), [*node.body, *node.orelse])
+                self._trace_under_condition(
+                    self._trace_expression(node.test), [*node.body, *node.orelse]
+                )
                 self._cell.is_straight &= before == len(self._cell.prints)
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
-                    flow = self._flow(item.context_expr)
+                    flow = self._trace_expression(item.context_expr)
                     if item.optional_vars is not None:
                         self._assign(item.optional_vars, flow)
-                self._block(node.body)
+                self._trace_block(node.body)
             case ast.Try():
-                self._block(node.body)
+                self._trace_block(node.body)
                 for handler in node.handlers:
                     if handler.name:  # an error of a sub-call holds its siblings' results
                         failed = frozenset().union(*(map(frozenset, self._sites.values())))
@@ -193,23 +197,23 @@ class CellValueTracer:
                     before = len(self._cell.prints)
                     self._keep_and_block(handler.body)
                     self._cell.is_straight &= before == len(self._cell.prints)
-                self._block([*node.orelse, *node.finalbody])
+                self._trace_block([*node.orelse, *node.finalbody])
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self._function(node)
+                self._trace_function(node)
             case ast.ClassDef():
-                self._block(node.body)
+                self._trace_block(node.body)
             case ast.Expr():
-                self._flow(node.value)
+                self._trace_expression(node.value)
             case ast.Return(value=value) if value is not None:
-                self._flow(value)
+                self._trace_expression(value)
             case _:
                 for child in ast.iter_child_nodes(node):
                     if isinstance(child, ast.expr):
-                        self._flow(child)
+                        self._trace_expression(child)
 
-    def _block(self, body: Sequence[ast.stmt]) -> None:
+    def _trace_block(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
-            self._statement(statement)
+            self._trace_statement(statement)
 
     def _keep_and_block(self, body: Sequence[ast.stmt]) -> None:
         """Trace a block of code that may or may not have run.
@@ -218,12 +222,14 @@ class CellValueTracer:
         merged.
         """
         before = dict(self.env)
-        self._block(body)
+        self._trace_block(body)
         for name, flow in before.items():
             if self.env.get(name) is not flow:
                 self.env[name] = union([flow, self.env.get(name, NOTHING)])
 
-    def _under(self, test: ValueOrigin, body: Sequence[ast.stmt], *, loops: bool = False) -> None:
+    def _trace_under_condition(
+        self, test: ValueOrigin, body: Sequence[ast.stmt], *, loops: bool = False
+    ) -> None:
         self._control.append(test.without_items())
         self._loops += loops
         for _ in range(2 if loops else 1):  # twice, for what is carried from one round to the next
@@ -234,13 +240,13 @@ class CellValueTracer:
         self._loops -= loops
         self._control.pop()
 
-    def _loop(self, node: ast.For | ast.AsyncFor) -> None:
-        self._assign(node.target, self._element(self._flow(node.iter)))
+    def _trace_loop(self, node: ast.For | ast.AsyncFor) -> None:
+        self._assign(node.target, self._element_origin(self._trace_expression(node.iter)))
         before = len(self._cell.prints)
-        self._under(NOTHING, [*node.body, *node.orelse], loops=True)
+        self._trace_under_condition(NOTHING, [*node.body, *node.orelse], loops=True)
         self._cell.is_straight &= before == len(self._cell.prints)
 
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    def _trace_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Trace the definition of a function.
 
         The function's origin includes all variables and calls in its body. If its body prints, the
@@ -248,14 +254,14 @@ class CellValueTracer:
         """
         before = dict(self.env)
         prints = len(self._cell.prints)
-        self._block(node.body)
+        self._trace_block(node.body)
         inner = [
-            self._quietly(child)
+            self._trace_quietly(child)
             for child in ast.walk(node)
             if isinstance(child, ast.Name | ast.Call)
         ]
         parameters = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}
-        self.env = {**before, node.name: _without(union(inner), parameters)}
+        self.env = {**before, node.name: _without_names(union(inner), parameters)}
         self._cell.is_straight &= prints == len(self._cell.prints)
 
     def _assign(self, target: ast.expr, flow: ValueOrigin, *, adds: bool = False) -> None:
@@ -276,13 +282,13 @@ class CellValueTracer:
                     part = known if known is not None and inner is each else flow.without_items()
                     self._assign(inner, part, adds=adds)
             case ast.Subscript():
-                self._put(target, flow)
+                self._assign_item(target, flow)
             case ast.Attribute(value=value):
                 self._add_to(value, flow)
             case _:
                 pass
 
-    def _put(self, target: ast.Subscript, flow: ValueOrigin) -> None:
+    def _assign_item(self, target: ast.Subscript, flow: ValueOrigin) -> None:
         """Record an assignment to an item of a container, such as ``answer["content"] = …``.
 
         If the key is a constant, the item gets a separate origin.
@@ -295,7 +301,7 @@ class CellValueTracer:
         # Items keep separate origins only while all of them have constant keys.
         is_known = key is not None and (old.items is not None or not old)
         items = {**(old.items or {}), key: flow} if is_known else None
-        whole = union([old, flow, self._flow(target.slice), *self._control])
+        whole = union([old, flow, self._trace_expression(target.slice), *self._control])
         self.env[name] = _with_items(whole, items)
         self.defined[name] = (*self._place, target.lineno)
         if name == "answer" and key == "content":
@@ -311,17 +317,17 @@ class CellValueTracer:
 
     # --- expressions ------------------------------------------------------------------------------
 
-    def _flow(self, node: ast.expr) -> ValueOrigin:
+    def _trace_expression(self, node: ast.expr) -> ValueOrigin:
         match node:
             case ast.Name(id=name):
-                return self._name(node, name)
+                return self._trace_name(node, name)
             case ast.Constant(value=value):
                 calls = self._guess(value)
                 return ValueOrigin(guesses=calls) if calls else NOTHING
             case ast.Call():
-                return self._call(node)
+                return self._trace_call(node)
             case ast.Subscript():
-                base, index = self._flow(node.value), self._flow(node.slice)
+                base, index = self._trace_expression(node.value), self._trace_expression(node.slice)
                 key = _constant(node.slice)
                 if base.items is not None and key is not None:
                     if isinstance(key, int) and key < 0:
@@ -330,38 +336,38 @@ class CellValueTracer:
                         return _with_names(base.items[key], base.names)
                 return union([base, index])
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
-                flows = [self._flow(part) for part in parts]
+                flows = [self._trace_expression(part) for part in parts]
                 has_star = any(isinstance(part, ast.Starred) for part in parts)
                 items = None if has_star else dict(enumerate(flows))
                 return _with_items(union(flows), items)
             case ast.Dict(keys=keys, values=values):
-                flows = [self._flow(value) for value in values]
+                flows = [self._trace_expression(value) for value in values]
                 names = [_constant(key) if key else None for key in keys]
-                extra = [self._flow(key) for key in keys if key is not None]
+                extra = [self._trace_expression(key) for key in keys if key is not None]
                 is_known = None not in names
                 whole = union([*flows, *extra])
                 by_key: dict[Any, ValueOrigin] = dict(zip(names, flows, strict=True))
                 return _with_items(whole, by_key if is_known else None)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
-                return self._comprehension(node, [node.elt])
+                return self._trace_comprehension(node, [node.elt])
             case ast.DictComp():
-                return self._comprehension(node, [node.key, node.value])
+                return self._trace_comprehension(node, [node.key, node.value])
             case ast.NamedExpr(target=target, value=value):
-                flow = self._flow(value)
+                flow = self._trace_expression(value)
                 self._assign(target, flow)
                 return flow
             case ast.Starred(value=value):
-                return self._flow(value)
+                return self._trace_expression(value)
             case ast.Lambda(body=body):
-                return self._flow(body)
+                return self._trace_expression(body)
             case _:
                 return union(
-                    self._flow(child)
+                    self._trace_expression(child)
                     for child in ast.iter_child_nodes(node)
                     if isinstance(child, ast.expr)
                 )
 
-    def _name(self, node: ast.Name, name: str) -> ValueOrigin:
+    def _trace_name(self, node: ast.Name, name: str) -> ValueOrigin:
         if node in self._sites:  # ``pool.map(llm_query, prompts)``
             return ValueOrigin(frozenset(self._sites[node]))
         flow = self.env.get(name)
@@ -373,12 +379,12 @@ class CellValueTracer:
             )
         return _with_names(flow, frozenset([name]))
 
-    def _call(self, node: ast.Call) -> ValueOrigin:
+    def _trace_call(self, node: ast.Call) -> ValueOrigin:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        flows = [self._flow(argument) for argument in arguments]
+        flows = [self._trace_expression(argument) for argument in arguments]
         if name in QUERIES and node in self._sites:
-            return self._query(node, name, flows)
+            return self._trace_query(node, name, flows)
         is_map = name == "map" or (
             isinstance(node.func, ast.Attribute) and node.func.attr in ("map", "imap")
         )
@@ -391,21 +397,21 @@ class CellValueTracer:
             self._cell.is_straight &= not self._loops
             return NOTHING
         if name in ("FINAL", "FINAL_VAR"):
-            self._finish(name, node, flows)
+            self._trace_final_call(name, node, flows)
             return NOTHING
         if name in _SAME_ITEMS and len(flows) == 1:
             return flows[0]
         whole = union(flows)
         if isinstance(node.func, ast.Attribute):
-            base = self._flow(node.func.value)
+            base = self._trace_expression(node.func.value)
             if node.func.attr in _MUTATORS:
                 self._add_to(node.func.value, whole)
             if node.func.attr in ("format", "join") or base:
                 return union([base, whole])
             return whole
-        return union([whole, self._flow(node.func)]) if name not in QUERIES else whole
+        return union([whole, self._trace_expression(node.func)]) if name not in QUERIES else whole
 
-    def _query(self, node: ast.Call, name: str, flows: Sequence[ValueOrigin]) -> ValueOrigin:
+    def _trace_query(self, node: ast.Call, name: str, flows: Sequence[ValueOrigin]) -> ValueOrigin:
         calls = self._sites[node]
         made_from = union([*flows, *self._control])
         for index, call in enumerate(calls):
@@ -419,7 +425,7 @@ class CellValueTracer:
         items = {index: ValueOrigin(frozenset([call])) for index, call in enumerate(calls)}
         return ValueOrigin(frozenset(calls), items=None if self._loops else items)
 
-    def _finish(self, name: str, node: ast.Call, flows: Sequence[ValueOrigin]) -> None:
+    def _trace_final_call(self, name: str, node: ast.Call, flows: Sequence[ValueOrigin]) -> None:
         argument = _constant(node.args[0]) if node.args else None
         if name == "FINAL_VAR" and isinstance(argument, str):
             flow = _with_names(self.env.get(argument, NOTHING), frozenset([argument]))
@@ -428,16 +434,16 @@ class CellValueTracer:
         control = union(self._control)
         self.final = _with_items(union([flow, control]), flow.items) if control else flow
 
-    def _comprehension(self, node: Any, parts: Sequence[ast.expr]) -> ValueOrigin:
+    def _trace_comprehension(self, node: Any, parts: Sequence[ast.expr]) -> ValueOrigin:
         before, tests, items = dict(self.env), [], None
         for number, generator in enumerate(node.generators):
-            source = self._flow(generator.iter)
+            source = self._trace_expression(generator.iter)
             if number == 0 and len(node.generators) == 1 and not generator.ifs:
                 items = source.items
-            self._assign(generator.target, self._element(source))
-            tests += [self._flow(test) for test in generator.ifs]
+            self._assign(generator.target, self._element_origin(source))
+            tests += [self._trace_expression(test) for test in generator.ifs]
         self._loops += 1
-        whole = union([*(self._flow(part) for part in parts), *tests])
+        whole = union([*(self._trace_expression(part) for part in parts), *tests])
         single = self._one_by_one(node, parts, items, whole)
         self._loops -= 1
         self.env = before
@@ -465,10 +471,10 @@ class CellValueTracer:
         found = {}
         for key, flow in items.items():
             self._assign(node.generators[0].target, flow)
-            found[key] = self._quietly(parts[0])
+            found[key] = self._trace_quietly(parts[0])
         return found
 
-    def _element(self, flow: ValueOrigin) -> ValueOrigin:
+    def _element_origin(self, flow: ValueOrigin) -> ValueOrigin:
         """Return the origin of one element of an iterable, given the origin of the iterable."""
         parts = list(flow.items.values()) if flow.items else []
         inner = [part.items for part in parts]
@@ -483,7 +489,7 @@ def _with_items(flow: ValueOrigin, items: dict[Any, ValueOrigin] | None) -> Valu
     return ValueOrigin(flow.calls, flow.guesses, flow.from_context, flow.names, items)
 
 
-def _without(flow: ValueOrigin, names: set[str]) -> ValueOrigin:
+def _without_names(flow: ValueOrigin, names: set[str]) -> ValueOrigin:
     return ValueOrigin(flow.calls, flow.guesses, flow.from_context, flow.names - names)
 
 

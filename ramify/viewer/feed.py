@@ -75,7 +75,7 @@ class FileChangeFeed(Generic[T]):
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._queues.add(queue)
         try:
-            missed = await self._missed(version)
+            missed = await self._missed_changes(version)
             if missed is not None:
                 yield missed
             if self._arriving is not None:
@@ -97,7 +97,7 @@ class FileChangeFeed(Generic[T]):
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _missed(self, version: int) -> dict[str, Any] | None:
+    async def _missed_changes(self, version: int) -> dict[str, Any] | None:
         async with self.lock:
             run = self.watched
             if isinstance(run, TrainingCurves):
@@ -128,7 +128,7 @@ class FileChangeFeed(Generic[T]):
             polls += 1
             if self.watched.size_changed() or (checks_writer and is_live):
                 async with self.lock:
-                    big = self.watched.num_unread() > _SMALL_BYTES
+                    big = self.watched.num_unread_bytes() > _SMALL_BYTES
                     changed: set[int] | bool = (
                         await asyncio.to_thread(self.watched.refresh)
                         if big
@@ -183,7 +183,7 @@ class FileChangeFeeds:
         self._runs: OrderedDict[str, FileChangeFeed[WatchedRun]] = OrderedDict()
         self._trainings: dict[Path, FileChangeFeed[TrainingCurves]] = {}
 
-    def run(self, located: LocatedRun) -> FileChangeFeed[WatchedRun]:
+    def run_feed(self, located: LocatedRun) -> FileChangeFeed[WatchedRun]:
         feed = self._runs.get(located.key)
         if feed is None or feed.watched.source != located.run or feed.watched.is_replaced():
             self._runs[located.key] = FileChangeFeed(WatchedRun(located))
@@ -193,7 +193,7 @@ class FileChangeFeeds:
             del self._runs[key]
         return self._runs[located.key]
 
-    def training(self, folder: Path) -> FileChangeFeed[TrainingCurves]:
+    def training_feed(self, folder: Path) -> FileChangeFeed[TrainingCurves]:
         if folder not in self._trainings:
             self._trainings[folder] = FileChangeFeed(TrainingCurves(folder))
         return self._trainings[folder]

@@ -17,8 +17,8 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.evaluate.matrix import MatrixPlan, read_matrix
-from ramify.evaluate.matrix_report import MatrixReport, is_right, matrix_report, reason_of
-from ramify.evaluate.money_curves import matrix_money, money_tables
+from ramify.evaluate.matrix_report import MatrixReport, failure_reason, is_right, matrix_report
+from ramify.evaluate.money_curves import matrix_score_by_budget, score_by_budget_tables
 from ramify.evaluate.run import AttemptOutcome, read_evaluation
 from ramify.store.durable_files import MATRIX
 from ramify.viewer.run_catalog import RunCatalog
@@ -32,18 +32,18 @@ _MAX_ANSWER = 300
 """Maximum characters of an answer in a file that opens offline."""
 
 
-def shown_matrix(library: RunCatalog, key: str) -> dict[str, Any]:
+def matrix_page_data(library: RunCatalog, key: str) -> dict[str, Any]:
     """Return the data for the page of the evaluation matrix with address ``key``.
 
     Raises StoreError if the matrix does not exist or cannot be read.
     """
-    path = library.evaluation(key)
+    path = library.find_evaluation_path(key)
     plan = _matrix_in(path)
     problems: list[str] = []
     outcomes = _outcomes_of(plan, path, problems)
     found = _data(matrix_report(plan, outcomes), outcomes, str(path))
     keys = {
-        record: library.key_of(path.with_name(f"{record}.jsonl"))
+        record: library.key_of_path(path.with_name(f"{record}.jsonl"))
         for record, made in outcomes.items()
         if made
     }
@@ -55,7 +55,7 @@ def stored_matrix_page(library: RunCatalog, key: str) -> tuple[str, bytes]:
 
     Raises StoreError if the matrix does not exist or cannot be read.
     """
-    path = library.evaluation(key)
+    path = library.find_evaluation_path(key)
     plan = _matrix_in(path)
     outcomes = _outcomes_of(plan, path, [])
     return plan.id, matrix_html(matrix_report(plan, outcomes), outcomes)
@@ -113,7 +113,9 @@ def _data(report: MatrixReport, outcomes: RecordedOutcomes, path: str) -> dict[s
         "baseline": report.baseline,
         "rows": msgspec.to_builtins(report.rows),
         "first_error": report.first_error,
-        "money": msgspec.to_builtins(money_tables(matrix_money(plan, outcomes))),
+        "money": msgspec.to_builtins(
+            score_by_budget_tables(matrix_score_by_budget(plan, outcomes))
+        ),
     }
 
 
@@ -125,7 +127,7 @@ def _attempt(outcome: AttemptOutcome) -> dict[str, Any]:
         "kind": outcome.kind,
         "reward": outcome.reward,
         "right": is_right(outcome),
-        "reason": reason_of(outcome),
+        "reason": failure_reason(outcome),
         "answer": answer if len(answer) <= _MAX_ANSWER else answer[: _MAX_ANSWER - 1] + "…",
         "error": outcome.error,
         "tokens": outcome.usage.total_tokens,

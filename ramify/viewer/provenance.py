@@ -30,7 +30,7 @@ from ramify.viewer.returned_value_index import (
     ReturnedValueIndex,
     ReturnedValueSpan,
     find_values,
-    is_telling,
+    is_distinctive,
     leaves,
 )
 from ramify.viewer.watched_run import WatchedRun
@@ -95,7 +95,7 @@ class _CallLinks:
         self._call = call
         self._run = run
         self._returned = returned
-        self._flow = CellValueTracer(returned.guess)
+        self._flow = CellValueTracer(returned.guess_source_calls)
         self._links: list[TextProvenanceLink] = []
         self._shown: list[tuple[int, int, str, str, bool]] = []
         """All outputs so far as (turn, cell, part, text, whether the text came from the
@@ -107,12 +107,12 @@ class _CallLinks:
     def collect_links(self) -> list[TextProvenanceLink]:
         for index, turn in enumerate(self._call.turns):
             for number, cell in enumerate(turn.cells):
-                self._cell(index, number, cell.code, cell.stdout, cell.value or "")
+                self._link_cell(index, number, cell.code, cell.stdout, cell.value or "")
         if self._call.answer is not None:
-            self._answer(self._call.turns)
+            self._link_answer(self._call.turns)
         return self._links
 
-    def _cell(self, turn: int, cell: int, code: str, stdout: str, value: str) -> None:
+    def _link_cell(self, turn: int, cell: int, code: str, stdout: str, value: str) -> None:
         made = self._by_place.get((turn, cell), [])
         before = dict(self._flow.env)
         flow = self._flow.trace_cell(
@@ -126,9 +126,9 @@ class _CallLinks:
         self._asked += [question[:2_000] for _, question, _ in made[:200]]
         if not flow.is_parsed:
             self._flow.env = before
-        self._code(turn, cell, code, flow)
+        self._link_code(turn, cell, code, flow)
         for part, text, start, each in self._outputs(flow, stdout, value):
-            self._text((turn, cell, part), text, start, each)
+            self._link_text((turn, cell, part), text, start, each)
         for part, text in (("stdout", stdout), ("value", value)):
             printed = union([*flow.prints, flow.echo])
             self._shown.append((turn, cell, part, text, printed.from_context))
@@ -154,7 +154,7 @@ class _CallLinks:
             yield "stdout", stdout, 0, union(flow.prints)
         yield "value", value, 0, flow.echo
 
-    def _code(self, turn: int, cell: int, code: str, flow: CellValueOrigins) -> None:
+    def _link_code(self, turn: int, cell: int, code: str, flow: CellValueOrigins) -> None:
         lines = code.split("\n")
         starts = [0]
         for line in lines:
@@ -163,9 +163,13 @@ class _CallLinks:
             # A column of the parser counts bytes.
             column = len(lines[use.line - 1].encode()[: use.column].decode(errors="ignore"))
             start = starts[use.line - 1] + column
-            self._add((turn, cell, "code"), start, start + len(use.text), use.flow, computed=True)
+            self._add_link(
+                (turn, cell, "code"), start, start + len(use.text), use.flow, computed=True
+            )
 
-    def _text(self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin) -> None:
+    def _link_text(
+        self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin
+    ) -> None:
         """Add the links of a text whose origin is ``flow``.
 
         A value that a sub-call returned is linked to that call. The rest of the text is linked to
@@ -177,10 +181,10 @@ class _CallLinks:
         for span in spans:
             certain = span.calls & flow.calls
             found = ValueOrigin(certain) if certain else ValueOrigin(guesses=span.calls)
-            self._add(place, start + span.start, start + span.end, found, names=flow.names)
-        self._computed(place, text, start, flow, spans)
+            self._add_link(place, start + span.start, start + span.end, found, names=flow.names)
+        self._link_computed_numbers(place, text, start, flow, spans)
 
-    def _computed(
+    def _link_computed_numbers(
         self,
         place: tuple[int, int, str],
         text: str,
@@ -200,12 +204,14 @@ class _CallLinks:
             if any(a < match.end() and match.start() < b for a, b in taken):
                 continue
             if not self._was_given(match[0]):
-                self._add(place, start + match.start(), start + match.end(), flow, computed=True)
+                self._add_link(
+                    place, start + match.start(), start + match.end(), flow, computed=True
+                )
                 taken.append(match.span())
         stripped = text.strip()
         if not taken and stripped:
             at = start + text.index(stripped)
-            self._add(place, at, at + len(stripped), flow, computed=True)
+            self._add_link(place, at, at + len(stripped), flow, computed=True)
 
     def _was_given(self, number: str) -> bool:
         """Return True if a number was already known from a call's question or from an earlier
@@ -214,13 +220,13 @@ class _CallLinks:
         texts += [shown for *_, shown, from_context in self._shown if from_context]
         return any(_position(text, number) >= 0 for text in texts)
 
-    def _answer(self, turns: Sequence[Turn]) -> None:
+    def _link_answer(self, turns: Sequence[Turn]) -> None:
         text = answer_text(self._call.answer)
         flow = self._flow.final
         # It is text unless code of the last cell that ran gave it.
         if flow is None or not any(turn.cells for turn in turns[-2:]):
             flow = ValueOrigin(guesses=self._returned.call_ids)
-        self._placed(text, 0, self._call.answer, flow)
+        self._link_answer_items(text, 0, self._call.answer, flow)
         self._seen_before(text)
         if not any(link.part == "answer" for link in self._links):
             self._from_variables(text, flow)
@@ -228,7 +234,7 @@ class _CallLinks:
     def _from_variables(self, text: str, flow: ValueOrigin) -> None:
         """Link an answer that was computed from the context to the variables used, and to the last
         output that shows the context."""
-        via = self._via(flow.names)
+        via = self._source_variables(flow.names)
         printed = [each for each in self._shown if each[4] and each[3].strip()]
         if not via and not (flow.from_context and printed):
             return
@@ -250,7 +256,7 @@ class _CallLinks:
             )
         )
 
-    def _placed(self, text: str, start: int, value: Any, flow: ValueOrigin) -> None:
+    def _link_answer_items(self, text: str, start: int, value: Any, flow: ValueOrigin) -> None:
         """Add the links of an answer.
 
         Items of a dict or list with known origins are linked separately.
@@ -263,7 +269,7 @@ class _CallLinks:
             else ()
         )
         if not flow.items or not entries:
-            return self._text((-1, -1, "answer"), text, start, flow)
+            return self._link_text((-1, -1, "answer"), text, start, flow)
         at = 0
         for key, item in entries:
             shown = msgspec.json.encode(item).decode()
@@ -275,7 +281,7 @@ class _CallLinks:
             inner = shown[1:-1] if isinstance(item, str) else shown
             offset = at + (len(shown) - len(inner)) // 2
             part = flow.items.get(key, NOTHING)
-            self._placed(inner, start + offset, item, _named(part, flow))
+            self._link_answer_items(inner, start + offset, item, _inherit_names(part, flow))
             at += len(shown)
 
     def _seen_before(self, text: str) -> None:
@@ -284,7 +290,7 @@ class _CallLinks:
         matches = [
             (at, at + len(leaf), leaf)
             for leaf in sorted(leaves(self._call.answer), key=len, reverse=True)
-            if (at := text.find(leaf)) >= 0 and is_telling(leaf)
+            if (at := text.find(leaf)) >= 0 and is_distinctive(leaf)
         ]
         matches += [(m.start(), m.end(), m[0]) for m in NUMBER.finditer(text)]
         for start, end, value in matches:
@@ -306,7 +312,7 @@ class _CallLinks:
     def _flow_is_from_context(self) -> bool:
         return self._flow.final is not None and self._flow.final.from_context
 
-    def _add(
+    def _add_link(
         self,
         place: tuple[int, int, str],
         start: int,
@@ -316,10 +322,10 @@ class _CallLinks:
         names: frozenset[str] = frozenset(),
         computed: bool = False,
     ) -> None:
-        sources = sorted(flow.calls or flow.guesses, key=_order)
+        sources = sorted(flow.calls or flow.guesses, key=_id_sort_key)
         if not sources:
             return
-        known = self._via(flow.names | names)
+        known = self._source_variables(flow.names | names)
         self._links.append(
             TextProvenanceLink(
                 *place,
@@ -332,7 +338,7 @@ class _CallLinks:
             )
         )
 
-    def _via(self, names: frozenset[str]) -> list[list[Any]]:
+    def _source_variables(self, names: frozenset[str]) -> list[list[Any]]:
         """Return the variables among ``names`` whose values came from sub-calls or the context.
 
         Each comes with the turn, cell and line of its last assignment, most recent first.
@@ -345,13 +351,13 @@ class _CallLinks:
         return sorted(known, key=lambda each: each[1:], reverse=True)
 
 
-def _named(part: ValueOrigin, whole: ValueOrigin) -> ValueOrigin:
+def _inherit_names(part: ValueOrigin, whole: ValueOrigin) -> ValueOrigin:
     return ValueOrigin(
         part.calls, part.guesses, part.from_context, part.names or whole.names, part.items
     )
 
 
-def _order(id: str) -> list[int]:
+def _id_sort_key(id: str) -> list[int]:
     return [int(part) if part.isdecimal() else 0 for part in re.split(r"[.:]", id)]
 
 
@@ -398,10 +404,10 @@ def _plain_links(call: Call) -> list[TextProvenanceLink]:
     prompt = call.turns[0].prompt[-1].content if call.turns[0].prompt else ""
     whole = text.strip()
     matches = [(m.start(), m.end(), m[0]) for m in NUMBER.finditer(text)]
-    if is_telling(whole) and _position(prompt, whole) >= 0:
+    if is_distinctive(whole) and _position(prompt, whole) >= 0:
         matches = [(text.index(whole), text.index(whole) + len(whole), whole)]
     for start, end, value in matches:
-        at = _position(prompt, value) if is_telling(value) else -1
+        at = _position(prompt, value) if is_distinctive(value) else -1
         if at >= 0:
             place = [0, -1, "prompt", at, at + len(value)]
             links.append(TextProvenanceLink(-1, -1, "answer", start, end, place=place))
@@ -415,7 +421,7 @@ def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextPro
     if parent is None or node.parent is None or parent.kind != "rlm":
         return []
     returned = ReturnedValueIndex()
-    flow = CellValueTracer(returned.guess)
+    flow = CellValueTracer(returned.guess_source_calls)
     place = (node.parent.turn, node.parent.cell)
     by_place = _calls_by_place(run, parent.id)
     prompt = NOTHING
@@ -437,7 +443,7 @@ def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextPro
                 prompt = ran.prompts.get(node.id, NOTHING)
     links = []
     for span in find_values(call.question, returned, prompt.calls | prompt.guesses):
-        sources = sorted(span.calls & prompt.calls or span.calls, key=_order)
+        sources = sorted(span.calls & prompt.calls or span.calls, key=_id_sort_key)
         certain = bool(span.calls & prompt.calls)
         links.append(TextProvenanceLink(-1, -1, "question", span.start, span.end, sources, certain))
     return links

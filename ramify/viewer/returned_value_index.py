@@ -201,7 +201,7 @@ class ReturnedValueIndex:
         found = self._by_key.get(_key(text), set())
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
-    def guess(self, value: Any) -> frozenset[str]:
+    def guess_source_calls(self, value: Any) -> frozenset[str]:
         """Return the ids of the calls that returned a literal in the code, or the numbers in that
         literal.
 
@@ -210,9 +210,11 @@ class ReturnedValueIndex:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return frozenset()
         text = str(value).strip()
-        if is_telling(text) and (calls := self.calls_with(text)):
+        if is_distinctive(text) and (calls := self.calls_with(text)):
             return calls
-        numbers = [match for match in NUMBER.finditer(text[:_MAX_LITERAL]) if is_telling(match[0])]
+        numbers = [
+            match for match in NUMBER.finditer(text[:_MAX_LITERAL]) if is_distinctive(match[0])
+        ]
         return frozenset[str]().union(*(self.calls_with_number(text, match) for match in numbers))
 
     def calls_with_number(self, text: str, match: re.Match[str]) -> frozenset[str]:
@@ -231,7 +233,7 @@ class ReturnedValueIndex:
         return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
 
 
-def is_telling(text: str) -> bool:
+def is_distinctive(text: str) -> bool:
     """Return True if a text is long enough that an equal text elsewhere is unlikely to be a
     coincidence.
     """

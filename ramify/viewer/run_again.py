@@ -110,7 +110,7 @@ class RunAgain:
 
         Raises RamifyError if the run would be refused.
         """
-        return struct_fields(await _elsewhere(self._estimate(located, wanted)))
+        return struct_fields(await _run_on_api_loop(self._estimate(located, wanted)))
 
     async def start(
         self, located: LocatedRun, wanted: RerunFromTurnRequest
@@ -119,18 +119,18 @@ class RunAgain:
 
         Raises RamifyError if the run is refused.
         """
-        return await _elsewhere(self._start(located, wanted))
+        return await _run_on_api_loop(self._start(located, wanted))
 
     async def close(self) -> None:
         """Cancel all started runs that have not ended."""
         if self._rlms or self._running:
-            await _elsewhere(self._close())
+            await _run_on_api_loop(self._close())
 
     async def _estimate(self, located: LocatedRun, wanted: RerunFromTurnRequest) -> Any:
         lacking = self._lacking.setdefault(located.key, {})
         while True:
             if located.key not in self._rlms:
-                rlm = await self._built(located, dict.fromkeys(lacking, _UNUSED_KEY))
+                rlm = await self._build_rlm(located, dict.fromkeys(lacking, _UNUSED_KEY))
                 self._rlms[located.key] = await self._opened.enter_async_context(rlm)
             rlm = self._rlms[located.key]
             try:
@@ -142,7 +142,7 @@ class RunAgain:
                 lacking[missing.name] = missing.variable
                 del self._rlms[located.key]
 
-    async def _built(self, located: LocatedRun, keys: Mapping[str, str]) -> RLM:
+    async def _build_rlm(self, located: LocatedRun, keys: Mapping[str, str]) -> RLM:
         store = _store_of(located)
 
         def build() -> RLM:
@@ -168,7 +168,7 @@ class RunAgain:
         own = AsyncExitStack()  # an RLM that has keys of the page ends with its run
         rlm = self._rlms[located.key]
         if wanted.keys:
-            rlm = await own.enter_async_context(await self._built(located, wanted.keys))
+            rlm = await own.enter_async_context(await self._build_rlm(located, wanted.keys))
         options = _options(rlm, wanted)
         begun = asyncio.Event()
 
@@ -177,7 +177,7 @@ class RunAgain:
 
         options["on_event"] = on_event
         handle = rlm.start_fork(located.run.id, wanted.turn, **options)
-        ending = self._running[handle] = asyncio.create_task(_ended(handle, own))
+        ending = self._running[handle] = asyncio.create_task(_wait_for_end(handle, own))
         ending.add_done_callback(lambda _: self._running.pop(handle))
         waiting = asyncio.ensure_future(begun.wait())
         await asyncio.wait([ending, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -195,7 +195,7 @@ class RunAgain:
         await self._opened.aclose()
 
 
-async def _ended(handle: RunHandle, own: AsyncExitStack) -> str:
+async def _wait_for_end(handle: RunHandle, own: AsyncExitStack) -> str:
     """Wait until a run has ended, and close the resources that only this run used.
 
     Returns the run's error, or an empty string.
@@ -233,8 +233,8 @@ def _store_of(located: LocatedRun) -> RunStore:
     return Store(path.parent.parent)
 
 
-async def _elsewhere(work: Coroutine[Any, Any, T]) -> T:
+async def _run_on_api_loop(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the event loop of the synchronous API, and await its result here."""
     return await asyncio.wrap_future(
-        asyncio.run_coroutine_threadsafe(work, event_loop_thread.loop())
+        asyncio.run_coroutine_threadsafe(work, event_loop_thread.background_loop())
     )

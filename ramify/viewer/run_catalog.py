@@ -28,19 +28,19 @@ from ramify.evaluate.run import read_evaluation
 from ramify.store.base import RunStore
 from ramify.store.durable_files import EVALUATIONS as EVALUATIONS
 from ramify.store.durable_files import MATRIX
-from ramify.store.journal import FileStoredRun, writer
-from ramify.store.reviews import HumanRunReview, Verdict, listed_reviews, review_file
+from ramify.store.journal import FileStoredRun, find_writer_process
+from ramify.store.reviews import HumanRunReview, Verdict, read_reviews_for_listing, review_file
 from ramify.store.store import SETTLED_NS
 from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
 from ramify.store.textless_events import TrajectoryOutline
 from ramify.train.metrics import FILE as METRICS
-from ramify.types.ending import ending
+from ramify.types.ending import describe_ending
 from ramify.types.trajectory import SCHEMA_VERSION, answer_text, cut
 from ramify.viewer.run_lookup import (
     LocatedRun,
     ViewerSource,
     ViewerSources,
-    kind_of,
+    detect_file_kind,
     newer_schema_error,
     walk,
 )
@@ -87,7 +87,7 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     corrected: dict[str, float] = {}
     """Corrected scores by name. ``reward`` already includes the correction."""
 
-    def take_review(self, review: HumanRunReview) -> None:
+    def apply_review(self, review: HumanRunReview) -> None:
         """Copy the labels, note and corrected scores of a person's review into this row."""
         self.labels = review.labels_and_verdict
         self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
@@ -170,7 +170,7 @@ def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
         task=summary.task,
         problem=summary.problem,
         answer=summary.answer,
-        ending=ending(
+        ending=describe_ending(
             summary.stop,
             summary.reason,
             summary.root_turns,
@@ -219,7 +219,7 @@ def row_of_trajectory_line(line: bytes, key: str, path: Path, number: int) -> Ru
         source=str(path),
         task=short.task,
         answer=None if short.answer is None else cut(answer_text(short.answer), MAX_ANSWER),
-        ending=ending(
+        ending=describe_ending(
             short.stop,
             short.reason,
             len(short.calls[0].turns) if short.calls else 0,
@@ -374,7 +374,7 @@ class RunCatalog:
             found = (
                 (place.path / EVALUATIONS).glob(f"*{MATRIX}")
                 if place.store is not None
-                else walk(place.path, lambda name: name.endswith(MATRIX), self._failed)
+                else walk(place.path, lambda name: name.endswith(MATRIX), self._note_unreadable)
             )
             rows += [_row_of_matrix(path, place.key_of_path(path)) for path in found]
         return sorted(rows, key=lambda row: row.name, reverse=True)
@@ -397,9 +397,9 @@ class RunCatalog:
                 )
         for path in files:
             try:
-                yield from self._remembered(place, path)
+                yield from self._cached_rows(place, path)
             except OSError as error:
-                self._failed(path, error)
+                self._note_unreadable(path, error)
 
     def _stored_rows(self, place: ViewerSource, store: RunStore) -> list[RunListRow]:
         state = store.listing_state()  # before the runs: a change in between is seen next time
@@ -409,7 +409,7 @@ class RunCatalog:
             for summary in store.runs():
                 row = row_of_summary(summary, place.key_of_run(summary.id))
                 if summary.review is not None:
-                    row.take_review(summary.review)
+                    row.apply_review(summary.review)
                 rows.append(row)
             self._stored[place.number] = state, rows
         return rows
@@ -418,7 +418,9 @@ class RunCatalog:
         if folder.is_file():
             yield folder
             return
-        paths = walk(folder, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed)
+        paths = walk(
+            folder, lambda name: name.endswith(".jsonl") and name != METRICS, self._note_unreadable
+        )
         own: dict[Path, bool] = {}  # folder -> whether its files are those of a training run
         for number, path in enumerate(paths):
             if own.setdefault(path.parent, (path.parent / METRICS).is_file()):
@@ -429,12 +431,12 @@ class RunCatalog:
                 return
             yield path
 
-    def _failed(self, path: Path, error: OSError) -> None:
+    def _note_unreadable(self, path: Path, error: OSError) -> None:
         self._problems.append(
             UnreadableFileRow(str(path), f"cannot be read: {error.strerror or error}")
         )
 
-    def _remembered(self, place: ViewerSource, path: Path) -> _Rows:
+    def _cached_rows(self, place: ViewerSource, path: Path) -> _Rows:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is not a regular file")
@@ -443,32 +445,34 @@ class RunCatalog:
         if cached_stamp != stamp:
             rows = list(_rows_of(place.key_of_path(path), path))
             self._rows[path] = (stamp, rows)
-        reviews = listed_reviews(path) if review_file(path).exists() else None
-        is_written = any(_may_be_alive(row) for row in rows) and writer(path) is not None
+        reviews = read_reviews_for_listing(path) if review_file(path).exists() else None
+        is_written = (
+            any(_may_be_alive(row) for row in rows) and find_writer_process(path) is not None
+        )
         for index, row in enumerate(rows):
             if isinstance(row, RunListRow):
                 # Rows that were returned before must not change.
                 now = copy.copy(row)
                 if reviews is not None or row.labels or row.note or row.corrected:
-                    now.take_review(reviews[row.id] if reviews is not None else HumanRunReview())
+                    now.apply_review(reviews[row.id] if reviews is not None else HumanRunReview())
                 now.alive = is_written and _may_be_alive(row)
                 if now != row:
                     rows[index] = now
         return rows
 
-    def maps(self) -> list[dict[str, Any]]:
+    def map_summaries(self) -> list[dict[str, Any]]:
         """Return a summary of each map, newest first, with the address of its page.
 
         A map is one question asked about many rows.
         """
         with self._reading_maps:
             rows = [
-                {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.figures())}
-                for place, table in self._places.maps()
+                {"key": place.key_of_run(table.id), **msgspec.structs.asdict(table.summary())}
+                for place, table in self._places.stored_maps()
             ]
         return sorted(rows, key=lambda row: -row["started_at"])
 
-    def map(self, key: str) -> dict[str, Any]:
+    def map_detail(self, key: str) -> dict[str, Any]:
         """Return the summary and the rows of the map with address ``key``.
 
         Each row has the address of its run, or an empty string. Raises StoreError if the map does
@@ -488,7 +492,7 @@ class RunCatalog:
                 }
                 for row in table.rows[:MAX_MAP_ROWS]
             ]
-            figures = msgspec.structs.asdict(table.figures())
+            figures = msgspec.structs.asdict(table.summary())
         return {"key": key, **figures, "shown": rows}
 
     # --- single entries
@@ -500,7 +504,7 @@ class RunCatalog:
         """
         return self._places.find_run(key)
 
-    def training(self, key: str) -> Path:
+    def find_training_folder(self, key: str) -> Path:
         """Find the training folder with address ``key``.
 
         Raises StoreError if it does not exist.
@@ -510,7 +514,7 @@ class RunCatalog:
             raise StoreError(f"unknown training {key!r}: choose one from the list")
         return path
 
-    def evaluation(self, key: str) -> Path:
+    def find_evaluation_path(self, key: str) -> Path:
         """Find the evaluation record with address ``key``, and return its path.
 
         Raises StoreError if it does not exist.
@@ -520,12 +524,12 @@ class RunCatalog:
             raise StoreError(f"unknown evaluation {key!r}: choose one from the list")
         return path
 
-    def key_of(self, path: Path) -> str | None:
+    def key_of_path(self, path: Path) -> str | None:
         """Return the address of the file or folder ``path``.
 
         Returns None if it is outside the given places.
         """
-        return self._places.key(path)
+        return self._places.key_of_path(path)
 
     def key_of_stored_run(self, store: RunStore, id: str) -> str | None:
         """Return the address of the run ``id`` in ``store``.
@@ -541,11 +545,11 @@ class RunCatalog:
         is missing.
         """
         path = record.parent.parent / "runs" / f"{id}.jsonl"
-        return self.key_of(path) if id and path.is_file() else None
+        return self.key_of_path(path) if id and path.is_file() else None
 
 
 def _rows_of(key: str, path: Path) -> Iterator[RunListRow | EvaluationListRow]:
-    match kind_of(path):
+    match detect_file_kind(path):
         case "journal":
             row = row_of_summary(summarise(FileStoredRun(path)), key)
             row.source = str(path)

@@ -58,7 +58,7 @@ class VersionedRunList:
         training folders.
         """
         with self._lock:
-            runs, others = self._look()
+            runs, others = self._read_listing()
             return {"runs": runs, **others}
 
     def changes(self, since: str) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class VersionedRunList:
                 told |= self._others
             return told
 
-    def _look(self) -> tuple[list[RunListRow], dict[str, Any]]:
+    def _read_listing(self) -> tuple[list[RunListRow], dict[str, Any]]:
         runs, evaluations, problems = self._library.listing()
         return runs, {
             "evaluations": evaluations,
@@ -100,12 +100,12 @@ class VersionedRunList:
         }
 
     def _refresh(self) -> None:
-        runs, others = self._look()
+        runs, others = self._read_listing()
         after = self._version + 1
         found = {run.key: run for run in runs}
         for key, run in found.items():
             known = self._rows.get(key)
-            if known is None or not _same(known[1], run):
+            if known is None or not _is_same(known[1], run):
                 self._rows[key] = after, run
                 self._gone.pop(key, None)
                 self._version = after
@@ -116,12 +116,12 @@ class VersionedRunList:
             self._gone.clear()
             self._oldest = self._version
         plain = msgspec.to_builtins(others)
-        if not _same(plain, self._others):
+        if not _is_same(plain, self._others):
             self._others = plain
             self._others_version = self._version = after
 
 
-def _same(known: Any, found: Any) -> bool:
+def _is_same(known: Any, found: Any) -> bool:
     """Return True if two values are equal.
 
     NaN counts as equal to itself, so that it is not sent again and again.

@@ -52,7 +52,7 @@ class LocatedRun(NamedTuple):
     """The run's store, if the run was found through one."""
 
 
-def kind_of(path: Path) -> Kind | str:
+def detect_file_kind(path: Path) -> Kind | str:
     """Determine a file's kind from its first line: journal, trajectory or evaluation.
 
     For any other file, return a sentence that says why it is not a run.
@@ -135,7 +135,7 @@ class ViewerSources:
         Raises ConfigError for a path that does not exist.
         """
         places = places or [open_store()]
-        self._all = [_place(number, place) for number, place in enumerate(places)]
+        self._all = [_to_viewer_source(number, place) for number, place in enumerate(places)]
         self._maps = StoredMapCache()
 
     def __iter__(self) -> Iterator[ViewerSource]:
@@ -154,14 +154,14 @@ class ViewerSources:
                 raise StoreError(f"{place} has no run {key!r}")
             map_id, colon, number = name.rpartition(":")
             if colon and number.isdecimal():
-                return LocatedRun(key, DirectRowAsRun(self.map(place, map_id), int(number)))
+                return LocatedRun(key, DirectRowAsRun(self.load_map(place, map_id), int(number)))
             return LocatedRun(key, place.store.stored(name), store=place.store)
         file_name, colon, number = name.rpartition(":")
         is_line = bool(colon) and number.isdigit()
-        path = _below(place, file_name if is_line else name)
+        path = _resolve_inside(place, file_name if is_line else name)
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
-    def maps(self) -> Iterator[tuple[ViewerSource, StoredMap]]:
+    def stored_maps(self) -> Iterator[tuple[ViewerSource, StoredMap]]:
         """Yield the maps in all stores, with their latest results.
 
         A map asks one question about many rows. Unreadable maps are skipped.
@@ -170,7 +170,7 @@ class ViewerSources:
             if isinstance(place.store, Store):
                 for path in MapStore(place.store.root).paths():
                     with contextlib.suppress(StoreError, OSError):
-                        yield place, self._maps.of(path)
+                        yield place, self._maps.get_table(path)
 
     def find_map(self, key: str) -> tuple[ViewerSource, StoredMap]:
         """Find the map with address ``key``, and return it with the place that contains it.
@@ -180,18 +180,18 @@ class ViewerSources:
         place, name, is_file = self._split(key)
         if place is None or is_file:
             raise StoreError(f"unknown map {key!r}: choose one from the list")
-        return place, self.map(place, name)
+        return place, self.load_map(place, name)
 
-    def map(self, place: ViewerSource, id: str) -> StoredMap:
+    def load_map(self, place: ViewerSource, id: str) -> StoredMap:
         """Return the map ``id`` from the store at ``place``.
 
         Raises StoreError if it does not exist.
         """
         store = place.store
-        path = MapStore(store.root).path(id) if isinstance(store, Store) else None
+        path = MapStore(store.root).find_journal_path(id) if isinstance(store, Store) else None
         if path is None:
             raise StoreError(f"{place} has no map {id!r}")
-        return self._maps.of(path)
+        return self._maps.get_table(path)
 
     def path(self, key: str) -> Path | None:
         """Return the path of the file or folder with address ``key``.
@@ -201,9 +201,9 @@ class ViewerSources:
         Raises StoreError if the file or folder no longer exists.
         """
         place, name, is_file = self._split(key)
-        return _below(place, name) if place is not None and is_file else None
+        return _resolve_inside(place, name) if place is not None and is_file else None
 
-    def key(self, path: Path) -> str | None:
+    def key_of_path(self, path: Path) -> str | None:
         """Return the address of the file or folder ``path``.
 
         Returns None if it is outside the places that the viewer was given.
@@ -220,7 +220,7 @@ class ViewerSources:
         """
         path = store.stored(id).path
         if path is not None:
-            return self.key(path)
+            return self.key_of_path(path)
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
     def _split(self, key: str) -> tuple[ViewerSource | None, str, bool]:
@@ -267,7 +267,7 @@ def walk(
             yield Path(entry.path)
 
 
-def _place(number: int, name: str | Path | RunStore) -> ViewerSource:
+def _to_viewer_source(number: int, name: str | Path | RunStore) -> ViewerSource:
     if isinstance(name, RunStore):
         return ViewerSource(number, name.root if isinstance(name, Store) else None, name)
     path = Path(name).expanduser().resolve()
@@ -276,7 +276,7 @@ def _place(number: int, name: str | Path | RunStore) -> ViewerSource:
     return ViewerSource(number, path, Store(path) if (path / "runs").is_dir() else None)
 
 
-def _below(place: ViewerSource, name: str) -> Path:
+def _resolve_inside(place: ViewerSource, name: str) -> Path:
     """Return the path of the file or folder ``name`` in a place.
 
     Raises StoreError if the name points outside the place.

@@ -23,7 +23,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.reviews import HumanRunReview
 from ramify.types.call_node import CallNode
-from ramify.types.ending import ending
+from ramify.types.ending import describe_ending
 from ramify.types.event import mode_and_reason
 from ramify.types.trajectory import ContextRef, cut
 from ramify.viewer.shown_sources import answer_and_citations
@@ -50,7 +50,7 @@ COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "reason": attrgetter("reason"),
     "failed": attrgetter("has_failed"),
     "outlier": attrgetter("outlier"),
-    "telling": attrgetter("telling"),
+    "telling": attrgetter("distinguishing_text"),
     "spans": lambda node: [round(at_s, 4) for at_s in node.spans] if node.spans else None,
     "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
     "tools": lambda node: node.tools or None,
@@ -84,13 +84,13 @@ def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any
     columns = _columns(run, nodes, num_texts)
     return {
         "num": len(nodes),
-        "columns": {name: _same(column) for name, column in columns.items()},
+        "columns": {name: _collapse_column(column) for name, column in columns.items()},
         "head": run_facts(run),
         "texts": num_texts,
     }
 
 
-def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
+def call_texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
     """Return the questions and answers of all calls from index ``first`` on, as columns.
 
     The overview was sent without these.
@@ -119,8 +119,8 @@ def _columns(
     """
     told = nodes[:num_texts]
     untold = [""] * (len(nodes) - len(told))
-    known, scored = run.tree.nodes, run.tree.run.call_rewards
-    recorded = run.tree.run.metadata
+    known, scored = run.tree.nodes, run.tree.run_data.call_rewards
+    recorded = run.tree.run_data.metadata
     advantages = means_by_call(recorded.get("advantages"))
     gaps = means_by_call(recorded.get("logprob_gaps"), abs)
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
@@ -166,7 +166,7 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
     return {call: fmean(means) for call, means in by_call.items()}
 
 
-def _same(column: list[Any]) -> Any:
+def _collapse_column(column: list[Any]) -> Any:
     """Replace a column whose values are all the same with that single value.
 
     Any other column is returned unchanged.
@@ -182,7 +182,7 @@ def _scores(node: CallNode) -> list[tuple[Any, ...]]:
 
 def run_facts(run: WatchedRun) -> dict[str, Any]:
     """Return the facts about a run as a whole that its page shows at the top."""
-    trajectory, at_s = run.tree.run, run.tree.calls.at_s
+    trajectory, at_s = run.tree.run_data, run.tree.calls.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config, review = trajectory.metadata, _review(run, problems)
     mode, mode_reason = mode_and_reason(config)
@@ -218,7 +218,7 @@ def run_facts(run: WatchedRun) -> dict[str, Any]:
         "num_unread": (config.get("read") or {}).get("num_problems", 0),
         "rewards": trajectory.rewards,
         "metrics": trajectory.metrics,
-        "forked": _forked(run),
+        "forked": _fork_origin(run),
         "marks": [struct_fields(mark) for mark in trajectory.marks if not mark.call],
         "errors": trajectory.errors[:_MAX_ERRORS],
         "num_errors": len(trajectory.errors),
@@ -239,18 +239,18 @@ def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
         return HumanRunReview()
 
 
-def _forked(run: WatchedRun) -> dict[str, Any] | None:
+def _fork_origin(run: WatchedRun) -> dict[str, Any] | None:
     """Return the turn of another run from which this run continues, with the other run's address if
     it is in the same store.
 
     Returns None if this run does not continue another.
     """
-    forked = run.tree.run.metadata.get("forked")
+    forked = run.tree.run_data.metadata.get("forked")
     if not isinstance(forked, dict):
         return None
     origin, call, turn = (str(forked.get("run")), forked.get("call", "0"), forked.get("turn", 0))
-    is_here = run.source.has_neighbor(origin)
-    prefix = run.key[: len(run.key) - len(run.tree.run.id)]
+    is_here = run.source.is_run_in_store(origin)
+    prefix = run.key[: len(run.key) - len(run.tree.run_data.id)]
     return {
         "run": origin,
         "key": f"{prefix}{origin}" if is_here else "",
@@ -262,13 +262,13 @@ def _forked(run: WatchedRun) -> dict[str, Any] | None:
 
 def _ending(run: WatchedRun) -> str:
     """Return a short text that says why the run ended."""
-    trajectory, order = run.tree.run, run.tree.order
+    trajectory, order = run.tree.run_data, run.tree.order
     root = next((node for node in reversed(order) if node.parent is None), None)
     reason = trajectory.reason or (root.reason or root.error if root else "")
     if trajectory.stop is None and not order and run.problem:
         return ""
     num_turns = root.num_turns if root else 0
-    return ending(
+    return describe_ending(
         trajectory.stop, reason, num_turns, run.is_alive, num_below=max(0, len(order) - 1)
     )
 
@@ -278,8 +278,8 @@ def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
 
     If the first call has none, return those of the run.
     """
-    call_rewards = run.tree.run.call_rewards.get(node.id)
-    return call_rewards or ({} if node.index else run.tree.run.rewards)
+    call_rewards = run.tree.run_data.call_rewards.get(node.id)
+    return call_rewards or ({} if node.index else run.tree.run_data.rewards)
 
 
 def call_state(node: CallNode) -> str:

@@ -44,7 +44,7 @@ def search(run: WatchedRun, query: str) -> dict[str, Any]:
     hits: list[dict[str, Any]] = []
     needle = query.lower()
     more = False
-    for call, turn, where, text in _texts(run, needle) if needle else ():
+    for call, turn, where, text in _searchable_texts(run, needle) if needle else ():
         at = text.lower().find(needle)
         if at < 0 or call not in run.tree.nodes:
             continue
@@ -57,9 +57,9 @@ def search(run: WatchedRun, query: str) -> dict[str, Any]:
     return {"found": hits, "more": more}
 
 
-def _texts(run: WatchedRun, needle: str) -> Iterator[TextPlace]:
+def _searchable_texts(run: WatchedRun, needle: str) -> Iterator[TextPlace]:
     if run.line is not None:
-        yield from _of_trajectory(run.tree.run)
+        yield from _of_trajectory(run.tree.run_data)
         return
     # JSON may escape other queries, so they cannot be searched for in the raw line.
     raw = (

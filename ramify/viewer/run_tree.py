@@ -62,7 +62,7 @@ class RunTree:
         """
 
     @property
-    def run(self) -> Trajectory:
+    def run_data(self) -> Trajectory:
         """Data of the run as a whole, such as rewards and cost, without its calls."""
         return self.calls.run_data
 
@@ -85,7 +85,7 @@ class RunTree:
             node.version = line + 1
         return node
 
-    def take_marked(self) -> set[int]:
+    def take_changed_calls(self) -> set[int]:
         """Return the indices of calls that changed because of another call's event, and clear the
         list of such calls.
         """
@@ -187,7 +187,7 @@ class CallDetailReader:
         self._run = run
         self._cached: OrderedDict[str, _Reading] = OrderedDict()
 
-    def of(self, tree: RunTree, node: CallNode) -> CallDetail:
+    def read_call(self, tree: RunTree, node: CallNode) -> CallDetail:
         """Return the call of ``node`` with all of its turns and texts, read from the journal.
 
         Raises StoreError if its lines cannot be read.

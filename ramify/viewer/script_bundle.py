@@ -31,7 +31,7 @@ from ramify.viewer.provenance import provenance
 from ramify.viewer.run_lookup import LocatedRun
 from ramify.viewer.run_overview import run_overview
 from ramify.viewer.shown_sources import source_text, sources
-from ramify.viewer.sibling_code import sibling_code
+from ramify.viewer.sibling_code import compare_sibling_code
 from ramify.viewer.transcript import find_tokenizer_file, tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 
@@ -54,13 +54,13 @@ _VENDOR_EXPORT = re.compile(
 )
 
 
-def app() -> str:
+def app_script() -> str:
     """Return the source of ``app.js``: all modules that ``main.js`` imports, followed by
     ``main.js`` itself."""
     return "".join(f"// --- {name}\n{source}\n" for name, source in _modules().items())
 
 
-def early() -> str:
+def inline_script() -> str:
     """Return the page's inline script.
 
     It requests the run's data before the other scripts load, because the data takes longest to
@@ -69,7 +69,7 @@ def early() -> str:
     return (STATIC / "early.js").read_text(encoding="utf-8")
 
 
-def module(name: str) -> str:
+def module_source(name: str) -> str:
     """Return the source of a JavaScript module that is imported on demand.
 
     Its imports are redirected to ``app.js``.
@@ -101,7 +101,7 @@ def _add(name: str, done: dict[str, str]) -> None:
         if other in done:
             continue
         if other.startswith("vendor/"):
-            done[other] = _vendored(names, (STATIC / other).read_text(encoding="utf-8"))
+            done[other] = _wrap_vendor_module(names, (STATIC / other).read_text(encoding="utf-8"))
         else:
             _add(other, done)
     done[name] = _IMPORT.sub("", source)
@@ -120,7 +120,7 @@ def bundle_modules(on_demand: Sequence[str]) -> str:
     return "".join(f"// --- {name}\n{source}\n" for name, source in done.items())
 
 
-def _vendored(name: str, source: str) -> str:
+def _wrap_vendor_module(name: str, source: str) -> str:
     """Convert a third-party JavaScript module to code that defines its exports as constants.
 
     ``name`` is the name in the page's import statement. Named exports are given in braces: ``{
@@ -132,11 +132,11 @@ def _vendored(name: str, source: str) -> str:
         object = ", ".join(f"{pair[-1].strip()}: {pair[0].strip()}" for pair in pairs)
         body = _VENDOR_EXPORTS.sub(lambda _: f"return {{ {object} }};", source)
         return f"const {name} = (() => {{\n{body}\n}})();"
-    body = _VENDOR_EXPORT.sub(_returned, source)
+    body = _VENDOR_EXPORT.sub(_to_return_statement, source)
     return f"const {name} = (() => {{\n{body}\n}})();"
 
 
-def _returned(match: re.Match[str]) -> str:
+def _to_return_statement(match: re.Match[str]) -> str:
     value = match[1] or match[2]
     return f"return {value};" if value else "return "  # a class follows
 
@@ -172,7 +172,7 @@ def offline_page(data: dict[str, Any], on_demand: Sequence[str]) -> bytes:
         '<meta name="color-scheme" content="dark light">\n'
         f"<title>Ramify</title>\n<style>{style}</style>\n</head>\n<body>\n"
         '<header id="top"></header>\n<main id="page" tabindex="-1"></main>\n'
-        f'<script type="application/json" id="ramify-data">{_harmless(data)}</script>\n'
+        f'<script type="application/json" id="ramify-data">{_encode_for_html(data)}</script>\n'
         f'<script type="module">{script}</script>\n</body>\n</html>\n'
     ).encode("utf-8", "backslashreplace")
 
@@ -185,7 +185,7 @@ def offline_run_data(run: WatchedRun) -> dict[str, Any]:
             calls[node.id] = transcript(run, node.id, max_text=MAX_TEXT)
             links[node.id] = provenance(run, node.id)
             if node.outlier:
-                siblings[node.id] = sibling_code(run, node.id)
+                siblings[node.id] = compare_sibling_code(run, node.id)
         except StoreError:  # damaged: the page shows that it is missing
             continue
         for index, turn in enumerate(run.call_detail(node.id).call.turns):
@@ -202,11 +202,11 @@ def offline_run_data(run: WatchedRun) -> dict[str, Any]:
         "provenance": links,
         "siblings": siblings,
         "sources": sources(run),
-        "cited": _cited(run, shown["head"]["citations"]),
+        "cited": _cited_texts(run, shown["head"]["citations"]),
     }
 
 
-def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
+def _cited_texts(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the text around each citation in an answer.
 
     Its key combines the name of the cited text and the first cited line, as in ``report.txt/12``.
@@ -221,7 +221,7 @@ def _cited(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _harmless(value: Any) -> str:
+def _encode_for_html(value: Any) -> str:
     """Encode a value as JSON that is safe to embed in HTML, since it contains no end tags or
     comments.
     """

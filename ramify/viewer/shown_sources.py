@@ -56,10 +56,10 @@ def sources(run: WatchedRun) -> dict[str, Any]:
     StoreError if the record of the sources cannot be read.
     """
     try:
-        read = msgspec.convert(run.tree.run.metadata.get("read") or {}, RecordedSources)
+        read = msgspec.convert(run.tree.run_data.metadata.get("read") or {}, RecordedSources)
     except msgspec.ValidationError as error:
         raise StoreError(f"the record of the sources cannot be read: {error}") from None
-    context = run.tree.run.context
+    context = run.tree.run_data.context
     is_single = context is not None and context.kind == "str"
     return {
         "items": [
@@ -89,7 +89,7 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
 
     Raises StoreError if there is no such text.
     """
-    context = run.tree.run.context
+    context = run.tree.run_data.context
     if context is None:
         raise StoreError("the run has no context")
     if context.chars > MAX_CHARS and not context.files:

@@ -29,7 +29,7 @@ _Code = tuple[str, ...]
 """Code of each cell of a call, in order."""
 
 
-def sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
+def compare_sibling_code(run: WatchedRun, id: str) -> dict[str, Any]:
     """Compare the code of the call ``id`` with that of a typical sibling.
 
     Raises StoreError if there is no such call.

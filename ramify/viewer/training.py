@@ -37,12 +37,12 @@ from ramify.evaluate.evaluation_report import (
     flipped_items,
     report,
 )
-from ramify.evaluate.matrix_report import reason_of
+from ramify.evaluate.matrix_report import failure_reason
 from ramify.evaluate.run import AttemptOutcome, EvaluationResult, read_evaluation
 from ramify.evaluate.statistics import MeanEstimate, pass_at_k, score_with_interval
 from ramify.store.journal import FileStoredRun, decode_line
-from ramify.store.reviews import HumanRunReview, inter_rater_agreements, listed_reviews
-from ramify.train.metrics import FILE, Diagnosis, StepMetrics, layers
+from ramify.store.reviews import HumanRunReview, inter_rater_agreements, read_reviews_for_listing
+from ramify.train.metrics import FILE, Diagnosis, StepMetrics, metrics_by_depth
 from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory, answer_text, cut
 from ramify.viewer.run_catalog import RunCatalog
@@ -120,7 +120,7 @@ class TrainingCurves:
             return False
         return stat.st_size != self.offset or stat.st_ino != self._inode
 
-    def num_unread(self) -> int:
+    def num_unread_bytes(self) -> int:
         """Return the number of unread bytes in the file of metrics."""
         try:
             return self.path.stat().st_size - self.offset
@@ -177,7 +177,7 @@ class TrainingCurves:
         elif not self.stages or self.stages[-1][0] != measured.stage:
             self.stages.append((measured.stage, measured.step))
         self.diagnoses += [(measured.step, each) for each in measured.diagnoses]
-        self._tick(measured)
+        self._update_clock(measured)
         for name, value in measured.values.items():
             steps, values = self.names.setdefault(name, ([], []))
             written = self._written.setdefault(name, [])
@@ -189,7 +189,7 @@ class TrainingCurves:
                 values.append(value)
                 written.append(self.version)
 
-    def _tick(self, measured: StepMetrics) -> None:
+    def _update_clock(self, measured: StepMetrics) -> None:
         clock = self.clock
         if clock["steps"] and clock["steps"][-1] == measured.step:
             return  # the evaluation after a step
@@ -203,7 +203,7 @@ class TrainingCurves:
 
     def data(self) -> dict[str, Any]:
         """Return all data that the page of the training run shows."""
-        self._look()
+        self._note_other_changes()
         others = {name: value for name, (_, value) in self._others.items()}
         return {"version": self.version, "names": self.names, "clock": self.clock, **others}
 
@@ -214,7 +214,7 @@ class TrainingCurves:
         """
         if not self._first_version <= since <= self.version:
             return self.data()
-        self._look()
+        self._note_other_changes()
         names = {}
         for name, (steps, values) in self.names.items():
             first = bisect_right(self._written[name], since)
@@ -229,7 +229,7 @@ class TrainingCurves:
             **{name: value for name, (at, value) in self._others.items() if at > since},
         }
 
-    def _look(self) -> None:
+    def _note_other_changes(self) -> None:
         """Record which data other than the curves has changed.
 
         Other files in the folder can change while the metrics get no new line; such a change is
@@ -271,7 +271,7 @@ class TrainingCurves:
             with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
                 if path is not None:
                     state = msgspec.json.decode(path.read_bytes(), type=_StoredConfig)
-                    self._options = dict(_flat(state.config))
+                    self._options = dict(_flatten_options(state.config))
         return self._options
 
 
@@ -284,10 +284,10 @@ class _StoredConfig(msgspec.Struct):
     config: dict[str, Any] = {}
 
 
-def _flat(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_options(options: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, value in options.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten_options(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", msgspec.json.encode(value).decode()
 
@@ -301,7 +301,7 @@ def rollout_files(folder: Path) -> dict[int, Path]:
     return files
 
 
-def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
+def saved_rollouts(folder: Path, step: int, key: str) -> dict[str, Any]:
     """Return the saved rollouts of a training step, best first.
 
     ``key`` is the address of their file. Raises StoreError if no rollouts of that step were saved.
@@ -316,7 +316,7 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
     trajectories, rows = [], []
     for number, tree in _rollouts(path, problems):
         trajectories.append(tree)
-        rows.append(_sample(tree, f"{key}:{number}"))
+        rows.append(_sample_data(tree, f"{key}:{number}"))
     # Rollouts without a reward, such as failed ones, come last.
     rows.sort(key=lambda row: math.inf if row["reward"] is None else -row["reward"])
     return {
@@ -324,7 +324,7 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
         "path": str(path),
         "rows": rows,
         "problems": problems,
-        "depths": layers(trajectories, {}),
+        "depths": metrics_by_depth(trajectories, {}),
     }
 
 
@@ -364,7 +364,7 @@ def rollouts_of_item(
     problems: list[str] = []
     for step, path in sorted(rollout_files(folder).items())[-MAX_ITEM_STEPS:]:
         key = key_of(path) or ""
-        rows = [_sample(tree, f"{key}:{at}") for at, tree in _rollouts(path, problems, item)]
+        rows = [_sample_data(tree, f"{key}:{at}") for at, tree in _rollouts(path, problems, item)]
         if rows:
             steps.append(
                 {"step": step, "rows": sorted(rows, key=lambda row: (len(row["id"]), row["id"]))}
@@ -383,7 +383,7 @@ def _advantage(tree: Trajectory) -> float | None:
     return means.get(tree.root.id) if tree.calls else None
 
 
-def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
+def _sample_data(tree: Trajectory, key: str) -> dict[str, Any]:
     return {
         "key": key,
         "id": tree.id,
@@ -421,13 +421,13 @@ class EvaluationLibrary:
         """
         self._lock = threading.Lock()
 
-    def shown(self, key: str, other: str = "") -> dict[str, Any]:
+    def page_data(self, key: str, other: str = "") -> dict[str, Any]:
         """Return the data for the page of the evaluation ``key``.
 
         If ``other`` is given, it includes a comparison with that evaluation. Raises StoreError for
         a record that does not exist or cannot be read.
         """
-        path = self._library.evaluation(key)
+        path = self._library.find_evaluation_path(key)
         problems: list[str] = []
         evaluation = read_evaluation(path, problems)
         # Reversed, so that the first outcome of each item decides its position.
@@ -439,15 +439,15 @@ class EvaluationLibrary:
             key=lambda outcome: (first_index[outcome.item], outcome.attempt),
         )
         attempts = [self._attempt(outcome, path) for outcome in order[:MAX_ATTEMPTS]]
-        compared, flipped = self._compared(evaluation, other) if other else (None, {})
+        compared, flipped = self._compare_with(evaluation, other) if other else (None, {})
         return {
             "key": key,
             "name": path.stem,
             "path": str(path),
             "plan": msgspec.structs.asdict(evaluation.plan),
             "num_made": len(evaluation.outcomes),
-            "passes": _passes(evaluation),
-            "report": self._report(path, evaluation),
+            "passes": _pass_at_k(evaluation),
+            "report": self._cached_report(path, evaluation),
             "attempts": attempts,
             "compared": compared,
             "flips": flipped,
@@ -455,7 +455,7 @@ class EvaluationLibrary:
             "problems": problems[:MAX_PROBLEMS],
         }
 
-    def _report(self, path: Path, evaluation: EvaluationResult) -> EvaluationReport | None:
+    def _cached_report(self, path: Path, evaluation: EvaluationResult) -> EvaluationReport | None:
         """Return the report of an evaluation, from the cache if possible.
 
         Returns None before the first attempt.
@@ -469,12 +469,12 @@ class EvaluationLibrary:
                 self._known[path] = (stamp, figures)
         return figures
 
-    def _compared(
+    def _compare_with(
         self, evaluation: EvaluationResult, other: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the difference from the evaluation ``other``, and which items improved or got
         worse."""
-        path = self._library.evaluation(other)
+        path = self._library.find_evaluation_path(other)
         try:
             theirs = read_evaluation(path)
             figure, items = difference(evaluation, theirs)
@@ -486,8 +486,8 @@ class EvaluationLibrary:
     def _attempt(self, outcome: AttemptOutcome, record: Path) -> dict[str, Any]:
         reward = outcome.reward
         run = record.parent.parent / "runs" / f"{outcome.run}.jsonl" if outcome.run else None
-        question, expected = self._asked(run) if run is not None else ("", "")
-        review = listed_reviews(run)[outcome.run] if run is not None else HumanRunReview()
+        question, expected = self._question_and_expected(run) if run is not None else ("", "")
+        review = read_reviews_for_listing(run)[outcome.run] if run is not None else HumanRunReview()
         return {
             "question": question,
             "expected": expected,
@@ -504,7 +504,7 @@ class EvaluationLibrary:
             "answer": cut(outcome.answer or ""),
             "stop": outcome.stop,
             "error": cut(outcome.error),
-            "reason": reason_of(outcome),
+            "reason": failure_reason(outcome),
             "turns": outcome.turns,
             "calls": outcome.calls,
             "tokens": outcome.usage.total_tokens,
@@ -513,7 +513,7 @@ class EvaluationLibrary:
             "run": self._library.key_of_evaluation_run(record, outcome.run),
         }
 
-    def _asked(self, run: Path) -> tuple[str, str]:
+    def _question_and_expected(self, run: Path) -> tuple[str, str]:
         """Return the question and the expected answer of the run with the journal ``run``.
 
         Both are empty if the journal cannot be read.
@@ -530,7 +530,7 @@ class EvaluationLibrary:
         return self._questions[run]
 
 
-def _passes(evaluation: EvaluationResult) -> list[tuple[int, MeanEstimate]]:
+def _pass_at_k(evaluation: EvaluationResult) -> list[tuple[int, MeanEstimate]]:
     """Return pass@k for each k up to the planned number of attempts.
 
     Only items with at least k scores count.

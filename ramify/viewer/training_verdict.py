@@ -65,7 +65,7 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
     """Metrics whose curves show the fault."""
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """Name and steps of the alarm, such as ``wrong sign since step 2``."""
         name, step = self.name.replace("_", " "), self.steps[-1]
         if self.ceased is None:
@@ -117,7 +117,7 @@ def last_stage_facts(
         for name, (steps, each) in curves.items()
         if (values := [value for step, value in zip(steps, each, strict=True) if step >= start])
     }
-    return [*_facts(own, stage), *_validation(curves), _alarm_fact(found)]
+    return [*_facts(own, stage), *_validation_facts(curves), _alarm_fact(found)]
 
 
 def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingFact]:
@@ -126,9 +126,9 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
     else:
         loss = next((name for name in ("loss", "ce_loss") if name in own), "")
         if loss:
-            text = f"{_change(loss, own[loss])} ({stage})"
+            text = f"{_describe_change(loss, own[loss])} ({stage})"
             yield TrainingFact(name="loss", text=text, metric=loss)
-    cut = _late(own, "truncated_rollouts")
+    cut = _late_mean(own, "truncated_rollouts")
     if cut is not None:
         yield TrainingFact(
             name="cut",
@@ -136,7 +136,7 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
             tone="warn" if cut >= _MANY_CUT else "",
             metric="truncated_rollouts",
         )
-    failed = _late(own, "failed_share")
+    failed = _late_mean(own, "failed_share")
     if failed:
         yield TrainingFact(
             name="failed",
@@ -164,7 +164,7 @@ def num_averaged_steps(num_steps: int) -> int:
 
 def _of_reward(own: Mapping[str, Sequence[float]]) -> TrainingFact:
     rewards = own["reward"]
-    text, tone = _change("reward", rewards), ""
+    text, tone = _describe_change("reward", rewards), ""
     errors = own.get("reward_error", ())
     if 1 < len(rewards) == len(errors):
         num = num_averaged_steps(len(rewards))
@@ -178,33 +178,33 @@ def _of_reward(own: Mapping[str, Sequence[float]]) -> TrainingFact:
     return TrainingFact(name="reward", text=text, tone=tone, metric="reward")
 
 
-def _change(name: str, values: Sequence[float]) -> str:
+def _describe_change(name: str, values: Sequence[float]) -> str:
     if len(values) == 1:
-        return f"{name} {_short(values[0])} in the first step"
+        return f"{name} {_format_number(values[0])} in the first step"
     num = num_averaged_steps(len(values))
     first, last = fmean(values[:num]), fmean(values[-num:])
-    return f"{name} {_short(first)} → {_short(last)} over {len(values):,} steps"
+    return f"{name} {_format_number(first)} → {_format_number(last)} over {len(values):,} steps"
 
 
-def _validation(curves: Curves) -> Iterator[TrainingFact]:
+def _validation_facts(curves: Curves) -> Iterator[TrainingFact]:
     if "validation/reward" not in curves:
         return
     steps, values = curves["validation/reward"]
     nothing: tuple[list[int], list[float]] = ([], [])
     low = curves.get("validation/reward_low", nothing)[1]
     high = curves.get("validation/reward_high", nothing)[1]
-    text = f"validation {_short(values[-1])}"
+    text = f"validation {_format_number(values[-1])}"
     if len(low) == len(high) == len(values):
-        text += f" ({_short(low[-1])} to {_short(high[-1])})"
+        text += f" ({_format_number(low[-1])} to {_format_number(high[-1])})"
     best = max(range(len(values)), key=values.__getitem__)
     if values[best] > values[-1]:
-        text += f", best {_short(values[best])} at step {steps[best]:,}"
+        text += f", best {_format_number(values[best])} at step {steps[best]:,}"
     yield TrainingFact(name="validation", text=text, metric="validation/reward")
 
 
 def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
     lasts = any(alarm.ceased is None for alarm in found)
-    names = ", ".join(alarm.words for alarm in found)
+    names = ", ".join(alarm.summary for alarm in found)
     text = f"{'alarm' if len(found) == 1 else f'{len(found)} alarms'}: {names}"
     return TrainingFact(
         name="alarm",
@@ -213,7 +213,7 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
     )
 
 
-def _late(own: Mapping[str, Sequence[float]], name: str) -> float | None:
+def _late_mean(own: Mapping[str, Sequence[float]], name: str) -> float | None:
     """Return the mean of a metric over the last steps.
 
     Returns None if the metric was not measured.
@@ -226,5 +226,5 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

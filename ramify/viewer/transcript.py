@@ -63,11 +63,11 @@ def transcript(
         "fork": struct_fields(call.fork) if call.fork else None,
         **({"cause": call.cause} if call.cause is not None else {}),
         "rewards": rewards_of(run, node),
-        "marks": [_mark(mark) for mark in marks.get(-1, ())],
+        "marks": [_mark_data(mark) for mark in marks.get(-1, ())],
         "first_turn": first_turn,
         "num_turns": len(call.turns),
         "turns": [
-            _turn(
+            _turn_data(
                 turn,
                 index,
                 detail.spans[2 * index : 2 * index + 2],
@@ -78,7 +78,7 @@ def transcript(
             for index, turn in enumerate(call.turns)
             if index >= first_turn
         ],
-        "pending": _pending(detail.pending, cut),
+        "pending": _pending_data(detail.pending, cut),
         "notes": [{**struct_fields(note), "text": note.text[:MAX_TEXT]} for note in detail.notes],
     }
 
@@ -99,7 +99,7 @@ class _TextCutter:
         return {"text": text[: self._max], "chars": len(text)}
 
 
-def _turn(
+def _turn_data(
     turn: Turn,
     index: int,
     span: Sequence[float],
@@ -110,23 +110,23 @@ def _turn(
     return {
         "index": index,
         "reused": turn.reused,
-        "prompt": [_message(message, cut) for message in turn.prompt],
-        "reply": _message(turn.reply.message, cut),
+        "prompt": [_message_data(message, cut) for message in turn.prompt],
+        "reply": _message_data(turn.reply.message, cut),
         "finish": turn.reply.finish,
         "seconds": turn.reply.seconds,
         "model": turn.reply.model,
         "usage": struct_fields(turn.reply.usage),
         "cost": turn.reply.cost,
-        "cells": [_cell(cell, cut) for cell in turn.cells],
+        "cells": [_cell_data(cell, cut) for cell in turn.cells],
         "num_sampled": len(turn.reply.token_ids or ()),
         "asked_s": span[0] if span else None,
         "replied_s": span[1] if len(span) > 1 else None,
-        "tools": [_tool(answer, cut) for answer in tools],
-        "marks": [_mark(mark) for mark in marks],
+        "tools": [_tool_data(answer, cut) for answer in tools],
+        "marks": [_mark_data(mark) for mark in marks],
     }
 
 
-def _message(message: Message, cut: _TextCutter) -> dict[str, Any]:
+def _message_data(message: Message, cut: _TextCutter) -> dict[str, Any]:
     pictures = describe_pictures(message)
     return {
         "role": message.role,
@@ -139,7 +139,7 @@ def _message(message: Message, cut: _TextCutter) -> dict[str, Any]:
     }
 
 
-def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
+def _cell_data(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
     return {
         "code": cut(cell.code),
         "stdout": cut(cell.stdout),
@@ -155,7 +155,7 @@ def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
     }
 
 
-def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
+def _tool_data(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
     """Convert one call of a user's tool to the form that the page shows.
 
     The result is decoded from the session's encoding.
@@ -173,14 +173,16 @@ def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
     }
 
 
-def _mark(mark: Annotation) -> dict[str, Any]:
+def _mark_data(mark: Annotation) -> dict[str, Any]:
     return {"by": mark.by, "values": mark.values, "tokens": list(mark.tokens), "text": mark.text}
 
 
-def _pending(request: UnansweredModelRequest | None, cut: _TextCutter) -> dict[str, Any] | None:
+def _pending_data(
+    request: UnansweredModelRequest | None, cut: _TextCutter
+) -> dict[str, Any] | None:
     if request is None:
         return None
-    prompt = [_message(message, cut) for message in request.prompt]
+    prompt = [_message_data(message, cut) for message in request.prompt]
     return {"turn": request.turn, "reused": request.reused, "prompt": prompt, "at_s": request.at_s}
 
 
@@ -196,13 +198,13 @@ def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
     if not 0 <= turn < len(call.turns):
         raise StoreError(f"call {id} has no turn {turn + 1}")
     provider, _, model = call.model.partition(":")
-    sampling = run.tree.run.metadata.get("sampling") or {}
+    sampling = run.tree.run_data.metadata.get("sampling") or {}
     options = {
         name: sampling[name]
         for name in ("max_tokens", "temperature", "top_p", "stop", "seed")
         if sampling.get(name) not in (None, [], ())
     }
-    messages = [_sent(message) for message in _messages(run, call, turn)]
+    messages = [_to_openai_message(message) for message in _messages(run, call, turn)]
     hosts = {"openai": "https://api.openai.com/v1", "openrouter": "https://openrouter.ai/api/v1"}
     return {
         "body": {"model": model or provider, "messages": messages, **options},
@@ -229,7 +231,7 @@ def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
     return messages
 
 
-def _sent(message: Message) -> dict[str, Any]:
+def _to_openai_message(message: Message) -> dict[str, Any]:
     """Convert a message to a dict in the OpenAI chat format."""
     sent: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
@@ -261,7 +263,7 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
         raise StoreError(f"call {id} has no turn {turn + 1}")
     reply = call.turns[turn].reply
     prompt_ids, sampled = list(reply.prompt_ids or ()), list(reply.token_ids or ())
-    recorded = run.tree.run.metadata
+    recorded = run.tree.run_data.metadata
     stored = (recorded.get("advantages") or {}).get(f"{id}/{turn}")
     gaps = (recorded.get("logprob_gaps") or {}).get(f"{id}/{turn}")
     advantages = (
@@ -276,7 +278,7 @@ def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -
         "advantages": advantages,
         "gaps": gaps if isinstance(gaps, list) and len(gaps) == len(sampled) else None,
         "scores": _scores(run, id, turn, len(sampled)),
-        "texts": _decoded(tokenizer, [*prompt_ids, *sampled]),
+        "texts": _decode_tokens(tokenizer, [*prompt_ids, *sampled]),
     }
 
 
@@ -304,7 +306,7 @@ def _versions(reply: Reply) -> list[int] | None:
     return versions
 
 
-def _decoded(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
+def _decode_tokens(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
     """Return the text of each token id.
 
     Returns None without a tokenizer or without the library that reads tokenizers.

@@ -62,26 +62,38 @@ from aiohttp import web
 
 from ramify.errors import RamifyError, StoreError
 from ramify.http_server.access import BearerKeys, ListenAddress, new_key
-from ramify.http_server.base_server import AiohttpServer, received
+from ramify.http_server.base_server import AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.store.reviews import UNSCORED, HumanRunReview, Verdict, inter_rater_agreements
-from ramify.viewer.comparison import MAX_RUNS, overview_and_calls, rows_of
+from ramify.viewer.comparison import MAX_RUNS, match_calls, overview_and_calls
 from ramify.viewer.feed import FileChangeFeed, FileChangeFeeds
-from ramify.viewer.matrices import shown_matrix, stored_matrix_page
+from ramify.viewer.matrices import matrix_page_data, stored_matrix_page
 from ramify.viewer.page_headers import add_headers
 from ramify.viewer.provenance import provenance
 from ramify.viewer.run_again import Rebuild, RerunFromTurnRequest, RunAgain
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.run_list_updates import VersionedRunList
-from ramify.viewer.run_lookup import Kind, LocatedRun, kind_of
-from ramify.viewer.run_overview import run_overview, struct_fields, texts
+from ramify.viewer.run_lookup import Kind, LocatedRun, detect_file_kind
+from ramify.viewer.run_overview import call_texts, run_overview, struct_fields
 from ramify.viewer.run_text_search import search
-from ramify.viewer.script_bundle import APP, STATIC, app, early, module, offline_run_page
+from ramify.viewer.script_bundle import (
+    APP,
+    STATIC,
+    app_script,
+    inline_script,
+    module_source,
+    offline_run_page,
+)
 from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.shown_sources import source_text, sources
-from ramify.viewer.sibling_code import sibling_code
-from ramify.viewer.training import EvaluationLibrary, rollout_files, rollouts_of_item, samples
+from ramify.viewer.sibling_code import compare_sibling_code
+from ramify.viewer.training import (
+    EvaluationLibrary,
+    rollout_files,
+    rollouts_of_item,
+    saved_rollouts,
+)
 from ramify.viewer.transcript import (
     MAX_TEXT,
     exact_request,
@@ -192,7 +204,7 @@ class ViewServer:
         await self._http.start(app)
         if self._first:
             self._reading = asyncio.create_task(
-                self._feeds.run(self._library.find(self._first)).refresh_watched()
+                self._feeds.run_feed(self._library.find(self._first)).refresh_watched()
             )
         return self
 
@@ -207,38 +219,38 @@ class ViewServer:
     # --- data of the pages
 
     async def _page(self, request: web.Request) -> web.Response:
-        return self._assets.answer(request, "index.html")
+        return self._assets.file_response(request, "index.html")
 
     async def _asset(self, request: web.Request) -> web.Response:
-        return self._assets.answer(request, request.match_info["name"])
+        return self._assets.file_response(request, request.match_info["name"])
 
     async def _alive(self, _: web.Request) -> web.Response:
-        return data({})
+        return json_response({})
 
     async def _runs(self, _: web.Request) -> web.Response:
-        return compressed(await asyncio.to_thread(self._listing.rows))
+        return compressed_response(await asyncio.to_thread(self._listing.rows))
 
     async def _runs_changes(self, request: web.Request) -> web.Response:
         since = request.query.get("since", "")
-        return compressed(await asyncio.to_thread(self._listing.changes, since))
+        return compressed_response(await asyncio.to_thread(self._listing.changes, since))
 
     def _feed(self, request: web.Request) -> FileChangeFeed[WatchedRun]:
-        return self._feeds.run(self._library.find(_word(request, "key")))
+        return self._feeds.run_feed(self._library.find(_required_parameter(request, "key")))
 
     async def _run(self, request: web.Request) -> web.Response:
         feed = self._feed(request)
-        num_texts = _number(request, "texts") if "texts" in request.query else None
+        num_texts = _number_parameter(request, "texts") if "texts" in request.query else None
         await feed.refresh_watched()
-        return data(await feed.call_locked(lambda run: run_overview(run, num_texts)))
+        return json_response(await feed.call_locked(lambda run: run_overview(run, num_texts)))
 
     async def _texts(self, request: web.Request) -> web.Response:
-        first = _number(request, "from")
-        return await self._inspected(request, lambda run: texts(run, first))
+        first = _number_parameter(request, "from")
+        return await self._inspect_run(request, lambda run: call_texts(run, first))
 
     async def _call(self, request: web.Request) -> web.Response:
-        id, first = _word(request, "id"), _number(request, "from")
+        id, first = _required_parameter(request, "id"), _number_parameter(request, "from")
         length = None if "full" in request.query else MAX_TEXT
-        return await self._inspected(request, lambda run: transcript(run, id, first, length))
+        return await self._inspect_run(request, lambda run: transcript(run, id, first, length))
 
     async def _compare(self, request: web.Request) -> web.Response:
         keys = request.query.getall("key", [])
@@ -248,27 +260,27 @@ class ViewServer:
             )
         runs = []
         for key in keys:
-            feed = self._feeds.run(self._library.find(key))
+            feed = self._feeds.run_feed(self._library.find(key))
             await feed.refresh_watched()
             runs.append(await feed.call_locked(overview_and_calls))
-        rows = await asyncio.to_thread(rows_of, [calls for _, calls in runs])
-        return compressed({"heads": [head for head, _ in runs], "rows": rows})
+        rows = await asyncio.to_thread(match_calls, [calls for _, calls in runs])
+        return compressed_response({"heads": [head for head, _ in runs], "rows": rows})
 
     async def _provenance(self, request: web.Request) -> web.Response:
-        id = _word(request, "id")
-        return await self._inspected(request, lambda run: provenance(run, id))
+        id = _required_parameter(request, "id")
+        return await self._inspect_run(request, lambda run: provenance(run, id))
 
     async def _siblings(self, request: web.Request) -> web.Response:
-        id = _word(request, "id")
-        return await self._inspected(request, lambda run: sibling_code(run, id))
+        id = _required_parameter(request, "id")
+        return await self._inspect_run(request, lambda run: compare_sibling_code(run, id))
 
     async def _request(self, request: web.Request) -> web.Response:
-        id, turn = _word(request, "id"), _number(request, "turn")
-        return await self._inspected(request, lambda run: exact_request(run, id, turn))
+        id, turn = _required_parameter(request, "id"), _number_parameter(request, "turn")
+        return await self._inspect_run(request, lambda run: exact_request(run, id, turn))
 
     async def _tokens(self, request: web.Request) -> web.Response:
-        id, turn = _word(request, "id"), _number(request, "turn")
-        return await self._inspected(
+        id, turn = _required_parameter(request, "id"), _number_parameter(request, "turn")
+        return await self._inspect_run(
             request,
             lambda run: tokens(
                 run, id, turn, find_tokenizer_file(run, [run.call_detail(id).call.model])
@@ -276,7 +288,7 @@ class ViewServer:
         )
 
     async def _picture(self, request: web.Request) -> web.Response:
-        id, digest = _word(request, "id"), _word(request, "digest")
+        id, digest = _required_parameter(request, "id"), _required_parameter(request, "digest")
         feed = self._feed(request)
         if not feed.watched.version:
             await feed.refresh_watched()
@@ -285,32 +297,32 @@ class ViewServer:
         return web.Response(body=body, headers=headers)
 
     async def _sources(self, request: web.Request) -> web.Response:
-        return await self._inspected(request, sources)
+        return await self._inspect_run(request, sources)
 
     async def _source(self, request: web.Request) -> web.Response:
-        name, line = _word(request, "name"), _number(request, "line")
-        return await self._inspected(request, lambda run: source_text(run, name, line))
+        name, line = _required_parameter(request, "name"), _number_parameter(request, "line")
+        return await self._inspect_run(request, lambda run: source_text(run, name, line))
 
     async def _search(self, request: web.Request) -> web.Response:
         query = request.query.get("q", "")
-        return await self._inspected(request, lambda run: search(run, query))
+        return await self._inspect_run(request, lambda run: search(run, query))
 
-    async def _inspected(
+    async def _inspect_run(
         self, request: web.Request, look: Callable[[WatchedRun], dict[str, Any]]
     ) -> web.Response:
         feed = self._feed(request)
         if not feed.watched.version:
             await feed.refresh_watched()
-        return data(await feed.call_locked(look))
+        return json_response(await feed.call_locked(look))
 
     async def _journal(self, request: web.Request) -> web.StreamResponse:
-        located = self._library.find(_word(request, "key"))
+        located = self._library.find(_required_parameter(request, "key"))
         await asyncio.to_thread(_check_shown, located)
         number = "" if located.line is None else f"-{located.line}"
-        headers = _download(f"{located.run.id}{number}.jsonl", "application/x-ndjson")
+        headers = _download_headers(f"{located.run.id}{number}.jsonl", "application/x-ndjson")
         path = located.run.path
         if path is None:
-            body = await asyncio.to_thread(lambda: b"".join(located.run.blocks()))
+            body = await asyncio.to_thread(lambda: b"".join(located.run.line_blocks()))
             return web.Response(body=body, headers=headers)
         if located.line is None:
             return web.FileResponse(path, headers=headers)
@@ -319,72 +331,83 @@ class ViewServer:
         )
 
     async def _export(self, request: web.Request) -> web.Response:
-        located = self._library.find(_word(request, "key"))
+        located = self._library.find(_required_parameter(request, "key"))
         await asyncio.to_thread(_check_shown, located)
         return web.Response(
             body=await asyncio.to_thread(offline_run_page, located),
-            headers=_download(f"{located.run.id}.html", "text/html; charset=utf-8"),
+            headers=_download_headers(f"{located.run.id}.html", "text/html; charset=utf-8"),
         )
 
     async def _training(self, request: web.Request) -> web.Response:
-        feed = self._feeds.training(self._library.training(_word(request, "key")))
+        feed = self._feeds.training_feed(
+            self._library.find_training_folder(_required_parameter(request, "key"))
+        )
         curves = await feed.refresh_watched()
         if "version" not in request.query:
-            return data(curves.data())
-        version = _number(request, "version")
+            return json_response(curves.data())
+        version = _number_parameter(request, "version")
         if version == curves.version:
-            return data({"version": version})
-        return data(curves.changes(version))
+            return json_response({"version": version})
+        return json_response(curves.changes(version))
 
     async def _samples(self, request: web.Request) -> web.Response:
-        folder = self._library.training(_word(request, "key"))
-        step = _number(request, "step")
+        folder = self._library.find_training_folder(_required_parameter(request, "key"))
+        step = _number_parameter(request, "step")
         path = rollout_files(folder).get(step)
-        return data(samples(folder, step, (self._library.key_of(path) or "") if path else ""))
+        return json_response(
+            saved_rollouts(folder, step, (self._library.key_of_path(path) or "") if path else "")
+        )
 
     async def _item(self, request: web.Request) -> web.Response:
-        folder = self._library.training(_word(request, "key"))
-        item, key_of = _word(request, "item"), self._library.key_of
-        return data(await asyncio.to_thread(rollouts_of_item, folder, item, key_of))
+        folder = self._library.find_training_folder(_required_parameter(request, "key"))
+        item, key_of = _required_parameter(request, "item"), self._library.key_of_path
+        return json_response(await asyncio.to_thread(rollouts_of_item, folder, item, key_of))
 
     async def _evaluation(self, request: web.Request) -> web.Response:
-        key, other = _word(request, "key"), request.query.get("other", "")
-        return data(await asyncio.to_thread(self._evaluations.shown, key, other))
+        key, other = _required_parameter(request, "key"), request.query.get("other", "")
+        return json_response(await asyncio.to_thread(self._evaluations.page_data, key, other))
 
     async def _matrix(self, request: web.Request) -> web.Response:
-        key = _word(request, "key")
-        return data(await asyncio.to_thread(shown_matrix, self._library, key))
+        key = _required_parameter(request, "key")
+        return json_response(await asyncio.to_thread(matrix_page_data, self._library, key))
 
     async def _matrix_file(self, request: web.Request) -> web.Response:
-        key = _word(request, "key")
+        key = _required_parameter(request, "key")
         id, body = await asyncio.to_thread(stored_matrix_page, self._library, key)
-        headers = _download(f"matrix-{id}.html", "text/html; charset=utf-8")
+        headers = _download_headers(f"matrix-{id}.html", "text/html; charset=utf-8")
         return web.Response(body=body, headers=headers)
 
     async def _maps(self, _: web.Request) -> web.Response:
-        return data({"maps": await asyncio.to_thread(self._library.maps)})
+        return json_response({"maps": await asyncio.to_thread(self._library.map_summaries)})
 
     async def _map(self, request: web.Request) -> web.Response:
-        return data(await asyncio.to_thread(self._library.map, _word(request, "key")))
+        return json_response(
+            await asyncio.to_thread(self._library.map_detail, _required_parameter(request, "key"))
+        )
 
     # --- running again
 
     async def _again_place(self, request: web.Request) -> web.Response:
-        located, again = self._library.find(_word(request, "key")), self._able()
-        return data(
-            await again.turn_to_edit(located, _word(request, "id"), _number(request, "turn"))
+        located, again = (
+            self._library.find(_required_parameter(request, "key")),
+            self._require_run_again(),
+        )
+        return json_response(
+            await again.turn_to_edit(
+                located, _required_parameter(request, "id"), _number_parameter(request, "turn")
+            )
         )
 
     async def _again_cost(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), await _decoded(request, RerunFromTurnRequest)
-        return data(await again.estimate(self._library.find(wanted.key), wanted))
+        again, wanted = self._require_run_again(), await _decode_body(request, RerunFromTurnRequest)
+        return json_response(await again.estimate(self._library.find(wanted.key), wanted))
 
     async def _again_start(self, request: web.Request) -> web.Response:
-        again, wanted = self._able(), await _decoded(request, RerunFromTurnRequest)
+        again, wanted = self._require_run_again(), await _decode_body(request, RerunFromTurnRequest)
         store, id = await again.start(self._library.find(wanted.key), wanted)
-        return data({"key": self._library.key_of_stored_run(store, id)})
+        return json_response({"key": self._library.key_of_stored_run(store, id)})
 
-    def _able(self) -> RunAgain:
+    def _require_run_again(self) -> RunAgain:
         self._refuse_if_open("running a turn again costs money")
         if self._again is None:
             raise RequestRejected("this server cannot start runs", status=403)
@@ -400,8 +423,8 @@ class ViewServer:
 
     async def _write_review(self, request: web.Request) -> web.Response:
         self._refuse_if_open("saving a review changes the store")
-        wanted = await _decoded(request, SubmitReviewRequest)
-        feed = self._feeds.run(self._library.find(wanted.key))
+        wanted = await _decode_body(request, SubmitReviewRequest)
+        feed = self._feeds.run_feed(self._library.find(wanted.key))
         await feed.refresh_watched()
 
         def write(run: WatchedRun) -> dict[str, Any]:
@@ -410,11 +433,11 @@ class ViewServer:
             )
             return struct_fields(run.source.write_review(run.review_key, review))
 
-        return data(await feed.call_locked(write))
+        return json_response(await feed.call_locked(write))
 
     async def _write_verdicts(self, request: web.Request) -> web.Response:
         self._refuse_if_open("saving a label changes the store")
-        wanted = await _decoded(request, LabelRunsRequest)
+        wanted = await _decode_body(request, LabelRunsRequest)
         if not 1 <= len(wanted.keys) <= MAX_LABELLED:
             raise RequestRejected(
                 f"{request.path} labels 1 to {MAX_LABELLED:,} runs, but got {len(wanted.keys):,}"
@@ -426,7 +449,7 @@ class ViewServer:
             if wanted.note is not None:
                 review = msgspec.structs.replace(review, note=wanted.note)
             if wanted.verdict != "":
-                reward = next(iter(run.tree.run.rewards), UNSCORED)
+                reward = next(iter(run.tree.run_data.rewards), UNSCORED)
                 verdict = None if wanted.verdict == "none" else wanted.verdict
                 review = review.with_verdict(person, verdict, reward)
             saved = run.source.write_review(run.review_key, review)
@@ -434,29 +457,33 @@ class ViewServer:
 
         reviews = {}
         for key in wanted.keys:
-            feed = self._feeds.run(self._library.find(key))
+            feed = self._feeds.run_feed(self._library.find(key))
             await feed.refresh_watched()
             reviews[key] = await feed.call_locked(write)
-        return data({"person": person, "reviews": reviews})
+        return json_response({"person": person, "reviews": reviews})
 
     async def _agreements(self, _: web.Request) -> web.Response:
         listed = await asyncio.to_thread(self._listing.rows)
-        return data({"agreements": inter_rater_agreements(run.verdicts for run in listed["runs"])})
+        return json_response(
+            {"agreements": inter_rater_agreements(run.verdicts for run in listed["runs"])}
+        )
 
     # --- changes
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         feed = self._feed(request)
         await feed.refresh_watched()
-        return await stream(request, feed.follow(_number(request, "version")))
+        return await stream(request, feed.follow(_number_parameter(request, "version")))
 
     async def _training_events(self, request: web.Request) -> web.StreamResponse:
-        feed = self._feeds.training(self._library.training(_word(request, "key")))
+        feed = self._feeds.training_feed(
+            self._library.find_training_folder(_required_parameter(request, "key"))
+        )
         await feed.refresh_watched()
-        return await stream(request, feed.follow(_number(request, "version")))
+        return await stream(request, feed.follow(_number_parameter(request, "version")))
 
 
-def _download(name: str, kind: str) -> dict[str, str]:
+def _download_headers(name: str, kind: str) -> dict[str, str]:
     """Return the headers that make a browser save a response as a file instead of showing it."""
     return {
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(name)}",
@@ -472,33 +499,33 @@ def _check_shown(located: LocatedRun) -> None:
     if located.run.path is None:
         return
     try:
-        kind = kind_of(located.run.path)
+        kind = detect_file_kind(located.run.path)
     except OSError as error:
         raise StoreError(f"cannot read {located.run}: {error.strerror}") from None
     if kind not in get_args(Kind):
         raise StoreError(kind)
 
 
-async def _decoded(request: web.Request, type: type[B]) -> B:
+async def _decode_body(request: web.Request, type: type[B]) -> B:
     """Decode the JSON body of a request as a struct of type ``type``.
 
     Raises RequestRejected if the body is invalid.
     """
-    async with received(request) as body:
+    async with receive_body(request) as body:
         try:
             return msgspec.json.decode(body, type=type)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestRejected(f"{request.path}: {error}") from None
 
 
-def _word(request: web.Request, name: str) -> str:
+def _required_parameter(request: web.Request, name: str) -> str:
     word = request.query.get(name)
     if not word:
         raise RequestRejected(f"{request.path} needs ?{name}=")
     return word
 
 
-def _number(request: web.Request, name: str) -> int:
+def _number_parameter(request: web.Request, name: str) -> int:
     text = request.query.get(name, "0")
     if not (text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise RequestRejected(f"{request.path}: {name}={text!r:.100} is not a number")
@@ -550,7 +577,7 @@ class StaticAssets:
     def __init__(self) -> None:
         self._files: dict[str, tuple[bytes, str, str]] = {}
 
-    def answer(self, request: web.Request, name: str) -> web.Response:
+    def file_response(self, request: web.Request, name: str) -> web.Response:
         """Return a response with the script or style ``name``.
 
         Raises HTTPNotFound if there is no such file.
@@ -588,35 +615,35 @@ def _files_of_page() -> dict[str, Path]:
 
 def _body(name: str) -> bytes:
     if name == APP:
-        return app().encode()
+        return app_script().encode()
     path = _files_of_page().get(name)
     if path is None:
         raise web.HTTPNotFound
     if name == "index.html":
         return (
             path.read_text(encoding="utf-8")
-            .replace("<script></script>", f"<script>{early()}</script>")
+            .replace("<script></script>", f"<script>{inline_script()}</script>")
             .encode()
         )
     return (
-        module(name).encode()
+        module_source(name).encode()
         if path.suffix == ".js" and path.parent == STATIC
         else path.read_bytes()
     )
 
 
-def data(value: Any) -> web.Response:
-    return web.Response(body=encoded(value), content_type="application/json")
+def json_response(value: Any) -> web.Response:
+    return web.Response(body=encode_json(value), content_type="application/json")
 
 
-def compressed(value: Any) -> web.Response:
+def compressed_response(value: Any) -> web.Response:
     """Return ``value`` as a response, compressed if the client accepts that."""
-    response = data(value)
+    response = json_response(value)
     response.enable_compression()
     return response
 
 
-def encoded(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:  # lone surrogates in a file from elsewhere
@@ -655,7 +682,7 @@ async def _with_keep_alive(
                 yield b": still here\n\n"
                 continue
             try:
-                yield b"data: " + encoded(upcoming.result()) + b"\n\n"
+                yield b"data: " + encode_json(upcoming.result()) + b"\n\n"
             except StopAsyncIteration:
                 return
             upcoming = asyncio.ensure_future(anext(messages))

@@ -24,7 +24,7 @@ from ramify.store.textless_events import DamagedLine, decode_textless_events
 from ramify.types.call_node import CallNode
 from ramify.types.event import CallEnded, CallStarted, RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.run_lookup import LocatedRun, kind_of, newer_schema_error
+from ramify.viewer.run_lookup import LocatedRun, detect_file_kind, newer_schema_error
 from ramify.viewer.run_tree import (
     CallDetail,
     CallDetailReader,
@@ -85,12 +85,12 @@ class WatchedRun:
 
         Raises StoreError if they cannot be read.
         """
-        return self.source.store_reviews().get(self.review_key, HumanRunReview())
+        return self.source.reviews_by_run().get(self.review_key, HumanRunReview())
 
     @property
     def review_key(self) -> str:
         """Name under which the reviews of this run are stored in the file of reviews."""
-        return self.source.id if self.line is None else self.tree.run.id
+        return self.source.id if self.line is None else self.tree.run_data.id
 
     @property
     def journal_path(self) -> Path | None:
@@ -106,14 +106,14 @@ class WatchedRun:
         For a file, this costs only one system call.
         """
         try:
-            return self.line is None and self.source.state() != self._read_state
+            return self.line is None and self.source.journal_version() != self._read_state
         except StoreError:
             return False
 
-    def num_unread(self) -> int:
+    def num_unread_bytes(self) -> int:
         """Return the number of unread bytes in the journal."""
         try:
-            return self.source.state()[1] - self.offset
+            return self.source.journal_version()[1] - self.offset
         except StoreError:
             return 0
 
@@ -143,10 +143,10 @@ class WatchedRun:
         """
         node = self.tree.nodes.get(id)
         if node is None:
-            raise StoreError(f"run {self.tree.run.id or self.key} has no call {id!r}")
+            raise StoreError(f"run {self.tree.run_data.id or self.key} has no call {id!r}")
         if self.line is not None:
-            return CallDetail(self.tree.run.calls[node.index])
-        return self._details.of(self.tree, node)
+            return CallDetail(self.tree.run_data.calls[node.index])
+        return self._details.read_call(self.tree, node)
 
     def call_question_and_answer(self, node: CallNode) -> tuple[str, Any]:
         """Return the full question and answer of a call, which are read from its first and last
@@ -155,7 +155,7 @@ class WatchedRun:
         Raises StoreError if they cannot be read.
         """
         if self.line is not None:
-            call = self.tree.run.calls[node.index]
+            call = self.tree.run_data.calls[node.index]
             return call.question, call.answer
         lines, question, answer = self.tree.lines_of(node), "", None
         for event in journal_events(self.source, [lines[0], *lines[-3:]]):
@@ -173,10 +173,10 @@ class WatchedRun:
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
         # Checked before reading, so that the last lines of a writer that ends now are not missed.
-        self.is_alive = self.source.is_written()
+        self.is_alive = self.source.has_active_writer()
         changed: set[int] = set()
         try:
-            state = self.source.state()
+            state = self.source.journal_version()
         except StoreError as error:
             self.problem, self._read_state = str(error), None
             return changed
@@ -207,7 +207,7 @@ class WatchedRun:
     def _read_on(self, changed: set[int]) -> None:
         apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
-            for block in self.source.blocks(offset):
+            for block in self.source.line_blocks(offset):
                 for event, size in decode_textless_events(block, self.source, self._chain):
                     if isinstance(event, DamagedLine):
                         if self._should_retry(offset):
@@ -231,7 +231,7 @@ class WatchedRun:
                     offset += size
         finally:
             self.offset = offset
-            changed.update(self.tree.take_marked())
+            changed.update(self.tree.take_changed_calls())
 
     def _should_retry(self, offset: int) -> bool:
         """Return True if a damaged line should be read again.
@@ -261,7 +261,7 @@ class WatchedRun:
         if path is None:
             return ""
         try:
-            kind = kind_of(path)
+            kind = detect_file_kind(path)
         except OSError as error:
             return f"cannot read {path}: {error.strerror}"
         if kind == "trajectory":
@@ -272,7 +272,7 @@ class WatchedRun:
 
     def _check_end(self) -> None:
         try:
-            rest = self.source.state()[1] - self.offset
+            rest = self.source.journal_version()[1] - self.offset
         except StoreError as error:
             self.problem = str(error)
             return

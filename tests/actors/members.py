@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ramify.actors.child_process import ForegroundProcess, import_path
+from ramify.actors.child_process import ForegroundProcess, pythonpath_environment
 from ramify.actors.connect_back import ConnectBackListener, connect_back, read_ticket
 from ramify.actors.launcher import LocalLauncher, RoleInstanceId
-from ramify.actors.rank_group import RankGroup, follow
+from ramify.actors.rank_group import RankGroup, serve_rank_zero
 from ramify.actors.rank_watch import RankConnection, RankProgress
 from ramify.actors.run_channel import connect
 
@@ -56,7 +56,7 @@ def rank(folder: Path) -> None:
     ticket = read_ticket()
     talk, watch = (connect(ticket.address, ticket.key, ticket.name) for _ in range(2))
     begin("rank", folder)
-    follow(Verbs(), RankProgress(), talk, watch, 1, 60.0)
+    serve_rank_zero(Verbs(), RankProgress(), talk, watch, 1, 60.0)
 
 
 def worker(folder: Path) -> None:
@@ -80,11 +80,15 @@ async def trainer(folder: Path) -> None:
     spec = InferenceSpec(command=("sh", "-c", ENGINE, str(folder)))
     engine = EngineProcess(launcher, spec, 0, folder, "float32", 64, folder / "engine.log")
     with ConnectBackListener() as listener:
-        ticket = listener.ticket("0")
+        ticket = listener.create_ticket("0")
         one = launcher.start(RoleInstanceId("trainer", 1), here("rank", folder), {}, log, ticket)
         talk, watch = (listener.accept(str, 60.0)[0] for _ in range(2))
         other = launcher.start(
-            RoleInstanceId("rollouts", 0), here("worker", folder), import_path(), log, ticket
+            RoleInstanceId("rollouts", 0),
+            here("worker", folder),
+            pythonpath_environment(),
+            log,
+            ticket,
         )
         channel, _ = listener.accept(str, 60.0)
     link = RankConnection(1, talk, watch, one.where)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.actors.child_process import ChildProcess, end_all, import_path
+from ramify.actors.child_process import ChildProcess, end_all, pythonpath_environment
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux process control")
 STUBBORN = (
@@ -256,7 +256,10 @@ def test_a_python_process_imports_this_copy_of_the_package(tmp_path: Path) -> No
     says = "import ramify; print(ramify.__file__)"
     log = tmp_path / "log"
     command = [sys.executable, "-c", says]
-    assert ChildProcess(command, environment=import_path(), log=log, folder=tmp_path).wait() == 0
+    assert (
+        ChildProcess(command, environment=pythonpath_environment(), log=log, folder=tmp_path).wait()
+        == 0
+    )
     import ramify
 
     assert log.read_text().strip() == ramify.__file__

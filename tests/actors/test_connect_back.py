@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.actors.child_process import ChildProcess, import_path
+from ramify.actors.child_process import ChildProcess, pythonpath_environment
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import LOOPBACK, Channel, ChannelListener, connect
@@ -213,8 +213,8 @@ def test_child_connects_back_and_its_environment_has_no_key() -> None:
         reached(listener.address).close()
         child = ChildProcess(
             [sys.executable, "-c", CONNECTS],
-            environment=import_path(),
-            stdin=listener.ticket("it"),
+            environment=pythonpath_environment(),
+            stdin=listener.create_ticket("it"),
         )
         channel, name = listener.accept(str, 60.0)
     with channel:

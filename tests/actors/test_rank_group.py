@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ramify.actors.child_process import ChildProcess, import_path
+from ramify.actors.child_process import ChildProcess, pythonpath_environment
 from ramify.actors.connect_back import ConnectBackListener
 from ramify.actors.rank_group import PeerRankFailedError, RankGroup
 from ramify.actors.rank_watch import RankConnection, RankProgress
@@ -26,13 +26,13 @@ START = """
 import sys
 from ramify.actors.run_channel import connect
 from ramify.actors.connect_back import read_ticket
-from ramify.actors.rank_group import follow
+from ramify.actors.rank_group import serve_rank_zero
 from ramify.actors.rank_watch import RankProgress
 from tests.actors.test_rank_group import FakeRank
 pulse = RankProgress()
 ticket, rank = read_ticket(), int(sys.argv[1])
 talk, watch = (connect(ticket.address, ticket.key, ticket.name) for _ in range(2))
-follow(FakeRank(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
+serve_rank_zero(FakeRank(rank, pulse), pulse, talk, watch, rank, float(sys.argv[2]))
 """
 
 
@@ -89,9 +89,9 @@ def rank_group(tmp_path: Path) -> Iterator[MakeRankGroup]:
             for rank in range(1, others + 1):
                 process = ChildProcess(
                     [sys.executable, "-c", START, str(rank), str(timeout_s)],
-                    environment=import_path(),
+                    environment=pythonpath_environment(),
                     log=tmp_path / "log",
-                    stdin=listener.ticket(f"rank {rank}"),
+                    stdin=listener.create_ticket(f"rank {rank}"),
                 )
                 # The short timeout of these tests must not apply to process start-up.
                 talk, watch = (listener.accept(str, 60.0)[0] for _ in range(2))

@@ -11,7 +11,7 @@ from ramify.actors.child_process import ChildProcess
 from ramify.actors.restarts import ProcessRestartLimiter, retry_until_started
 from ramify.errors import ConfigError
 from ramify.log_outputs import RUN_LOG, FileLogHandler
-from ramify.logging import ComponentLogger, attached, in_run
+from ramify.logging import ComponentLogger, attached_handler, run_log_context
 from tests.shown import heard, logged
 
 
@@ -27,11 +27,11 @@ def test_consecutive_losses_are_counted_per_name() -> None:
         3,
         1,
     )
-    restarts.succeeded("a")
+    restarts.record_success("a")
     assert (restarts.count_loss("a"), restarts.num_losses("a")) == (True, 1)
     restarts.transfer_losses("a", "c")
     assert restarts.num_losses("c") == 1
-    restarts.all_succeeded()
+    restarts.reset_all_losses()
     assert restarts.num_losses("b") == 0
     assert not counted(0).count_loss("a")
 
@@ -41,12 +41,12 @@ def test_each_restart_decision_is_logged_once(tmp_path: Path) -> None:
     restarts = counted(2)
     with (
         heard(said.append, said.append),
-        attached(FileLogHandler(tmp_path / RUN_LOG)),
-        in_run("mine"),
+        attached_handler(FileLogHandler(tmp_path / RUN_LOG)),
+        run_log_context("mine"),
     ):
         assert restarts.record_loss(7, "worker 7 ended")
         assert restarts.record_loss(7, "worker 7 did not connect")
-        restarts.back(7, "worker 7 is back")
+        restarts.record_recovery(7, "worker 7 is back")
         assert not restarts.record_loss(7, "worker 7 ended")
     assert said == [
         "worker 7 ended; it is restarted",

@@ -131,5 +131,7 @@ def turns_of(steps: list[list[Trajectory]]) -> dict[str, Any]:
         "calls": len(calls),
         "turns": turns,
         "continued": turns - len(calls),
-        "rewritten": sum(call.cause is not None and call.cause.is_rewritten() for call in calls),
+        "rewritten": sum(
+            call.cause is not None and call.cause.is_history_rewritten() for call in calls
+        ),
     }

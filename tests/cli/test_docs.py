@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.ask import KINDS
-from ramify.cli.main import COMMANDS, command, split
+from ramify.cli.main import COMMANDS, load_subcommand, split
 from ramify.cli.parser import ExitCode
 from ramify.cli.settings import TABLES
 from tests.cli.helpers import Shell
@@ -32,7 +32,7 @@ LINES = [
 def test_documented_commands_parse(line: str) -> None:
     words = shlex.split(line, comments=True)
     name, rest = split(words[words.index("ramify") + 1 :])
-    spec = command(name)
+    spec = load_subcommand(name)
     given = spec.parse(rest)
     assert len(given["words"]) >= spec.min_words
 
@@ -49,7 +49,7 @@ def test_option_tables_are_up_to_date() -> None:
 
 
 def test_every_documented_option_exists() -> None:
-    known = {option.long for name in COMMANDS for option in command(name).options}
+    known = {option.long for name in COMMANDS for option in load_subcommand(name).options}
     known |= {long.replace("--", "--no-", 1) for long in known}
     assert set(re.findall(r"--[a-z][a-z-]+[a-z]", re.sub(r"<!--.*?-->", "", PAGE))) <= known
 
@@ -68,7 +68,7 @@ def test_example_settings_file_has_known_keys_and_all_tables() -> None:
 def test_help_names_every_option(shell: Shell, name: str) -> None:
     done = shell.run(*name.split(), "--help")
     assert (done.code, done.err) == (ExitCode.ANSWERED, "")
-    assert all(option.long in done.out for option in command(name).options)
+    assert all(option.long in done.out for option in load_subcommand(name).options)
     assert max(map(len, done.out.splitlines())) <= 110
 
 

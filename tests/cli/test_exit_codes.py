@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.main import COMMANDS, command, run, split
+from ramify.cli.main import COMMANDS, load_subcommand, run, split
 from ramify.cli.parser import ExitCode
 
 M = ["-m", "scripted:script.json"]
@@ -360,7 +360,7 @@ def test_wrong_option_value_exits_with_usage_error(
     monkeypatch.chdir(tmp_path)
     for file, text in FILES.items():
         (tmp_path / file).write_text(text)
-    for option in command(name).options:
+    for option in load_subcommand(name).options:
         if option.kind is bool:
             continue
         values = [] if (name, option.name) in ANY_VALUE else [WRONG_VALUES[option.name]]

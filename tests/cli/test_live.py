@@ -117,13 +117,13 @@ def test_overflowing_tree_hides_ended_calls_first() -> None:
         CallEnded(id="0.0", stop=Stop.FINAL),
         NoteAdded(call="0", text="hm"),
     )
-    nodes, hidden = watched.shown(4)
+    nodes, hidden = watched.visible_rows(4)
     assert ([node.call.id for node in nodes], hidden, watched.notice) == (
         ["0", "0.1", "0.2", "0.3"],
         3,
         "hm",
     )
-    assert watched.shown(7)[1] == 0
+    assert watched.visible_rows(7)[1] == 0
 
 
 def test_budget_row_shows_spent_and_limit() -> None:
@@ -214,13 +214,13 @@ def test_arriving_reply_is_shown_until_it_is_whole() -> None:
         call_started("0", parent=None),
         RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""),
     )
-    shown.arrive(ReplyTextDelta("r", "0", 0, "let me ", "", True))
-    shown.arrive(ReplyTextDelta("r", "0", 0, "look", "", False))
-    shown.arrive(ReplyTextDelta("r", "0.1", 0, "of a plain call", "", True))
+    shown.append_streamed_text(ReplyTextDelta("r", "0", 0, "let me ", "", True))
+    shown.append_streamed_text(ReplyTextDelta("r", "0", 0, "look", "", False))
+    shown.append_streamed_text(ReplyTextDelta("r", "0.1", 0, "of a plain call", "", True))
     assert shown.nodes["0"].arriving == "let me look"
-    shown.arrive(ReplyTextDelta("r", "0", 0, "again", "", True))  # another attempt
+    shown.append_streamed_text(ReplyTextDelta("r", "0", 0, "again", "", True))  # another attempt
     assert shown.nodes["0"].arriving == "again"
     shown.apply(ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "again"))))
     assert shown.nodes["0"].arriving == ""
-    shown.arrive(ReplyTextDelta("r", "0", 0, "late", "", False))
+    shown.append_streamed_text(ReplyTextDelta("r", "0", 0, "late", "", False))
     assert shown.nodes["0"].arriving == ""

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.main import COMMANDS
-from ramify.cli.main import command as command_named
+from ramify.cli.main import load_subcommand as command_named
 from ramify.models.load import save_policy
 from tests.cli.helpers import Shell, code
 from tests.cli.test_train import RECIPE, SHORT

@@ -20,7 +20,7 @@ from ramify.tasks.base import task_of
 from ramify.testing.scripted import ScriptedClient
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.signals.judge import judge_of
+from ramify.train.signals.judge import build_judge
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 
 ACME = '''
@@ -40,7 +40,7 @@ from ramify.train.advantages import ALGORITHMS
 CLOUD = ModelProviderSpec(title="Acme Cloud", url="http://127.0.0.1:9", url_variable="ACME_URL",
                      key_variables=("ACME_KEY",), local=True)
 TERSE = Scaffold(name="terse")
-DrGRPO = ALGORITHMS.of("dr_grpo")
+DrGRPO = ALGORITHMS.resolve("dr_grpo")
 
 
 def colors(num: int = 3) -> SimpleTask:
@@ -259,7 +259,7 @@ def test_installed_plugins_are_found_from_python(site: Path) -> None:
     assert ALGORITHMS.build(msgspec.to_builtins(doubled)) == doubled
     with pytest.raises(ConfigError, match=r"algorithm 'doubled': .* unknown field `tims`"):
         ALGORITHMS.build({"name": "doubled", "tims": 3})
-    jail = registries_by_kind()["sandbox"].of("jail")
+    jail = registries_by_kind()["sandbox"].resolve("jail")
     assert jail.__name__ == "ramify.sandbox.providers.jail"
 
 
@@ -277,10 +277,10 @@ def test_every_plugin_kind_loads_from_file_or_module(
     )
     (tmp_path / "own_parts.py").write_text("PART = 7\n")
     monkeypatch.chdir(tmp_path)
-    assert registry.of("own_things.py:Thing").part == 7
-    assert registry.of("./own_things.py:Thing.part") == 7
+    assert registry.resolve("own_things.py:Thing").part == 7
+    assert registry.resolve("./own_things.py:Thing.part") == 7
     monkeypatch.syspath_prepend(tmp_path)
-    assert registry.of("own_things:Thing").part == 7
+    assert registry.resolve("own_things:Thing").part == 7
     for name, problem in [
         ("nowhere.py:Thing", rf"{kind} 'nowhere\.py:Thing': file .*/nowhere\.py does not exist"),
         (
@@ -291,10 +291,10 @@ def test_every_plugin_kind_loads_from_file_or_module(
         ("", rf"unknown {kind} '': known: "),
     ]:
         with pytest.raises(ConfigError, match=problem):
-            registry.of(name)
+            registry.resolve(name)
     near = next(iter(registry))
     with pytest.raises(ConfigError, match=rf"unknown {kind} '{near}x': did you mean '{near}"):
-        registry.of(f"{near}x")
+        registry.resolve(f"{near}x")
     for module in ("own_things", "own_parts"):
         sys.modules.pop(module, None)
 
@@ -308,7 +308,7 @@ def test_plugins_are_loaded_from_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert RateLimitedClientPool().client("mine.py:connect:m").name == "mine.py:connect:m"
     assert RateLimitedClientPool().client("mine.py:CLOUD:m").name == "mine.py:CLOUD:m"
     assert isinstance(scaffold_of("mine.py:TERSE"), Scaffold)
-    assert type(judge_of("mine.py:Lenient")).__name__ == "Lenient"
+    assert type(build_judge("mine.py:Lenient")).__name__ == "Lenient"
     with pytest.raises(
         ConfigError, match=r"sandbox 'mine\.py:TERSE': the module has no open_provid"
     ):

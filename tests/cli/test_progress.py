@@ -149,7 +149,7 @@ def test_line_progress_names_all_running_tasks(capsys: pytest.CaptureFixture[str
         ProgressDisplay(notes, "lines", has_lines=True),
         report_progress("sft", 500, "steps") as task,
     ):
-        task.at(120, "loss 0.1")
+        task.set_progress(120, "loss 0.1")
         with report_progress("saving"):
             while "sft" not in err:
                 time.sleep(0.05)

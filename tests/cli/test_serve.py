@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ramify.cli.main import command
+from ramify.cli.main import load_subcommand
 from ramify.cli.parser import UsageError
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 
@@ -141,7 +141,7 @@ def test_out_of_range_options_are_refused(
 ) -> None:
     monkeypatch.setenv("RAMIFY_MODEL", "openai:x")
     with pytest.raises(UsageError, match=says):
-        command("serve").call(words)
+        load_subcommand("serve").call(words)
 
 
 def test_meter_serves_one_model_and_prints_what_was_spent(shell: Shell) -> None:
@@ -190,4 +190,4 @@ def test_meter_serves_one_model_and_prints_what_was_spent(shell: Shell) -> None:
 )
 def test_wrong_options_of_a_meter(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        command("serve").call(words)
+        load_subcommand("serve").call(words)

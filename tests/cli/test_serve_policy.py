@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.main import command
+from ramify.cli.main import load_subcommand
 from ramify.cli.parser import UsageError
 from ramify.errors import ConfigError
 from ramify.models.load import save_policy
@@ -68,4 +68,4 @@ def test_served_policy_can_be_asked(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_refused(words: list[str], kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
-        command("serve-policy").call(words)
+        load_subcommand("serve-policy").call(words)

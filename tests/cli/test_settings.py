@@ -10,7 +10,7 @@ import pytest
 
 import ramify
 from ramify.cli.ask import KINDS
-from ramify.cli.settings import fill, named_models, unknown_variables
+from ramify.cli.settings import fill_missing_settings, named_models, unknown_variable_warnings
 from ramify.errors import ConfigError
 from tests.cli.helpers import Shell
 
@@ -24,7 +24,7 @@ def config(tmp_path: Path) -> Path:
 
 
 def filled(config: Path, given: dict[str, Any] | None = None, **environ: str) -> dict[str, Any]:
-    return fill(given or {}, KINDS, {"RAMIFY_CONFIG": str(config), **environ})
+    return fill_missing_settings(given or {}, KINDS, {"RAMIFY_CONFIG": str(config), **environ})
 
 
 def test_options_override_variables_and_variables_override_file(config: Path) -> None:
@@ -53,7 +53,7 @@ def test_settings_tables_become_environment_variables(config: Path) -> None:
         '[prices]\npath = "prices.json"\n[runs]\npath = "/elsewhere"\nmax-bytes = 5\n'
     )
     environ = {"RAMIFY_CONFIG": str(config), "RAMIFY_HOME": "/given"}
-    assert fill({}, KINDS, environ) == {}
+    assert fill_missing_settings({}, KINDS, environ) == {}
     assert environ == {
         "RAMIFY_CONFIG": str(config),
         "RAMIFY_PRICES": str(config.parent / "prices.json"),
@@ -101,10 +101,12 @@ def test_configuration_file_named_by_variable_must_exist(config: Path) -> None:
 
 
 def test_unknown_variables_are_named() -> None:
-    (line,) = unknown_variables(KINDS, {"RAMIFY_MAX_COSTS": "1", "RAMIFY_HOME": "/x", "OTHER": ""})
+    (line,) = unknown_variable_warnings(
+        KINDS, {"RAMIFY_MAX_COSTS": "1", "RAMIFY_HOME": "/x", "OTHER": ""}
+    )
     wanted = "RAMIFY_MAX_COSTS is not a variable that ramify reads: did you mean 'RAMIFY_MAX_COST'?"
     assert line == wanted
-    (line,) = unknown_variables(KINDS, {"RAMIFY_QQQQQQQQ": "1"})
+    (line,) = unknown_variable_warnings(KINDS, {"RAMIFY_QQQQQQQQ": "1"})
     assert "known: RAMIFY_ALLOW_PRIVATE, " in line  # the list helps if no name is near
 
 
@@ -112,7 +114,7 @@ def test_every_variable_that_the_package_reads_is_known() -> None:
     sources = Path(ramify.__file__).parent.rglob("*.py")
     named = {name for path in sources for name in re.findall(r"RAMIFY_[A-Z_]+\b", path.read_text())}
     assert {"RAMIFY_LOG", "RAMIFY_SERVE_KEY", "RAMIFY_VIEW_TOKEN"} < named
-    assert list(unknown_variables(KINDS, dict.fromkeys(named, "x"))) == []
+    assert list(unknown_variable_warnings(KINDS, dict.fromkeys(named, "x"))) == []
 
 
 def test_command_reads_file_and_variables(shell: Shell) -> None:

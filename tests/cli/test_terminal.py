@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ramify.printable import SanitizingTerminalStream, clean, escape_json_controls
+from ramify.printable import (
+    SanitizingTerminalStream,
+    escape_json_controls,
+    strip_control_characters,
+)
 from tests.terminals import (
     Machine,
     Shown,
@@ -40,7 +44,7 @@ def test_terminal_stream_cleans_what_libraries_print() -> None:
     print("10%\r20%\r\nA\x1b]0;title\x07B", file=stream)
     print("\x1b", end="", file=stream)
     print("[2J \ue000[2J", file=stream)
-    stream.write_cleaned_line("\x1b[31mours\x1b[0m\n")
+    stream.write_trusted_line("\x1b[31mours\x1b[0m\n")
     assert terminal.getvalue() == "10%\n20%\nAB\n[2J \ue000[2J\n\x1b[31mours\x1b[0m\n"
 
 
@@ -50,11 +54,11 @@ def test_terminal_stream_cleans_what_libraries_print() -> None:
 def test_clean_removes_openings_that_never_end(pattern: str) -> None:
     """20 kB of such text took 3 to 7 seconds when the time was quadratic; these are 1 MB."""
     many = pattern * (1_000_000 // len(pattern)) + "\x1bA"
-    assert not {"\x1b", "\x9b", "\x9d", "\x90"} & set(clean(many))
+    assert not {"\x1b", "\x9b", "\x9d", "\x90"} & set(strip_control_characters(many))
 
 
 def test_stray_opening_keeps_the_rest_of_the_text() -> None:
-    assert clean("a \x9dquoted\x9d word\nand more") == "a quoted word\nand more"
+    assert strip_control_characters("a \x9dquoted\x9d word\nand more") == "a quoted word\nand more"
 
 
 def test_escaped_json_keeps_its_value() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ramify.cli import terminal_text
-from ramify.cli.parser import parse_age, parse_size
+from ramify.cli.parser import parse_duration, parse_size
 from ramify.errors import ConfigError
-from ramify.printable import clean
+from ramify.printable import strip_control_characters
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,12 @@ from ramify.printable import clean
     ],
 )
 def test_clean_removes_terminal_control_sequences(given: str, shown: str) -> None:
-    assert clean(given) == shown
+    assert strip_control_characters(given) == shown
 
 
 def test_one_line_collapses_whitespace_and_truncates() -> None:
-    assert terminal_text.one_line("a\n  b\x1b[1m c", 80) == "a b c"
-    assert terminal_text.one_line("x" * 100, 10) == "x" * 9 + "…"
+    assert terminal_text.shorten_to_line("a\n  b\x1b[1m c", 80) == "a b c"
+    assert terminal_text.shorten_to_line("x" * 100, 10) == "x" * 9 + "…"
 
 
 def test_numbers_are_formatted_for_reading() -> None:
@@ -44,14 +44,14 @@ def test_numbers_are_formatted_for_reading() -> None:
         "45.2k",
         "1.23M",
     ]
-    assert [terminal_text.dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == [
+    assert [terminal_text.format_dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == [
         "cost unknown",
         "$0.00",
         "$0.00004",
         "$0.012",
         "$2.50",
     ]
-    assert [terminal_text.seconds(s) for s in (0, 0.053, 59.7, 125)] == [
+    assert [terminal_text.format_duration(s) for s in (0, 0.053, 59.7, 125)] == [
         "0 s",
         "53 ms",
         "59.7 s",
@@ -62,7 +62,7 @@ def test_numbers_are_formatted_for_reading() -> None:
         "59.7 s",
         "2 min 5 s",
     ]
-    assert [terminal_text.size(b) for b in (5, 12_345, 3_400_000_000)] == [
+    assert [terminal_text.format_size(b) for b in (5, 12_345, 3_400_000_000)] == [
         "5 B",
         "12.3 kB",
         "3.4 GB",
@@ -70,7 +70,7 @@ def test_numbers_are_formatted_for_reading() -> None:
 
 
 def test_ages_and_sizes_are_parsed() -> None:
-    assert [parse_age(given, "--x") for given in ("30d", "12h", "1.5h", "90 m", "2")] == [
+    assert [parse_duration(given, "--x") for given in ("30d", "12h", "1.5h", "90 m", "2")] == [
         2_592_000.0,
         43_200.0,
         5_400.0,
@@ -84,4 +84,4 @@ def test_ages_and_sizes_are_parsed() -> None:
         12,
     ]
     with pytest.raises(ConfigError, match="--older-than 'soon' is not understood: write it as 30d"):
-        parse_age("soon", "--older-than")
+        parse_duration("soon", "--older-than")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.train import LiveTrainingCurves, curve, line
+from ramify.cli.train import LiveTrainingCurves, draw_sparkline, format_metrics_line
 from ramify.train.checkpoint import CheckpointStore
 from ramify.train.metrics import StepMetrics, read_metrics
 from tests.cli.helpers import Shell
@@ -122,9 +122,9 @@ def test_help_does_not_import_torch(shell: Shell, tmp_path: Path) -> None:
 
 
 def test_terminal_curves_show_history_and_best_values() -> None:
-    assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert curve([0, 0, 7, 7], 2) == "▁█"
-    assert (curve([3, 3], 5), curve([], 5)) == ("▁▁", "")
+    assert draw_sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert (draw_sparkline([3, 3], 5), draw_sparkline([], 5)) == ("▁▁", "")
     curves = LiveTrainingCurves("tiny")
     for step in range(1, 5):
         curves.add(StepMetrics(step, "sft", step, {"loss": 1 / step, "lr": 1}))
@@ -154,13 +154,13 @@ def test_step_line_has_rewards_and_no_engine_counts() -> None:
         "groups_with_signal": 3.0,
         "lr": 1e-3,
     }
-    assert line(StepMetrics(5, "rl", 61.25, values)) == (
+    assert format_metrics_line(StepMetrics(5, "rl", 61.25, values)) == (
         "    61.2 s  step 5 (rl)  reward 0.5124  depth1.rlm/reward 0.25  groups_with_signal 3"
     )
 
 
 def test_evaluation_is_one_line() -> None:
     values = {"validation/reward": 0.75, "validation/count": 0.5, "evaluate_s": 2.0}
-    assert line(StepMetrics(5, "rl", 61.25, values)) == (
+    assert format_metrics_line(StepMetrics(5, "rl", 61.25, values)) == (
         "    61.2 s  step 5 (rl)  validation/reward 0.75  validation/count 0.5"
     )

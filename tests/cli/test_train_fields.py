@@ -9,7 +9,7 @@ import pytest
 from ramify.cli.list_train_fields import COLUMNS
 from ramify.cli.parser import ExitCode
 from ramify.train.config import Run
-from ramify.train.config_fields import fields, in_words, public_path
+from ramify.train.config_fields import describe_type, fields, public_path
 from tests.cli.helpers import Shell
 from tests.docs.pages import script
 
@@ -73,8 +73,8 @@ def test_wrong_section_or_recipe_is_named(
 
 
 def test_types_are_described_in_words() -> None:
-    assert in_words(tuple[int, ...]) == "list of whole number"
-    assert in_words(dict[str, float]) == "map from names to: number"
+    assert describe_type(tuple[int, ...]) == "list of whole number"
+    assert describe_type(dict[str, float]) == "map from names to: number"
     assert public_path(Run) == "train.Run"
 
 

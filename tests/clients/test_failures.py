@@ -5,7 +5,7 @@ from email.utils import format_datetime
 
 import pytest
 
-from ramify.clients.chat_json import from_status, redacted, retry_after_s, seconds_of
+from ramify.clients.chat_json import error_from_status, redact_secrets, retry_after_s, seconds_until
 from ramify.errors import MalformedResponse
 
 
@@ -23,7 +23,7 @@ from ramify.errors import MalformedResponse
     ],
 )
 def test_durations_are_parsed(value, seconds):
-    assert seconds_of(value) == pytest.approx(seconds)
+    assert seconds_until(value) == pytest.approx(seconds)
 
 
 def test_dates_become_seconds_from_now():
@@ -34,7 +34,7 @@ def test_dates_become_seconds_from_now():
         str(at.timestamp()),
         str(at.timestamp() * 1000),
     ):
-        assert seconds_of(value) == pytest.approx(60, abs=2), value
+        assert seconds_until(value) == pytest.approx(60, abs=2), value
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_retry_delay_is_read_from_headers_or_body(headers, body, wait):
     ],
 )
 def test_keys_are_redacted(text, left):
-    assert redacted(text, ["mine-is-unusual"]) == left
+    assert redact_secrets(text, ["mine-is-unusual"]) == left
 
 
 @pytest.mark.parametrize("body", ["{}", '{{"error": {{"message": {}}}}}', "<title>{}</title>"])
 def test_error_has_no_control_characters_of_the_server(body):
     text = "no \x1b]52;c;aGk=\x07\x9b2J\u202e\x00quota"
     sent = body.format(json.dumps(text) if "error" in body else text).encode()
-    error = str(from_status("openai:m", 400, {}, sent))
+    error = str(error_from_status("openai:m", 400, {}, sent))
     assert error.isprintable()
     assert "no quota" in error
     assert str(MalformedResponse(f"moved to {text}")) == "moved to no quota"

@@ -31,13 +31,13 @@ def test_rate_limit_halves_width_once_per_round_and_success_widens_it():
         for entered in rounds:
             gate.slow_down(entered, 0.001)
             gate.release()
-        widths = [gate.width]
+        widths = [gate.max_in_flight]
         for _ in range(64):
             gate.speed_up()
-        widths.append(gate.width)
+        widths.append(gate.max_in_flight)
         for _ in range(4000):
             gate.speed_up()
-        return [*widths, gate.width]
+        return [*widths, gate.max_in_flight]
 
     assert run(main()) == [32, 35, 64]
 
@@ -48,7 +48,7 @@ def test_width_never_falls_below_one():
         for _ in range(9):
             gate.slow_down(await gate.acquire(), 0.0)
             gate.release()
-        return gate.width
+        return gate.max_in_flight
 
     assert run(main()) == 1
 
@@ -111,19 +111,19 @@ def test_a_gate_is_slowed_while_it_is_paused_or_narrow():
     async def main():
         gate, states = AdaptiveConcurrencyLimiter(4), []
         entered = [await gate.acquire() for _ in range(4)]
-        states.append((gate.is_slowed, gate.opens_in_s(), gate.width))
+        states.append((gate.is_slowed, gate.pause_remaining_s(), gate.max_in_flight))
         gate.slow_down(entered[0], 10.0)
-        assert 9.9 < gate.opens_in_s() <= 10.0
-        states.append((gate.is_slowed, gate.width))
+        assert 9.9 < gate.pause_remaining_s() <= 10.0
+        states.append((gate.is_slowed, gate.max_in_flight))
         for _ in range(4):
             gate.release()
         assert await gate.acquire() == entered[0] + 1  # after the pause
-        states.append((gate.is_slowed, gate.opens_in_s(), gate.width))
+        states.append((gate.is_slowed, gate.pause_remaining_s(), gate.max_in_flight))
         for _ in range(5):
             gate.speed_up()
-        states.append((gate.is_slowed, gate.width))
+        states.append((gate.is_slowed, gate.max_in_flight))
         gate.speed_up()
-        return [*states, (gate.is_slowed, gate.width, gate.passed)]
+        return [*states, (gate.is_slowed, gate.max_in_flight, gate.passed)]
 
     assert run_skipping(main()) == [
         (False, 0.0, 4),
@@ -140,7 +140,7 @@ def test_the_width_is_half_of_what_was_in_flight():
         entered, *_ = [await gate.acquire() for _ in range(10)]
         gate.slow_down(entered, 0.0)
         gate.slow_down(entered, 0.0)  # of the same round
-        return gate.width
+        return gate.max_in_flight
 
     assert run_skipping(main()) == 5
 
@@ -168,9 +168,9 @@ def test_a_pause_has_the_time_that_is_left_of_it():
         gate = AdaptiveConcurrencyLimiter(2)
         entered = await gate.acquire()
         gate.slow_down(entered, 0.0)
-        over_s = gate.opens_in_s()
+        over_s = gate.pause_remaining_s()
         gate.slow_down(entered, 0.5)
-        return over_s, 0.4 < gate.opens_in_s() <= 0.5
+        return over_s, 0.4 < gate.pause_remaining_s() <= 0.5
 
     assert run_skipping(main()) == (0.0, True)
 
@@ -184,11 +184,11 @@ def test_a_newcomer_does_not_overtake_when_the_gate_widens():
         await asyncio.sleep(1.0)
         first = asyncio.create_task(gate.acquire())
         await asyncio.sleep(1.0)
-        assert (first.done(), gate.width) == (False, 1)
+        assert (first.done(), gate.max_in_flight) == (False, 1)
         gate.speed_up()
         newcomer = asyncio.create_task(gate.acquire())
         await asyncio.sleep(1.0)
-        states = first.done(), newcomer.done(), gate.width
+        states = first.done(), newcomer.done(), gate.max_in_flight
         newcomer.cancel()
         return states
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.picture_token_costs import known_vision, picture_tokens
+from ramify.clients.picture_token_costs import can_read_pictures, picture_tokens_upper_bound
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import Refused
 from ramify.testing.scripted_server import ScriptedServer
@@ -172,15 +172,15 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(("model", "width", "height", "tokens"), PUBLISHED)
 def test_the_bound_covers_what_the_provider_publishes(model, width, height, tokens):
-    bound = picture_tokens(model, Picture("0" * 64, "png", width, height, 1))
+    bound = picture_tokens_upper_bound(model, Picture("0" * 64, "png", width, height, 1))
     assert bound >= tokens
-    assert known_vision(model) is True
+    assert can_read_pictures(model) is True
 
 
 @pytest.mark.parametrize("example", [each for each in PUBLISHED if each[0].startswith("openai")])
 def test_the_bound_of_openai_s_models_is_nearly_the_published_number(example):
     model, width, height, tokens = example
-    bound = picture_tokens(model, Picture("0" * 64, "png", width, height, 1))
+    bound = picture_tokens_upper_bound(model, Picture("0" * 64, "png", width, height, 1))
     # A picture of more patches than are counted is scaled down to a few fewer.
     assert tokens <= bound <= 1.06 * tokens + 2
 
@@ -189,14 +189,14 @@ def test_the_bound_of_openai_s_models_is_nearly_the_published_number(example):
     "model", ["openai:gpt-4o", "openai:gpt-4.1-mini", "anthropic:claude-opus-4"]
 )
 def test_the_bound_stays_near_the_price_that_is_published(model):
-    tokens = picture_tokens(model, Picture("0" * 64, "png", 1024, 1024, 1))
+    tokens = picture_tokens_upper_bound(model, Picture("0" * 64, "png", 1024, 1024, 1))
     assert tokens < 2000
 
 
 def test_the_fallback_bounds_models_that_no_rule_names():
     small, large = (Picture("0" * 64, "png", side, side, 1) for side in (10, 5600))
-    assert picture_tokens("my:model", small) == 6500
-    assert picture_tokens("my:model", large) == 200 * 200 + 16
+    assert picture_tokens_upper_bound("my:model", small) == 6500
+    assert picture_tokens_upper_bound("my:model", large) == 200 * 200 + 16
 
 
 @pytest.mark.parametrize(
@@ -221,4 +221,4 @@ def test_the_fallback_bounds_models_that_no_rule_names():
     ],
 )
 def test_what_is_known_of_a_model_by_its_name(model, sees):
-    assert known_vision(model) is sees
+    assert can_read_pictures(model) is sees

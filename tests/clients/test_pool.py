@@ -21,9 +21,9 @@ from ramify.errors import (
     ReplyLost,
     ServerFailed,
     Unreachable,
-    can_be_fixed,
+    is_fixable_by_user,
 )
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 from ramify.testing.scripted import (
     ScriptedClient,
     cut,
@@ -164,7 +164,7 @@ def test_request_survives_outage_shorter_than_patience(failure, patience_s, surv
             reply = await pool(sleep=clock).ask(client, request(), books, None, patience_s)
             outcome = reply.message.content
         except ModelError as error:
-            outcome = error.waited_s if can_be_fixed(error) else None
+            outcome = error.waited_s if is_fixable_by_user(error) else None
         assert books.open == 0
         return outcome, sum(clock.naps)
 
@@ -334,7 +334,7 @@ def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key(is_g
     if is_given:
         RateLimitedClientPool(keys={"openai": key})
     else:
-        remember("test key", key)
+        register_secret("test key", key)
     client = FaultyClient(KeyError(f"no field in\n{key}"), 9)
     with pytest.raises(
         MalformedResponse, match=r"^scripted:test: the reply could not be read"
@@ -343,7 +343,7 @@ def test_unexpected_exception_that_repeats_is_a_model_error_without_the_key(is_g
     assert len(client.faults) == 6
     assert "abcdef" not in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert can_be_fixed(caught.value)
+    assert is_fixable_by_user(caught.value)
 
 
 def test_text_of_an_unexpected_exception_is_cut():

@@ -34,7 +34,7 @@ def test_price_is_found_by_every_form_of_a_name():
     )
     names = ["openai:m", "openai:m-2025-08-07", "openai:m@https://proxy/v1", "openrouter:openai/m"]
     assert [table.price(name) for name in names] == [Price(1.0, 2.0)] * 4
-    assert (table.price("openai:other"), table.window("openai:other")) == (None, None)
+    assert (table.price("openai:other"), table.context_window("openai:other")) == (None, None)
     assert table.price("vllm:anything") == Price(0.0, 0.0)
 
 
@@ -47,7 +47,7 @@ def test_user_price_file_overrides_packaged_prices(tmp_path, monkeypatch):
         Price(2.0, 4.0),
         Price(0.0, 0.0),
     )
-    assert (table.window("vllm:m"), table.window("vllm:n")) == (9, 9)
+    assert (table.context_window("vllm:m"), table.context_window("vllm:n")) == (9, 9)
     assert table.price("openai:gpt-5-mini") is not None
     client = RateLimitedClientPool(prices=table, keys={"openai": "key-123"}).client("openai:gpt-5")
     assert client.price == Price(2.0, 4.0)

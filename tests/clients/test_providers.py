@@ -9,11 +9,11 @@ import pytest
 
 from ramify.clients.providers import (
     PROVIDERS,
-    load_clients,
+    import_client_modules,
     providers_markdown_table,
     resolve_endpoint,
-    split_name,
-    split_url,
+    split_model_url,
+    split_provider,
 )
 from ramify.errors import ConfigError
 
@@ -204,7 +204,7 @@ def test_unresolvable_model_name_is_explained(name, environ, says):
 
 
 def test_model_name_may_contain_colons():
-    assert split_name("ollama:qwen3:8b") == ("ollama", "qwen3:8b")
+    assert split_provider("ollama:qwen3:8b") == ("ollama", "qwen3:8b")
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -227,7 +227,7 @@ def test_provider_table_is_in_the_documentation():
     "model", ["claude-sonnet-4@20250514", "llama3@latest", "@openai-prod/gpt-5", "m@v1.5"]
 )
 def test_model_name_may_contain_an_at_sign(model):
-    assert split_url(model) == (model, None)
+    assert split_model_url(model) == (model, None)
 
 
 def test_slow_packages_are_imported_beside_the_loop(
@@ -241,7 +241,9 @@ def test_slow_packages_are_imported_beside_the_loop(
     client.write_text("class Slow:\n    package = 'slow_sdk'\n")
 
     async def ticks() -> int:
-        loading = asyncio.create_task(load_clients([f"{client}:Slow", "openai", "no_such"]))
+        loading = asyncio.create_task(
+            import_client_modules([f"{client}:Slow", "openai", "no_such"])
+        )
         count = 0
         while not loading.done():
             await asyncio.sleep(0.01)

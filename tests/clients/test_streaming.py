@@ -195,7 +195,7 @@ class Streams:
         exchange.begin("text/event-stream; charset=utf-8")
         size = self._size or len(data) or 1
         for at in range(0, len(data), size):
-            exchange.piece(data[at : at + size])
+            exchange.send_piece(data[at : at + size])
             await asyncio.sleep(self._gap_s)
             if not exchange.is_open:
                 break
@@ -482,7 +482,9 @@ def test_cancelled_request_closes_its_stream():
 def test_events_are_split_wherever_they_are_cut(data, events, size):
     stream = ServerSentEventParser(100)
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
-    assert [event for piece in pieces for event in stream.feed(piece)] + stream.end() == events
+    assert [
+        event for piece in pieces for event in stream.feed(piece)
+    ] + stream.flush_last_event() == events
 
 
 def test_endless_event_is_refused():

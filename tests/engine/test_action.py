@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.engine.action import FinalAnswerText, ParsedAction, prose_of, read_action
-from ramify.engine.python_lexer import call_end
+from ramify.engine.action import FinalAnswerText, ParsedAction, parse_action, prose_of
+from ramify.engine.python_lexer import closing_parenthesis_index
 from ramify.engine.scaffold import DEFAULT, RETOOL
 from ramify.types.message import Message, ToolCall
 
@@ -105,7 +105,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_action_is_parsed_from_text(name: str) -> None:
     text, action = CASES[name]
-    assert read_action(Message("assistant", text)) == action
+    assert parse_action(Message("assistant", text)) == action
 
 
 def test_action_is_parsed_from_native_tool_calls() -> None:
@@ -113,18 +113,18 @@ def test_action_is_parsed_from_native_tool_calls() -> None:
         return Message("assistant", "", tool_calls=(ToolCall("c1", name, arguments),))
 
     ids = ("c1",)
-    assert read_action(message("repl", json.dumps({"code": "x"}))) == ParsedAction(("x",), ids)
-    assert read_action(message("final", json.dumps({"answer": "yes"}))) == ParsedAction(
+    assert parse_action(message("repl", json.dumps({"code": "x"}))) == ParsedAction(("x",), ids)
+    assert parse_action(message("final", json.dumps({"answer": "yes"}))) == ParsedAction(
         (), ids, FinalAnswerText("yes")
     )
-    assert read_action(message("final", json.dumps({"answer": [1]}))) == ParsedAction(
+    assert parse_action(message("final", json.dumps({"answer": [1]}))) == ParsedAction(
         (), ids, FinalAnswerText("[1]")
     )
-    assert read_action(message("search", "{}")).ignored == (
+    assert parse_action(message("search", "{}")).ignored == (
         "no tool 'search' with those arguments; there are repl(code) and final(answer)",
     )
     assert (
-        read_action(message("repl", "{"))
+        parse_action(message("repl", "{"))
         .ignored[0]
         .startswith("the arguments of tool call 'repl' are not JSON")
     )
@@ -132,7 +132,7 @@ def test_action_is_parsed_from_native_tool_calls() -> None:
 
 def test_literal_final_answers_are_evaluated() -> None:
     texts = ["42", "'a'", "[1, 2]", "forty-two", "{'a': 1}", "(" * 1000]
-    assert [FinalAnswerText(text).literal() for text in texts] == [
+    assert [FinalAnswerText(text).parsed_value() for text in texts] == [
         42,
         "a",
         [1, 2],
@@ -200,9 +200,9 @@ def in_prose(written: str) -> list[str]:
 
 @given(PYTHON_VALUES, st.integers(0, 7))
 def test_what_repr_writes_is_read_back(value: Any, form: int) -> None:
-    final = read_action(Message("assistant", in_prose(repr(value))[form])).final
+    final = parse_action(Message("assistant", in_prose(repr(value))[form])).final
     assert final is not None
-    assert is_same(final.literal(), value)
+    assert is_same(final.parsed_value(), value)
 
 
 @given(JSON_VALUES, st.integers(0, 7), st.booleans(), st.sampled_from([None, 2]))
@@ -210,9 +210,9 @@ def test_what_json_writes_is_read_back(
     value: Any, form: int, ascii: bool, indent: int | None
 ) -> None:
     written = json.dumps(value, ensure_ascii=ascii, indent=indent)
-    final = read_action(Message("assistant", in_prose(written)[form])).final
+    final = parse_action(Message("assistant", in_prose(written)[form])).final
     assert final is not None
-    assert is_same(final.literal(), value)
+    assert is_same(final.parsed_value(), value)
 
 
 @given(PYTHON_VALUES, st.sampled_from(["```repl", "```python", "~~~py", "- ````repl"]))
@@ -222,7 +222,7 @@ def test_code_in_a_fence_is_complete(value: Any, opening: str) -> None:
     cell = f"x = {value!r}\nprint(x)  # it's ({mark}\nFINAL(x)"
     body = "\n".join(indent + line for line in cell.split("\n"))
     message = f"Here it's:\n{opening}\n{body}\n{indent}{mark}\nDon't `stop`.\n"
-    assert read_action(Message("assistant", message)).codes == (cell,)
+    assert parse_action(Message("assistant", message)).codes == (cell,)
 
 
 BLOCKS = ("```", "</think>", "<think>", "FINAL(3)", "```repl", "it's", ")", "\\", "# x", "text")
@@ -233,12 +233,12 @@ def test_a_string_over_lines_ends_neither_fence_nor_thinking(lines: list[str], q
     text = "\n".join(lines).replace("\\", "\\\\")
     cell = f"s = {quotes}\n{text}\n{quotes}\nFINAL(s)"
     for before in ("", "It's (so):\n", "<think>\n```repl\n</think>\n"):
-        action = read_action(Message("assistant", f"{before}```repl\n{cell}\n```\nDone."))
+        action = parse_action(Message("assistant", f"{before}```repl\n{cell}\n```\nDone."))
         assert (action.codes, action.final) == ((cell,), None)
-        answer = read_action(Message("assistant", f"{before}FINAL({quotes}\n{text}\n{quotes})"))
+        answer = parse_action(Message("assistant", f"{before}FINAL({quotes}\n{text}\n{quotes})"))
         assert answer.codes == ()
         assert answer.final is not None
-        assert answer.final.literal() == ast.literal_eval(f"{quotes}\n{text}\n{quotes}")
+        assert answer.final.parsed_value() == ast.literal_eval(f"{quotes}\n{text}\n{quotes}")
 
 
 @given(PYTHON_VALUES | JSON_VALUES, st.integers(0, 7), st.floats(0, 1))
@@ -246,7 +246,7 @@ def test_a_reply_that_was_cut_is_no_final_answer(value: Any, form: int, share: f
     for written in (repr(value), f"[{value!r}, 2]"):
         whole = in_prose(written)[form]
         cut = Message("assistant", whole[: int(share * len(whole))])
-        assert read_action(cut, is_cut=True).final is None
+        assert parse_action(cut, is_cut=True).final is None
 
 
 @given(st.text(alphabet="ab_1 \t\n()[]{}'\"\\#rRbBfu,.+=`"))
@@ -266,7 +266,7 @@ def test_calls_end_where_the_tokenizer_says(text: str) -> None:
         ast.parse(source)
     except (tokenize.TokenError, SyntaxError, AssertionError, ValueError):
         return
-    assert call_end(source, 2) == end
+    assert closing_parenthesis_index(source, 2) == end
 
 
 # --- hostile text ---------------------------------------------------------------------------------
@@ -337,12 +337,12 @@ def test_time_is_proportional_to_the_length(unit: str) -> None:
 
 
 def test_a_cell_whose_only_answer_is_json_is_that_answer() -> None:
-    action = read_action(Message("assistant", '```repl\nFINAL({"found": true, "n": null})\n```'))
+    action = parse_action(Message("assistant", '```repl\nFINAL({"found": true, "n": null})\n```'))
     assert action.codes == ()
     assert action.final is not None
-    assert action.final.literal() == {"found": True, "n": None}
+    assert action.final.parsed_value() == {"found": True, "n": None}
     computed = "```repl\ntrue = 1\nFINAL([true])\n```"
-    assert read_action(Message("assistant", computed)).codes == ("true = 1\nFINAL([true])",)
+    assert parse_action(Message("assistant", computed)).codes == ("true = 1\nFINAL([true])",)
 
 
 @pytest.mark.parametrize(
@@ -381,4 +381,4 @@ def test_untyped_answers_lose_nothing(text: str, value: Any) -> None:
     ],
 )
 def test_words_are_read_by_counting(text: str, inside: str) -> None:
-    assert read_action(Message("assistant", text)).final == FinalAnswerText(inside)
+    assert parse_action(Message("assistant", text)).final == FinalAnswerText(inside)

@@ -59,7 +59,7 @@ def test_a_fork_shares_the_ids_of_its_origin_and_each_sampled_id_is_recorded_onc
             talk += [(await model.ask(talk)).message, user(text)]
         await model.ask(talk)
         await model.ask([*talk[:2], user("another b")])
-        for reply in await model.replies(talk[:3], num_replies=2):
+        for reply in await model.request_replies(talk[:3], num_replies=2):
             assert reply.prompt_ids == client.log[1][0]
 
     trajectory = played(conduct, client)

@@ -6,7 +6,7 @@ import pytest
 
 from ramify import Stop
 from ramify.engine.action import FinalAnswerText, ParsedAction
-from ramify.engine.foreign_reply_syntax import read_any
+from ramify.engine.foreign_reply_syntax import parse_any_syntax
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import code, rlm
 
@@ -53,12 +53,14 @@ RUNS = {
 
 @pytest.mark.parametrize(("text", "notes"), RUNS.values(), ids=RUNS)
 def test_unambiguous_foreign_code_is_run(text: str, notes: tuple[str, ...]) -> None:
-    assert read_any(Message("assistant", text)) == ParsedAction(("print(1)",), ignored=notes)
+    assert parse_any_syntax(Message("assistant", text)) == ParsedAction(
+        ("print(1)",), ignored=notes
+    )
 
 
 def test_interpreter_prompts_in_a_fence_are_removed() -> None:
     text = code(">>> for i in [1]:\n...     print(i)\n...\n1\n>>> x = 2")
-    action = read_any(Message("assistant", text))
+    action = parse_any_syntax(Message("assistant", text))
     assert action.codes == ("for i in [1]:\n    print(i)\n\nx = 2",)
     assert action.ignored == (
         "the prompts (>>>) and outputs between them were left out of the code",
@@ -67,9 +69,9 @@ def test_interpreter_prompts_in_a_fence_are_removed() -> None:
 
 def test_final_answer_is_read_from_harmony_or_tool_call() -> None:
     harmony = "<|channel|>analysis<|message|>FINAL(9)<|end|><|channel|>final<|message|>FINAL(42)"
-    assert read_any(Message("assistant", harmony)).final == FinalAnswerText("42")
+    assert parse_any_syntax(Message("assistant", harmony)).final == FinalAnswerText("42")
     call = '<tool_call>{"name": "final", "arguments": {"answer": 42}}</tool_call>'
-    assert read_any(Message("assistant", call)).final == FinalAnswerText("42")
+    assert parse_any_syntax(Message("assistant", call)).final == FinalAnswerText("42")
 
 
 HINTS = {
@@ -136,4 +138,4 @@ def test_unknown_tool_call_is_not_an_answer() -> None:
     "text", ["```\nprint(1)", f"<tool_call>{CALL}", "<|channel|>analysis to=python<|message|>f()"]
 )
 def test_code_of_a_truncated_message_is_not_run(text: str) -> None:
-    assert read_any(Message("assistant", text), is_cut=True).codes == ()
+    assert parse_any_syntax(Message("assistant", text), is_cut=True).codes == ()

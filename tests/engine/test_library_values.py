@@ -117,14 +117,14 @@ def test_model_is_told_what_the_context_is(has_pandas: bool) -> None:
 @pytest.mark.parametrize("context", [FRAME, np.eye(3), {"t": FRAME, "n": "x"}])
 def test_first_look_and_worked_example_run(context: Any, has_pandas: bool) -> None:
     from ramify.engine.prompt_facts import ContextFacts, PromptFacts
-    from ramify.engine.prompt_text import batch_example, context_facts, first_example
+    from ramify.engine.prompt_text import batch_example, context_facts, inspection_example
     from ramify.sandbox.base import SharedContext
     from ramify.sources.convert_to_context import as_context
 
     shared = SharedContext(as_context(context))
     facts = context_facts(shared.value, shared.chars, packages=("pandas",) if has_pandas else ())
     assert isinstance(facts, ContextFacts)
-    look = first_example(PromptFacts(context=facts))
+    look = inspection_example(PromptFacts(context=facts))
     with rlm([code(look), code("FINAL('seen')")], sandbox=PANDAS if has_pandas else None) as r:
         result = r.completion(context, "?")
     (cell,) = result.trajectory.root.turns[0].cells

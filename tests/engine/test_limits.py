@@ -114,7 +114,7 @@ def test_bound_uses_the_most_expensive_prompt_price() -> None:
 def test_request_waits_for_freed_budget_and_is_refused_when_none_can_be_freed() -> None:
     async def scenario() -> list[str]:
         ledger = BudgetLedger(Limits(max_calls=2), priced=False)
-        ledger.hold(BudgetAmount(calls=1))
+        ledger.reserve_final_answer(BudgetAmount(calls=1))
         seen: list[str] = []
 
         async def ask(name: str) -> None:
@@ -172,7 +172,7 @@ def test_no_schedule_exceeds_a_limit(
         rng = random.Random(seed)
         limits = Limits(max_calls=max_calls, max_tokens=max_tokens, max_cost=max_cents / 100)
         ledger = BudgetLedger(limits, priced=True)
-        ledger.hold(BudgetAmount(held, 5 * held, 0.001 * held))
+        ledger.reserve_final_answer(BudgetAmount(held, 5 * held, 0.001 * held))
 
         def check() -> None:
             total = ledger.spent.plus(ledger.outstanding).plus(ledger.held)
@@ -293,8 +293,8 @@ def test_a_waiter_that_is_refused_and_cancelled_at_once_returns_nothing() -> Non
 def test_a_billionth_above_a_limit_is_rounding() -> None:
     ledger = BudgetLedger(Limits(max_cost=0.3), priced=True)
     most = 0.3 * (1 + 1e-9)
-    assert ledger.would_pass(BudgetAmount(cost=most)) is None
-    assert ledger.would_pass(BudgetAmount(cost=math.nextafter(most, 1))) is Stop.MAX_COST
+    assert ledger.limit_exceeded_by(BudgetAmount(cost=most)) is None
+    assert ledger.limit_exceeded_by(BudgetAmount(cost=math.nextafter(most, 1))) is Stop.MAX_COST
     reserved = BudgetAmount(1, 20, 0.3)
     assert not ledger.is_excess(reserved, Usage(1, 1), most)
     assert ledger.is_excess(reserved, Usage(1, 1), math.nextafter(most, 1))
@@ -303,14 +303,14 @@ def test_a_billionth_above_a_limit_is_rounding() -> None:
 def test_a_limit_may_be_used_up_and_rounding_is_tolerated() -> None:
     ledger = BudgetLedger(Limits(max_calls=3, max_tokens=30, max_cost=0.3), priced=True)
     for _ in range(3):
-        assert ledger.would_pass(BudgetAmount(1, 10, 0.1)) is None
+        assert ledger.limit_exceeded_by(BudgetAmount(1, 10, 0.1)) is None
         ledger.charge(Usage(4, 6, calls=1), 0.1)  # three times 0.1 is a little more than 0.3
     assert ledger.spent.cost > 0.3
-    assert ledger.would_pass(BudgetAmount()) is None
-    assert ledger.would_pass(BudgetAmount(calls=1)) is Stop.MAX_CALLS
-    assert ledger.would_pass(BudgetAmount(tokens=1)) is Stop.MAX_TOKENS
-    assert ledger.would_pass(BudgetAmount(cost=1e-6)) is Stop.MAX_COST
-    assert ledger.limit_usage() == [
+    assert ledger.limit_exceeded_by(BudgetAmount()) is None
+    assert ledger.limit_exceeded_by(BudgetAmount(calls=1)) is Stop.MAX_CALLS
+    assert ledger.limit_exceeded_by(BudgetAmount(tokens=1)) is Stop.MAX_TOKENS
+    assert ledger.limit_exceeded_by(BudgetAmount(cost=1e-6)) is Stop.MAX_COST
+    assert ledger.usage_by_limit() == [
         ("calls", 3, 3),
         ("tokens", 30, 30),
         ("dollars", ledger.spent.cost, 0.3),
@@ -330,19 +330,19 @@ def test_spending_is_summed_with_and_without_prices() -> None:
     ledger.charge(Usage(1, 2, calls=1), 0.5)
     ledger.charge(Usage(1, 2, calls=1), 0.25)
     assert (ledger.cost, ledger.usage.calls) == (0.75, 3)
-    assert ledger.limit_usage() == [("calls", 3, 1000), ("tokens", 9, 20_000_000)]
+    assert ledger.usage_by_limit() == [("calls", 3, 1000), ("tokens", 9, 20_000_000)]
     assert BudgetLedger(Limits(), priced=True).cost == 0.0
 
 
 def test_a_hold_replaces_the_one_before_if_it_fits() -> None:
     ledger = BudgetLedger(Limits(max_calls=10, max_tokens=100), priced=False)
     ledger.charge(Usage(50, calls=5), None)
-    assert ledger.hold(BudgetAmount(1, 40)) is None
+    assert ledger.reserve_final_answer(BudgetAmount(1, 40)) is None
     assert ledger.calls_left() == 4
-    assert ledger.hold(BudgetAmount(1, 50)) is None
-    assert ledger.hold(BudgetAmount(1, 51)) is Stop.MAX_TOKENS
+    assert ledger.reserve_final_answer(BudgetAmount(1, 50)) is None
+    assert ledger.reserve_final_answer(BudgetAmount(1, 51)) is Stop.MAX_TOKENS
     assert ledger.held == BudgetAmount(1, 50)
-    assert ledger.hold(BudgetAmount(6, 0)) is Stop.MAX_CALLS
+    assert ledger.reserve_final_answer(BudgetAmount(6, 0)) is Stop.MAX_CALLS
     assert ledger.refusals == {
         Stop.MAX_TOKENS: "the next request, with its prompt, may take 51 tokens, and 50 of 100 "
         "were left: raise max_tokens",
@@ -359,11 +359,11 @@ def test_refusals_name_both_numbers() -> None:
 
     async def main() -> None:
         held = BudgetLedger(Limits(max_tokens=1_000), priced=False)
-        held.hold(BudgetAmount(1, 600))
+        held.reserve_final_answer(BudgetAmount(1, 600))
         held.charge(Usage(500, calls=1), None)  # it had been reserved before the hold
         assert "and 0 of 1,000 were left" in (await refused(held, BudgetAmount(1, 1)))[1]
         held = BudgetLedger(Limits(max_cost=1.0), priced=True)
-        held.hold(BudgetAmount(1, 0, 0.75))
+        held.reserve_final_answer(BudgetAmount(1, 0, 0.75))
         held.charge(Usage(calls=1), 0.5)
         assert "and $0 of $1 were left" in (await refused(held, BudgetAmount(1, 0, 0.1)))[1]
         ledger = BudgetLedger(Limits(max_calls=2, max_tokens=1_000, max_cost=0.5), priced=True)

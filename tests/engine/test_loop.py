@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ramify import Citation, JailSpec, Limits, SandboxSpec, Scaffold, Stop, Store
-from ramify.engine.action import FinalAnswerText, ParsedAction, read_action
+from ramify.engine.action import FinalAnswerText, ParsedAction, parse_action
 from ramify.errors import ConfigError, ModelError, SandboxError, WeakSandboxWarning
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
@@ -247,7 +247,7 @@ def test_a_plan_is_not_an_answer(tmp_path: Path) -> None:
     assert first.startswith("Nothing was run")
     assert "FINAL" in second
     assert "After one more message" in second
-    assert read_action(Message("assistant", second)) == ParsedAction(
+    assert parse_action(Message("assistant", second)) == ParsedAction(
         ("print(1 + 1)",), final=FinalAnswerText('"the answer"')
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ramify.engine.mcp_tools import McpTools, function_name, redacted_server
+from ramify.engine.mcp_tools import McpTools, redacted_server, to_function_name
 from ramify.errors import ConfigError
 from tests.engine.helpers import code, rlm
 
@@ -161,7 +161,7 @@ def test_unusable_server_is_reported(given: str, says: str) -> None:
 
 
 def test_tool_names_and_recorded_commands_are_sanitized() -> None:
-    assert [function_name(each) for each in ("git-log", "2d", "import", "context", "größe")] == [
+    assert [to_function_name(each) for each in ("git-log", "2d", "import", "context", "größe")] == [
         "git_log",
         "_2d",
         "import_",

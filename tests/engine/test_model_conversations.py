@@ -124,7 +124,7 @@ def test_several_replies_to_one_request_are_forks_that_share_its_prompt() -> Non
     async def conduct(model: RunModelClient) -> None:
         first = await model.ask([user("a")])
         talk = [user("a"), first.message, user("b")]
-        for reply in await model.replies(talk, num_replies=3):
+        for reply in await model.request_replies(talk, num_replies=3):
             await model.ask([*talk, reply.message, user("c")])
 
     result = conducted(conduct, ScriptedClient(lambda messages: str(next(numbers))))

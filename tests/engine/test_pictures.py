@@ -10,8 +10,8 @@ from PIL import Image
 
 import ramify
 from ramify.clients.base import Price
-from ramify.clients.picture_token_costs import picture_tokens
-from ramify.engine.question import question
+from ramify.clients.picture_token_costs import picture_tokens_upper_bound
+from ramify.engine.question import make_question
 from ramify.errors import ConfigError
 from ramify.sources.load_sources import load
 from ramify.store.store import Store
@@ -168,7 +168,7 @@ def test_a_picture_beside_a_text_that_stays_in_its_file(tmp_path):
 def test_a_plain_call_outside_of_a_run_does_not_drop_a_picture(tmp_path):
     async def can_answer(context):
         async with ramify.RLM(ScriptedClient([])).direct_calls(ramify.Limits()) as calls:
-            return calls.can_answer(question(context, "?", None, False))
+            return calls.can_answer(make_question(context, "?", None, False))
 
     loaded = load([saved(tmp_path)])
     assert not asyncio.run(can_answer(loaded))
@@ -222,7 +222,7 @@ def test_tokens_of_pictures_are_reserved_before_and_settled_by_the_usage(tmp_pat
     (request,) = client.requests
     text = sum(len(m.content.encode()) + 16 for m in request.messages) + 64
     picture = request.messages[-1].pictures[0]
-    assert request.max_input_tokens() == text + picture_tokens("scripted:test", picture)
+    assert request.max_input_tokens() == text + picture_tokens_upper_bound("scripted:test", picture)
     assert result.usage.input_tokens == client.served.input_tokens  # 32 × 32 tokens of the picture
     assert result.usage.input_tokens > 1024
     assert result.cost == pytest.approx(client.served.total_tokens / 1e6)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ramify import SandboxSpec, Scaffold, Stop
-from ramify.engine.retool_protocol import CORRECTION, SILENT, closed, read
+from ramify.engine.retool_protocol import CORRECTION, SILENT, parse_reply, restore_closing_tag
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
 from ramify.types.message import Message, ToolCall
@@ -56,7 +56,7 @@ TAGGED = "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n
 def test_code_and_answer_are_parsed_from_a_reply(
     text: str, codes: tuple[str, ...], answer: str | None
 ) -> None:
-    action = read(Message("assistant", text))
+    action = parse_reply(Message("assistant", text))
     assert (action.codes, action.final and action.final.text) == (codes, answer)
 
 
@@ -66,7 +66,7 @@ def test_native_calls_are_parsed_and_malformed_ones_noted() -> None:
         ToolCall("b", "code_interpreter", '{"kode": 1}'),
         ToolCall("c", "search", "{}"),
     )
-    action = read(Message("assistant", r"\boxed{1} is a guess", tool_calls=calls))
+    action = parse_reply(Message("assistant", r"\boxed{1} is a guess", tool_calls=calls))
     assert (action.codes, action.final, action.tool_call_ids) == (("x",), None, ("a", "b", "c"))
     assert action.ignored == (
         "the arguments of code_interpreter are not JSON with a text under 'code'",
@@ -75,13 +75,13 @@ def test_native_calls_are_parsed_and_malformed_ones_noted() -> None:
 
 
 def test_closing_tag_cut_off_by_a_stop_text_is_restored() -> None:
-    assert closed("<code>1+1", ("</code>", "</tool_call>")) == "<code>1+1</code>"
+    assert restore_closing_tag("<code>1+1", ("</code>", "</tool_call>")) == "<code>1+1</code>"
     assert (
-        closed("<code>1</code> <tool_call>{", ("</code>", "</tool_call>"))
+        restore_closing_tag("<code>1</code> <tool_call>{", ("</code>", "</tool_call>"))
         == "<code>1</code> <tool_call>{</tool_call>"
     )
-    assert closed("<code>1</code>", ("</code>",)) == "<code>1</code>"
-    assert closed("no tag", ("</code>", "\n\n")) == "no tag"
+    assert restore_closing_tag("<code>1</code>", ("</code>",)) == "<code>1</code>"
+    assert restore_closing_tag("no tag", ("</code>", "\n\n")) == "no tag"
 
 
 def test_conversation_survives_every_kind_of_failure() -> None:

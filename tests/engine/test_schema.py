@@ -105,9 +105,9 @@ def test_unserializable_value_is_a_mismatch() -> None:
     with pytest.raises(TypeMismatch, match="cannot be checked"):
         kind.convert(10**5000)
     with pytest.raises(TypeMismatch, match="not JSON"):
-        answer_type({"type": "array"}).read("[" * 100_000)
+        answer_type({"type": "array"}).parse_answer("[" * 100_000)
     with pytest.raises(TypeMismatch, match="not JSON"):
-        answer_type({"type": "array"}).read("```" + "\n" * 100_000)
+        answer_type({"type": "array"}).parse_answer("```" + "\n" * 100_000)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ def test_unclosed_rlm_can_be_collected_on_the_event_loop() -> None:
     assert forgotten.completion("A question?").response == "one"
     forgotten.itself = forgotten
     del forgotten
-    assert asyncio.run_coroutine_threadsafe(_collect(), event_loop_thread.loop()).result(10)
+    assert asyncio.run_coroutine_threadsafe(_collect(), event_loop_thread.background_loop()).result(
+        10
+    )
     with rlm(["two"]) as r:
         assert r.completion("Another?").response == "two"
 

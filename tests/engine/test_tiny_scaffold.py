@@ -11,7 +11,7 @@ import pytest
 
 import ramify
 from ramify import Scaffold, Stop
-from ramify.engine.observation_messages import terse
+from ramify.engine.observation_messages import terse_cell_report
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, ModelError
 from ramify.sandbox.base import Session
@@ -202,7 +202,7 @@ def test_later_question_has_the_format_of_the_first() -> None:
     ],
 )
 def test_terse_shortens_output_and_error(cell: Cell, shown: str) -> None:
-    assert terse(cell, 20) == shown
+    assert terse_cell_report(cell, 20) == shown
 
 
 def test_question_may_contain_template_markers() -> None:

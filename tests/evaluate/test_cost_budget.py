@@ -22,7 +22,7 @@ def test_sum_of_spent_and_held_never_exceeds_the_limit() -> None:
 
         async def worker() -> None:
             nonlocal most, num
-            while (dollars := await budget.hold()) is not None:
+            while (dollars := await budget.reserve()) is not None:
                 held.append(dollars)
                 num += 1
                 most = max(most, budget.spent + sum(held))
@@ -44,16 +44,16 @@ def test_sum_of_spent_and_held_never_exceeds_the_limit() -> None:
 def test_attempt_waits_for_what_others_may_give_back() -> None:
     async def run() -> None:
         budget = CostBudget(3.0, 2.0)
-        assert await budget.hold() == 2.0
-        waiting = asyncio.ensure_future(budget.hold())
+        assert await budget.reserve() == 2.0
+        waiting = asyncio.ensure_future(budget.reserve())
         await asyncio.sleep(0)
         assert not waiting.done()
         budget.settle(2.0, 0.5)
         assert await waiting == 2.0
         budget.settle(2.0, 1.0)
-        assert await budget.hold() == pytest.approx(1.5)  # the rest, with nothing else running
+        assert await budget.reserve() == pytest.approx(1.5)  # the rest, with nothing else running
         budget.settle(1.5, 0.6)
-        assert await budget.hold() is None  # 0.9 are left, less than half of an attempt's limit
+        assert await budget.reserve() is None  # 0.9 are left, less than half of an attempt's limit
 
     asyncio.run(run())
 

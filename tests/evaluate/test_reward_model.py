@@ -14,7 +14,7 @@ from aiohttp import web
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.reward_model_client import RewardModel
 from ramify.tasks.base import Item, SimpleTask, score_trajectory
-from ramify.tasks.validation import answered
+from ramify.tasks.validation import answer_only_trajectory
 
 ITEMS = [Item(f"question {n}", id=f"t/test/{n}") for n in range(100)]
 
@@ -105,7 +105,7 @@ def test_reward_is_the_number_of_the_label(
 ) -> None:
     model = RewardModel(server.url + path, **options)
     task = SimpleTask("t", {"test": ITEMS}, model)
-    rewards = score_trajectory(task, ITEMS[3], answered(ITEMS[3], "four")).rewards
+    rewards = score_trajectory(task, ITEMS[3], answer_only_trajectory(ITEMS[3], "four")).rewards
     assert rewards == {"correct": sign * len("question 3\n\nfour")}
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.evaluate.money_curves import money_curves
+from ramify.evaluate.money_curves import score_by_budget_curves
 from ramify.evaluate.run import AttemptOutcome
-from ramify.evaluate.systems.attempt import attempt_by, system_of
+from ramify.evaluate.systems.attempt import attempt_with_system, parse_system
 from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget, System, SystemAnswer
 from ramify.evaluate.systems.peers import PEERS, PeerSystem
 from ramify.tasks.base import Item, SimpleTask
@@ -50,7 +50,7 @@ def test_a_command_gets_the_item_and_its_output_is_the_answer(tmp_path: Path) ->
         "print(); print([sys.argv[1], text, os.environ['OPENAI_BASE_URL'],"
         " os.environ['OPENAI_API_KEY'], os.listdir(), 'PYTEST_VERSION' in os.environ, sys.argv[2]])"
     )
-    system = system_of(script(tmp_path, code))
+    system = parse_system(script(tmp_path, code))
     context = "alpha \u20ac\r\n" * 3
     given = answered(system, context)
     assert given.failure == ""
@@ -78,7 +78,7 @@ def test_a_command_gets_the_item_and_its_output_is_the_answer(tmp_path: Path) ->
 )
 def test_a_command_that_goes_wrong(tmp_path: Path, code: str, failure: str) -> None:
     timeout_s = 0.5 if "sleep" in code else 60.0
-    system = system_of(script(tmp_path, code), timeout_s=timeout_s)
+    system = parse_system(script(tmp_path, code), timeout_s=timeout_s)
     given = answered(system)
     assert given.answer is None
     assert given.failure.startswith(failure)
@@ -87,7 +87,7 @@ def test_a_command_that_goes_wrong(tmp_path: Path, code: str, failure: str) -> N
 def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     code = f"pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(1000)"
-    system = system_of(script(tmp_path, code))
+    system = parse_system(script(tmp_path, code))
 
     async def cancel() -> None:
         answering = asyncio.ensure_future(system.answer(QUESTION, "text", seat=seat()))
@@ -114,7 +114,7 @@ def test_a_cancelled_command_leaves_no_process_behind(tmp_path: Path) -> None:
 )
 def test_a_wrong_system_is_an_error_before_anything_runs(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        system_of(words)
+        parse_system(words)
 
 
 def test_a_missing_peer_names_the_command_that_installs_it(
@@ -122,7 +122,7 @@ def test_a_missing_peer_names_the_command_that_installs_it(
 ) -> None:
     monkeypatch.setenv("RAMIFY_SYSTEMS", str(tmp_path / "a folder"))
     with pytest.raises(ConfigError, match=r"--with dspy: dspy==.* is not installed in") as raised:
-        system_of("dspy")
+        parse_system("dspy")
     folder = f"'{tmp_path}/a folder/dspy-3.4.1'"
     assert f"-m venv {folder} && {folder}/bin/pip install dspy==" in str(raised.value)
 
@@ -130,13 +130,13 @@ def test_a_missing_peer_names_the_command_that_installs_it(
 def test_an_attempt_is_scored_and_a_failure_scores_as_no_answer(tmp_path: Path) -> None:
     task = SimpleTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
     item = Item("How many?", "context", gold="12", kind="count", id="t/test/0")
-    right = system_of(script(tmp_path, "print(12)"))
-    outcome = asyncio.run(attempt_by(right, task, item, 0, seat=seat()))
+    right = parse_system(script(tmp_path, "print(12)"))
+    outcome = asyncio.run(attempt_with_system(right, task, item, 0, seat=seat()))
     assert (outcome.reward, outcome.answer, outcome.stop) == (1.0, "12", Stop.FINAL)
     assert (outcome.kind, outcome.error) == ("count", "")
     (tmp_path / "b").mkdir()
-    wrong = system_of(script(tmp_path / "b", "sys.exit(1)"))
-    outcome = asyncio.run(attempt_by(wrong, task, item, 1, seat=seat()))
+    wrong = parse_system(script(tmp_path / "b", "sys.exit(1)"))
+    outcome = asyncio.run(attempt_with_system(wrong, task, item, 1, seat=seat()))
     assert (outcome.reward, outcome.answer, outcome.stop) == (0.0, None, Stop.ERROR)
     assert outcome.error == "it ended with status 1"
 
@@ -155,7 +155,9 @@ def test_scores_against_money_count_an_attempt_beyond_the_budget_as_unanswered()
         outcome("b", 0.1, 1.0),
         outcome("c", 0.1, None),
     ]
-    curves = money_curves({"cheap": cheap, "dear": dear, "free": [outcome("a", None, 1.0)]})
+    curves = score_by_budget_curves(
+        {"cheap": cheap, "dear": dear, "free": [outcome("a", None, 1.0)]}
+    )
     assert curves["free"] == ()
     budgets = [point.dollars for point in curves["cheap"]]
     assert budgets == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2])
@@ -225,13 +227,13 @@ def test_the_peers_of_benchmarks_have_the_same_versions() -> None:
 def test_an_outage_of_the_model_leaves_the_attempt_to_be_made_again(tmp_path: Path) -> None:
     task = SimpleTask("t", {"test": []}, lambda answer, item: float(answer == item.gold))
     item = Item("How many?", "context", gold="12", id="t/test/0")
-    system = system_of(script(tmp_path, "sys.exit(1)"))
+    system = parse_system(script(tmp_path, "sys.exit(1)"))
     place = seat()
     place.outage = "openai:m: 503, overloaded"
-    outcome = asyncio.run(attempt_by(system, task, item, 0, seat=place))
+    outcome = asyncio.run(attempt_with_system(system, task, item, 0, seat=place))
     assert (outcome.reward, outcome.error) == (None, f"the model failed: {place.outage}")
     # A budget that is used up is the system's own doing.
     place.record_refusal("all tokens are used", Stop.MAX_TOKENS)
-    outcome = asyncio.run(attempt_by(system, task, item, 0, seat=place))
+    outcome = asyncio.run(attempt_with_system(system, task, item, 0, seat=place))
     assert (outcome.reward, outcome.reason) == (0.0, "budget")
     assert (outcome.stop, outcome.error) == (Stop.MAX_TOKENS, "budget: all tokens are used")

@@ -12,7 +12,7 @@ from ramify import Limits, ScriptedClient
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError
 from ramify.evaluate.skyrl_env import text_env
-from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, play
+from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, simulate_demonstration
 from ramify.tasks.ledger.task import ledger
 from ramify.train.data.sft_data import prompt_format
 from tests.evaluate.helpers import SPEC, TASK
@@ -36,7 +36,7 @@ def step_through(env: Any, replies: list[str]) -> list[tuple[list[str], float, b
 def test_environment_has_the_same_conversation_as_the_engine(index: int) -> None:
     """A demonstrator's replies get the same observations from outside as inside the engine."""
     item = LEDGER.splits["test"][index]
-    (root,) = play(item, NOISY if index else EXPERT, 0, TEXTS)
+    (root,) = simulate_demonstration(item, NOISY if index else EXPERT, 0, TEXTS)
     env = Env(extras={"index": index})
     first, about = env.init([{"role": "user", "content": "not used"}])
     assert (first, about) == (
@@ -58,7 +58,7 @@ def test_environments_run_concurrently_and_one_can_be_abandoned() -> None:
     rewards: dict[int, float] = {}
 
     def drive(index: int) -> None:
-        (root,) = play(LEDGER.splits["test"][index], EXPERT, 0, TEXTS)
+        (root,) = simulate_demonstration(LEDGER.splits["test"][index], EXPERT, 0, TEXTS)
         envs[index].init([])
         rewards[index] = step_through(
             envs[index], [message.content for message in root.messages[1::2]]
@@ -131,7 +131,7 @@ def test_skyrl_gym_can_make_the_environment() -> None:
     )
     skyrl_gym.register(id="ledger", entry_point=theirs)
     env = skyrl_gym.make("ledger", extras={"index": 0})
-    (root,) = play(LEDGER.splits["test"][0], EXPERT, 0, TEXTS)
+    (root,) = simulate_demonstration(LEDGER.splits["test"][0], EXPERT, 0, TEXTS)
     env.init([])
     assert step_through(env, [message.content for message in root.messages[1::2]])[-1] == (
         [],

@@ -66,7 +66,7 @@ def test_rows_and_rewards_work_with_another_harness(module: str) -> None:
 def demonstrator() -> Any:
     """A model for the scripted server that gives the expert's reply to each known conversation."""
     from ramify.engine.scaffold import TINY
-    from ramify.tasks.ledger.scripted_demonstrator import EXPERT, play
+    from ramify.tasks.ledger.scripted_demonstrator import EXPERT, simulate_demonstration
     from ramify.tasks.ledger.task import ledger
     from ramify.train.data.sft_data import prompt_format
 
@@ -74,7 +74,9 @@ def demonstrator() -> Any:
     said = {
         call.messages[: 2 * turn + 1]: call.messages[2 * turn + 1].content
         for index in range(3)
-        for call in play(task.splits["test"][index], EXPERT, 0, prompt_format(TINY))
+        for call in simulate_demonstration(
+            task.splits["test"][index], EXPERT, 0, prompt_format(TINY)
+        )
         for turn in range(len(call.messages) // 2)
     }
 
@@ -117,7 +119,7 @@ def test_whole_episodes_run_in_our_engine(module: str, monkeypatch: pytest.Monke
 def test_foreign_rows_are_refused(module: str) -> None:
     import verifiers.v1 as vf
 
-    from ramify.evaluate.verifiers_env import _item
+    from ramify.evaluate.verifiers_env import _task_and_item
 
     with pytest.raises(ConfigError, match="the ramify harness only runs tasks of ramify"):
-        _item(vf.TaskData(prompt="?"))
+        _task_and_item(vf.TaskData(prompt="?"))

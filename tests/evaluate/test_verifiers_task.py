@@ -16,7 +16,7 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.errors import ConfigError
 from ramify.tasks.base import score_trajectory, task_of
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop
 
@@ -208,7 +208,7 @@ def test_splits_are_disjoint_and_bad_input_is_named() -> None:
     assert endless["test"][3].metadata == {"row": 39}
     item = task.splits["train"][0]
     with pytest.raises(Exception, match="only an episode of its environment can be scored"):
-        score_trajectory(task, item, answered(item, "2"))
+        score_trajectory(task, item, answer_only_trajectory(item, "2"))
     taskset = made("sums")[0]
     for options, problem in (
         ({"env": "no-such-env"}, "environment 'no-such-env'"),

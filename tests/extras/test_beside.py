@@ -88,13 +88,14 @@ def test_a_sandbox_that_an_old_run_stored_resolves() -> None:
     spec = SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)
     check_provider(spec)
     assert (
-        SANDBOXES.of(spec.provider).__name__ == "ramify.extras.studies.programs.program_interpreter"
+        SANDBOXES.resolve(spec.provider).__name__
+        == "ramify.extras.studies.programs.program_interpreter"
     )
 
 
 @pytest.mark.parametrize(("old", "module"), OLD_PLACES.items())
 def test_a_place_that_an_old_run_stored_resolves(old: str, module: str) -> None:
-    found = Registry("part", "ramify.tests", {}).of(old)
+    found = Registry("part", "ramify.tests", {}).resolve(old)
     module, _, name = module.partition(":")
     name = name or old.partition(":")[2]
     assert (found.__module__, found.__qualname__) == (module, name)

@@ -19,14 +19,14 @@ from aiohttp import web
 
 from ramify.errors import ConfigError, StoreError
 from ramify.http_server.access import BearerKeys, ListenAddress, digest_of
-from ramify.http_server.base_server import CALLER, AiohttpServer, received
+from ramify.http_server.base_server import CALLER, AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 
 KEY = {"Authorization": "Bearer right"}
 
 
 async def echo(http: web.Request) -> web.Response:
-    async with received(http) as body:
+    async with receive_body(http) as body:
         return web.json_response({"bytes": len(body), "caller": http[CALLER]})
 
 

@@ -16,7 +16,7 @@ from ramify.inference.http.inference_spec import KEY_VARIABLE
 from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState, sample_tokens
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.local.model_runner import runner_of
+from ramify.inference.local.model_runner import create_runner
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy, from_config
 from tests.models.templates import tokenizer_of
@@ -52,7 +52,7 @@ def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:
 def engine(made: Policy, **room: Any) -> LocalEngine:
     assert isinstance(made.model, DenseModel)
     limits = {"slots": 8, "prefill_tokens": 64, "cache_bytes": 64 << 20, "window": WINDOW, **room}
-    return LocalEngine(runner_of(made.model), InferenceEngineLimits(**limits))
+    return LocalEngine(create_runner(made.model), InferenceEngineLimits(**limits))
 
 
 def drained(running: LocalEngine) -> list[GenerationState]:

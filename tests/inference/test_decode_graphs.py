@@ -93,12 +93,12 @@ def test_shapes_hold_their_steps_in_few_sizes() -> None:
     shapes = set()
     for num in range(1, 49):
         for position in range(0, 1000, 7):
-            shape = CudaGraphShape.of(
+            shape = CudaGraphShape.for_step(
                 EngineStep(list(range(num)), [position] * num, [5] * num), cache
             )
             assert num <= shape.tokens <= shape.slots <= 48
             assert position < shape.length <= 1000
             shapes.add(shape)
     assert len(shapes) == 11 * 8  # 1 to 48 slots; 64 to 1,000 positions
-    gap = CudaGraphShape.of(EngineStep([0, 40], [3, 70], [5, 5]), cache)
+    gap = CudaGraphShape.for_step(EngineStep([0, 40], [3, 70], [5, 5]), cache)
     assert gap == CudaGraphShape(2, 48, 128)

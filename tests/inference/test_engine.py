@@ -209,7 +209,7 @@ def test_new_weights_apply_from_the_next_step() -> None:
         running.step()
     before = list(generation.sampled_ids)
     made.model.load_state_dict(other.model.state_dict())
-    running.forget(version=4)
+    running.set_weight_version(version=4)
     drained(running)
     assert [(span.start, span.end, span.version) for span in generation.version_spans] == [
         (0, 8, 0),

@@ -19,7 +19,7 @@ from ramify.errors import ConfigError
 from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import load_policy, save_policy
-from ramify.trained_policy_settings import TrainedPolicySettings, packaged_policies
+from ramify.trained_policy_settings import TrainedPolicySettings, packaged_policy_names
 from tests.inference.helpers import policy
 from tests.models.test_load import GPT2, made
 
@@ -103,7 +103,7 @@ def test_limits_of_a_policy_are_defaults_and_a_broken_card_is_named(tmp_path: Pa
 
 
 def test_no_module_but_its_scaffold_and_its_task_knows_a_packaged_policy() -> None:
-    package, names = Path(ramify.__file__).parent, packaged_policies()
+    package, names = Path(ramify.__file__).parent, packaged_policy_names()
     assert names == ("tiny",)
     knowing = {
         path.relative_to(package).as_posix()

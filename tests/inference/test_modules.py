@@ -24,7 +24,7 @@ from ramify.inference.local.generation_request import (
     SamplingSettings,
     sample_tokens,
 )
-from ramify.inference.local.model_runner import SinglePassRunner, TransformersRunner, runner_of
+from ramify.inference.local.model_runner import SinglePassRunner, TransformersRunner, create_runner
 from tests.inference.helpers import drained
 
 _SIZES: dict[str, Any] = {
@@ -69,7 +69,7 @@ def module(name: str) -> Any:
 def test_replies_match_a_plain_forward_pass(name: str) -> None:
     """With shared prefixes, chunked prefill, few slots, a second turn, and changing weights."""
     model = module(name)
-    runner = runner_of(model)
+    runner = create_runner(model)
     assert type(runner) is CONFIGS[name][1]
     engine = LocalEngine(
         runner, InferenceEngineLimits(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128)
@@ -100,7 +100,7 @@ def test_replies_match_a_plain_forward_pass(name: str) -> None:
         prompts = [[*done[tuple(each)].ids, turn, 5] for each in prompts]
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(0.7)
-        engine.forget(turn + 1)
+        engine.set_weight_version(turn + 1)
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def test_module_itself_is_unchanged(name: str) -> None:
             0, 4:
         ].tolist()
         engine = LocalEngine(
-            runner_of(model),
+            create_runner(model),
             InferenceEngineLimits(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128),
         )
         engine.add(GenerationState([5, 6, 7, 8], max_tokens=6, draw=SamplingSettings(0.0)))
@@ -136,4 +136,6 @@ def test_all_logits_match_the_module() -> None:
         ids = [3, 1, 4, 1, 5]
         with torch.no_grad():
             plain = model(input_ids=torch.tensor([ids])).logits[0]
-        torch.testing.assert_close(runner_of(model).all_logits(ids), plain, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            create_runner(model).all_logits(ids), plain, rtol=1e-5, atol=1e-5
+        )

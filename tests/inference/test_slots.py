@@ -16,7 +16,7 @@ def admitted(slots: SlotTable, text: str, affinity: str = "") -> tuple[int, list
     assert found is not None
     slot, changes = found
     ready = int(slots.length_S[slot])
-    slots.computed(EngineStep(spans=[SlotTokenSpan(slot, ready, text[ready:])]))  # type: ignore[arg-type]
+    slots.mark_computed(EngineStep(spans=[SlotTokenSpan(slot, ready, text[ready:])]))  # type: ignore[arg-type]
     return slot, changes, ready
 
 
@@ -82,7 +82,7 @@ def test_admission_waits_for_a_long_common_prefix() -> None:
         slots.admit(generation(prompt + "y")) is None
     )  # being computed: it will be there in a step or two
     assert slots.admit(generation("short")) == (1, [])
-    slots.computed(EngineStep(spans=[SlotTokenSpan(0, 0, range(41))]))
+    slots.mark_computed(EngineStep(spans=[SlotTokenSpan(0, 0, range(41))]))
     assert admitted(slots, prompt + "y") == (2, [SlotMove("copy", 0, 2, 40)], 40)
 
 

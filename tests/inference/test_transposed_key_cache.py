@@ -75,7 +75,7 @@ class BothCaches:
     def move(self, *changes: SlotMove) -> None:
         for cache in self.caches:
             for change in changes:
-                cache.move_slot(change)
+                cache.copy_or_swap_slots(change)
 
     def resize(self, stay: list[int], num_slots: int, capacity: int) -> None:
         self.caches = [cache.resized(stay, num_slots, capacity) for cache in self.caches]

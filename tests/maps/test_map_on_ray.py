@@ -24,7 +24,7 @@ from ramify.actors.ray_cluster import RayClusterConnection
 from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, SourceError
 from ramify.maps.map_journal import MapStore
-from ramify.maps.ray_row_partition import PART_ROWS, parts_of, row_files_of_urls
+from ramify.maps.ray_row_partition import PART_ROWS, read_row_partitions, row_files_of_urls
 from tests.maps.ray_nodes import ROOT, RayNodes
 from tests.maps.s3_server import WritableS3Server
 
@@ -376,7 +376,7 @@ def test_a_file_that_is_read_again_has_the_same_parts(tmp_path: Path, name: str)
 
     def read() -> list[tuple[str, list[dict[str, str]]]]:
         with files.filesystem.open_input_file(files.files[0].path) as file:
-            parts = list(parts_of(file, files.files[0], 3))
+            parts = list(read_row_partitions(file, files.files[0], 3))
         return [(part.name, list(part.row_source(files).values())) for part in parts]
 
     parts = read()

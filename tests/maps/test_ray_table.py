@@ -95,7 +95,7 @@ def test_its_rows_are_read_again_if_a_part_changes(tmp_path: Path) -> None:
 def test_the_page_shows_it_without_runs(tmp_path: Path) -> None:
     stored(tmp_path / "home", tmp_path / "out")
     library = RunCatalog([Store(tmp_path / "home")])
-    (found,) = library.maps()
+    (found,) = library.map_summaries()
     assert (found["rows"], found["cost"], found["alive"]) == (3, 0.5, False)
-    shown = library.map(found["key"])["shown"]
+    shown = library.map_detail(found["key"])["shown"]
     assert [(row["answer"], row["key"]) for row in shown][:2] == [("yes", ""), (None, "")]

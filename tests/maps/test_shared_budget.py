@@ -96,7 +96,7 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
         found = read_spending(path)
         assert found is not None
         assert (found.usage.calls, found.unwritten, found.answered) == (3, 1, 0)
-        await budget.written("part-0")
+        await budget.mark_written("part-0")
         found = read_spending(path)
         assert found == MapSpending(Usage(10, 110, calls=3, unknown_calls=1), 2.0, 0, 1, 0)
         # The next start of the map has seven calls left, and not ten.

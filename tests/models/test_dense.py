@@ -154,7 +154,7 @@ def test_unsupported_configuration_is_refused_by_name(changed: dict[str, Any], n
 
 
 def test_window_is_limited_to_the_sliding_window() -> None:
-    windows = {name: DenseShape.of(config).window for name, config in configs().items()}
+    windows = {name: DenseShape.from_config(config).window for name, config in configs().items()}
     assert windows == {**dict.fromkeys(NAMES, 256), "mistral-sliding": 100}
 
 

@@ -165,7 +165,7 @@ def test_random_forest_matches_naive_attention(
 
 
 def test_attention_plan_of_a_forest():
-    plan = ForestAttentionPlan.of(TREES["two levels"][:5])
+    plan = ForestAttentionPlan.for_segments(TREES["two levels"][:5])
     assert plan.own == [4, 5, 3, 3, 1]
     assert plan.below == [
         DescendantAttentionBlock((0, 4), (4, 16), 0),
@@ -174,7 +174,7 @@ def test_attention_plan_of_a_forest():
 
 
 def test_segments_are_cut_at_their_first_needed_row():
-    plan = ForestAttentionPlan.of(TREES["two levels"][:5], [7, 8, 13, 15])
+    plan = ForestAttentionPlan.for_segments(TREES["two levels"][:5], [7, 8, 13, 15])
     assert list(zip(plan.skipped, plan.own, strict=False)) == [(7, 2), (4, 2), (0, 1)]
     assert plan.below == [
         DescendantAttentionBlock((0, 4), (0, 4), 0),
@@ -194,6 +194,6 @@ def test_any_number_of_siblings_is_one_block_below_their_prefix():
     for index in range(100):
         bounds.append(bounds[-1] + 1 + index % 7)
     segments = [Segment(0, 10, -1), *(Segment(a, b, 0) for a, b in pairwise(bounds))]
-    plan = ForestAttentionPlan.of(segments)
+    plan = ForestAttentionPlan.for_segments(segments)
     assert len(plan.below) == 1
     assert (len(plan.own), sum(plan.own)) == (101, bounds[-1])

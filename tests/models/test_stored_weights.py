@@ -15,7 +15,7 @@ from ramify.models.stored_weights import (
     stored_tensors,
     to_checkpoint_tensors,
 )
-from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.meta_model import build_meta_model
 from tests.train.backends.small import CONFIG
 from tests.train.backends.test_meshes import MIXTRAL, MOE
 
@@ -25,7 +25,7 @@ def test_parts_of_stored_tensors_match_the_model(config, tmp_path: Path):
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config)
     module.save_pretrained(tmp_path)
-    model = on_meta(config)
+    model = build_meta_model(config)
     assert can_read_separately(model)
     raw, stored = lazy_disk_tensors(tmp_path), stored_tensors(tmp_path, model)
     written = set()

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ramify.errors import ConfigError
-from ramify.models.training_forward import trunk_of
+from ramify.models.training_forward import wrap_for_training
 from ramify.types.training_sequences import Segment
 
 SIZES: dict[str, Any] = {
@@ -96,7 +96,7 @@ def reference_logits(config: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FORESTS)
 def test_model_with_plain_attention_runs_on_a_forest(name: str):
-    trunk = trunk_of(model(FORESTS[name]))
+    trunk = wrap_for_training(model(FORESTS[name]))
     assert trunk.can_share_prefixes
     with torch.no_grad(), trunk.forward_context():
         found = trunk.logits(
@@ -112,7 +112,7 @@ def test_model_is_unchanged_outside_the_scope_of_its_trunk():
         return module.config._attn_implementation  # noqa: SLF001 (of transformers)
 
     own = attention()
-    trunk = trunk_of(module)
+    trunk = wrap_for_training(module)
     assert attention() == own != "ramify_forest"
     with trunk.forward_context():
         assert attention() == "ramify_forest"
@@ -124,7 +124,7 @@ def test_model_is_unchanged_outside_the_scope_of_its_trunk():
 @pytest.mark.filterwarnings("ignore:.*mamba.*", "ignore:.*Mamba.*")
 @pytest.mark.parametrize("name", ROWS)
 def test_model_without_forest_support_runs_on_rows(name: str):
-    trunk = trunk_of(model(ROWS[name]))
+    trunk = wrap_for_training(model(ROWS[name]))
     assert not trunk.can_share_prefixes
     ids, rows = (
         torch.tensor([id for row in ROWS_OF for id in row]),
@@ -144,7 +144,7 @@ def test_forest_gradients_match_row_by_row_gradients():
     alone, ours = model(FORESTS["llama"]), model(FORESTS["llama"])
     for row in ROWS_OF:
         alone(input_ids=torch.tensor([row])).logits[0, -1].square().sum().backward()
-    trunk = trunk_of(ours)
+    trunk = wrap_for_training(ours)
     with trunk.forward_context():
         trunk.logits(
             trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
@@ -168,4 +168,4 @@ def test_nonlinear_output_head_is_refused():
     with pytest.raises(
         ConfigError, match="its logits are not its output matrix times its hidden states"
     ):
-        trunk_of(strange)
+        wrap_for_training(strange)

@@ -19,9 +19,9 @@ from ramify.clients.base import Request, Sampling
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import source, sources
+from ramify.inference.weight_sync.base import to_lazy_weight, to_lazy_weights
 from ramify.models.load import load_policy, save_policy
-from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged
+from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged_weights
 from ramify.types.message import Message
 from tests.packaged import TINY
 
@@ -74,7 +74,7 @@ def test_weight_sync_through_vllm_routes(
                     await local.run(change)
                     await local.update(policy, version)
                     await engines.update(
-                        sources(policy.model.named_parameters(), torch.float32), version
+                        to_lazy_weights(policy.model.named_parameters(), torch.float32), version
                     )
                 reply = await engines.complete(asked)
                 path = (*(reply.prompt_ids or ()), *(reply.token_ids or ()))
@@ -85,7 +85,7 @@ def test_weight_sync_through_vllm_routes(
                 )
             running = asyncio.ensure_future(engines.complete(long))
             await asyncio.sleep(0.5)
-            await engines.update(sources(policy.model.named_parameters(), torch.float32), 3)
+            await engines.update(to_lazy_weights(policy.model.named_parameters(), torch.float32), 3)
             assert {span.version for span in (await running).versions or ()} <= {2, 3}
         finally:
             await engines.close()
@@ -126,10 +126,10 @@ def test_lora_adapters_are_merged_inside_vllm(
                     for parameter in trained.model.parameters():
                         if parameter.requires_grad:
                             parameter += 0.1 * torch.randn(parameter.shape)
-                await local.update(dict(merged(trained.model)), version)
+                await local.update(dict(merged_weights(trained.model)), version)
                 named = base_tensors_and_adapters(trained.model)
                 await engines.update(
-                    [source(*each[:2], torch.float32, each[2]) for each in named], version
+                    [to_lazy_weight(*each[:2], torch.float32, each[2]) for each in named], version
                 )
                 reply = await engines.complete(asked)
                 path = (*(reply.prompt_ids or ()), *(reply.token_ids or ()))

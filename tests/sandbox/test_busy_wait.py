@@ -37,7 +37,7 @@ class Stream:
         self.stream.write([b"?"])
         if reply:
             self.guest.send(reply)
-        self.stream.read_at_once()
+        self.stream.busy_wait_for_answer()
         got, self.got = self.got, []
         return got
 
@@ -79,7 +79,7 @@ async def test_answer_that_is_there_is_read_without_the_loop() -> None:
         assert one.got == [b"0"]
         one.got.clear()
         assert one.ask(b"1") == [b"1"]
-        one.stream.read_at_once()  # nothing is expected
+        one.stream.busy_wait_for_answer()  # nothing is expected
         assert one.got == []
         one.guest.close()
         assert one.ask() == [b"lost"]

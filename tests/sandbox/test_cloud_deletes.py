@@ -269,7 +269,7 @@ def test_daytona_deletes_by_name_a_sandbox_that_did_not_start() -> None:
         AsyncDaytona=Client, CreateSandboxFromSnapshotParams=lambda **fields: fields
     )
     with pytest.raises(RuntimeError, match="did not start"):
-        asyncio.run(DaytonaService(sdk, DaytonaSpec(**LIMITS)).start(["true"]))
+        asyncio.run(DaytonaService(sdk, DaytonaSpec(**LIMITS)).start_in_new_box(["true"]))
     assert boxes == []
 
 

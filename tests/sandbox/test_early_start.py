@@ -14,8 +14,8 @@ import pytest
 
 from ramify.cli.predict_session_need import SMALL_BYTES, is_ask_over_large_input
 from ramify.sandbox.base import JailSpec, open_sandbox
-from ramify.sandbox.host.forkserver_process import JAIL_MODULES, start_early, take_early
-from ramify.sandbox.prewarm import launch
+from ramify.sandbox.host.forkserver_process import JAIL_MODULES, start_early, take_prestarted_server
+from ramify.sandbox.prewarm import prewarm_sandbox
 from ramify.sandbox.providers.process import ProcessSandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the jail needs Linux")
@@ -33,7 +33,7 @@ def early() -> Iterator[int]:
     start_early()  # the second does nothing
     (pid,) = {*_children()} - before
     yield pid
-    if (left := take_early(JAIL_MODULES)) is not None:
+    if (left := take_prestarted_server(JAIL_MODULES)) is not None:
         left.discard()
 
 
@@ -47,7 +47,7 @@ def opened_servers() -> tuple[str, list[int]]:
 
     async def main() -> tuple[str, list[int]]:
         spec = JailSpec(memory_bytes=1 << 30)
-        launch(spec)
+        prewarm_sandbox(spec)
         sandbox = open_sandbox(spec)
         assert isinstance(sandbox, ProcessSandbox)
         try:
@@ -65,7 +65,7 @@ def test_next_sandbox_takes_the_early_process_whatever_its_spec(early: int) -> N
     assert value == "42"
     assert early in servers
     assert early not in _children()
-    assert take_early(JAIL_MODULES) is None
+    assert take_prestarted_server(JAIL_MODULES) is None
 
 
 def test_killed_early_process_is_replaced(early: int) -> None:

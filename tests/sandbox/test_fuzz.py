@@ -150,7 +150,7 @@ def test_mutated_frames_parse_or_raise_protocol_error(pieces: list[bytes]) -> No
             for view in assembler.feed(memoryview(piece)):
                 message, blobs = session_wire.parse(view)
                 if isinstance(message, session_wire.HostCallFrame | session_wire.ValueFrame):
-                    session_wire.value_of(message, message.value, blobs)
+                    session_wire.decode_value(message, message.value, blobs)
             assert assembler.held_bytes() <= fed
 
 
@@ -207,7 +207,7 @@ class ScriptedTransport:
             self.is_lost = True
             asyncio.get_running_loop().call_soon(self.lost)
 
-    def leftover(self, start: int) -> bytes:
+    def unsent_output(self, start: int) -> bytes:
         return b"left"
 
     async def exit_reason(self) -> str:
@@ -230,7 +230,7 @@ async def feed_session(
     loop, faults = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: faults.append(context))
     session = GuestSessionProxy(ScriptedTransport(pieces, is_gone), CellLimits(cell_s, 0.02, 1000))  # type: ignore[arg-type]
-    await session.ready()
+    await session.wait_ready()
     try:
         async with asyncio.timeout(60):
             if request == "run":

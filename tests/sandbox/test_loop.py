@@ -217,7 +217,7 @@ async def longest_block(data: bytes) -> tuple[float, float]:
     began = time.monotonic()
     limits = CellLimits(1.0, 0.05, 1000)
     session = GuestSessionProxy(PiecewiseTransport(data), limits)
-    await session.ready()
+    await session.wait_ready()
     try:
         await session.run("1", answer=answer)
     except SandboxError:

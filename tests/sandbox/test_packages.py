@@ -168,7 +168,7 @@ def test_namespace_package_and_linked_checkout_hide_other_files(
 
 
 def test_working_folder_is_not_visible_for_built_in_module(readable_folder: Path) -> None:
-    script = "import sys\nfrom ramify.sandbox.host.importable_packages import locate, readable\nprint(locate(['sys']), readable(['sys']))"
+    script = "import sys\nfrom ramify.sandbox.host.importable_packages import locate, readable_paths\nprint(locate(['sys']), readable_paths(['sys']))"
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", script],

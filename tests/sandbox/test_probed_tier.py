@@ -13,7 +13,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import JailSpec
-from ramify.sandbox.prewarm import launch
+from ramify.sandbox.prewarm import prewarm_sandbox
 from ramify.sandbox.providers.jail import NEWEST, JailSandbox
 from ramify.sandbox.providers.probed_tier_cache import ProbedTier, forget_tier, keep_tier, kept_tier
 
@@ -115,7 +115,7 @@ def test_each_fork_server_proves_its_own_walls(cache: Path) -> None:
     """Whatever was expected, a session opens behind walls that its own server has tried out."""
 
     async def main() -> None:
-        launch(JailSpec())
+        prewarm_sandbox(JailSpec())
         sandbox = JailSandbox(JailSpec())
         real = sandbox.reached
         sandbox.reached = ProbedTier("A", {}, 1)  # as a wrong result would say

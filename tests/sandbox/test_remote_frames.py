@@ -30,7 +30,7 @@ class HostileBox:
         data = b"ramify-guest-1\n" + sent
         self._pieces = [data[at : at + piece] for at in range(0, len(data), piece)][::-1]
 
-    async def start(self, command: list[str]) -> HostileBox:
+    async def start_in_new_box(self, command: list[str]) -> HostileBox:
         return self
 
     async def send(self, data: bytes) -> None:

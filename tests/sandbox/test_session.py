@@ -68,7 +68,7 @@ class LyingTransport:
         if self.dies:
             asyncio.get_running_loop().call_soon(self.lost)
 
-    def leftover(self, start: int) -> bytes:
+    def unsent_output(self, start: int) -> bytes:
         return b"left over"[start:]
 
     async def exit_reason(self) -> str:
@@ -86,7 +86,7 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
 
 async def run(transport: LyingTransport, **options: Any) -> Any:
     session = GuestSessionProxy(transport, CellLimits(5, 0.05, 1000))
-    await session.ready()
+    await session.wait_ready()
     try:
         return await session.run("1", answer=answer, **options)
     finally:
@@ -173,7 +173,7 @@ def test_flood_of_calls_pauses_reading() -> None:
 
 async def run_and_interrupt(transport: LyingTransport) -> None:
     session = GuestSessionProxy(transport, CellLimits(5, 0.05, 1000))
-    await session.ready()
+    await session.wait_ready()
 
     async def interrupt() -> None:
         while "pause" not in transport.events:
@@ -198,6 +198,6 @@ def test_silent_guest_fails_to_open() -> None:
     async def main() -> None:
         session = GuestSessionProxy(LyingTransport(hello=b""), CellLimits(5, 0.05, 1000))
         with pytest.raises(SandboxError, match=r"said nothing for 0\.05 s"):
-            await session.ready(0.05)
+            await session.wait_ready(0.05)
 
     asyncio.run(main())

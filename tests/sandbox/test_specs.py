@@ -13,7 +13,7 @@ from ramify import RLM, DockerSpec, JailSpec, SandboxSpec, ScriptedClient
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import open_sandbox, provider_spec
 from ramify.tasks import UnitTestScorer
-from ramify.train.config import CHOICES, PolicySpec, RlSpec, Run, plain
+from ramify.train.config import CHOICES, PolicySpec, RlSpec, Run, to_plain_data
 from ramify.train.lineage import changes
 from ramify.train.override import override
 from ramify.train.recipe import with_defaults
@@ -142,7 +142,7 @@ def test_a_plugin_that_opens_no_sandbox_is_answered_by_one_line(
 
 def test_former_fields_of_a_checkpoint_are_no_changes() -> None:
     """A resumed run lists what differs from its checkpoint."""
-    now = plain(run(sandbox=SandboxSpec("process", cell_s=7.0)))
+    now = to_plain_data(run(sandbox=SandboxSpec("process", cell_s=7.0)))
     stored = {**now, "sandbox": {**FORMER, "provider": "process", "cell_s": 5.0}}
     found = changes(with_defaults(stored), now)
     assert [(each.field, each.was, each.now) for each in found] == [("sandbox.cell_s", 5.0, 7.0)]

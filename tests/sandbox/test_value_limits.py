@@ -152,7 +152,7 @@ def test_oversized_value_from_lying_guest_is_refused_naming_limit(what: str) -> 
 def test_value_within_limits_is_accepted(value: Any) -> None:
     message, blobs = session_wire.parse(memoryview(call_frame(value))[4:])
     assert isinstance(message, session_wire.HostCallFrame)
-    assert len(session_wire.value_of(message, message.value, blobs)[0]) == 1
+    assert len(session_wire.decode_value(message, message.value, blobs)[0]) == 1
 
 
 plain = st.recursive(
@@ -207,7 +207,7 @@ def test_host_accepts_every_value_a_guest_may_send(value: Any) -> None:
     )
     message, blobs = session_wire.parse(memoryview(data))
     assert isinstance(message, session_wire.ValueFrame)
-    assert same(session_wire.value_of(message, message.value, blobs), value)
+    assert same(session_wire.decode_value(message, message.value, blobs), value)
 
 
 async def echo(name: str, args: Any, kwargs: Any) -> Any:

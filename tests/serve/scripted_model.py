@@ -13,7 +13,7 @@ from ramify.clients.base import Request
 from ramify.errors import RamifyError, Refused
 from ramify.http_server.access import BearerKeys, ListenAddress
 from ramify.http_server.base_server import AiohttpServer
-from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, listed_models
+from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
 from ramify.http_server.responses_api import StoredResponses
 from ramify.models.template import split_reply, streamable_reply
 from ramify.types.message import Message, Reply, Usage
@@ -38,7 +38,7 @@ class ScriptedModel:
         self._says = list(says)
         self._reports_top = reports_top
 
-    async def replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
+    async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
         self.requests.append(request)
         says = self._says[0] if len(self._says) == 1 else self._says.pop(0)
         if isinstance(says, RamifyError):
@@ -52,7 +52,7 @@ class ScriptedModel:
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        replies = await self.replies(request, num_replies)
+        replies = await self.generate_replies(request, num_replies)
         for index, reply in enumerate(replies):
             text = "".join(map(chr, reply.token_ids or ()))
             for end in range(1, len(text)):
@@ -99,7 +99,7 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
         yield ModelForCaller(model, model.stored)
 
     async def models(http: web.Request) -> web.Response:
-        return listed_models(http, model.name, model.window)
+        return model_list_response(http, model.name, model.window)
 
     app = web.Application()
     app.router.add_get("/v1/models", models)

@@ -153,8 +153,8 @@ def test_spend_survives_server_restart(tmp_path: Path) -> None:
     used = asyncio.run(test())
     again = ApiKeys(keys, path)
     assert again.callers["a"].spent.tokens == used
-    again.callers["a"].hold(Limits())
-    again.save()  # as if the server were killed now: what it held counts as spent
+    again.callers["a"].reserve_budget(Limits())
+    again.save_spending()  # as if the server were killed now: what it held counts as spent
     assert ApiKeys({}, path).callers == {}
     assert ApiKeys(keys, path).callers["a"].spent.tokens == 100_000
     assert path.stat().st_mode & 0o777 == 0o600
@@ -170,7 +170,11 @@ def test_key_file_is_parsed_and_validated(tmp_path: Path) -> None:
     )
     keys = ApiKeys(read_keys(path))
     assert keys.bearer_keys is not None
-    assert [keys.bearer_keys.caller(key) for key in ("secret", "k", "K")] == ["bob", "alice", None]
+    assert [keys.bearer_keys.caller_of_key(key) for key in ("secret", "k", "K")] == [
+        "bob",
+        "alice",
+        None,
+    ]
     assert (keys.caller_named("alice").key.max_runs, keys.caller_named("alice").key.max_cost) == (
         4,
         20.0,

@@ -55,7 +55,7 @@ def metered(
     async def run() -> Any:
         async with (
             MeteringProxy(model, **options) as meter,
-            meter.seat("item", seat_budget) as seat,
+            meter.open_account("item", seat_budget) as seat,
             caller(seat) as client,
         ):
             return await work(client, seat, meter)
@@ -190,7 +190,7 @@ def test_the_count_is_that_of_our_journal() -> None:
     model = ScriptedClient(reply, price=PRICE)
 
     async def run() -> None:
-        async with MeteringProxy(model) as meter, meter.seat("item") as seat:
+        async with MeteringProxy(model) as meter, meter.open_account("item") as seat:
             async with RLM(seat.as_model()) as rlm:
                 result = await rlm.acompletion("a context " * 9, "What is in it?", direct=False)
             assert result.answer == "seen 10"
@@ -225,7 +225,7 @@ def test_an_ended_seat_cuts_off_its_requests_and_books_them() -> None:
     async def work(
         client: openai.AsyncOpenAI, seat: MeteredModelAccess, meter: MeteringProxy
     ) -> None:
-        async with meter.seat("second") as second, caller(second) as other:
+        async with meter.open_account("second") as second, caller(second) as other:
             waiting = asyncio.ensure_future(ask(other, max_tokens=10))
             while not model.in_flight:
                 await asyncio.sleep(0.01)
@@ -237,7 +237,7 @@ def test_an_ended_seat_cuts_off_its_requests_and_books_them() -> None:
                 await ask(other)
         assert counts(seat.usage) == (0, 0, 0)
         assert "second" not in meter.seats
-        async with meter.seat("item") as another:
+        async with meter.open_account("item") as another:
             assert another.name == "item (2)"
 
     metered(model, work)

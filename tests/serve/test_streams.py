@@ -14,7 +14,7 @@ import pytest
 from ramify import Limits, ScriptedClient, Store
 from ramify.serve.answer_request import RunProgressFormatter
 from ramify.testing.scripted import refused
-from ramify.testing.scripted_server import chunks_of, completion
+from ramify.testing.scripted_server import completion_body, completion_stream_chunks
 from ramify.types.message import Message, Reply, Usage
 from tests.serve.serving import (
     LONG,
@@ -138,7 +138,7 @@ def test_client_disconnect_cancels_the_run(tmp_path: Path) -> None:
                 while server.num_runs or scripted.in_flight:
                     await asyncio.sleep(0.01)
             assert [run.stop for run in store.runs()] == ["cancelled"] * 2
-            assert 'status="499"' in server.metrics.text()
+            assert 'status="499"' in server.metrics.to_prometheus_text()
 
     asyncio.run(test())
 
@@ -230,8 +230,8 @@ def test_reply_is_shown_while_it_arrives(tmp_path: Path) -> None:
             length = re.search(rb"content-length: (\d+)", head.lower())
             await reader.readexactly(int(length[1]))  # type: ignore[index]
             message = Message("assistant", f"let us look\n{cell('FINAL(42)')}")
-            body = completion(Reply(message, Usage(9, 9, calls=1)), "m")
-            chunks = chunks_of(body, 9, True)
+            body = completion_body(Reply(message, Usage(9, 9, calls=1)), "m")
+            chunks = completion_stream_chunks(body, 9, True)
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
             for number, chunk in enumerate(chunks):
                 writer.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")

@@ -91,7 +91,7 @@ async def serving(folder: Path, *patterns: str, **limits: Any) -> AsyncIterator[
     engine = LoggingClient()
     recorder = TrafficRecorder(
         folder,
-        PolicyFactsForRecorder.of(POLICY),
+        PolicyFactsForRecorder.from_policy(POLICY),
         RedactionRules(patterns),
         TrafficRetention(**limits),
     )
@@ -257,7 +257,7 @@ def test_what_is_redacted_is_in_no_file_and_other_ids_are_exact(tmp_path: Path) 
         )
         ids = ids_of(run)
         true = [*(replies[1].prompt_ids or ()), *(replies[1].token_ids or ())]
-        decode = PolicyFactsForRecorder.of(POLICY).decode
+        decode = PolicyFactsForRecorder.from_policy(POLICY).decode
         assert len(ids) == len(true)
         changed = [
             index for index, (one, two) in enumerate(zip(ids, true, strict=True)) if one != two
@@ -365,13 +365,13 @@ def test_other_stores_are_refused(tmp_path: Path) -> None:
     store = Store(tmp_path / "used")
     with store.create("20260101-000000-a"):
         pass
-    mine = PolicyFactsForRecorder.of(POLICY)
+    mine = PolicyFactsForRecorder.from_policy(POLICY)
     with pytest.raises(ConfigError, match="not recorded traffic"):
         TrafficRecorder(tmp_path / "used", mine)
     with pytest.raises(ConfigError, match="cannot create"):
         TrafficRecorder("/proc/nowhere", mine)
     asyncio.run(TrafficRecorder(tmp_path / "mine", mine).close())
-    other = PolicyFactsForRecorder.of(policy(max_position_embeddings=2048, hidden_size=16))
+    other = PolicyFactsForRecorder.from_policy(policy(max_position_embeddings=2048, hidden_size=16))
     with pytest.raises(ConfigError, match="another base model"):
         TrafficRecorder(tmp_path / "mine", other)
 
@@ -395,13 +395,13 @@ REDACTED: Sequence[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("text", "redacted"), REDACTED)
 def test_default_patterns(text: str, redacted: str) -> None:
-    assert RedactionRules().text(text) == (redacted or text)
-    assert RedactionRules(defaults=False).text(text) == text
+    assert RedactionRules().redact_text(text) == (redacted or text)
+    assert RedactionRules(defaults=False).redact_text(text) == text
 
 
 @pytest.mark.parametrize("text", ["a@" * 50_000, "0" * 100_000, "+1 " * 30_000, "a." * 50_000])
 def test_hostile_text_does_not_keep_the_patterns_busy(text: str) -> None:
-    assert RedactionRules().text(text) == text  # a backtracking pattern would take hours
+    assert RedactionRules().redact_text(text) == text  # a backtracking pattern would take hours
 
 
 SERVER = """
@@ -414,7 +414,7 @@ from ramify.http_server.access import ListenAddress
 from tests.serve.test_traffic import POLICY
 
 async def main():
-    recorder = TrafficRecorder(Path(sys.argv[1]), PolicyFactsForRecorder.of(POLICY))
+    recorder = TrafficRecorder(Path(sys.argv[1]), PolicyFactsForRecorder.from_policy(POLICY))
     async with PolicyServer(LocalClient(POLICY), name="mine", recorder=recorder, key="k" * 20) as s:
         print(s.url, flush=True)
         await asyncio.sleep(3600)
@@ -470,7 +470,7 @@ def test_a_killed_server_loses_only_replies_in_flight(tmp_path: Path) -> None:
 def test_runs_are_recorded_with_their_ids_and_scored(tmp_path: Path) -> None:
     async def test() -> None:
         engine = LoggingClient()
-        recorder = TrafficRecorder(tmp_path / "traffic", PolicyFactsForRecorder.of(POLICY))
+        recorder = TrafficRecorder(tmp_path / "traffic", PolicyFactsForRecorder.from_policy(POLICY))
         limits = Limits(max_turns=2, max_reply_tokens=8)
         rlm = RLM(engine, scaffold="bare", sandbox=SANDBOX, limits=limits)
         async with RunServer(rlm, name="mine", open_recorder=lambda _: recorder) as server:

@@ -18,8 +18,8 @@ import pytest
 
 from ramify.sources.load_sources import LoadedContext, load
 from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS
-from ramify.sources.search_units import detect_segmentation, units
-from ramify.sources.text_search import TextSearchTool, search_tools
+from ramify.sources.search_units import detect_segmentation, iter_search_units
+from ramify.sources.text_search import TextSearchTool, build_context_search_tools
 
 LOG = "".join(
     f"2026-01-01 host-{number:05d} INFO request served in {number % 50} ms\n"
@@ -171,7 +171,7 @@ def test_an_index_is_private_and_deleted_with_its_process():
 def test_many_small_texts_are_indexed_together_and_found_apart():
     """A list of texts, some of which end within a line; the index is built in few requests."""
     texts = [f"document {number} says word{number % 7}" for number in range(5_000)]
-    search = search_tools([*texts, "", 5, "the last one"])["search"]
+    search = build_context_search_tools([*texts, "", 5, "the last one"])["search"]
     hits = [search("document 4321", 1)[0], search("last", 1)[0]]
     assert [(hit["name"], hit["place"]) for hit in hits] == [(4321, "[4321]:1"), (5002, "[5002]:1")]
     assert hits[0]["text"] == texts[4321]
@@ -179,9 +179,9 @@ def test_many_small_texts_are_indexed_together_and_found_apart():
 
 
 def test_small_contexts_and_values_have_no_search(tmp_path: Path):
-    assert search_tools("x\n" * (MIN_SEARCHED_CHARS // 2 - 1)) == {}
-    assert search_tools({"a": 1}) == {}
-    assert search_tools([{"text": LOG}]) == {}
+    assert build_context_search_tools("x\n" * (MIN_SEARCHED_CHARS // 2 - 1)) == {}
+    assert build_context_search_tools({"a": 1}) == {}
+    assert build_context_search_tools([{"text": LOG}]) == {}
     (tmp_path / "a.txt").write_text("short")
     assert load([tmp_path / "a.txt"]).tools == {}
 
@@ -224,7 +224,7 @@ def test_long_lines_are_cut_and_long_runs_are_not_words():
 )
 def test_units_cover_a_text_and_do_not_depend_on_its_blocks(text: str):
     shape = detect_segmentation(text).shape
-    whole = list(units(text, shape, is_last=True))
+    whole = list(iter_search_units(text, shape, is_last=True))
     covered = [False] * len(text)
     for start, end in whole:
         assert 0 < end - start <= 1500
@@ -234,7 +234,7 @@ def test_units_cover_a_text_and_do_not_depend_on_its_blocks(text: str):
     for low in range(0, len(text), 7_000):
         block = rest + text[low : low + 7_000]
         at, end = low - len(rest), 0
-        for start, end in units(block, shape, is_last=low + 7_000 >= len(text)):
+        for start, end in iter_search_units(block, shape, is_last=low + 7_000 >= len(text)):
             found.append((at + start, at + end))
         rest = block[end:]
     assert found == whole

@@ -11,7 +11,7 @@ import pytest
 
 from ramify.errors import SourceError
 from ramify.sources.load_sources import load
-from ramify.sources.sqlite_process import query_in_time
+from ramify.sources.sqlite_process import query_with_timeout
 from ramify.sources.sqlite_query import run_query
 
 
@@ -217,13 +217,15 @@ def test_endless_view_does_not_block_load(path: Path, monkeypatch: pytest.Monkey
 
 def test_hung_query_step_is_killed_and_next_query_works(path: Path):
     never = "SELECT instr(zeroblob(20000000), CAST(zeroblob(9000000) || x'01' AS BLOB))"
-    assert query_in_time(path, "SELECT count(*) FROM hosts") == [(5,)]
+    assert query_with_timeout(path, "SELECT count(*) FROM hosts") == [(5,)]
     with pytest.raises(TimeoutError, match="one of its functions takes too long"):
-        query_in_time(path, never, limit_s=0.2, grace_s=0.2)
-    assert query_in_time(path, "SELECT name FROM hosts WHERE id = :i", {"i": 2}) == [("host-1",)]
+        query_with_timeout(path, never, limit_s=0.2, grace_s=0.2)
+    assert query_with_timeout(path, "SELECT name FROM hosts WHERE id = :i", {"i": 2}) == [
+        ("host-1",)
+    ]
     with pytest.raises(PermissionError, match="only reading"):
-        query_in_time(path, "DROP TABLE hosts")
-    big = query_in_time(
+        query_with_timeout(path, "DROP TABLE hosts")
+    big = query_with_timeout(
         path,
         "WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n + 1 FROM c WHERE n < 9999) SELECT n, "
         "hex(n) FROM c",

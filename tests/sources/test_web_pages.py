@@ -18,7 +18,11 @@ from ramify.secret_redaction import SecretRedactor
 from ramify.sources.http_content_type import file_name
 from ramify.sources.http_download import PrivateAddress, filter_public_addresses, is_public
 from ramify.sources.load_sources import LoadedContext, load
-from ramify.sources.url_recognition import RemoteFileInfo, recorded_url, shown_url
+from ramify.sources.url_recognition import (
+    RemoteFileInfo,
+    redact_url_for_display,
+    reloadable_redacted_url,
+)
 from tests.cli.helpers import Done, Shell, code, kill_at_second_request
 from tests.clients.helpers import self_signed, server_tls
 from tests.sources.site_server import SiteServer
@@ -445,7 +449,7 @@ def test_secrets_of_a_url_are_in_no_error_and_no_record(site: SiteServer, tmp_pa
     assert message.startswith(f"{site.url}/gone/x.txt does not exist")
     site.pages["/gone/x.txt"] = 200, {"ETag": '"e"'}, b"text"
     loaded = fetched(url)
-    recorded = recorded_url(url)
+    recorded = reloadable_redacted_url(url)
     assert recorded == f"{site.url}/gone/x.txt?sig=«redacted»&page=2"
     stored = [p.read_text() for p in tmp_path.rglob("*.json")]
     for text in (message, str(loaded), recorded, *stored):
@@ -491,10 +495,10 @@ def test_an_address_in_place_of_the_question_is_refused(tmp_path: Path):
 
 
 def test_shown_and_recorded_urls():
-    assert shown_url("HTTPS://u:p@h:1/a/b?c=d#e") == "https://h:1/a/b"
-    assert shown_url("s3://key:secret@bucket/a") == "s3://bucket/a"
-    assert shown_url("abfs://box@account.host/a?b") == "abfs://box@account.host/a?b"
-    assert recorded_url("s3://bucket/a#1") == "s3://bucket/a#1"
+    assert redact_url_for_display("HTTPS://u:p@h:1/a/b?c=d#e") == "https://h:1/a/b"
+    assert redact_url_for_display("s3://key:secret@bucket/a") == "s3://bucket/a"
+    assert redact_url_for_display("abfs://box@account.host/a?b") == "abfs://box@account.host/a?b"
+    assert reloadable_redacted_url("s3://bucket/a#1") == "s3://bucket/a#1"
     assert "contains a key" in refused("s3://key:secret@bucket/a")
 
 

@@ -27,7 +27,7 @@ def test_a_blob_is_named_by_its_content(store: Store, data: bytes):
     assert store.blobs.get(digest) == data
     assert digest in store.blobs
     assert store.blobs.path(digest) == store.root / "blobs" / digest[:2] / digest
-    with store.blobs.map(digest) as view:
+    with store.blobs.memory_map(digest) as view:
         assert bytes(view) == data
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
-from ramify.store.journal import blocks
+from ramify.store.journal import line_blocks
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent
 from tests.clients.helpers import run_skipping
@@ -34,13 +34,13 @@ def append(path: Path, data: bytes) -> None:
 def test_block_ends_before_incomplete_line(tmp_path: Path, long: int) -> None:
     path, line = tmp_path / "growing.jsonl", "é".encode() * long
     path.write_bytes(b"one\n" + line[: long | 1])  # in the middle of a character
-    reading = blocks(path)
+    reading = line_blocks(path)
     assert next(reading) == b"one\n"
     append(path, line[long | 1 :] + b"\ntwo\n")
     assert list(reading) == []  # its end alone is not a line
-    assert b"".join(blocks(path, 4)) == line + b"\ntwo\n"
+    assert b"".join(line_blocks(path, 4)) == line + b"\ntwo\n"
     with pytest.raises(StoreError, match=f"cannot read {tmp_path}: Is a directory"):
-        next(blocks(tmp_path))
+        next(line_blocks(tmp_path))
 
 
 def test_blocks_of_growing_file_contain_whole_lines(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_blocks_of_growing_file_contain_whole_lines(tmp_path: Path) -> None:
     writer.start()
     offset, seen = 0, b""
     while offset < len(whole):
-        for block in blocks(path, offset):
+        for block in line_blocks(path, offset):
             assert block.endswith(b"\n")
             offset, seen = offset + len(block), seen + block
             assert whole.startswith(seen)

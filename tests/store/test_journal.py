@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import RunInUse, StoreError
-from ramify.store.journal import this_process, writer, writer_file
+from ramify.store.journal import find_writer_process, this_process, writer_process_file
 from ramify.store.store import Store
 from ramify.types.event import CallEnded, CellRan, NoteAdded, ReplyReceived, RunEnded
 from ramify.types.message import Message, Reply
@@ -400,18 +400,18 @@ def test_a_reply_with_nan_is_refused_whatever_else_is_in_it(store: Store):
 def test_a_writer_is_known_only_while_it_holds_the_journal(store: Store):
     with store.create("r1") as journal:
         path = journal.path
-        assert {writer(path)} == {this_process()}
-        named = writer_file(path).read_bytes()
-        writer_file(path).write_bytes(b"{")
-        assert writer(path) is None
+        assert {find_writer_process(path)} == {this_process()}
+        named = writer_process_file(path).read_bytes()
+        writer_process_file(path).write_bytes(b"{")
+        assert find_writer_process(path) is None
         with pytest.raises(RunInUse, match="run r1 is being written by another process: stop that"):
             store.reopen("r1")
-        writer_file(path).write_bytes(named)
-    assert not writer_file(path).exists()
-    writer_file(path).write_bytes(named)  # as a killed writer leaves it
-    assert writer(path) is None
+        writer_process_file(path).write_bytes(named)
+    assert not writer_process_file(path).exists()
+    writer_process_file(path).write_bytes(named)  # as a killed writer leaves it
+    assert find_writer_process(path) is None
     path.unlink()
-    assert writer(path) is None
+    assert find_writer_process(path) is None
 
 
 def test_a_closed_journal_is_free_although_its_descriptor_was_copied(store: Store):

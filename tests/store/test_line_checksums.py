@@ -116,7 +116,7 @@ def test_a_whole_journal_and_its_growing_file_are_not_damaged(store: Store, jour
         assert not run.damage
     journal.write_bytes(whole)
     run.refresh()
-    assert (run.damage, run.tree.run.answer) == ("", ANSWER)
+    assert (run.damage, run.tree.run_data.answer) == ("", ANSWER)
 
 
 def test_the_page_names_a_changed_line(journal: Path) -> None:

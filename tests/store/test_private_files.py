@@ -19,11 +19,11 @@ from ramify.store.durable_files import (
     RESERVE_BYTES,
     FsyncFlusher,
     StoreSizeMonitor,
-    keep_reserve,
     make_folder,
     max_store_bytes,
     release_reserve,
     remove_file,
+    reserve_disk_space,
     reserve_file_size,
     write_all,
 )
@@ -96,16 +96,16 @@ def test_a_folder_that_another_process_creates_meanwhile_is_used(tmp_path: Path)
 
 def test_the_reserve_is_allocated_once_and_released_once(tmp_path: Path) -> None:
     assert reserve_file_size(tmp_path) == 0
-    keep_reserve(tmp_path)
+    reserve_disk_space(tmp_path)
     (reserve,) = tmp_path.iterdir()
     assert RESERVE_BYTES == reserve_file_size(tmp_path) == 4 * 1024 * 1024
     assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
     assert mode(reserve) == 0o600
     os.truncate(reserve, 5 * 1024 * 1024)
-    keep_reserve(tmp_path)
+    reserve_disk_space(tmp_path)
     assert reserve_file_size(tmp_path) == 5 * 1024 * 1024
     assert [release_reserve(tmp_path), release_reserve(tmp_path)] == [True, False]
-    keep_reserve(tmp_path / "gone")  # no error: the store works without it
+    reserve_disk_space(tmp_path / "gone")  # no error: the store works without it
     assert reserve_file_size(tmp_path) == 0
 
 
@@ -113,12 +113,12 @@ def test_a_disk_without_space_for_the_reserve_keeps_no_empty_file(tmp_path: Path
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (RESERVE_BYTES - 1, limits[1]))
     try:
-        keep_reserve(tmp_path)
+        reserve_disk_space(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
     assert not release_reserve(tmp_path)
-    keep_reserve(tmp_path)
+    reserve_disk_space(tmp_path)
     assert release_reserve(tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_the_size_of_a_store_is_measured_without_links_and_the_reserve(full: Pat
     (full / "folder").symlink_to("../outside")
     (full / "file").symlink_to("../outside/large")
     links = sum((full / name).lstat().st_size for name in ("folder", "file"))
-    keep_reserve(full)
+    reserve_disk_space(full)
     assert StoreSizeMonitor(full).measure() == 1000 + links
     assert mode(full / "size.json") == 0o600
 
@@ -228,7 +228,7 @@ class Owner:
     def __init__(self) -> None:
         self.errors: list[OSError] = []
 
-    def flush_failed(self, error: OSError) -> None:
+    def handle_flush_failure(self, error: OSError) -> None:
         self.errors.append(error)
 
 
@@ -249,17 +249,17 @@ def test_requests_for_one_file_become_one_flush_and_settle_waits_for_its_own(
     files = [tmp_path / name for name in ("a", "b", "c")]
     for file in files:
         file.touch()
-    flusher.flush(files[0], mine)
+    flusher.request_flush(files[0], mine)
     begun.wait()
     for file in (files[1], files[1], tmp_path / "deleted"):
-        flusher.flush(file, mine)
-    flusher.flush(files[2], other)
-    settling = threading.Thread(target=flusher.settle, args=(mine,))
+        flusher.request_flush(file, mine)
+    flusher.request_flush(files[2], other)
+    settling = threading.Thread(target=flusher.wait_for_flushes, args=(mine,))
     settling.start()
     assert all(each.daemon for each in threading.enumerate() if each.name == "ramify-flusher")
     goes_on.set()
     settling.join()
-    flusher.settle(other)
+    flusher.wait_for_flushes(other)
     assert sorted(flushed) == ["a", "b", "c"]
     assert mine.errors == other.errors == []
 
@@ -269,9 +269,9 @@ def test_an_error_of_a_flush_reaches_the_owner_of_the_file(tmp_path: Path) -> No
         raise OSError(5, "Input/output error")
 
     flusher, mine, other = FsyncFlusher(fsync), Owner(), Owner()
-    flusher.flush(tmp_path, mine)
-    flusher.settle(mine)
-    flusher.settle(other)
+    flusher.request_flush(tmp_path, mine)
+    flusher.wait_for_flushes(mine)
+    flusher.wait_for_flushes(other)
     assert [error.strerror for error in mine.errors] == ["Input/output error"]
     assert other.errors == []
 
@@ -290,12 +290,12 @@ def test_without_a_thread_the_owner_flushes_and_the_next_request_tries_again(
     flusher, mine = FsyncFlusher(fsync), Owner()
     size = threading.stack_size(1 << 50)
     try:
-        flusher.flush(tmp_path, mine)
+        flusher.request_flush(tmp_path, mine)
     finally:
         threading.stack_size(size)
-    flusher.settle(mine)
+    flusher.wait_for_flushes(mine)
     is_flushed.clear()
-    flusher.flush(tmp_path, mine)
+    flusher.request_flush(tmp_path, mine)
     is_flushed.wait(60)
     assert flushed_by == [threading.current_thread().name, "ramify-flusher"]
 
@@ -309,12 +309,12 @@ def test_an_idle_thread_ends_and_the_next_request_starts_another(tmp_path: Path)
         is_flushed.set()
 
     flusher, mine = FsyncFlusher(fsync), Owner()
-    flusher.flush(tmp_path, mine)
+    flusher.request_flush(tmp_path, mine)
     is_flushed.wait(60)
     flushed_by[0].join(60)
     assert not flushed_by[0].is_alive()
     is_flushed.clear()
-    flusher.flush(tmp_path, mine)
+    flusher.request_flush(tmp_path, mine)
     is_flushed.wait(60)
     first, second = flushed_by
     assert first is not second
@@ -333,10 +333,10 @@ def test_settling_waits_for_no_other_owner(tmp_path: Path) -> None:
     flusher, mine, other = FsyncFlusher(fsync), Owner(), Owner()
     for name, owner in (("a", other), ("b", mine), ("c", other)):
         (tmp_path / name).touch()
-        flusher.flush(tmp_path / name, owner)
+        flusher.request_flush(tmp_path / name, owner)
         begun.wait(60)
-    flusher.settle(mine)
+    flusher.wait_for_flushes(mine)
     assert flushed == ["a", "b"]
     goes_on.set()
-    flusher.settle(other)
+    flusher.wait_for_flushes(other)
     assert flushed == ["a", "b", "c"]

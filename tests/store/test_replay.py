@@ -65,35 +65,37 @@ def test_request_ended_by_limit_reaches_it_again():
 
 def test_tool_results_are_matched_by_position_and_arguments():
     recording = RunEventIndex(events(), strict=True)
-    answer = recording.tool("0", 1, 0, 0, "41" * 32)
+    answer = recording.recorded_tool_result("0", 1, 0, 0, "41" * 32)
     assert answer is not None
     assert answer.result == [[1, "a"], [2, None]]
     with pytest.raises(
         ReplayDiverged,
         match=r"call 0, turn 1, cell 0, tool call 0: the arguments have hash ff.* 'sql'",
     ):
-        recording.tool("0", 1, 0, 0, "f" * 64)
+        recording.recorded_tool_result("0", 1, 0, 0, "f" * 64)
     with pytest.raises(
         ReplayDiverged, match=r"a tool's answer at call 0, turn 1, cell 0, tool call 1"
     ):
-        recording.tool("0", 1, 0, 1, "41" * 32)
-    assert RunEventIndex(events()).tool("0", 1, 0, 1, "41" * 32) is None
+        recording.recorded_tool_result("0", 1, 0, 1, "41" * 32)
+    assert RunEventIndex(events()).recorded_tool_result("0", 1, 0, 1, "41" * 32) is None
 
 
 def test_requests_in_flight_when_run_was_killed_are_listed():
     whole = events()
     at = next(index for index, event in enumerate(whole) if isinstance(event, AttemptFailed))
-    assert RunEventIndex(whole).unanswered() == []
+    assert RunEventIndex(whole).in_flight_requests() == []
     killed = whole[: at + 1]  # both calls of the batch were sent, and one attempt had failed
     recording = RunEventIndex(killed)
-    assert [(asked.call, asked.turn) for asked in recording.unanswered()] == [
+    assert [(asked.call, asked.turn) for asked in recording.in_flight_requests()] == [
         ("0.0", 0),
         ("0.1", 0),
     ]
     assert recording.is_in_flight("0.1", 0)
     assert not recording.is_in_flight("0", 1)
-    assert [attempt.error for attempt in recording.attempts_at("0.1", 0)] == ["connection closed"]
-    assert recording.attempts_at("0.0", 0) == []
+    assert [attempt.error for attempt in recording.failed_attempts("0.1", 0)] == [
+        "connection closed"
+    ]
+    assert recording.failed_attempts("0.0", 0) == []
     assert recording.ended is None
 
 

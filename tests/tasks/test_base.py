@@ -29,7 +29,7 @@ from ramify.tasks.base import (
     total,
 )
 from ramify.tasks.scoring import exact, f1, normalised, numeric
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.types.trajectory import Trajectory
 
 
@@ -134,7 +134,9 @@ def test_reward_function_may_return_number_mapping_or_score(
     worth: Any, rewards: Mapping[str, float], metrics: Mapping[str, float]
 ) -> None:
     trajectory = score_trajectory(
-        SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7)
+        SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth),
+        ITEM,
+        answer_only_trajectory(ITEM, 7),
     )
     assert (trajectory.rewards, trajectory.metrics) == (rewards, metrics)
 
@@ -145,7 +147,9 @@ def test_whole_trajectory_reward_gets_the_trajectory() -> None:
         {"test": [ITEM]},
         TrajectoryRewardFunction(lambda item, trajectory: float(len(trajectory.calls))),
     )
-    assert score_trajectory(task, ITEM, answered(ITEM, None)).rewards == {"correct": 1.0}
+    assert score_trajectory(task, ITEM, answer_only_trajectory(ITEM, None)).rewards == {
+        "correct": 1.0
+    }
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,9 @@ def test_whole_trajectory_reward_gets_the_trajectory() -> None:
 def test_invalid_reward_names_task_and_item(worth: Any, message: str) -> None:
     with pytest.raises(RamifyError, match=f"task 't', item t/test/0: .*{message}"):
         score_trajectory(
-            SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7)
+            SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth),
+            ITEM,
+            answer_only_trajectory(ITEM, 7),
         )
 
 
@@ -185,14 +191,19 @@ def test_async_reward_is_awaited_on_one_loop_for_all_answers() -> None:
 
     task = SimpleTask("t", {"test": [ITEM]}, late)
     assert validate(task) == ""
-    assert [score_trajectory(task, ITEM, answered(ITEM, answer)).rewards for answer in (7, 8)] == [
+    assert [
+        score_trajectory(task, ITEM, answer_only_trajectory(ITEM, answer)).rewards
+        for answer in (7, 8)
+    ] == [
         {"correct": 1.0},
         {"correct": 0.0},
     ]
     assert len(loops) == 5
     assert len(set(loops)) == 1
     found = score_trajectory(
-        SimpleTask("t", {"test": [ITEM]}, TrajectoryRewardFunction(whole)), ITEM, answered(ITEM, 7)
+        SimpleTask("t", {"test": [ITEM]}, TrajectoryRewardFunction(whole)),
+        ITEM,
+        answer_only_trajectory(ITEM, 7),
     )
     assert (found.rewards, found.metrics) == ({"correct": 0.5}, {"calls": 1})
 
@@ -203,13 +214,13 @@ def test_coroutine_inside_a_score_is_rejected() -> None:
 
     task: Any = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: {"late": late()})
     with pytest.raises(RamifyError, match=r"reward 'late' is a coroutine: await it"):
-        score_trajectory(task, ITEM, answered(ITEM, 7))
+        score_trajectory(task, ITEM, answer_only_trajectory(ITEM, 7))
 
 
 def test_score_that_calls_sys_exit_is_reported_as_failed() -> None:
     task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: sys.exit(3))
     with pytest.raises(RamifyError, match="item t/test/0: its score raised SystemExit: 3"):
-        score_trajectory(task, ITEM, answered(ITEM, 7))
+        score_trajectory(task, ITEM, answer_only_trajectory(ITEM, 7))
 
 
 @pytest.mark.parametrize("gold", [np.int64(7), np.float64(7.0), np.array(7), torch.tensor(7)])
@@ -223,7 +234,7 @@ def test_numpy_and_torch_golds_are_compared_by_value(gold: Any, reward: Any) -> 
 def test_failing_score_names_task_and_item() -> None:
     task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: answer["x"])
     with pytest.raises(RamifyError, match="task 't', item t/test/0: its score raised TypeError"):
-        score_trajectory(task, ITEM, answered(ITEM, 7))
+        score_trajectory(task, ITEM, answer_only_trajectory(ITEM, 7))
 
 
 # --- validate

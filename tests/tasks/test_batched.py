@@ -12,7 +12,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, SimpleTask, score_trajectory
 from ramify.tasks.data import dataset
 from ramify.tasks.scoring.batched import BatchedReward
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from tests.evaluate.helpers import evaluated, plan
 
 ITEMS = [
@@ -44,7 +44,9 @@ def test_all_columns_for_a_function_of_keywords() -> None:
         return [1.0]
 
     score_trajectory(
-        SimpleTask("t", {"test": ITEMS}, BatchedReward(reward)), ITEMS[3], answered(ITEMS[3], 4)
+        SimpleTask("t", {"test": ITEMS}, BatchedReward(reward)),
+        ITEMS[3],
+        answer_only_trajectory(ITEMS[3], 4),
     )
     assert seen == {
         "prompts": ["3 + 1?"],
@@ -141,7 +143,7 @@ def test_a_batch_that_fails_names_the_function(function: Any, message: str) -> N
     task = SimpleTask("t", {"test": ITEMS}, BatchedReward(function))
     for _ in range(2):  # and it does not block the next
         with pytest.raises(RamifyError, match=message):
-            score_trajectory(task, ITEMS[0], answered(ITEMS[0], "1"))
+            score_trajectory(task, ITEMS[0], answer_only_trajectory(ITEMS[0], "1"))
 
 
 def test_wrong_functions_and_bounds_are_refused() -> None:

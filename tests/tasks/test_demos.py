@@ -21,7 +21,7 @@ from ramify.tasks.ledger.scripted_demonstrator import (
     LedgerDemonstrator,
     LedgerDemonstratorHabits,
     demonstrations,
-    play,
+    simulate_demonstration,
 )
 from ramify.tasks.ledger.task import documents_of, ledger
 from ramify.train.data.sft_data import prompt_format
@@ -45,7 +45,7 @@ def contents(conversation: LedgerCallDemonstration) -> list[str]:
 
 def test_expert_demonstration_over_one_document() -> None:
     item = of_kind(SINGLE, "sum")
-    (root,) = play(item, EXPERT, 0, TEXTS)
+    (root,) = simulate_demonstration(item, EXPERT, 0, TEXTS)
     label = item.question.split("'")[1]
     first, look, shown, code, result, final = contents(root)
     assert (first, look, shown) == (
@@ -64,7 +64,7 @@ def test_expert_demonstration_over_one_document() -> None:
 
 def test_expert_demonstration_over_several_documents() -> None:
     item = of_kind(SEVERAL, "multi max")
-    root, *children = play(item, EXPERT, 0, TEXTS)
+    root, *children = simulate_demonstration(item, EXPERT, 0, TEXTS)
     mark, sub_question = item.metadata["mark"], item.question.removesuffix(" in all docs")
     assert contents(root)[3] == (
         f"P=context[4:].split('\\n{mark}\\n')\nA=rlm_query_batched([\"{sub_question}\"]*len(P),P)\nr=max(A)\nprint(r)"
@@ -127,7 +127,7 @@ def test_code_for_every_kind_names_the_columns_in_the_same_place(kind: str) -> N
     in the log."""
     for item in items(ledger(kinds=(kind,)), 30):
         (document,) = documents_of(item)
-        code = contents(play(item, EXPERT, 0, TEXTS)[0])[3]
+        code = contents(simulate_demonstration(item, EXPERT, 0, TEXTS)[0])[3]
         names = ",".join("ulq"[field] for field in document.format.field_order)
         assert f"R=[l.split('{document.format.separator}') for l in context.splitlines()" in code
         assert f" for {names} in R" in code
@@ -173,7 +173,7 @@ def test_played_demonstration_matches_the_engine(
 ) -> None:
     """Same messages in every call, same answers, and call rewards that agree with ``play``."""
     trajectory = score_trajectory(SINGLE, item, run_in_engine(item, habits, 0))
-    played = play(item, habits, 0, TEXTS)
+    played = simulate_demonstration(item, habits, 0, TEXTS)
     assert [call.id for call in trajectory.walk()] == [each.call for each in played]
     for call, each in zip(trajectory.walk(), played, strict=True):
         assert tuple(trajectory.conversation(call)) == each.messages

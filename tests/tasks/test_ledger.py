@@ -39,15 +39,15 @@ ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "
 
 def test_row_formats_write_and_read_rows() -> None:
     assert (
-        LedgerRowTextFormat("|", (2, 0, 1), True).write_rows(ROWS[:2])
+        LedgerRowTextFormat("|", (2, 0, 1), True).format_rows(ROWS[:2])
         == "label|qty|user\nred|17|bavo\nblue|5|fred"
     )
     assert (
-        LedgerRowTextFormat(",", (0, 1, 2), False).write_rows(ROWS[:2])
+        LedgerRowTextFormat(",", (0, 1, 2), False).format_rows(ROWS[:2])
         == "bavo,red,17\nfred,blue,5"
     )
     assert (len(FORMATS), len(KNOWN_FORMATS), len(HELD_OUT_FORMATS)) == (48, 46, 2)
-    assert all(each.read_rows(each.write_rows(ROWS)) == ROWS for each in FORMATS)
+    assert all(each.parse_rows(each.format_rows(ROWS)) == ROWS for each in FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_sloppy_shortcuts_give_wrong_answers_on_every_ledger(kind: Any) -> None:
             rows = make_rows(rng, kind, about, header, 20)
             match kind:
                 case "count":
-                    wrong: object = form.write_rows(rows).count("red")
+                    wrong: object = form.format_rows(rows).count("red")
                 case "sum":
                     wrong = sum(quantity for _, _, quantity in rows)
                 case "max":
@@ -109,7 +109,7 @@ def test_ledger_items_are_valid_and_follow_from_their_documents() -> None:
     assert item.context.startswith(mark + "\n")
     assert parts == [item.context[each.start : each.end] for each in documents]
     rows = [row for each in documents for row in each.rows(item.context)]
-    asked = LedgerQuestion.read(item.question)
+    asked = LedgerQuestion.parse(item.question)
     assert asked is not None
     assert (asked.text, asked.over_all, solve(rows, asked.kind, asked.about)) == (
         item.question,
@@ -130,7 +130,8 @@ def test_held_out_formats_and_names_occur_only_in_their_splits() -> None:
 
     def names(split: str) -> set[str]:
         asked = [
-            LedgerQuestion.read(item.question) for item in itertools.islice(task.splits[split], 600)
+            LedgerQuestion.parse(item.question)
+            for item in itertools.islice(task.splits[split], 600)
         ]
         return {each.about for each in asked if each is not None and each.kind == "latest"}
 
@@ -165,7 +166,7 @@ def test_long_sets_the_share_of_long_training_items() -> None:
     assert sum(length < 20_000 for length in lengths) == pytest.approx(len(lengths) / 2, rel=0.3)
     assert max(lengths) < 1.03 * 200_000
     for item in items:
-        asked = LedgerQuestion.read(item.question)
+        asked = LedgerQuestion.parse(item.question)
         assert asked is not None
         rows = [row for document in documents_of(item) for row in document.rows(item.context)]
         assert solve(rows, asked.kind, asked.about) == item.gold
@@ -243,15 +244,15 @@ FIRST, SECOND = (
     LedgerRowTextFormat(",", (0, 1, 2), False),
     LedgerRowTextFormat("|", (2, 0, 1), True),
 )
-CONTEXT = f"###\n{FIRST.write_rows(ROWS)}\n###\n{SECOND.write_rows(ROWS[:2])}"
+CONTEXT = f"###\n{FIRST.format_rows(ROWS)}\n###\n{SECOND.format_rows(ROWS[:2])}"
 SPANS = [
     {
         "start": 4,
-        "end": 4 + len(FIRST.write_rows(ROWS)),
+        "end": 4 + len(FIRST.format_rows(ROWS)),
         "format": {"separator": ",", "order": [0, 1, 2], "header": False},
     },
     {
-        "start": len(CONTEXT) - len(SECOND.write_rows(ROWS[:2])),
+        "start": len(CONTEXT) - len(SECOND.format_rows(ROWS[:2])),
         "end": len(CONTEXT),
         "format": {"separator": "|", "order": [2, 0, 1], "header": True},
     },
@@ -284,7 +285,7 @@ def child(number: int, question: str, text: str, answer: Any, kind: Any = "rlm")
 
 
 def test_each_call_is_scored_by_its_own_question() -> None:
-    first, second = FIRST.write_rows(ROWS), SECOND.write_rows(ROWS[:2])
+    first, second = FIRST.format_rows(ROWS), SECOND.format_rows(ROWS[:2])
     calls = [
         Call(
             "0", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer="42", stop=Stop.FINAL
@@ -325,7 +326,7 @@ def test_each_call_is_scored_by_its_own_question() -> None:
     "text", ["sum qty of 'red' in all docs", "user with top qty", "latest qty of 'bavo'"]
 )
 def test_ledger_questions_round_trip(text: str) -> None:
-    asked = LedgerQuestion.read(f" {text}\n")
+    asked = LedgerQuestion.parse(f" {text}\n")
     assert asked is not None
     assert asked.text == text
 
@@ -334,4 +335,4 @@ def test_ledger_questions_round_trip(text: str) -> None:
     "text", ["", "sum qty of 'red", "sum qty of ''", "sum qty of 'r'*9", "x" * 10**6]
 )
 def test_other_texts_are_not_ledger_questions(text: str) -> None:
-    assert LedgerQuestion.read(text) is None
+    assert LedgerQuestion.parse(text) is None

@@ -13,7 +13,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import items_of, score_trajectory, task_of, total
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 
 PARTS: dict[str, Any] = {
     "sums": {"task": "ledger", "weight": 3, "options": {"kinds": ["sum"]}},
@@ -37,7 +37,7 @@ def test_parts_have_their_proportion_score_and_reward_weight() -> None:
         (sums, {"sums.correct": 1.0}, 1.0),
         (papers, {"papers.f1": 1.0}, 0.5),
     ):
-        trajectory = score_trajectory(task, item, answered(item, item.gold))
+        trajectory = score_trajectory(task, item, answer_only_trajectory(item, item.gold))
         assert trajectory.rewards == rewards
         assert total(trajectory.rewards, task.weights) == worth
     start = asyncio.run(task.prepare(papers))

@@ -16,14 +16,14 @@ import pytest
 from ramify.errors import RamifyError
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.score_with_timeout import score_with_timeout
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 
 ITEM = Item("How many?", gold=7, id="t/test/0")
 
 
 def score(reward: Any, timeout_s: float = 30) -> dict[str, float]:
     task = SimpleTask("t", {"test": [ITEM]}, reward)
-    return dict(score_with_timeout(task, ITEM, answered(ITEM, 7), timeout_s).rewards)
+    return dict(score_with_timeout(task, ITEM, answer_only_trajectory(ITEM, 7), timeout_s).rewards)
 
 
 def test_endless_score_is_named_with_its_line_and_stopped() -> None:

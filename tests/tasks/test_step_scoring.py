@@ -12,10 +12,10 @@ import pytest
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.mcp_task import McpTask
 from ramify.tasks.base import Item, SimpleTask
-from ramify.tasks.batch_scoring import is_scored_by_step, score_step_in_time
+from ramify.tasks.batch_scoring import is_scored_by_step, score_batch_with_timeout
 from ramify.tasks.mixture import mixture
 from ramify.tasks.scoring.batched import BatchedReward
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.types.trajectory import Trajectory
 
 ITEMS = [Item(f"{n}?", gold=str(n), id=f"t/train/{n}") for n in range(4)]
@@ -28,10 +28,10 @@ def task_with(function: Any, **options: Any) -> SimpleTask:
 def score_all(task: Any, answers: Sequence[Any], timeout_s: float = 60) -> list[Any]:
     """The rewards of ``answers`` to the first items, or the texts of their errors."""
     rollouts: list[tuple[Item, Trajectory]] = [
-        (item, answered(item, answer))
+        (item, answer_only_trajectory(item, answer))
         for item, answer in zip(task.splits["train"], answers, strict=False)
     ]
-    errors = score_step_in_time(task, rollouts, timeout_s)
+    errors = score_batch_with_timeout(task, rollouts, timeout_s)
     return [
         trajectory.rewards if error is None else str(error)
         for (_, trajectory), error in zip(rollouts, errors, strict=True)
@@ -132,8 +132,8 @@ def test_mixture_calls_each_part_once_and_contains_its_errors() -> None:
     task = parts("broken")
     items = [item for item in task.splits["train"][:9] if is_scored_by_step(task, item)]
     assert {item.id[0] for item in items} == {"a", "b"}
-    rollouts = [(item, answered(item, item.gold)) for item in items]
-    errors = score_step_in_time(task, rollouts, 60)
+    rollouts = [(item, answer_only_trajectory(item, item.gold)) for item in items]
+    errors = score_batch_with_timeout(task, rollouts, 60)
     seen_now, seen[:] = list(seen), []
     assert [len(each) for each in seen_now] == [sum(item.id[0] == "b" for item in items)]
     for (item, trajectory), error in zip(rollouts, errors, strict=True):

@@ -14,7 +14,7 @@ from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import GeneratedSplit, Item, score_trajectory
 from ramify.tasks.text_env import ENDED, REJECTED, EnvEpisode, env_task, seed_of
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.types.message import Message
 from tests.evaluate.helpers import evaluated, plan
 
@@ -178,7 +178,7 @@ def test_skyrl_gym_environment() -> None:
     items = [Item("What is 6*7?", gold="42", right="#### 42", wrong="#### 41", id="gsm8k/test/0")]
     sums = env_task("gsm8k", {"test": items}, make)
     validate(sums)
-    assert score_trajectory(sums, items[0], answered(items[0], "42")).rewards == {
+    assert score_trajectory(sums, items[0], answer_only_trajectory(items[0], "42")).rewards == {
         "return": 0.0
     }  # not in the required format
     (outcome,) = evaluated(
@@ -292,7 +292,7 @@ def test_attempts_at_an_item_start_alike_and_return_what_the_library_returns(id:
             for action in actions:
                 start.tools["step"](str(action))
             assert start.on_end is not None
-            found = answered(item, None)
+            found = answer_only_trajectory(item, None)
             found.metadata = start.on_end(None)
             assert played.score(item, found).rewards == {"return": sum(rewards)}
     assert id == "FrozenLake-v1" or len(openings) > 1 or len(set(expected)) > 1

@@ -10,7 +10,7 @@ import pytest
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import score_trajectory
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.tasks.verifiers import from_verifiers
 
 needs_verifiers = pytest.mark.skipif(
@@ -79,19 +79,19 @@ def test_taskset_prompts_become_questions_and_rewards_become_scores() -> None:
         "teal coral teal",
         "counts/test/0",
     )
-    found = score_trajectory(task, first, answered(first, 1))
+    found = score_trajectory(task, first, answer_only_trajectory(first, 1))
     assert (found.rewards, found.metrics) == ({"right": 0.0, "number": 0.25}, {"length": 1.0})
-    assert score_trajectory(task, second, answered(second, 1)).rewards == {
+    assert score_trajectory(task, second, answer_only_trajectory(second, 1)).rewards == {
         "right": 0.75,
         "number": 0.25,
     }
-    assert score_trajectory(task, second, answered(second, None)).rewards == {
+    assert score_trajectory(task, second, answer_only_trajectory(second, None)).rewards == {
         "right": 0.0,
         "number": 0.0,
     }
 
     async def inside_a_loop() -> Any:
-        return score_trajectory(task, second, answered(second, "1")).rewards
+        return score_trajectory(task, second, answer_only_trajectory(second, "1")).rewards
 
     assert asyncio.run(inside_a_loop()) == {"right": 0.75, "number": 0.25}
 
@@ -154,7 +154,7 @@ def test_tasksets_that_need_a_container_or_runtime_are_rejected() -> None:
     with pytest.raises(
         RamifyError, match="task Reads, row 0: none of its rewards works without a runtime"
     ):
-        score_trajectory(task, item, answered(item, "x"))
+        score_trajectory(task, item, answer_only_trajectory(item, "x"))
     assert "1 of the 1 items checked have no gold answer" in validate(task)
 
 
@@ -180,7 +180,7 @@ def test_tasksets_with_unusable_rewards_or_setup_code_are_rejected() -> None:
     with pytest.raises(
         RamifyError, match="task Half, row 0: its reward 'file' needs a runtime, but there is none"
     ):
-        score_trajectory(task, item, answered(item, "x"))
+        score_trajectory(task, item, answer_only_trajectory(item, "x"))
 
     class Prepared(vf.Task[vf.TaskData]):
         async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:

@@ -16,7 +16,7 @@ from ramify.testing.offline import (
     OfflineModel,
     OfflineModelSuiteStrategy,
     connect,
-    model_of,
+    simulated_model,
 )
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message
@@ -151,23 +151,23 @@ def test_replies_are_free_unless_a_price_is_simulated(tmp_path: Path) -> None:
 def test_models_are_named_by_their_accuracy_or_by_a_file(tmp_path: Path) -> None:
     file = tmp_path / "reader.json"
     file.write_text('{"curve": {"points": [[10, 0.25]]}, "seed": 3, "leaf_tokens": 500}')
-    assert model_of("perfect").curve(10**7) == 1.0
-    assert model_of("0.9").curve(10**7) == 0.9
-    assert model_of("default") == OfflineModel()
-    assert model_of(str(file)).leaf_tokens == 500
+    assert simulated_model("perfect").curve(10**7) == 1.0
+    assert simulated_model("0.9").curve(10**7) == 0.9
+    assert simulated_model("default") == OfflineModel()
+    assert simulated_model(str(file)).leaf_tokens == 500
     for name, fault in (
         ("best", r"^offline:best: there is no such model; write offline:default, "),
         ("1.5", r"^accuracy curve: the accuracy at 1 tokens is 1.5: give a number from 0 to 1"),
         (str(tmp_path / "absent.json"), "No such file"),
     ):
         with pytest.raises(ConfigError, match=fault):
-            model_of(name)
+            simulated_model(name)
     file.write_text('{"curve": {"points": [[10, 2.0]]}}')
     with pytest.raises(ConfigError, match=r"reader.json: .* accuracy at 10 tokens is 2.0"):
-        model_of(str(file))
+        simulated_model(str(file))
     file.write_text('{"curves": []}')
     with pytest.raises(ConfigError, match="unknown field `curves`"):
-        model_of(str(file))
+        simulated_model(str(file))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from ramify.train.config import (
     Run,
     SftSpec,
     TaskSpec,
-    plain,
+    to_plain_data,
 )
 from ramify.train.execute import train
 from ramify.train.lineage import check_changes
@@ -39,7 +39,7 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.train.policy_dependent_defaults import with_policy_defaults
 from ramify.train.recipe import load_recipe, load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.trained_policy_settings import TrainedPolicySettings, read_card
+from ramify.trained_policy_settings import TrainedPolicySettings, read_policy_settings
 from tests.shown import heard
 from tests.train.small import SHAPE, assemble, small
 
@@ -149,7 +149,7 @@ def test_checkpoint_of_another_architecture_is_rejected_before_engines_start(
     other = assemble(changed("policy", shape={**SHAPE, "hidden_size": 48}))
     run = small(inference=InferenceSpec())
     CheckpointStore(tmp_path).save(
-        TrainingProgress(step=1, config=plain(run)),
+        TrainingProgress(step=1, config=to_plain_data(run)),
         {"policy": lambda folder: save_policy(other.policy, folder)},
     )
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
     limits = {"max_turns": 2, "max_reply_tokens": 8}
     for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
         assemble(small(scaffold=scaffold)).save_initial_policy(tmp_path / "policy")
-        card = read_card(tmp_path / "policy")
+        card = read_policy_settings(tmp_path / "policy")
         expected = TrainedPolicySettings(
             named, **limits, is_from_scratch=True, task=small().task.name
         )
@@ -304,9 +304,11 @@ def test_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_stored_runs_round_trip(tmp_path: Path) -> None:
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
-        CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=plain(run)), {})
+        CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=to_plain_data(run)), {})
         assert load_stored_run(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
-    CheckpointStore(tmp_path).save(TrainingProgress(step=2, config={**plain(run), "colour": 1}), {})
+    CheckpointStore(tmp_path).save(
+        TrainingProgress(step=2, config={**to_plain_data(run), "colour": 1}), {}
+    )
     with pytest.raises(ConfigError, match="give the recipe that made it"):
         load_stored_run(tmp_path)
 
@@ -328,7 +330,7 @@ def test_stored_config_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.M
         )
 
     path = CheckpointStore(tmp_path).save(
-        TrainingProgress(step=1, config=plain(run("sk-first"))), {}
+        TrainingProgress(step=1, config=to_plain_data(run("sk-first"))), {}
     )
     state, text = read_state(path), (path / "state.json").read_text()
     assert "sk-first" not in text
@@ -349,7 +351,7 @@ def test_stored_config_contains_no_secrets(tmp_path: Path, monkeypatch: pytest.M
     assert state.config["tracker_options"] == {
         "wandb": {"token": "«redacted»", "project": "mine", "note": "«redacted SOME_TOKEN»"}
     }
-    check_changes(state, plain(run("sk-second")))
+    check_changes(state, to_plain_data(run("sk-second")))
     with pytest.raises(
         ConfigError, match=r"does not contain task\.options\.api_key, since it may be a secret"
     ):

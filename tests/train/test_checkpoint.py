@@ -101,7 +101,7 @@ def test_background_save_appears_once_it_is_settled(tmp_path: Path) -> None:
     assert (final / "weights").read_text() == "whole"
     checkpoints.save(TrainingProgress(step=2), {"weights": begin})
     with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
-        checkpoints.settle()
+        checkpoints.wait_for_write()
     assert checkpoints.all() == [final]
 
 

@@ -64,7 +64,7 @@ def test_flipped_bit_is_detected_in_every_checkpoint_file(name: str, tmp_path: P
     older, latest = (
         checkpoints.save(TrainingProgress(step=step), {"backend": written}) for step in (1, 2)
     )
-    checkpoints.settle()
+    checkpoints.wait_for_write()
     known = json.loads((latest / folder_file_checksums.FILE).read_bytes())["files"]
     assert sorted(known) == sorted(FILES)
     for checkpoint in (older, latest):

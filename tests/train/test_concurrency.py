@@ -41,7 +41,7 @@ def test_evictions_lower_the_limit_by_a_quarter_once() -> None:
                 CachePressure(0.5, 0, 7),  # sixteen are still running: no second decrease yet
             ):
                 engine.now = pressure
-                await room.look()
+                await room.adjust_limit()
                 limits.append(room.limit)
             assert room.used == 16
             leave.set()
@@ -62,19 +62,19 @@ def test_limit_stays_between_least_and_most() -> None:
         async with room:
             for evicted in (0, 1, 2, 3):
                 engine.now = CachePressure(0.5, 0, evicted)
-                await room.look()
+                await room.adjust_limit()
                 limits.append(room.limit)
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(9):
                     tasks.create_task(rollout())
                 await asyncio.sleep(0)
                 for _ in range(4):
-                    await room.look()
+                    await room.adjust_limit()
                     limits.append(room.limit)
                 engine.now = CachePressure(0.96, 2, 3)
-                await room.look()
+                await room.adjust_limit()
                 engine.now = None  # the engine reports no pressure
-                await room.look()
+                await room.adjust_limit()
                 limits.append(room.limit)
                 leave.set()
         return limits

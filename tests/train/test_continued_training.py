@@ -20,7 +20,7 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state
-from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, plain
+from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec, to_plain_data
 from ramify.train.lineage import LINEAGE, check_changes
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
@@ -134,14 +134,14 @@ def steps_of(out: Path) -> list[tuple[int, str, float | None, float | None]]:
 def test_fields_that_cannot_change_are_named(
     stage: int, changes: dict[str, Any], refused: str | None
 ) -> None:
-    config = plain(small())
+    config = to_plain_data(small())
     now = msgspec.json.decode(msgspec.json.encode(config))
     for name, value in changes.items():
         place = now
         *parts, last = name.split(".")
         for part in parts:
             place = place[part]
-        place[last] = plain(small(policy=value))["policy"] if last == "policy" else value
+        place[last] = to_plain_data(small(policy=value))["policy"] if last == "policy" else value
     state = TrainingProgress(step=7, stage=stage, stage_step=1, config=config)
     if refused is None:
         check_changes(state, now)

@@ -140,12 +140,12 @@ def test_frozen_budgets_hold_under_concurrent_requests() -> None:
             urls, keys = {"openai": server.url}, {"openai": "sk-test"}
             pool = RateLimitedClientPool(max_attempts=1, base_urls=urls, keys=keys)
             models = DepthModels([POLICY, FROZEN], frozen, ScriptedClient(["-"]), pool=pool)
-            assert models.step_metrics() == {}  # as in the steps of SFT
+            assert models.take_step_metrics() == {}  # as in the steps of SFT
             asked = [models.clients[1].complete(request) for _ in range(40)]
             replies = await asyncio.gather(*asked, return_exceptions=True)
             await models.close()
             refused = sum(isinstance(reply, Refused) for reply in replies)
-            return server.answered, refused, models.step_metrics()
+            return server.answered, refused, models.take_step_metrics()
 
     answered, refused, values = asyncio.run(spent(FrozenModelBudget(step_calls=7)))
     assert (answered, refused, values["frozen/calls"]) == (7, 33, 7.0)

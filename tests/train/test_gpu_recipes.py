@@ -75,7 +75,7 @@ def test_page_has_the_memory_and_seconds_of_the_plan(name: str, tmp_path: Path) 
         if part.device != "cpu"
     )
     if planned.together:
-        memory = f"together {planned.together[0].most[1] / 1e9:.0f} GB"
+        memory = f"together {planned.together[0].peak_memory_phase[1] / 1e9:.0f} GB"
     assert planned.seconds is not None
     assert run.rl is not None
     rollouts = run.rl.sample.items * run.rl.rollout.group

@@ -61,7 +61,7 @@ def test_torn_line_is_skipped_without_losing_the_next(tmp_path: Path) -> None:
         file.write(b'{"step": 2, "numb')
     metrics.GROUPS.append(tmp_path, [one(2, 1)])
     assert [each.number for each in metrics.GROUPS.read(tmp_path)] == [0, 1]
-    metrics.GROUPS.cut(tmp_path, 1)
+    metrics.GROUPS.drop_after_step(tmp_path, 1)
     assert [(each.number, each.step) for each in metrics.GROUPS.read(tmp_path)] == [(0, 1)]
 
 

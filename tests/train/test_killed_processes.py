@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.inference.weight_sync.base import sweep
+from ramify.inference.weight_sync.base import remove_stale_files
 from ramify.inference.weight_sync.shared_memory import SharedMemorySync
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
@@ -239,15 +239,15 @@ def test_shared_memory_of_dead_trainers_is_removed_and_of_live_ones_kept(
 ) -> None:
     import torch
 
-    from ramify.inference.weight_sync.base import sources
+    from ramify.inference.weight_sync.base import to_lazy_weights
 
     living = SharedMemorySync(folder=str(tmp_path))
     living.open(1)
-    list(living.chunks(sources([("a", torch.ones(3))], torch.float32), 1, whole=True))
+    list(living.chunks(to_lazy_weights([("a", torch.ones(3))], torch.float32), 1, whole=True))
     held = {path.name for path in tmp_path.iterdir()}
     (tmp_path / "ramify-weights-held-dead-0").write_bytes(b"0" * 64)
     (tmp_path / "another file").touch()
-    sweep(tmp_path)
+    remove_stale_files(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*held, "another file"}
     living.close()
     assert [path.name for path in tmp_path.iterdir()] == ["another file"]

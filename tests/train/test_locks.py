@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.train import supervise
+from ramify.cli.train import train_with_restarts
 from ramify.errors import RunInUse
 from ramify.train.checkpoint import (
     FILE,
     CheckpointStore,
     TrainingProgress,
-    holder,
-    locked,
+    find_lock_holder,
+    hold_run_lock,
     resolve_checkpoint,
 )
 from ramify.train.execute import train
@@ -29,8 +29,8 @@ from tests.cli.helpers import Shell
 from tests.train.small import small
 
 HOLD = (
-    "import sys; from pathlib import Path; from ramify.train.checkpoint import locked\n"
-    "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    "import sys; from pathlib import Path; from ramify.train.checkpoint import hold_run_lock\n"
+    "with hold_run_lock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
 )
 
 
@@ -63,7 +63,7 @@ def test_second_run_in_a_folder_is_rejected_and_names_the_first(tmp_path: Path) 
             ):
                 train(small(), out, resume=resume)
         assert [path.name for path in out.iterdir()] == [FILE]
-        found = holder(out)
+        found = find_lock_holder(out)
         assert found is not None
         assert (found.pid, found.host) == (process.pid, host)
 
@@ -73,26 +73,26 @@ def test_killed_run_leaves_no_lock(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert (tmp_path / FILE).is_file()
-        assert holder(tmp_path) is None
-        with locked(tmp_path):
-            found = holder(tmp_path)
+        assert find_lock_holder(tmp_path) is None
+        with hold_run_lock(tmp_path):
+            found = find_lock_holder(tmp_path)
             assert found is not None
             assert found.pid == os.getpid()
     assert not (tmp_path / FILE).exists()
 
 
 def test_folder_created_only_for_the_lock_is_removed_with_it(tmp_path: Path) -> None:
-    with locked(tmp_path / "a/b"):
+    with hold_run_lock(tmp_path / "a/b"):
         assert (tmp_path / "a/b" / FILE).is_file()
     assert [*tmp_path.iterdir()] == []
-    with locked(tmp_path / "a/b"):
+    with hold_run_lock(tmp_path / "a/b"):
         (tmp_path / "a/b/kept").touch()
     assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["kept"]
 
 
 def test_one_process_cannot_hold_the_lock_twice(tmp_path: Path) -> None:
     message = rf"is being written by process {os.getpid()} on "
-    with locked(tmp_path), pytest.raises(RunInUse, match=message), locked(tmp_path):
+    with hold_run_lock(tmp_path), pytest.raises(RunInUse, match=message), hold_run_lock(tmp_path):
         pass
 
 
@@ -118,4 +118,4 @@ def test_train_command_names_the_lock_holder_and_exits_with_status_2(
         done = shell.run("train", recipe, "--out", "out")
         assert (done.code, done.out) == (2, "")
         assert f"is being written by process {process.pid} on " in done.err
-        assert supervise([str(tmp_path / recipe)], ["--plain"], out, None, 3) == 2
+        assert train_with_restarts([str(tmp_path / recipe)], ["--plain"], out, None, 3) == 2

@@ -405,7 +405,7 @@ class RecordingStage(FixedDataStage):
         self.num_steps = num_steps
         self.notes: list[str] = []
 
-    async def work(self, step: int) -> StepData:
+    async def step_data(self, step: int) -> StepData:
         self.notes.append(f"work {step}")
         if step == 3:
             raise TrainError("no fourth step")
@@ -424,7 +424,7 @@ class StageInParts(FixedDataStage):
         super().__init__()
         self.parts = [Minibatch(rows, None) for rows in parts]
 
-    async def work(self, step: int) -> StepData:
+    async def step_data(self, step: int) -> StepData:
         return StepData(self.parts, {})
 
     def note_new_weights(self, step: int) -> None:

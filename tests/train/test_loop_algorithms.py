@@ -30,7 +30,7 @@ from ramify.train.config import (
     Run,
     Schedule,
     TaskSpec,
-    plain,
+    to_plain_data,
 )
 from ramify.train.lineage import changes
 from ramify.train.losses import Decoupled, ProxApprox
@@ -153,7 +153,7 @@ def test_each_task_of_a_mixture_uses_its_own_algorithm(base: str, tmp_path: Path
     assert before.rl is not None
     assert before.rl.algorithm == algorithm
     changed = override(before, ["rl.algorithm.tasks.b=rloo", "rl.algorithm.tasks.a.children=false"])
-    found = [str(change) for change in changes(plain(before), plain(changed))]
+    found = [str(change) for change in changes(to_plain_data(before), to_plain_data(changed))]
     assert sorted(found) == [
         "rl.algorithm.tasks.a.children True → False",
         "rl.algorithm.tasks.b.kl_over None → 'token'",

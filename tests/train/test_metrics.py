@@ -14,9 +14,9 @@ from ramify.train.metrics import (
     METRICS,
     MetricsFile,
     StepMetrics,
-    of_rollouts,
     passes,
     read_metrics,
+    rollout_metrics,
     staleness,
 )
 from ramify.train.policy_evaluation import report
@@ -48,7 +48,7 @@ def test_cut_drops_rows_of_later_steps(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path)
     for step in (1, 2, 3, 4):
         metrics.write(step, "rl", step, {})
-    METRICS.cut(tmp_path, 2)
+    METRICS.drop_after_step(tmp_path, 2)
     assert [each.step for each in read_metrics(tmp_path)] == [1, 2]
     assert list(read_metrics(tmp_path / "nowhere")) == []
 
@@ -63,7 +63,7 @@ def test_rollout_metrics_and_pass_at_k() -> None:
     wrong = [trees.tree(trees.call("0", 4, 2, stop=Stop.MAX_TURNS), reward=0.0) for _ in range(2)]
     failed = trees.tree(trees.call("0", 6))
     groups = [trees.group(*right[:3], wrong[0]), trees.group(*right[3:], wrong[1], failed)]
-    found = of_rollouts(groups, {})
+    found = rollout_metrics(groups, {})
     assert found == pytest.approx({
         # of 4 with 3 right, of 3 with 2 right: two wrong ones cannot be drawn
         "pass@2": (1 + 1) / 2,

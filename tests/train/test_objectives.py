@@ -12,7 +12,7 @@ from ramify import train
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import with_reduction
-from ramify.train.config import CHOICES, Run, plain
+from ramify.train.config import CHOICES, Run, to_plain_data
 from ramify.train.named_objectives import OBJECTIVES
 from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
 from ramify.train.override import override
@@ -42,12 +42,12 @@ def test_objective_sets_estimator_loss_reduction_clipping_and_sequence_together(
 def test_every_objective_can_be_stored_and_restored(name: str) -> None:
     rl = rl_of(f"rl.objective={name}")
     run = msgspec.structs.replace(BASE, rl=rl)
-    stored = msgspec.convert(plain(run), Run)
+    stored = msgspec.convert(to_plain_data(run), Run)
     assert stored.rl is not None
     assert stored.rl.objective == name
     assert stored.rl.loss == rl.loss
     algorithm = dict(stored.rl.algorithm)
-    assert msgspec.convert(algorithm, ALGORITHMS.of(algorithm.pop("name"))) == rl.algorithm
+    assert msgspec.convert(algorithm, ALGORITHMS.resolve(algorithm.pop("name"))) == rl.algorithm
 
 
 def test_single_fields_are_changed_after_the_objective_in_any_order() -> None:

@@ -19,7 +19,7 @@ from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Schedule, SftS
 from ramify.train.hub_publication import publish
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.trained_policy_settings import read_card
+from ramify.trained_policy_settings import read_policy_settings
 from ramify.types.trajectory import Trajectory
 from tests.evaluate.helpers import plan
 from tests.shown import train
@@ -71,7 +71,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_policy_is_evaluated_as_it_was_trained(
     trained: Path, capsys: pytest.CaptureFixture[str], option: str, reward: float
 ) -> None:
-    assert read_card(trained / "policy").direct
+    assert read_policy_settings(trained / "policy").direct
     words = ["eval", TASK.name, "--model", f"local:{trained}/policy", "--items", "2", "--json"]
     assert command([*words, "--max-turns", "1", "--no-store", *filter(None, [option])]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["rewards"]["correct"] == reward
@@ -127,4 +127,4 @@ def test_run_without_rollouts_is_evaluated_as_its_conversations(
     train(run, tmp_path / "out", say=lambda text: None)
     (last,) = read_rows(tmp_path / "out", "last")
     assert last.values["test/reward"] == reward
-    assert read_card(tmp_path / "out/policy").direct is bool(reward)
+    assert read_policy_settings(tmp_path / "out/policy").direct is bool(reward)

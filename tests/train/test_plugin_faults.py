@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.config import RlSpec, plain
+from ramify.train.config import RlSpec, to_plain_data
 from ramify.train.execute import train
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
@@ -142,7 +142,7 @@ def test_run_with_user_parts_resumes_without_its_recipe(
 ) -> None:
     spec = rl(algorithm=f"{plugin}:{name}", loss=LossSpec(policy=f"{plugin}:Loss"))
     run = small(warmup=None, rl=spec)
-    assert plain(run)["rl"]["algorithm"]["name"] == f"{plugin}:{name}"
+    assert to_plain_data(run)["rl"]["algorithm"]["name"] == f"{plugin}:{name}"
     train(run, tmp_path / "run")
     again = load_stored_run(tmp_path / "run", ["rl.steps=2"])
     assert again.rl is not None

@@ -16,7 +16,7 @@ from ramify.models.load import from_config, load_policy, save_policy
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec
 from ramify.train.policy_dependent_defaults import report_policy_defaults, with_policy_defaults
-from ramify.train.preflight import note_missing_template
+from ramify.train.preflight import warn_missing_chat_template
 from ramify.train.stages import with_schedule_defaults
 from ramify.types.message import Message
 from tests.models.templates import tokenizer_of
@@ -180,8 +180,8 @@ def test_missing_chat_template_is_reported(caplog: pytest.LogCaptureFixture) -> 
     """The policy is trained in a format that its folder does not describe."""
     policy = from_config(Qwen3Config(**SHAPE, vocab_size=320), tokenizer_of("tiny"), 0)
     with caplog.at_level(logging.WARNING, "ramify.train"):
-        note_missing_template(policy)
+        warn_missing_chat_template(policy)
         assert not caplog.records
         policy.tokenizer.chat_template = None
-        note_missing_template(policy)
+        warn_missing_chat_template(policy)
     assert "no chat template: prompts are written in the format scratch" in caplog.text

@@ -17,7 +17,7 @@ from ramify.train.advantages.advantage_pipeline import GroupOptions
 from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.checkpoint import CheckpointStore, TrainingProgress
-from ramify.train.config import plain
+from ramify.train.config import to_plain_data
 from ramify.train.losses import POLICY_LOSSES, BaseLossFormula, PolicyLossInputs, PpoClip
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.recipe import load_recipe, load_stored_run
@@ -79,7 +79,7 @@ def test_recipe_registers_its_own_classes_by_decorator(mine: Path, tmp_path: Pat
         "nothing",
         0.5,
     )
-    CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=plain(run)), {})
+    CheckpointStore(tmp_path).save(TrainingProgress(step=1, config=to_plain_data(run)), {})
     assert load_stored_run(tmp_path) == run
 
 
@@ -105,8 +105,8 @@ def test_file_that_is_imported_twice_registers_once(
     recipe = mine.with_name("recipe_beside.py")
     recipe.write_text("from mine import Twice, run\n")
     load_recipe(recipe)
-    again = ALGORITHMS.of(f"{mine}:Twice")
-    assert again.__name__ == ALGORITHMS.of("twice").__name__ == "Twice"
+    again = ALGORITHMS.resolve(f"{mine}:Twice")
+    assert again.__name__ == ALGORITHMS.resolve("twice").__name__ == "Twice"
     assert again.__module__ != "mine"
     other = mine.with_name("other.py")
     other.write_text(RECIPE)
@@ -115,7 +115,7 @@ def test_file_that_is_imported_twice_registers_once(
 
 
 def test_dotted_path_needs_no_registration() -> None:
-    assert CREDITS.of(DrGRPO(credit=f"{__name__}:flat").credit) is flat
+    assert CREDITS.resolve(DrGRPO(credit=f"{__name__}:flat").credit) is flat
     loss = msgspec.convert({"policy": f"{__name__}:Own"}, LossSpec)
     assert loss.policy == Own()
     assert msgspec.convert(msgspec.to_builtins(loss), LossSpec) == loss
@@ -132,7 +132,7 @@ def test_dotted_path_needs_no_registration() -> None:
 )
 def test_unknown_name_gives_the_nearest_known_one(table: Registry, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        table.of(name)
+        table.resolve(name)
 
 
 def test_overrides_of_a_run_suggest_the_nearest_name() -> None:
@@ -181,4 +181,4 @@ def test_unusable_classes_and_taken_names_are_not_registered() -> None:
 @pytest.mark.parametrize("name", [":", "mine.py", "module:", "."])
 def test_reference_without_an_object_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=r"names no object: write module:name or file\.py:name$"):
-        ALGORITHMS.of(name)
+        ALGORITHMS.resolve(name)

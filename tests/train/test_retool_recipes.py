@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from ramify.errors import ConfigError, SourceError
 from ramify.models.load import from_config, save_policy
-from ramify.train.config import Run, plain
+from ramify.train.config import Run, to_plain_data
 from ramify.train.metrics import read_metrics
 from ramify.train.recipe import load_recipe
 from tests.models.templates import tokenizer_of
@@ -115,7 +115,7 @@ def leaves(data: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_retool_recipes_have_the_settings_of_the_study() -> None:
     sft, grpo = (
-        dict(leaves(plain(load_recipe(RECIPES / f"{name}.py"))))
+        dict(leaves(to_plain_data(load_recipe(RECIPES / f"{name}.py"))))
         for name in ("retool_sft", "retool_grpo")
     )
     assert [

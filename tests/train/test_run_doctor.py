@@ -18,12 +18,12 @@ from ramify.train.findings import CollapseAlarms
 from ramify.train.metrics import Diagnosis, read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.score_failure_counts import counted
+from ramify.train.score_failure_counts import summarise_errors
 from ramify.train.training_guard import (
     TrainingGuard,
     TrainingGuardState,
-    after_evaluation,
-    after_step,
+    check_evaluation,
+    check_step,
     note_initial_score,
 )
 from ramify.types.trajectory import Trajectory
@@ -62,7 +62,7 @@ def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
     memory, verdicts = TrainingGuardState(), []
     for change in changes:
         memory = msgspec.json.decode(msgspec.json.encode(memory), type=TrainingGuardState)
-        verdicts.append(after_step(guard, memory, {**FINE, **change}))
+        verdicts.append(check_step(guard, memory, {**FINE, **change}))
     return verdicts
 
 
@@ -73,7 +73,7 @@ def names(verdicts: list[Any]) -> list[list[str]]:
 def evaluations(guard: TrainingGuard, *rewards: float | None) -> list[Any]:
     memory = TrainingGuardState()
     values = [{} if each is None else {"validation/reward": each} for each in rewards]
-    return [after_evaluation(guard, memory, each) for each in values]
+    return [check_evaluation(guard, memory, each) for each in values]
 
 
 def test_patience_stops_after_evaluations_without_improvement() -> None:
@@ -235,8 +235,8 @@ def test_evaluation_is_compared_with_the_training_reward(
     memory = TrainingGuardState()
     note_initial_score(memory, of_score(scores[0]))
     for reward in rewards:
-        after_step(TrainingGuard(), memory, {**FINE, "reward": reward})
-    found = after_evaluation(TrainingGuard(), memory, of_score(scores[1]))
+        check_step(TrainingGuard(), memory, {**FINE, "reward": reward})
+    found = check_evaluation(TrainingGuard(), memory, of_score(scores[1]))
     assert [each.name for each in found.found] == ([name] if name else [])
 
 
@@ -403,5 +403,5 @@ def test_errors_are_counted_by_kind() -> None:
         "the grader is down",
         *(f"cause {letter}" for letter in "xyz"),
     ]
-    assert counted(errors[:3]) == f"2 times: {errors[0]}; once: the grader is down"
-    assert counted(errors).endswith("; once: cause x; 2 other errors")
+    assert summarise_errors(errors[:3]) == f"2 times: {errors[0]}; once: the grader is down"
+    assert summarise_errors(errors).endswith("; once: cause x; 2 other errors")

@@ -16,14 +16,14 @@ from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.sampling_metrics import (
+    advantage_metrics,
     advantage_reward_correlation,
     kl,
-    note_gaps,
-    num_sampled,
-    of_credit,
-    of_samples,
-    of_tokens,
+    num_sampled_tokens,
     probe_sequences,
+    rollout_sampling_metrics,
+    store_logprob_gaps,
+    token_metrics,
     within_group_correlation,
 )
 from ramify.types.trajectory import Group, Stop
@@ -64,7 +64,7 @@ def two_groups() -> list[Group]:
 
 
 def test_rollout_metrics_cover_groups_without_signal() -> None:
-    found = of_samples(two_groups(), {})
+    found = rollout_sampling_metrics(two_groups(), {})
     assert (found["length_min"], found["length_max"], found["length_finished"]) == (2, 8, 4.5)
     assert (found["reward_min"], found["reward_max"]) == (0, 1)
     assert found["reward_std"] == pytest.approx(math.sqrt(0.24))
@@ -79,8 +79,8 @@ def test_advantage_metrics_count_tokens_without_credit_as_zero() -> None:
     groups = two_groups()
     assigned = DrGRPO().assign_advantages(groups, {})
     rows = token_sequences(assigned.rollouts)
-    found = of_credit(rows, num_sampled(groups))
-    assert num_sampled(groups) == 24
+    found = advantage_metrics(rows, num_sampled_tokens(groups))
+    assert num_sampled_tokens(groups) == 24
     assert found["masked"] == pytest.approx(8 / 24)
     assert (found["advantage_min"], found["advantage_max"]) == pytest.approx((-2 / 3, 1 / 3))
     values = np.array([1 / 3] * 8 + [-2 / 3] * 8 + [0.0] * 8)
@@ -104,9 +104,9 @@ def test_entropy_is_over_all_sampled_tokens_but_those_of_judges() -> None:
     sure = msgspec.structs.replace(judge.turns[0].reply, logprobs=(0.0,) * 50)
     judge.turns[0] = msgspec.structs.replace(judge.turns[0], reply=sure)
     tree.calls.append(judge)
-    assert of_tokens(groups) == {"entropy": 0.5, "control_tokens": 0}
-    assert of_tokens(groups, [11, 99])["control_tokens"] == 1  # each reply has tokens 10, 11, …
-    assert of_tokens([]) == {}
+    assert token_metrics(groups) == {"entropy": 0.5, "control_tokens": 0}
+    assert token_metrics(groups, [11, 99])["control_tokens"] == 1  # each reply has tokens 10, 11, …
+    assert token_metrics([]) == {}
 
 
 def test_correlation_is_within_groups() -> None:
@@ -145,14 +145,14 @@ def test_gap_of_each_scored_token_is_noted_in_its_rollout() -> None:
     tree.id = "step=1/group=0"
     groups = [Group("a", [tree])]
     (row,) = probe_sequences(groups, 1.0, 1)
-    note_gaps(groups, [row])
+    store_logprob_gaps(groups, [row])
     assert "logprob_gaps" not in tree.metadata  # not scored
     row.streams["old_logprobs"] = row.sampler_logprobs + np.where(row.mask, 0.25, 0.0)
-    note_gaps(groups, [row])
+    store_logprob_gaps(groups, [row])
     assert tree.metadata["logprob_gaps"] == {"0/0": [0.25, 0.25], "0/1": [0.25] * 3}
     row.rl[row.mask.nonzero()[0][0]] = 0.0  # a token without loss has no entry, so no value
     tree.metadata.clear()
-    note_gaps(groups, [row])
+    store_logprob_gaps(groups, [row])
     assert tree.metadata["logprob_gaps"] == {"0/1": [0.25] * 3}
 
 

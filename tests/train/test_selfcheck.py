@@ -17,7 +17,7 @@ from ramify.errors import TrainError
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import sources
+from ramify.inference.weight_sync.base import to_lazy_weights
 from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
@@ -212,7 +212,7 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
                 changed(trained, by, version)
                 version += 1
                 await engines.update(
-                    sources(trained.model.named_parameters(), torch.bfloat16), version
+                    to_lazy_weights(trained.model.named_parameters(), torch.bfloat16), version
                 )
                 await checked.check_engines(SingleBackend(trained), at_once)
 
@@ -280,12 +280,12 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
 ) -> None:
     checked = check(made, engine)
     groups = roll_out(made, checked.seen)
-    checked.ids(groups)
+    checked.check_token_ids(groups)
     with pytest.raises(
         TrainError,
         match=r"step=0/group=0/rollout=0/call=0/turn=0: the engine was never given these \d+ ids",
     ):
-        checked.ids(groups)  # the ids of earlier steps are forgotten
+        checked.check_token_ids(groups)  # the ids of earlier steps are forgotten
     groups = roll_out(made, checked.seen)
     turns = groups[0].trajectories[1].root.turns
     reply = turns[0].reply
@@ -295,7 +295,7 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
     )
     turns[0] = msgspec.structs.replace(turns[0], reply=changed)
     with pytest.raises(TrainError, match="rollout=1/call=0/turn=0"):
-        checked.ids(groups)
+        checked.check_token_ids(groups)
 
 
 def test_lost_or_doubled_loss_weight_is_detected(made: RunParts, engine: LocalClient) -> None:

@@ -65,9 +65,9 @@ def work(canned: PreparedRollouts, *, next_item: int = 0, **sample: Any) -> tupl
     stage = RlStage(spec, DrGRPO(), task, canned)
 
     async def first() -> tuple[StepData, int]:
-        async with stage.source(next_item, []) as source:
-            found = await source.work(0)
-            return found, source.state()[0]
+        async with stage.open_data_source(next_item, []) as source:
+            found = await source.step_data(0)
+            return found, source.data_position()[0]
 
     return asyncio.run(first())
 
@@ -156,7 +156,7 @@ def test_schedules_use_the_length_of_their_stage() -> None:
         )
     with pytest.raises(ConfigError, match="nothing to learn from"):
         SftStage([], OptimizerSpec(), 100, 1, 0)
-    rows = asyncio.run(warm.work(0)).parts[0].rows
+    rows = asyncio.run(warm.step_data(0)).parts[0].rows
     imitate = SftStage(rows, OptimizerSpec(schedule="cosine"), 2 * len(rows[0]), 3, 0)
     assert imitate.optim.num_steps == imitate.num_steps >= 3 * len(rows) // 2
 

@@ -64,7 +64,7 @@ def test_rows_are_read_as_they_were_written(ce: bool, tmp_path: Path) -> None:
 def counted(tmp_path: Path) -> Iterator[Path]:
     """A file with a line for each time that demonstrations were made."""
     calls = tmp_path / "calls"
-    ledger = DEMOS.of("ledger")
+    ledger = DEMOS.resolve("ledger")
 
     @DEMOS.register("counted")
     def make(*args: Any, **options: Any) -> Any:

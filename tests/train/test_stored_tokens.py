@@ -23,7 +23,7 @@ from ramify.train.sft_training_data import (
     DemonstrationSet,
     demonstrate,
     demonstrations_of,
-    tokenised,
+    tokenise_demonstrations,
 )
 from ramify.types.message import Message
 from tests.docs.world import scripted
@@ -78,8 +78,8 @@ def rendered(folder: Path, tools: Sequence[Any] = ()) -> tuple[int, list[Any]]:
     """(messages rendered to tokenize the store beyond those of an empty one, the trajectories)"""
     shown = [DemonstrationSet(list(read(folder)), folder / TOKENIZED)]
     renderer, empty = CountingRenderer(), CountingRenderer()
-    tokenised([DemonstrationSet([], folder / TOKENIZED)], TOKENIZER, empty, tools)
-    trajectories = tokenised(shown, TOKENIZER, renderer, tools)
+    tokenise_demonstrations([DemonstrationSet([], folder / TOKENIZED)], TOKENIZER, empty, tools)
+    trajectories = tokenise_demonstrations(shown, TOKENIZER, renderer, tools)
     return renderer.num_messages - empty.num_messages, trajectories
 
 
@@ -101,10 +101,10 @@ def test_other_tokenizer_template_or_tools_are_other_ids(model: str, tmp_path: P
     folder = store_of(model, tmp_path / "store", 1)
     shown = list(read(folder))
     tokens = folder / TOKENIZED
-    tokenised([DemonstrationSet(shown, tokens)], TOKENIZER, RENDERER, ())
+    tokenise_demonstrations([DemonstrationSet(shown, tokens)], TOKENIZER, RENDERER, ())
     assert len(list(tokens.iterdir())) == 1
     other = train_tokenizer(["print(context[:40]) FINAL(0) count rows of 'red'"] * 2, 262)
-    tokenised([DemonstrationSet(shown, tokens)], other, renderer_of(other), ())
+    tokenise_demonstrations([DemonstrationSet(shown, tokens)], other, renderer_of(other), ())
     assert len(list(tokens.iterdir())) == 2
     for form in (rendering_key(RENDERER, ()), "another template", "other tools"):
         stored = TokenizedCallCache(tokens, TOKENIZER, form)
@@ -151,11 +151,11 @@ def test_ids_of_a_file_are_kept_in_the_users_store(
     (trajectory,), folder = made.trajectories, made.tokens
     assert folder == tmp_path / "home" / TOKENIZED
     shown = [DemonstrationSet([trajectory], folder)]
-    tokenised(shown, TOKENIZER, RENDERER, ())
+    tokenise_demonstrations(shown, TOKENIZER, RENDERER, ())
     renderer = CountingRenderer()
-    tokenised(shown, TOKENIZER, renderer, ())
+    tokenise_demonstrations(shown, TOKENIZER, renderer, ())
     settings = CountingRenderer()
-    tokenised([DemonstrationSet([], folder)], TOKENIZER, settings, ())
+    tokenise_demonstrations([DemonstrationSet([], folder)], TOKENIZER, settings, ())
     assert renderer.num_messages == settings.num_messages
 
 

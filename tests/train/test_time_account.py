@@ -99,7 +99,7 @@ def test_inner_block_is_not_counted_twice():
             spin(0.02)
             with WallAndCpuTimer("packing"):
                 spin(0.01)
-        times = account.take()
+        times = account.take_times()
     assert times.cpu_s["packing"] == pytest.approx(0.01, rel=0.5)
     assert times.cpu_s["credit"] == pytest.approx(0.02, rel=0.5)
     assert times.wall_s["packing"] >= 0.01
@@ -120,10 +120,10 @@ def test_wall_time_counts_for_the_first_part_in_progress():
         inside.wait(30)
         with WallTimer("sessions"), WallAndCpuTimer("rendering"):
             spin(0.02)
-        first = account.take()
+        first = account.take_times()
         with WallAndCpuTimer("packing"):
             spin(0.02)
-        second = account.take()
+        second = account.take_times()
         over.set()
         thread.join()
     assert first.wall_s["rendering"] == first.wall_s["sessions"] == 0
@@ -136,7 +136,7 @@ def test_event_loop_without_a_part_is_rollouts_or_waiting():
     with TimeAccount() as account:
         spin(0.02)
         time.sleep(0.02)
-        times = account.take()
+        times = account.take_times()
     assert times.wall_s[ROLLOUTS] >= 0.02
     assert times.wall_s[WAITING] >= 0.015
     assert sum(times.wall_s.values()) == pytest.approx(
@@ -148,9 +148,9 @@ def test_part_that_ends_in_an_error_is_over():
     with TimeAccount() as account:
         with pytest.raises(ZeroDivisionError), WallAndCpuTimer("packing"):
             _ = 1 / 0
-        account.take()
+        account.take_times()
         time.sleep(0.01)
-        assert account.take().wall_s["packing"] == 0
+        assert account.take_times().wall_s["packing"] == 0
 
 
 def test_without_an_account_nothing_is_counted():
@@ -159,8 +159,8 @@ def test_without_an_account_nothing_is_counted():
         end_part("sessions")
         with WallAndCpuTimer("packing"):
             spin(0.001)
-        assert account.take().wall_s["packing"] > 0
-        assert account.take().wall_s["sessions"] == 0
+        assert account.take_times().wall_s["packing"] > 0
+        assert account.take_times().wall_s["sessions"] == 0
 
 
 def test_parts_are_in_the_log_of_a_run(folder: Path):

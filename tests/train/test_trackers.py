@@ -18,7 +18,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.train.execute import train
 from ramify.train.metrics import Diagnosis, StepMetrics, read_metrics
-from ramify.train.trackers.base import FILE, RunTrackers, TrackerRunInfo, flat
+from ramify.train.trackers.base import FILE, RunTrackers, TrackerRunInfo, flatten_config
 from tests.shown import heard
 from tests.train.small import small
 
@@ -84,7 +84,7 @@ def log_steps(
 ) -> None:
     """Log ``steps`` with a reward of a hundredth of the step, and slightly more after a resume."""
     more = 0.001 if resumed_at is not None else 0.0
-    with trackers.opened("mini", folder, CONFIG, resumed_at):
+    with trackers.open_all("mini", folder, CONFIG, resumed_at):
         for step in steps:
             trackers(
                 StepMetrics(step, "rl", float(step), {"reward": step / 100 + more, "loss": 0.5})
@@ -116,7 +116,7 @@ def test_diagnoses_reach_trackers_in_words(tmp_path: Path, tracker_calls: list[A
     found = Diagnosis(name="too_hard", text="no attempt is right: give easier items")
     trackers = RunTrackers((noting, plain, "tensorboard"), {})
     said: list[str] = []
-    with heard(said.append), trackers.opened("mini", tmp_path, CONFIG):
+    with heard(said.append), trackers.open_all("mini", tmp_path, CONFIG):
         trackers(StepMetrics(4, "rl", 1.0, {"reward": 0.0}, [found]))
     assert [each for each in tracker_calls if each[0] == "note"] == [
         ("note", 4, "too_hard", "no attempt is right: give easier items")
@@ -173,7 +173,7 @@ def test_failing_tracker_is_reported_once_and_others_continue(
 
 def test_failed_run_is_closed_as_failed(tmp_path: Path, tracker_calls: list[Any]) -> None:
     trackers = RunTrackers((RECORDING,), {})
-    with pytest.raises(KeyboardInterrupt), trackers.opened("mini", tmp_path, {}):
+    with pytest.raises(KeyboardInterrupt), trackers.open_all("mini", tmp_path, {}):
         raise KeyboardInterrupt
     assert tracker_calls[-1] == ("closed", True)
 
@@ -207,7 +207,7 @@ def test_tracker_that_cannot_be_opened_closes_the_others(
             ConfigError,
             match="cannot be opened: PermissionError: log in first; remove it from the recipe",
         ),
-        RunTrackers((RECORDING, UNOPENABLE), {}).opened("mini", tmp_path, {}),
+        RunTrackers((RECORDING, UNOPENABLE), {}).open_all("mini", tmp_path, {}),
     ):
         pass
     assert tracker_calls[-1] == ("closed", True)
@@ -223,7 +223,7 @@ def test_secrets_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
         "list": ["tok-0123456789abc"],
         "empty": {},
     }
-    assert flat(config) == {
+    assert flatten_config(config) == {
         "a.api_key": "«redacted»",
         "a.key": "",
         "a.tokenizer": "t",

@@ -72,7 +72,9 @@ def record(
 
     async def go() -> None:
         engine = LocalClient(made, slots=32)
-        recorder = TrafficRecorder(store, PolicyFactsForRecorder.of(made), RedactionRules(patterns))
+        recorder = TrafficRecorder(
+            store, PolicyFactsForRecorder.from_policy(made), RedactionRules(patterns)
+        )
 
         async def user(number: int) -> None:
             messages: tuple[Message, ...] = (Message("user", f"{random.random()}"),)
@@ -85,7 +87,7 @@ def record(
                 await recorder.record(id, 0, request, reply)
                 score = thumb(reply.token_ids or ())
                 if score is not None:
-                    await recorder.feedback(id, 0, score, "")
+                    await recorder.record_feedback(id, 0, score, "")
                 if text is not None:
                     messages = (*messages, reply.message, Message("user", text))
                     ids = (*(reply.prompt_ids or ()), *(reply.token_ids or ()))

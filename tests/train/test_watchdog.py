@@ -23,17 +23,19 @@ from tests.train.trainers import trainer_over
 def test_watchdog_waits_for_work_that_makes_progress(tmp_path: Path) -> None:
     async def test() -> None:
         watch, thread = StallWatchdog(tmp_path, 2.0), SerialThread("work")
-        assert await watch.bounded("adding", thread.run(lambda a, b: a + b, 1, 2)) == 3
+        assert (
+            await watch.await_with_stall_limit("adding", thread.run(lambda a, b: a + b, 1, 2)) == 3
+        )
         with pytest.raises(ZeroDivisionError):
-            await watch.bounded("dividing", thread.run(lambda: 1 / 0))
+            await watch.await_with_stall_limit("dividing", thread.run(lambda: 1 / 0))
 
         async def slow() -> int:
             for _ in range(30):
                 await asyncio.sleep(0.1)
-                watch.moved()
+                watch.report_progress()
             return 4
 
-        assert await watch.bounded("slow", slow()) == 4
+        assert await watch.await_with_stall_limit("slow", slow()) == 4
         thread.close()
         with pytest.raises(RuntimeError, match="the thread work has ended"):
             await thread.run(print)
@@ -58,7 +60,9 @@ def test_stalled_thread_raises_and_writes_all_stacks(tmp_path: Path) -> None:
             StallError,
             match=r"learning is stuck: no progress for 0.3 s\. It is at File .* in stand_here",
         ):
-            await watch.bounded("learning", thread.run(stand_here), thread="ramify-train")
+            await watch.await_with_stall_limit(
+                "learning", thread.run(stand_here), thread="ramify-train"
+            )
         release.set()
         thread.close()
         watch.close()
@@ -80,7 +84,7 @@ def test_blocked_event_loop_raises(tmp_path: Path) -> None:
     async def test() -> None:
         watch = StallWatchdog(tmp_path, 0.3)
         try:
-            await watch.bounded("stamping", busy())
+            await watch.await_with_stall_limit("stamping", busy())
         finally:
             watch.close()
 
@@ -93,7 +97,9 @@ def test_watchdog_keeps_working_after_a_stall(tmp_path: Path) -> None:
         watch = StallWatchdog(tmp_path, 0.3)
         for what in ("one", "another"):
             with pytest.raises(StallError, match=f"{what} is stuck"):
-                await asyncio.wait_for(watch.bounded(what, asyncio.Event().wait()), 120)
+                await asyncio.wait_for(
+                    watch.await_with_stall_limit(what, asyncio.Event().wait()), 120
+                )
         watch.close()
 
     asyncio.run(test())
@@ -106,7 +112,7 @@ def test_progress_during_stall_report_cancels_the_stall(tmp_path: Path) -> None:
 
     async def test() -> None:
         def others() -> str:
-            watch.moved()
+            watch.report_progress()
             may_end.set()
             return ""
 
@@ -114,7 +120,7 @@ def test_progress_during_stall_report_cancels_the_stall(tmp_path: Path) -> None:
             StallWatchdog(tmp_path, 0.3, others=others, on_stall=stalls.append),
             SerialThread("work"),
         )
-        assert await watch.bounded("learning", thread.run(may_end.wait))
+        assert await watch.await_with_stall_limit("learning", thread.run(may_end.wait))
         thread.close()
         watch.close()
 
@@ -128,7 +134,7 @@ class Batches(FixedDataStage):
 
     name, num_steps, optim, num = "sft", 1, OptimizerSpec(), 3
 
-    async def work(self, step: int) -> StepData:
+    async def step_data(self, step: int) -> StepData:
         for _ in range(self.num):
             heartbeat()
         raise TrainError("that was all")
@@ -140,9 +146,9 @@ def test_each_batch_counts_as_progress(tmp_path: Path) -> None:
     class Counting(StallWatchdog):
         num = 0
 
-        def moved(self) -> None:
+        def report_progress(self) -> None:
             self.num += 1
-            super().moved()
+            super().report_progress()
 
     counts = []
     for num in (3, 8):
@@ -166,10 +172,10 @@ def test_each_batch_counts_as_progress(tmp_path: Path) -> None:
 def test_failure_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     async def test() -> None:
         watch = StallWatchdog(tmp_path, 60.0)
-        waits = asyncio.ensure_future(watch.bounded("one", asyncio.Event().wait()))
+        waits = asyncio.ensure_future(watch.await_with_stall_limit("one", asyncio.Event().wait()))
         await asyncio.sleep(0)
-        watch.fail(TrainError("the canary differs"))
-        for wait in (waits, watch.bounded("another", asyncio.Event().wait())):
+        watch.fail_waits(TrainError("the canary differs"))
+        for wait in (waits, watch.await_with_stall_limit("another", asyncio.Event().wait())):
             with pytest.raises(TrainError, match="the canary differs"):
                 await wait
         watch.close()
@@ -182,7 +188,7 @@ class Endless(FixedDataStage):
 
     name, num_steps, optim = "rl", 3, OptimizerSpec()
 
-    async def work(self, step: int) -> StepData:
+    async def step_data(self, step: int) -> StepData:
         await asyncio.Event().wait()
         raise AssertionError
 

@@ -16,7 +16,7 @@ def told(questions: list[str]) -> list[tuple[str, str]]:
     asked = SiblingQuestions()
     for question in questions:
         asked.add(question)
-    return [(asked.telling(n), asked.name(n)) for n in range(len(questions))]
+    return [(asked.distinguishing_text(n), asked.call_name(n)) for n in range(len(questions))]
 
 
 LONG = "Read this page and answer. " * 60

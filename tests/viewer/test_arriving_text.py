@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ramify import Store, testing
 from ramify.secret_redaction import SecretRedactor
-from ramify.store.journal import writer
+from ramify.store.journal import find_writer_process
 from ramify.store.live_text import (
     MAX_CHARS,
     ArrivingReply,
@@ -163,7 +163,7 @@ def test_page_removes_the_file_of_a_killed_run(tmp_path: Path) -> None:
         assert followed(reader).text.startswith("BEGIN")
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-        assert writer(journal) is None
+        assert find_writer_process(journal) is None
         reader.close()
         assert live_files(journal) == []
 

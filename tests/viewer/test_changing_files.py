@@ -138,7 +138,7 @@ def test_damaged_line_of_live_run_is_skipped_and_reported(live: Journal) -> None
     changed = run.refresh()
     assert not run.size_changed()
     assert overview_update(run, changed)["head"]["problems"] == [run.damage]
-    assert (run.problem, len(run.tree.order), run.tree.run.stop) == ("", 5, "final")
+    assert (run.problem, len(run.tree.order), run.tree.run_data.stop) == ("", 5, "final")
     live.close()
     run.refresh()
     assert run.is_alive is False

@@ -6,7 +6,7 @@ from typing import Any
 
 from ramify.types.call_node import CallNode
 from ramify.types.trajectory import CallSite, Stop
-from ramify.viewer.comparison import rows_of
+from ramify.viewer.comparison import match_calls
 
 
 def run(*calls: tuple[str, str, str]) -> list[CallNode]:
@@ -16,7 +16,7 @@ def run(*calls: tuple[str, str, str]) -> list[CallNode]:
         parent = CallSite(id.rpartition(".")[0], 0, 0) if "." in id else None
         node = CallNode(index, id, "rlm", "m", id.count("."), question, parent=parent)
         node.subject, node.stop = hash(question), Stop.FINAL
-        node.take_answer(answer)
+        node.set_answer(answer)
         nodes.append(node)
     return nodes
 
@@ -24,7 +24,7 @@ def run(*calls: tuple[str, str, str]) -> list[CallNode]:
 def table(*runs: list[CallNode]) -> list[Any]:
     return [
         (row["depth"], [call and call[0] for call in row["calls"]], row["same"])
-        for row in rows_of(runs)
+        for row in match_calls(runs)
     ]
 
 

@@ -31,11 +31,11 @@ def test_quantities_read_as_in_the_cases(name: str) -> None:
 def test_no_duration_is_a_full_unit_and_no_cost_has_an_exponent() -> None:
     for tenths in range(0, 80_000, 7):
         assert not re.search(
-            r"(?<![.\d])60(\.0)? (s|min)\b", format_quantities.seconds(tenths / 10)
+            r"(?<![.\d])60(\.0)? (s|min)\b", format_quantities.format_duration(tenths / 10)
         )
     for power in range(-12, 12):
-        assert "e" not in format_quantities.dollars(1.7 * 10.0**power).removeprefix("under ")
-        assert "e" not in format_quantities.plain(1.7 * 10.0**power)
+        assert "e" not in format_quantities.format_dollars(1.7 * 10.0**power).removeprefix("under ")
+        assert "e" not in format_quantities.format_plain_number(1.7 * 10.0**power)
 
 
 def test_page_writes_the_same_quantities(browser: Any, world: World) -> None:

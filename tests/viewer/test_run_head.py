@@ -22,7 +22,7 @@ from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import CallSite, Cell, Stop
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.script_bundle import offline_run_page as exported
-from ramify.viewer.sibling_code import sibling_code
+from ramify.viewer.sibling_code import compare_sibling_code
 from ramify.viewer.watched_run import WatchedRun
 from tests.plans.helpers import lines as plan_lines
 from tests.plans.helpers import reply as leaf_reply
@@ -160,12 +160,12 @@ def test_export_has_the_code_of_siblings(browser: Any, world: World, tmp_path: P
 def test_code_is_compared_with_a_usual_sibling(world: World) -> None:
     run = WatchedRun(RunCatalog([world.workbook]).find(world.sheets))
     run.refresh()
-    found = sibling_code(run, f"0.{golden.ODD_SHEET - 1}")
+    found = compare_sibling_code(run, f"0.{golden.ODD_SHEET - 1}")
     assert (found["sibling"], found["shared_by"], found["num_siblings"]) == ("0.0", 11, 11)
     (same, other), (own, usual) = found["cells"]
     assert same == other
     assert own == usual.replace("in rows", "in rows if row[0] == 'east'")
-    assert sibling_code(run, "0")["cells"] == []
+    assert compare_sibling_code(run, "0")["cells"] == []
 
 
 def test_list_and_picture_have_the_same_order_and_filter(browser: Any, world: World) -> None:

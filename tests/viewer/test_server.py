@@ -11,7 +11,7 @@ import pytest
 from ramify import Store
 from ramify.errors import ConfigError
 from ramify.viewer.run_catalog import RunCatalog
-from ramify.viewer.run_lookup import kind_of
+from ramify.viewer.run_lookup import detect_file_kind
 from ramify.viewer.run_overview import COLUMNS
 from ramify.viewer.view_server import STATIC, ViewServer
 from tests.data.golden import JOURNAL
@@ -420,5 +420,5 @@ def test_damaged_metrics_line_is_reported_and_the_rest_is_shown(
 def test_kind_of_file_is_detected(tmp_path: Path) -> None:
     record = tmp_path / "eval.jsonl"
     record.write_text('{"type":"plan","model":"m"}\n')
-    assert kind_of(record) == "evaluation"
-    assert kind_of(JOURNAL) == "journal"
+    assert detect_file_kind(record) == "evaluation"
+    assert detect_file_kind(JOURNAL) == "journal"

@@ -141,7 +141,7 @@ def test_training_sends_only_what_changed(tmp_path: Path) -> None:
                 assert extended(early, await now(version=early["version"])) == whole
                 assert await now(version=whole["version"]) == {"version": whole["version"]}
                 # A resumed run has another file, and a page of another server an unknown version.
-                METRICS.cut(folder, 20)
+                METRICS.drop_after_step(folder, 20)
                 news = await anext(stream)
                 assert news == await now(version=whole["version"]) == await now(version=7)
                 assert news["step"] == 20
@@ -157,7 +157,7 @@ def test_resumed_training_is_reread(world: World, tmp_path: Path) -> None:
     curves = TrainingCurves(folder)
     curves.refresh()
     assert curves.data()["step"] == 40
-    METRICS.cut(folder, 20)
+    METRICS.drop_after_step(folder, 20)
     assert curves.size_changed()
     curves.refresh()
     assert curves.data()["names"]["loss"][0] == list(range(1, 21))

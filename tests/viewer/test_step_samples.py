@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ramify.train.data.sft_data import append_trajectories
 from ramify.types.trajectory import Call, Trajectory
-from ramify.viewer.training import samples
+from ramify.viewer.training import saved_rollouts
 
 
 def test_rollouts_are_listed_best_first_and_failed_ones_last(tmp_path: Path) -> None:
@@ -25,5 +25,5 @@ def test_rollouts_are_listed_best_first_and_failed_ones_last(tmp_path: Path) -> 
             for number, reward in enumerate(rewards)
         ],
     )
-    rows = samples(tmp_path, 1, "key")["rows"]
+    rows = saved_rollouts(tmp_path, 1, "key")["rows"]
     assert [row["reward"] for row in rows] == [1.0, 0.5, 0.0, -2.0, None, None]

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ramify.train.findings import CollapseAlarms, StageStepHistory, finding_metric_names, findings
+from ramify.train.findings import (
+    CollapseAlarms,
+    StageStepHistory,
+    finding_metric_names,
+    step_findings,
+)
 from ramify.train.metrics import Diagnosis, MetricsFile
 from ramify.viewer.training import TrainingCurves
 
@@ -108,7 +113,9 @@ def test_every_finding_has_metrics_that_show_it() -> None:
         def __contains__(self, name: object) -> bool:
             return True
 
-    names = [name for name, _ in findings(Everything(), StageStepHistory({}, {}), CollapseAlarms())]
+    names = [
+        name for name, _ in step_findings(Everything(), StageStepHistory({}, {}), CollapseAlarms())
+    ]
     unshown = {name for name in names if not finding_metric_names(name)}
     assert unshown == {"judges_abstain"}  # has metrics under the names of signals
     others = ("negated_reward", "falling_validation", "max_kl", "min_entropy")

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.event_loop_thread import in_thread
+from ramify.engine.event_loop_thread import run_in_thread
 from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED
 from ramify.evaluate.run import (
@@ -49,7 +49,7 @@ ModelAccessOpener = Callable[[str, PerItemBudget], AbstractAsyncContextManager[M
 model. The access ends with the block."""
 
 
-def system_of(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
+def parse_system(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
     """Return the system that the option ``--with`` names: a known library, or a command that
     contains ``{question}``.
 
@@ -81,13 +81,13 @@ class SystemAttemptMaker:
         self._open_seat = open_seat
         self._budget = budget
 
-    async def make(
+    async def run_attempt(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, None]:
         item, number = which.item, which.number
         name = _seat_name(job, item, number, self._system.name)
-        async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
-            return await attempt_by(self._system, job.task, item, number, seat=seat), None
+        async with self._open_seat(name, _lower_budget(self._budget, max_cost)) as seat:
+            return await attempt_with_system(self._system, job.task, item, number, seat=seat), None
 
     async def __aenter__(self) -> SystemAttemptMaker:
         return self
@@ -111,13 +111,13 @@ class MeteredRlmAttemptMaker:
         self._open_seat = open_seat
         self._budget = budget
 
-    async def make(
+    async def run_attempt(
         self, job: EvaluationSetup, which: PlannedAttempt, max_cost: float | None
     ) -> tuple[AttemptOutcome, Trajectory]:
         item, number = which.item, which.number
         name = _seat_name(job, item, number, "ramify")
         is_resumed = job.record is not None and (item.id, number) in job.record.unfinished
-        async with self._open_seat(name, _lowered(self._budget, max_cost)) as seat:
+        async with self._open_seat(name, _lower_budget(self._budget, max_cost)) as seat:
             model = seat.as_model()
             trajectory = await self._runs.run(job, item, number, max_cost, model=model)
             await seat.cancel_requests()
@@ -141,7 +141,7 @@ class MeteredRlmAttemptMaker:
         await self._runs.__aexit__(*exc)
 
 
-async def attempt_by(
+async def attempt_with_system(
     system: System, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
 ) -> AttemptOutcome:
     """Let another system answer an item (a question of a task) once, and score its answer.
@@ -162,13 +162,13 @@ async def attempt_by(
     trajectory = _trajectory(item, given, seat)
     if given.answer is not None or seat.exhausted is not None or not seat.outage:
         try:
-            await in_thread(score_with_timeout, task, item, trajectory, GRACE_S)
+            await run_in_thread(score_with_timeout, task, item, trajectory, GRACE_S)
         except RamifyError as error:
             trajectory.errors.append(str(error))
     else:
         trajectory.errors.append(f"the model failed: {seat.outage}")
     outcome = outcome_of(task, item, number, trajectory, is_stored=False)
-    return msgspec.structs.replace(outcome, error=outcome.error or _failure(given, seat))
+    return msgspec.structs.replace(outcome, error=outcome.error or _describe_failure(given, seat))
 
 
 def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> str:
@@ -178,7 +178,7 @@ def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> st
     return f"{item.id}/{number} of {system}{where}"
 
 
-def _lowered(budget: PerItemBudget, max_cost: float | None) -> PerItemBudget:
+def _lower_budget(budget: PerItemBudget, max_cost: float | None) -> PerItemBudget:
     if max_cost is None:
         return budget
     return msgspec.structs.replace(budget, max_cost=min(max_cost, budget.max_cost or max_cost))
@@ -211,12 +211,12 @@ def _trajectory(item: Item, given: SystemAnswer, seat: MeteredModelAccess) -> Tr
         item.question,
         task=item.id,
         answer=given.answer,
-        stop=_stop(given, seat),
+        stop=_determine_stop(given, seat),
         usage=seat.usage,
         cost=seat.cost,
         seconds=given.seconds,
         metrics=_metrics(own),
-        metadata={UNANSWERED: _reason(given, seat)},
+        metadata={UNANSWERED: _missing_answer_reason(given, seat)},
     )
 
 
@@ -224,7 +224,7 @@ def _metrics(own: Mapping[str, int | None]) -> dict[str, float]:
     return {OWN + name: float(count) for name, count in own.items() if count is not None}
 
 
-def _stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
+def _determine_stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
     if given.answer is not None:
         return Stop.FINAL
     if seat.exhausted is not None:
@@ -232,7 +232,7 @@ def _stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
     return Stop.DEADLINE if given.is_late else Stop.ERROR
 
 
-def _reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
+def _missing_answer_reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
     """Return in a few words why the answer of a system is missing, or an empty string if it is
     there."""
     if given.answer is not None:
@@ -242,7 +242,7 @@ def _reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
     return "too late" if given.is_late else "system failed"
 
 
-def _failure(given: SystemAnswer, seat: MeteredModelAccess) -> str:
+def _describe_failure(given: SystemAnswer, seat: MeteredModelAccess) -> str:
     """Return a sentence that says why the answer of a system is missing, or an empty string if it
     is there."""
     if given.answer is not None:

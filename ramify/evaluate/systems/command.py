@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 
 from ramify.actors.command_template import (
-    absolute_word,
+    absolute_path_if_file,
     check_program_installed,
-    filled_words,
+    fill_placeholders,
     split_command,
 )
 from ramify.errors import ConfigError
@@ -63,7 +63,7 @@ class CommandSystem:
                 f"{_WHERE}: command {command!r:.200} has no {{question}}, so it cannot know what "
                 "is asked: add {question}, and {context_file} for the context"
             )
-        self._words = [absolute_word(word) for word in words]
+        self._words = [absolute_path_if_file(word) for word in words]
         check_program_installed(self._words[0], _WHERE)
         self.name = _name_of(self._words)
         self._timeout_s = timeout_s
@@ -74,7 +74,7 @@ class CommandSystem:
         folder = Path(tempfile.mkdtemp(prefix="ramify-system-"))
         try:
             context_file = folder / "context.txt"
-            await asyncio.to_thread(context_file.write_bytes, _encoded(context))
+            await asyncio.to_thread(context_file.write_bytes, _encode_text(context))
             work = folder / "work"
             work.mkdir()
             values = {
@@ -85,7 +85,9 @@ class CommandSystem:
                 "folder": str(work),
                 "python": sys.executable,
             }
-            end = await run_program(filled_words(self._words, values), work, seat, self._timeout_s)
+            end = await run_program(
+                fill_placeholders(self._words, values), work, seat, self._timeout_s
+            )
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         return SystemAnswer(
@@ -106,5 +108,5 @@ def _name_of(words: list[str]) -> str:
     return (named or plain or ["command"])[0]
 
 
-def _encoded(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")

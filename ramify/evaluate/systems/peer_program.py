@@ -27,7 +27,7 @@ from typing import Any
 Fields = dict[str, Any]
 
 
-def by_rlms(item: Fields) -> Fields:
+def answer_with_rlms(item: Fields) -> Fields:
     """Answer an item with ``rlms``, the reference library, and return the fields of the result
     file."""
     import rlm
@@ -59,7 +59,7 @@ def by_rlms(item: Fields) -> Fields:
     }
 
 
-def by_droste(item: Fields) -> Fields:
+def answer_with_droste(item: Fields) -> Fields:
     """Answer an item with the library ``droste`` and return the fields of the result file."""
     import droste
 
@@ -107,7 +107,7 @@ def by_droste(item: Fields) -> Fields:
     }
 
 
-def by_dspy(item: Fields) -> Fields:
+def answer_with_dspy(item: Fields) -> Fields:
     """Answer an item with ``dspy.RLM`` and return the fields of the result file.
 
     The model's code runs in a local process, because the default interpreter, Deno, loads a module
@@ -137,9 +137,9 @@ def by_dspy(item: Fields) -> Fields:
 
 
 PEERS: dict[str, Callable[[Fields], Fields]] = {
-    "rlms": by_rlms,
-    "droste": by_droste,
-    "dspy": by_dspy,
+    "rlms": answer_with_rlms,
+    "droste": answer_with_droste,
+    "dspy": answer_with_dspy,
 }
 
 

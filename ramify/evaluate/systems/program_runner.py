@@ -22,11 +22,11 @@ from pathlib import Path
 import msgspec
 
 from ramify.actors.child_process import ChildProcess
-from ramify.actors.command_template import passed_on
+from ramify.actors.command_template import passed_environment
 from ramify.actors.output_pipe import OutputPipe
-from ramify.engine.event_loop_thread import in_thread
+from ramify.engine.event_loop_thread import run_in_thread
 from ramify.evaluate.systems.base import MeteredModelAccess
-from ramify.printable import one_line
+from ramify.printable import replace_unprintable
 
 MAX_OUTPUT_BYTES = 8 << 20
 """Maximum output of a program, in bytes, before it is stopped."""
@@ -65,7 +65,7 @@ async def run_program(
     """
     began = time.perf_counter()
     run = _ProgramRun()
-    environment = {**passed_on(), **_variables_of(seat)}
+    environment = {**passed_environment(), **_variables_of(seat)}
     try:
         how = await run.ended(words, environment, folder, timeout_s)
     except OSError as error:
@@ -104,7 +104,7 @@ def _variables_of(seat: MeteredModelAccess) -> dict[str, str]:
 def _last_words(errors: str, seat: MeteredModelAccess) -> str:
     """Return the last part of an error output as one line, with the model's key removed."""
     lines = [line.strip() for line in errors.replace(seat.key, "KEY").splitlines() if line.strip()]
-    return one_line(" | ".join(lines)[-_QUOTED:])
+    return replace_unprintable(" | ".join(lines)[-_QUOTED:])
 
 
 class _ProgramRun:
@@ -131,10 +131,12 @@ class _ProgramRun:
             errors = OutputPipe(_KEPT_ERROR_BYTES)
             opened.callback(output.close)
             opened.callback(errors.close)
-            child = await _started(words, environment, folder, (output.writing, errors.writing))
-            output.begin(self._loop)
-            errors.begin(self._loop)
-            self._loop.add_reader(child, self._look, child)
+            child = await _start_program(
+                words, environment, folder, (output.writing, errors.writing)
+            )
+            output.start_reading(self._loop)
+            errors.start_reading(self._loop)
+            self._loop.add_reader(child, self._check_ended, child)
             try:
                 async with asyncio.timeout(timeout_s):
                     return await self._how
@@ -144,24 +146,27 @@ class _ProgramRun:
                 self._loop.remove_reader(child)
                 if child.poll() is None:
                     # Shielded, because a cancelled attempt must not leave the program running.
-                    await asyncio.shield(in_thread(child.end, _END_S))
+                    await asyncio.shield(run_in_thread(child.end, _END_S))
                 self.status = child.poll() or 0
-                self.output, self.errors = output.end(self._loop), errors.end(self._loop)
+                self.output, self.errors = (
+                    output.finish_reading(self._loop),
+                    errors.finish_reading(self._loop),
+                )
 
-    def _look(self, child: ChildProcess) -> None:
+    def _check_ended(self, child: ChildProcess) -> None:
         if child.poll() is not None:
-            self._set("end")
+            self._set_how_ended("end")
 
     def _check_size(self, output: OutputPipe) -> None:
         if output.num_bytes > MAX_OUTPUT_BYTES:
-            self._set("flood")
+            self._set_how_ended("flood")
 
-    def _set(self, how: str) -> None:
+    def _set_how_ended(self, how: str) -> None:
         if not self._how.done():
             self._how.set_result(how)
 
 
-async def _started(
+async def _start_program(
     words: Sequence[str],
     environment: Mapping[str, str],
     folder: Path,
@@ -177,12 +182,12 @@ async def _started(
             words, environment=environment, inherits=False, folder=folder, files=(None, *files)
         )
 
-    starting = asyncio.ensure_future(in_thread(start))
+    starting = asyncio.ensure_future(run_in_thread(start))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
         # The thread uses the pipes until it has ended.
         await asyncio.wait([starting])
         if starting.exception() is None:
-            await in_thread(starting.result().end, 0.0)
+            await run_in_thread(starting.result().end, 0.0)
         raise

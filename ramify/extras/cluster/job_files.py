@@ -103,13 +103,13 @@ def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) ->
 # --- Slurm
 
 
-def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _slurm_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     _refuse("slurm", options, "image", "shared")
     lines = ["#!/usr/bin/env bash", f"# {job.recipe}, written by `ramify launch --on slurm`"]
     for index, group in enumerate(job.groups):
         # Options of a component of a heterogeneous job do not hold for the next one.
         lines += ["#SBATCH hetjob"] if index else [f"#SBATCH --job-name={job.name}"]
-        lines += [f"#SBATCH {text}" for text in _component(group)]
+        lines += [f"#SBATCH {text}" for text in _sbatch_options(group)]
         lines += [f"#SBATCH --time={_hms(options.hours)}"] if options.hours else []
         lines += [
             f"#SBATCH --{name}{f'={value}' if value else ''}"
@@ -122,7 +122,7 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
                 "#SBATCH --requeue",
                 f"#SBATCH --signal=B:TERM@{_GRACE_S}",
             ]
-    lines += ["set -uo pipefail", *_asked(options.secrets)]
+    lines += ["set -uo pipefail", *_secret_check_lines(options.secrets)]
     script = shlex.quote(f"{folder}/node.sh")
     if job.needs_cluster_secret:
         key = shlex.quote(f"{folder}/run.key")
@@ -133,7 +133,7 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
             f"{key})",
             'export HEAD="${HEAD:-$(hostname)}" PORT=$((20000 + SLURM_JOB_ID % 20000))',
             "# The other nodes. This script is on the first one, and runs the head itself.",
-            _others(job, script),
+            _other_nodes_command(job, script),
             "others=$!",
         ]
     # Ranks of torchrun end together. The nodes of a Ray cluster must stay until the run has saved.
@@ -160,14 +160,14 @@ def _slurm(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     return JobFiles(texts, (command,))
 
 
-def _component(group: NodeGroup) -> list[str]:
+def _sbatch_options(group: NodeGroup) -> list[str]:
     """Return the options of ``sbatch`` for one group of identical nodes."""
     options = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={group.cpus}"]
     options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
     return options + ([f"--mem={group.memory_gb}G"] if group.memory_gb else [])
 
 
-def _others(job: SchedulerJob, script: str) -> str:
+def _other_nodes_command(job: SchedulerJob, script: str) -> str:
     """Return the shell command that starts the script on all nodes except the head node."""
     parts = []
     for index, group in enumerate(job.groups):
@@ -185,27 +185,27 @@ def _hms(hours: float | None) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-def _asked(secrets: Sequence[str]) -> list[str]:
+def _secret_check_lines(secrets: Sequence[str]) -> list[str]:
     return [f': "${{{name}:?set {name} before the job is submitted}}"' for name in secrets]
 
 
 # --- Kubernetes
 
 
-def _kubernetes(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _kubernetes_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     if not options.image or not options.shared:
         raise ConfigError(
             "--on k8s needs --image IMAGE, with Ramify in it, and --shared CLAIM, a "
             f"PersistentVolumeClaim that all pods mount at {_SHARED} (ReadWriteMany)"
         )
     head = f"{job.name}-head"
-    script = _object("v1", "ConfigMap", f"{job.name}-script", None)
+    script = _kubernetes_object("v1", "ConfigMap", f"{job.name}-script", None)
     objects = [{**script, "data": {"node.sh": node_script(job)}}]
     if job.nodes > 1:
         labels = {"ramify/job": head}
         # Without a cluster address, the name leads to the pod, at every port.
         spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels}
-        objects.append(_object("v1", "Service", head, spec))
+        objects.append(_kubernetes_object("v1", "Service", head, spec))
     for index, group in enumerate(job.groups):
         if not index:
             objects.append(_kubernetes_job(job, options, head, group, 0, 1))
@@ -289,10 +289,10 @@ def _kubernetes_job(
     }
     if options.hours:
         spec["activeDeadlineSeconds"] = round(options.hours * 3600)
-    return _object("batch/v1", "Job", name, spec)
+    return _kubernetes_object("batch/v1", "Job", name, spec)
 
 
-def _object(version: str, kind: str, name: str, spec: object) -> dict[str, object]:
+def _kubernetes_object(version: str, kind: str, name: str, spec: object) -> dict[str, object]:
     made: dict[str, object] = {"apiVersion": version, "kind": kind, "metadata": {"name": name}}
     return {**made, "spec": spec} if spec else made
 
@@ -315,7 +315,7 @@ _ACCELERATORS = {"a100": "A100-80GB", "rtx4090": "RTX4090"}
 """Device -> its name in SkyPilot, if that is not the device's name in capitals."""
 
 
-def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _skypilot_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     if len(job.groups) > 1:
         shown = " and ".join(map(str, job.groups))
         raise ConfigError(
@@ -337,7 +337,7 @@ def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     if options.image:
         resources["image_id"] = f"docker:{options.image}"
     resources["job_recovery"] = {"max_restarts_on_errors": job.restarts}
-    resources |= {name: _typed(value) for name, value in options.settings.items()}
+    resources |= {name: _parse_option(value) for name, value in options.settings.items()}
     secrets = (*([KEY] if job.needs_cluster_secret else []), *options.secrets)
     start = [
         f"export NODE_RANK=$SKYPILOT_NODE_RANK PORT={_PORT}",
@@ -363,7 +363,7 @@ def _skypilot(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     return JobFiles({"task.yaml": f"{to_yaml(task)}\n"}, (command,))
 
 
-def _typed(text: str) -> object:
+def _parse_option(text: str) -> object:
     """Convert the text of an option to a boolean or a number if it looks like one.
 
     For example, ``"50"`` becomes 50. Other texts stay unchanged.
@@ -378,7 +378,7 @@ def _typed(text: str) -> object:
 # --- Ray
 
 
-def _ray(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _ray_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
     _refuse("ray", options, "image", "shared", "hours", "settings")
     if options.secrets:
         raise ConfigError(
@@ -392,10 +392,10 @@ def _ray(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
 
 
 SCHEDULERS: dict[str, Callable[[SchedulerJob, JobOptions, str], JobFiles]] = {
-    "slurm": _slurm,
-    "k8s": _kubernetes,
-    "skypilot": _skypilot,
-    "ray": _ray,
+    "slurm": _slurm_files,
+    "k8s": _kubernetes_files,
+    "skypilot": _skypilot_files,
+    "ray": _ray_files,
 }
 
 

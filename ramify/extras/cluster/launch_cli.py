@@ -72,8 +72,8 @@ def launch(
         hours=hours,
         image=image or "",
         shared=shared or "",
-        secrets=tuple(_variable(each) for each in secret or ()),
-        settings=dict(_setting(each) for each in option or ()),
+        secrets=tuple(_check_variable_name(each) for each in secret or ()),
+        settings=dict(_parse_setting(each) for each in option or ()),
     )
     from ramify.train.recipe import load_recipe
 
@@ -115,13 +115,13 @@ def launch(
     return ExitCode.ANSWERED
 
 
-def _variable(name: str) -> str:
+def _check_variable_name(name: str) -> str:
     if not name.isidentifier():
         raise UsageError(f"--secret {name[:20]}: give the name of a variable, not its value")
     return name
 
 
-def _setting(text: str) -> tuple[str, str]:
+def _parse_setting(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     if not name.strip("-"):
         raise UsageError(f"--option {text}: give NAME=VALUE, such as partition=gpu")

@@ -70,7 +70,7 @@ class EngineRate(msgspec.Struct, frozen=True):
     prompt_token_s: float = 0.0
     request_s: float = 0.0
 
-    def step_s(self, sequences: float) -> float:
+    def decode_step_s(self, sequences: float) -> float:
         """Return the duration in seconds of one decoding step with a given number of concurrent
         sequences."""
         points = self.points
@@ -82,7 +82,7 @@ class EngineRate(msgspec.Struct, frozen=True):
 
     def tokens_per_s(self, sequences: float) -> float:
         """Return the total tokens per second of all concurrent sequences together."""
-        return sequences / self.step_s(sequences)
+        return sequences / self.decode_step_s(sequences)
 
 
 class MeasuredRequest(NamedTuple):
@@ -118,12 +118,14 @@ def fit(
         )
     share = hidden / engines
     took, steps, tokens, read = _windows(served, share)
-    base_s, more_s, prompt_s = _typical(np.stack([steps, tokens, tokens + read], axis=1), took)
+    base_s, more_s, prompt_s = _fit_least_absolute(
+        np.stack([steps, tokens, tokens + read], axis=1), took
+    )
     each_s = more_s + prompt_s
     most = float(slots or 2)
     beyond = [0.0]
     for request, arrival, beside, meanwhile in zip(
-        served, usable, *_beside(served, share), strict=True
+        served, usable, *_concurrent_load(served, share), strict=True
     ):
         most = most if slots else max(most, beside)
         # Only requests that cannot have waited for a slot show the time outside the engine.
@@ -217,7 +219,9 @@ def delay_to_free_slots(
     return [each._replace(begun_s=begin) for each, begin in zip(requests, begins, strict=True)]
 
 
-def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float], list[float]]:
+def _concurrent_load(
+    served: Sequence[MeasuredRequest], share: float
+) -> tuple[list[float], list[float]]:
     """Return two values for each request: the mean number of sequences in its engine while it ran
     (itself included), and the prompt tokens that the engine read in that time."""
     at, running, _ = _events(served)
@@ -238,25 +242,25 @@ def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float
     ]
 
 
-def _typical(rows: Floats, took: Floats) -> list[float]:
+def _fit_least_absolute(rows: Floats, took: Floats) -> list[float]:
     """Fit non-negative coefficients by minimizing absolute instead of squared deviations.
 
     Windows in which the machine was also busy with other work then have little influence. The
     result is scaled so that the total time is right.
     """
-    coefficients = non_negative(rows, took)
+    coefficients = non_negative_least_squares(rows, took)
     least = 0.02 * float(took.mean())
     for _ in range(_ROUNDS):
         # Iteratively reweighted least squares: the floor avoids weights that are almost infinite.
         weights = 1 / np.sqrt(np.maximum(np.abs(took - rows @ coefficients), least))
-        coefficients = non_negative(rows * weights[:, None], took * weights)
+        coefficients = non_negative_least_squares(rows * weights[:, None], took * weights)
     total = float((rows @ coefficients).sum())
     if total <= 0:
         return coefficients
     return [each * float(took.sum()) / total for each in coefficients]
 
 
-def non_negative(
+def non_negative_least_squares(
     matrix: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
 ) -> list[float]:
     """Solve a least-squares problem with non-negative coefficients, by trying every subset of
@@ -282,7 +286,7 @@ def non_negative(
     return best
 
 
-def from_steps(
+def rate_from_steps(
     measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
 ) -> EngineRate:
     """Return the speed of an engine from measured pairs of concurrent sequences and seconds per
@@ -308,9 +312,11 @@ async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -
     Raises ConfigError if the engine's replies are too short.
     """
     draw = random.Random(0)
-    await _timed(client, draw, _SHORT, 1)  # warm up: the first request includes initialization
-    short = [await _timed(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
-    long = [await _timed(client, draw, _LONG, 1) for _ in range(ROUNDS)]
+    await _time_request(
+        client, draw, _SHORT, 1
+    )  # warm up: the first request includes initialization
+    short = [await _time_request(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
+    long = [await _time_request(client, draw, _LONG, 1) for _ in range(ROUNDS)]
     more = median(each.usage.input_tokens for _, each in long) - median(
         each.usage.input_tokens for _, each in short
     )
@@ -323,7 +329,7 @@ async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -
         rounds = [await _step_s(client, draw, at_once, tokens, prompt_s) for _ in range(ROUNDS)]
         points.append((at_once, median(rounds)))
         at_once = min(2 * at_once, slots) if at_once < slots else slots + 1
-    return from_steps(points, prompt_s, max(0.0, first_s - points[0][1]))
+    return rate_from_steps(points, prompt_s, max(0.0, first_s - points[0][1]))
 
 
 async def _step_s(
@@ -334,7 +340,9 @@ async def _step_s(
 
     Raises ConfigError if the model's replies end too early.
     """
-    timed = await asyncio.gather(*(_timed(client, draw, _SHORT, tokens) for _ in range(at_once)))
+    timed = await asyncio.gather(
+        *(_time_request(client, draw, _SHORT, tokens) for _ in range(at_once))
+    )
     read_s = prompt_s * sum(reply.usage.input_tokens for _, reply in timed)
     steps = [max((took - read_s) / (reply.usage.output_tokens or 1), 0.0) for took, reply in timed]
     # Replies that ended early would measure fewer concurrent sequences.
@@ -352,7 +360,7 @@ async def _step_s(
     return median(long_enough)
 
 
-async def _timed(
+async def _time_request(
     client: Client, draw: random.Random, words: int, tokens: int
 ) -> tuple[float, Reply]:
     """Send a request with a prompt of random words, and return the seconds it took and its
@@ -388,14 +396,14 @@ def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[Recorded
     """
     for line in lines:
         if "cpu/loop_s" in line.values:
-            yield _recorded(line)
+            yield _to_recorded_cpu(line)
     path = run / _EARLIER
     for text in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             yield msgspec.json.decode(text, type=RecordedCpu)
 
 
-def _recorded(line: StepMetrics) -> RecordedCpu:
+def _to_recorded_cpu(line: StepMetrics) -> RecordedCpu:
     values = line.values
     engine = []
     for name in values:

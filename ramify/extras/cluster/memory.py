@@ -78,14 +78,14 @@ def estimate_rank_memory(
     shards = max(1, ranks // run.compute.shard.replicas)
     parts = {
         "weights": _share((shape.parameters + shape.adapters) * FP32, shards),
-        "gradients": _share(shape.trained * FP32, shards),
-        "optimizer": _share(_optimizer(run, shape), shards),
+        "gradients": _share(shape.num_trained_parameters * FP32, shards),
+        "optimizer": _share(_optimizer_bytes(run, shape), shards),
     }
     if run.compute.backend == "fsdp" and shards > 1:
-        parts["gathered"] = _gathered(run, shape, device)
-    parts |= _second(run, shape, shards)
+        parts["gathered"] = _gathered_bytes(run, shape, device)
+    parts |= _extra_model_bytes(run, shape, shards)
     parts[_ACTIVATIONS] = max_batch_tokens(run, shape, device) * _per_token(run, shape, device)
-    parts[_LOGITS] = 2 * FP32 * (run.compute.max_logits or _logits(device))
+    parts[_LOGITS] = 2 * FP32 * (run.compute.max_logits or _max_logits(device))
     if rank == 0:
         parts |= _of_run(run, shape, device)
     return MemoryEstimate(parts, int(device.memory_gb * 1e9))
@@ -101,7 +101,7 @@ def estimate_engine_memory(
     if spec is not None and spec.engine != "ramify" and not device.is_cpu:
         cache = max(0, int(_share_of_gpu(spec.args) * device.memory_gb * 1e9) - weights)
     else:
-        cache = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
+        cache = kv_cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
     return MemoryEstimate(
         {"weights": weights, "keys and values": cache}, int(device.memory_gb * 1e9)
     )
@@ -151,7 +151,7 @@ def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
     return 2 if dtype == "bfloat16" else FP32
 
 
-def cache_bytes(
+def kv_cache_bytes(
     shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
     """Return the size of the KV cache in bytes when every slot (concurrent sequence) fills the
@@ -176,7 +176,7 @@ def max_batch_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) ->
     return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape, device))
 
 
-def slots(run: Run, device: DeviceHardwareSpec) -> int:
+def max_concurrent_sequences(run: Run, device: DeviceHardwareSpec) -> int:
     """Return the maximum number of sequences that an inference engine decodes at once."""
     return (
         _slots_of(run, device)
@@ -189,50 +189,56 @@ def _share(num_bytes: int, shards: int) -> int:
     return -(-num_bytes // shards)
 
 
-def _optimizer(run: Run, shape: ModelShape) -> int:
+def _optimizer_bytes(run: Run, shape: ModelShape) -> int:
     kinds = [stage.optim.kind for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     by_muon = 0 if shape.adapters else shape.inside
     states = [
-        by_muon * _MUON + (shape.trained - by_muon) * _ADAMW
+        by_muon * _MUON + (shape.num_trained_parameters - by_muon) * _ADAMW
         if k == "muon"
-        else shape.trained * _ADAMW
+        else shape.num_trained_parameters * _ADAMW
         for k in kinds
     ]
     return max(states)
 
 
-def _gathered(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
+def _gathered_bytes(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
     """Return the bytes of weights gathered from other ranks during computation, and of full
     gradients before they are reduced."""
-    itemsize = compute_itemsize(run, device)
+    itemsize = compute_dtype_bytes(run, device)
     shard = run.compute.shard
     experts = shape.experts // shape.layers
-    layer, outside = _split(run, shape.largest_layer - experts, experts), shape.outside
+    layer, outside = (
+        _parameters_per_rank(run, shape.largest_layer - experts, experts),
+        shape.outside,
+    )
     outside //= shard.tensor
     if shard.gather == "step":
-        return _split(run, shape.parameters - shape.experts, shape.experts) * itemsize + (
-            _split(run, shape.trained - shape.experts, shape.experts) * FP32
+        return _parameters_per_rank(
+            run, shape.parameters - shape.experts, shape.experts
+        ) * itemsize + (
+            _parameters_per_rank(run, shape.num_trained_parameters - shape.experts, shape.experts)
+            * FP32
             if not shape.adapters
-            else shape.trained * FP32
+            else shape.num_trained_parameters * FP32
         )
     two_layers = 2 * layer  # one is computed while the next is gathered
     return (two_layers + outside) * itemsize + (layer + outside) * itemsize
 
 
-def _split(run: Run, dense: int, experts: int) -> int:
+def _parameters_per_rank(run: Run, dense: int, experts: int) -> int:
     """Return the number of parameters that one rank uses in its computations: its share of the
     dense parameters plus its share of the expert parameters."""
     shard = run.compute.shard
     return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
 
 
-def compute_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
+def compute_dtype_bytes(run: Run, device: DeviceHardwareSpec) -> int:
     """Return the bytes per element in matrix products, and in the weights gathered for them."""
     by_precision = {"fp32": FP32, "bf16": 2, "auto": weight_itemsize(run, device)}
     return by_precision[run.compute.precision]
 
 
-def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
+def _extra_model_bytes(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
     """Return the bytes of models other than the trained one, by name: the reference model and the
     critic."""
     if run.rl is None:
@@ -263,8 +269,8 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[
         if run.policy.lora is not None and not is_single:
             parts["the frozen weights"] = shape.parameters * FP32
     if run.inference is None:
-        parts["keys and values"] = cache_bytes(
-            shape, device, itemsize, slots(run, device), run.policy.cache_bytes
+        parts["keys and values"] = kv_cache_bytes(
+            shape, device, itemsize, max_concurrent_sequences(run, device), run.policy.cache_bytes
         )
     return parts
 
@@ -289,14 +295,16 @@ def _share_of_gpu(args: Sequence[str]) -> float:
 
 
 def _per_token(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    from ramify.train.backends.activation_memory import activation_bytes
+    from ramify.train.backends.activation_memory import activation_bytes_per_token
 
     mlp = shape.mlp // run.compute.shard.tensor
-    itemsize = compute_itemsize(run, device)
-    return activation_bytes(shape.width, mlp, shape.layers, run.compute.recompute, itemsize)
+    itemsize = compute_dtype_bytes(run, device)
+    return activation_bytes_per_token(
+        shape.width, mlp, shape.layers, run.compute.recompute, itemsize
+    )
 
 
-def _logits(device: DeviceHardwareSpec) -> int:
-    from ramify.train.backends.activation_memory import max_logits
+def _max_logits(device: DeviceHardwareSpec) -> int:
+    from ramify.train.backends.activation_memory import max_logit_elements
 
-    return max_logits(not device.is_cpu)
+    return max_logit_elements(not device.is_cpu)

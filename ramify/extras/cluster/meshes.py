@@ -78,7 +78,7 @@ class MeshEstimate(msgspec.Struct, frozen=True):
     """Fraction of the ranks' time without work, from 0 to 1."""
 
 
-def meshes(
+def estimate_meshes(
     run: Run,
     shape: ModelShape,
     config: Any,
@@ -110,7 +110,7 @@ def _sizes(run: Run, config: Any, ranks: int) -> Iterator[MeshSizes]:
                 if experts > 1 and not num_experts(config):
                     continue
                 try:
-                    sizes = MeshSizes.of(ranks, replicas, tensor, experts)
+                    sizes = MeshSizes.from_rank_count(ranks, replicas, tensor, experts)
                     check_model(config, sizes, shard.tensor_plan, shard.expert_plan)
                 except ConfigError:
                     continue
@@ -142,7 +142,7 @@ def _estimate(
         all(each.fits for each in estimates),
         learning_seconds(run, shape, sizes, device, tokens, shares, sent),
         sent,
-        1 - tokens.learnt / max(1.0, sizes.num_batches * _most_tokens(sizes, tokens)),
+        1 - tokens.num_learnt_tokens / max(1.0, sizes.num_batches * _most_tokens(sizes, tokens)),
     )
 
 
@@ -165,9 +165,9 @@ def learning_seconds(
     sent = sent or sent_bytes(run, shape, sizes, device, tokens)
     fits_node = sizes.shard * sizes.tensor <= NODE_GPUS
     ranks = sizes.replicas * sizes.shard * sizes.tensor
-    within, between = (_link(device, each) for each in (True, ranks <= NODE_GPUS))
-    gathers_s = sent.shard / _link(device, fits_node) + sent.replicas / between
-    experts_s = sent.experts / _link(device, sizes.experts <= NODE_GPUS)
+    within, between = (_link_bytes_per_s(device, each) for each in (True, ranks <= NODE_GPUS))
+    gathers_s = sent.shard / _link_bytes_per_s(device, fits_node) + sent.replicas / between
+    experts_s = sent.experts / _link_bytes_per_s(device, sizes.experts <= NODE_GPUS)
     return max(products_s, gathers_s) + sent.tensor / within + experts_s
 
 
@@ -175,12 +175,12 @@ def sent_bytes(
     run: Run, shape: ModelShape, sizes: MeshSizes, device: DeviceHardwareSpec, tokens: StepTokens
 ) -> RankCommunicationBytes:
     """Estimate the bytes that one rank sends in a step on a mesh."""
-    itemsize = memory.compute_itemsize(run, device)
+    itemsize = memory.compute_dtype_bytes(run, device)
     most = _most_tokens(sizes, tokens)
     batches = math.ceil(most / max(1, memory.max_batch_tokens(run, shape, device)))
     backward = batches if run.compute.shard.gather == "layer" else 1
     dense, experts = shape.parameters - shape.experts, shape.experts
-    trained = shape.trained / shape.parameters
+    trained = shape.num_trained_parameters / shape.parameters
     along_experts = sizes.expert_shard if sizes.experts > 1 else sizes.shard
     reduces = 2 if device.is_cpu else 1  # gloo sums on every rank, and then keeps a part
     shard = replicas = 0.0
@@ -198,7 +198,9 @@ def sent_bytes(
     hidden = most * shape.width * itemsize
     num_sums = (7 + 2 * run.compute.recompute) * shape.layers + 2
     tensor = 2 * (sizes.tensor - 1) / sizes.tensor * num_sums * hidden
-    logits = tokens.sampled / max(1.0, tokens.learnt) * most * shape.vocabulary * itemsize
+    logits = (
+        tokens.sampled / max(1.0, tokens.num_learnt_tokens) * most * shape.vocabulary * itemsize
+    )
     tensor += (sizes.tensor - 1) / sizes.tensor * logits
     copies = most / sizes.tensor * shape.experts_per_token * shape.width * itemsize
     exchanges = 4 * (sizes.experts - 1) / sizes.experts * shape.layers * copies
@@ -209,12 +211,12 @@ def _most_tokens(sizes: MeshSizes, tokens: StepTokens) -> float:
     """Return the number of tokens that the busiest group of ranks processes in a step."""
     rollouts = max(1, round(tokens.rollouts))
     return max(
-        tokens.learnt / sizes.num_batches,
-        math.ceil(rollouts / sizes.num_batches) * tokens.learnt / rollouts,
+        tokens.num_learnt_tokens / sizes.num_batches,
+        math.ceil(rollouts / sizes.num_batches) * tokens.num_learnt_tokens / rollouts,
     )
 
 
-def _link(device: DeviceHardwareSpec, is_near: bool) -> float:
+def _link_bytes_per_s(device: DeviceHardwareSpec, is_near: bool) -> float:
     """Return the bytes per second that a rank can send, within a machine or between machines."""
     near = device.gb_per_s / 4 if device.is_cpu else NODE_GB_PER_S
     return 1e9 * (near if is_near or device.is_cpu else NETWORK_GB_PER_S)

@@ -118,7 +118,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     """Number of experts that process each token."""
 
     @property
-    def trained(self) -> int:
+    def num_trained_parameters(self) -> int:
         return self.adapters or self.parameters
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
@@ -126,19 +126,19 @@ class ModelShape(msgspec.Struct, frozen=True):
         return 2 * self.layers * self.kv_heads * self.head_size * itemsize
 
 
-def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
+def model_shape_from_config(config: Any, lora: LoraSpec | None = None) -> ModelShape:
     """Return the shape of the model that a Hugging Face configuration describes, with the sizes of
     LoRA adapters if ``lora`` is given."""
-    from ramify.models.load import window_of
+    from ramify.models.load import context_window_from_config
     from ramify.train.backends.activation_memory import layers_of
-    from ramify.train.backends.meta_model import on_meta
-    from ramify.train.backends.optimizers import is_inside
+    from ramify.train.backends.meta_model import build_meta_model
+    from ramify.train.backends.optimizers import is_hidden_matrix
 
-    model = on_meta(config)
+    model = build_meta_model(config)
     params = dict(model.named_parameters())
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(model)]
     parameters = sum(p.numel() for p in params.values())
-    inside = sum(p.numel() for name, p in params.items() if is_inside(name, p))
+    inside = sum(p.numel() for name, p in params.items() if is_hidden_matrix(name, p))
     text = config.get_text_config()
     heads = text.num_attention_heads
     experts = sum(p.numel() for p in params.values() if p.dim() == 3)
@@ -157,8 +157,8 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
         head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         vocabulary=text.vocab_size,
-        window=window_of(text),
-        adapters=_adapters(model, lora) if lora is not None else 0,
+        window=context_window_from_config(text),
+        adapters=_count_adapter_parameters(model, lora) if lora is not None else 0,
         experts=experts,
         experts_per_token=chosen,
     )
@@ -170,7 +170,7 @@ def num_experts(config: Any) -> int:
     return next((getattr(text, name) for name in EXPERTS if getattr(text, name, None)), 0)
 
 
-def config_of(run: Run) -> Any:
+def policy_config(run: Run) -> Any:
     """Return the Hugging Face configuration of the run's policy, without loading any weights.
 
     If the tokenizer is trained on demonstrations, its final size is unknown, and the configured
@@ -201,17 +201,19 @@ def config_of(run: Run) -> Any:
         raise ConfigError(f"policy.shape is not a valid configuration: {error}") from None
 
 
-def _adapters(model: nn.Module, lora: LoraSpec) -> int:
+def _count_adapter_parameters(model: nn.Module, lora: LoraSpec) -> int:
     """Count the parameters of LoRA adapters.
 
     Each adapted matrix gets two: A of shape [rank, columns] and B of shape [rows, rank].
     """
     from torch import nn
 
-    from ramify.train.backends.lora import is_chosen
+    from ramify.train.backends.lora import is_adapter_target
 
     chosen = [
-        module for name, module in model.named_modules() if is_chosen(name, module, lora.targets)
+        module
+        for name, module in model.named_modules()
+        if is_adapter_target(name, module, lora.targets)
     ]
     return sum(
         lora.rank * (module.in_features + module.out_features)

@@ -18,14 +18,14 @@ from ramify.actors.launcher import NodeResourceSlot
 from ramify.errors import ConfigError
 from ramify.extras.cluster import memory, step_time_estimate
 from ramify.extras.cluster.memory import MemoryEstimate
-from ramify.extras.cluster.meshes import MeshEstimate, meshes
+from ramify.extras.cluster.meshes import MeshEstimate, estimate_meshes
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
     ModelShape,
-    config_of,
     device_of,
-    shape_of,
+    model_shape_from_config,
+    policy_config,
 )
 from ramify.extras.cluster.step_time_estimate import StepSeconds
 from ramify.extras.cluster.step_work import StepTokens
@@ -86,7 +86,7 @@ class ColocatedProcesses(msgspec.Struct, frozen=True):
     room: int
 
     @property
-    def most(self) -> tuple[str, int]:
+    def peak_memory_phase(self) -> tuple[str, int]:
         """The phase in which these processes use the most memory together, and the bytes used in
         it."""
         return max(self.bytes.items(), key=lambda phase: phase[1])
@@ -124,14 +124,16 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
     num = num_processes_by_role(run, spec)
     assigned = placement_slots(spec, num)
-    config = config_of(run)
-    shape = shape_of(config, run.policy.lora)
+    config = policy_config(run)
+    shape = model_shape_from_config(config, run.policy.lora)
     devices = (
         _device(spec, options, "trainer"),
         _device(spec, options, "inference" if num["inference"] else "trainer"),
     )
     parts = list(_parts(run, shape, num, devices))
-    together = list(_together(msgspec.structs.replace(run, placement=spec), parts, num, devices))
+    together = list(
+        _colocated_processes(msgspec.structs.replace(run, placement=spec), parts, num, devices)
+    )
     from_run = _from_run(options.measured)
     tokens = options.tokens or (
         from_run.tokens if from_run else StepTokens.assumed(run, shape.window)
@@ -140,7 +142,7 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
         1, num["inference"] or len(run.inference.urls if run.inference is not None else ())
     )
     step_seconds = (
-        step_time_estimate.seconds(
+        step_time_estimate.estimate_step_seconds(
             run,
             shape,
             num["trainer"],
@@ -155,7 +157,7 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
     )
     too_large = list(_too_large(parts, together))
     every_mesh = (
-        meshes(run, shape, config, num["trainer"], devices[0], tokens, options.shares)
+        estimate_meshes(run, shape, config, num["trainer"], devices[0], tokens, options.shares)
         if run.compute.backend == "fsdp" and num["trainer"] > 1
         else []
     )
@@ -173,14 +175,14 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
     )
 
 
-def lines(plan: ClusterResourcePlan) -> Iterator[str]:
+def format_plan_lines(plan: ClusterResourcePlan) -> Iterator[str]:
     """Format a cluster plan for the terminal, and yield its lines."""
     shape = plan.shape
     yield (
         f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width "
         f"{shape.width}, window {shape.window}"
     )
-    yield from _where(plan)
+    yield from _describe_placement(plan)
     yield ""
     yield "memory of a process"
     for part in plan.parts:
@@ -229,7 +231,7 @@ def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
         yield f"  fastest that fits: {fields}"
 
 
-def _where(plan: ClusterResourcePlan) -> Iterator[str]:
+def _describe_placement(plan: ClusterResourcePlan) -> Iterator[str]:
     """Yield lines that show which processes run on which node."""
     places: dict[tuple[str, int], list[tuple[int, NodeResourceSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
@@ -308,7 +310,7 @@ def _parts(
         )
 
 
-def _together(
+def _colocated_processes(
     run: Run,
     parts: list[RoleProcesses],
     num: dict[str, int],
@@ -362,7 +364,7 @@ def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -
                 f"{_size(part.memory.room)}"
             )
     for group in together:
-        phase, total = group.most
+        phase, total = group.peak_memory_phase
         if group.room and total > group.room:
             advice = (
                 "give engines less (inference.args)"

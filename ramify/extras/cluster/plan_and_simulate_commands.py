@@ -42,7 +42,7 @@ def plan(
     json: bool | None = None,
 ) -> int:
     from ramify.extras.cluster.model_and_device_specs import DeviceEfficiency
-    from ramify.extras.cluster.plan import ClusterPlanOptions, lines, plan
+    from ramify.extras.cluster.plan import ClusterPlanOptions, format_plan_lines, plan
     from ramify.train.recipe import load_recipe
 
     run = load_recipe(recipe_from_arguments(words), [word for word in words if "=" in word])
@@ -60,7 +60,7 @@ def plan(
     if json:
         print(json_line(cluster_plan))
     else:
-        print("\n".join(lines(cluster_plan)))
+        print("\n".join(format_plan_lines(cluster_plan)))
     return ExitCode.ANSWERED
 
 
@@ -147,14 +147,14 @@ def simulate(
     from ramify.extras.cluster.simulate import (
         DeviceSplit,
         best,
-        predict,
         setting_combinations,
+        simulate_settings,
         splits,
     )
-    from ramify.extras.cluster.simulation_inputs import measured
+    from ramify.extras.cluster.simulation_inputs import read_measured_run
 
-    rate = _calibrated(calibrate, max(slot_choices or [64])) if calibrate else None
-    inputs = measured(
+    rate = _measure_rate(calibrate, max(slot_choices or [64])) if calibrate else None
+    inputs = read_measured_run(
         Path(words[0]), last=last, rate=rate, scaling=1.0 if scaling is None else scaling
     )
     settings = list(
@@ -176,14 +176,18 @@ def simulate(
             grace_steps=grace_steps,
         )
     )
-    predicted = predict(inputs, settings, steps=steps or STEPS, seed=seed or 0)
+    predicted = simulate_settings(inputs, settings, steps=steps or STEPS, seed=seed or 0)
     if json:
         print(_as_json(inputs, predicted))
         return ExitCode.ANSWERED
-    print(*_about(inputs), *_assumed(inputs, settings, bool(calibrate)), sep="\n")
+    print(
+        *_describe_measurements(inputs),
+        *_describe_assumptions(inputs, settings, bool(calibrate)),
+        sep="\n",
+    )
     print("", *_table(predicted), sep="\n")
     if len(predicted) > 1:
-        print(f"most steps per hour: {_named(best(predicted))}")
+        print(f"most steps per hour: {_describe_setting(best(predicted))}")
     return ExitCode.ANSWERED
 
 
@@ -242,7 +246,7 @@ def _numbers(name: str, text: str | None) -> list[int]:
     return numbers
 
 
-def _calibrated(model: str, slots: int) -> EngineRate:
+def _measure_rate(model: str, slots: int) -> EngineRate:
     import asyncio
 
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
@@ -258,7 +262,7 @@ def _calibrated(model: str, slots: int) -> EngineRate:
     return asyncio.run(run())
 
 
-def _about(inputs: SimulationInputs) -> Iterator[str]:
+def _describe_measurements(inputs: SimulationInputs) -> Iterator[str]:
     """Yield one sentence about each measurement behind the simulated figures."""
     rate, sizes = inputs.rate, inputs.sizes
     num = sum(map(len, inputs.groups))
@@ -280,7 +284,7 @@ def _about(inputs: SimulationInputs) -> Iterator[str]:
     )
 
 
-def _assumed(
+def _describe_assumptions(
     inputs: SimulationInputs, settings: Sequence[SimulationSetting], is_calibrated: bool
 ) -> Iterator[str]:
     """Yield one sentence for each assumption behind the simulated figures."""
@@ -363,7 +367,7 @@ def _row(result: SimulationResult) -> tuple[str, ...]:
         str(setting.staleness),
         f"{result.step_s:.3g}",
         f"{result.step_90_s:.3g}",
-        _count(result.steps_per_hour),
+        _format_count(result.steps_per_hour),
         f"{result.engine_busy:.0%}",
         f"{result.at_once:.1f}",
         f"{result.trainer_busy:.0%}",
@@ -374,17 +378,17 @@ def _row(result: SimulationResult) -> tuple[str, ...]:
     )
 
 
-def _named(result: SimulationResult) -> str:
+def _describe_setting(result: SimulationResult) -> str:
     setting = result.setting
     where = "on the same devices" if setting.shared else "on separate devices"
     return (
         f"{setting.engines} engine{'s' * (setting.engines > 1)} with {setting.slots} slots and "
         f"{setting.ranks} rank{'s' * (setting.ranks > 1)} {where}, "
-        f"staleness {setting.staleness}: {_count(result.steps_per_hour)}"
+        f"staleness {setting.staleness}: {_format_count(result.steps_per_hour)}"
     )
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     """Format a number with three significant digits, or as an integer with thousands separators if
     it is at least 1000."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"

@@ -100,7 +100,7 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
             yield from root.walk()
 
     @property
-    def sampled(self) -> int:
+    def num_sampled_tokens(self) -> int:
         """The number of tokens in all replies of the rollout."""
         return sum(turn.sampled for call in self.calls() for turn in call.turns)
 
@@ -116,7 +116,7 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
         )
 
 
-def shape_of(trajectory: Trajectory) -> RolloutWorkload:
+def workload_of_trajectory(trajectory: Trajectory) -> RolloutWorkload:
     """Return the workload of a recorded rollout.
 
     Calls made by judges are excluded, because they run after the rollout has ended.
@@ -135,7 +135,9 @@ def shape_of(trajectory: Trajectory) -> RolloutWorkload:
             cells = []
             for number, cell in enumerate(turn.cells):
                 waves = waves_of(below.get((call.id, index, number), []), trajectory.seconds)
-                waited += cell.seconds + sum(_until(wave, trajectory.seconds) for wave in waves)
+                waited += cell.seconds + sum(
+                    _wave_seconds(wave, trajectory.seconds) for wave in waves
+                )
                 cells.append(
                     CellWorkload(cell.seconds, tuple(tuple(map(shape, wave)) for wave in waves))
                 )
@@ -164,7 +166,7 @@ def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
     return waves
 
 
-def _until(wave: list[Call], end_s: float) -> float:
+def _wave_seconds(wave: list[Call], end_s: float) -> float:
     """Return the seconds from the first call's start in a wave until its last call ends."""
     ends = [end_s if call.ended_s is None else call.ended_s for call in wave]
     return max(ends) - min(call.started_s for call in wave)

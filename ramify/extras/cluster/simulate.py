@@ -217,12 +217,12 @@ class _Simulation:
         around = self._setting.staleness + 1
         num_steps = around + steps + around - 1
         queue = SimulatedGroupQueue(
-            self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps
+            self._env, self._stage, self._setting, self._draw_group, self._setting.group, num_steps
         )
         self._env.run(until=self._env.process(self._train(queue, num_steps)))
         return self._result(around, steps)
 
-    def _drawn(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
+    def _draw_group(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
         """Draw the rollouts of one group, and decide whether all of them get the same reward.
 
         Nothing can be learned from a group with equal rewards.
@@ -230,7 +230,7 @@ class _Simulation:
         # Drawn from the seed and the group number alone, so that all settings get the same work.
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
-        rollouts = self._measured.group(draw, self._setting.group, of)
+        rollouts = self._measured.sample_group(draw, self._setting.group, of)
         return rollouts, draw.random() < self._measured.zero_variance
 
     def _train(self, queue: SimulatedGroupQueue, num_steps: int) -> Generator[Event, Any, None]:
@@ -242,7 +242,9 @@ class _Simulation:
             ]
             num_learnt = sum(attempt.rollout.trainer_tokens for attempt in completed)
             yield self._env.timeout(self._measured.draw_preparation_time(draw))
-            learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
+            learn_s, publish_s = self._measured.draw_learning_times(
+                draw, num_learnt, self._setting.ranks
+            )
             yield from self._learn(learn_s)
             yield from self._wait(publish_s, True)
             for engine in self._engines:
@@ -262,7 +264,7 @@ class _Simulation:
         """
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
-            yield cores.session(seconds)
+            yield cores.run_session_work(seconds)
             self._learnt_s += seconds
         else:
             yield from self._wait(seconds, self._setting.shared)
@@ -282,7 +284,7 @@ class _Simulation:
         self, step: int, num_learnt: int, groups: Sequence[SimulatedGroup], stragglers: int
     ) -> None:
         for engine in self._engines:
-            engine.settle()
+            engine.update_counters()
         spans = [
             span
             for group in groups
@@ -299,13 +301,13 @@ class _Simulation:
                 self._trainer_busy_s,
                 sum(each.sampled for each in self._engines),
                 stragglers,
-                self._computed(),
+                self._rollout_cpu_seconds(),
                 num_learnt,
                 [(step - version, tokens) for version, tokens in spans],
             )
         )
 
-    def _computed(self) -> float:
+    def _rollout_cpu_seconds(self) -> float:
         """Return the CPU seconds that rollouts have used so far.
 
         CPU time for learning is excluded.
@@ -431,7 +433,7 @@ def setting_combinations(
         )
 
 
-def predict(
+def simulate_settings(
     measured: SimulationInputs,
     settings: Sequence[SimulationSetting],
     *,
@@ -453,7 +455,7 @@ def predict(
     with report_progress("simulating", len(settings), "settings") as progress:
         for setting in settings:
             results.append(simulate(measured, setting, steps=steps, seed=seed))
-            progress.at(len(results))
+            progress.set_progress(len(results))
     return results
 
 

@@ -88,7 +88,7 @@ class SimulatedCache:
         slots.length_S[slot] = len(ids) - 1
         slots.release(slot)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Discard the contents of all slots.
 
         Call this when the weights change.
@@ -200,9 +200,9 @@ class SimulatedEngine:
         if pace != self._pace:
             self._catch_up()
             self._pace = pace
-            self._ring()
+            self._schedule_wake_up()
 
-    def sample(
+    def request_reply(
         self,
         new: int,
         context: int,
@@ -258,13 +258,13 @@ class SimulatedEngine:
         self._catch_up()
         for _, _, each in self._running:
             self._record(each)
-            self._reads(each.context + each.num_recorded)
+            self._add_prompt_tokens(each.context + each.num_recorded)
         if self._cache is not None:
-            self._cache.forget()
+            self._cache.clear()
         self.version = version
         self._reschedule()
 
-    def settle(self) -> None:
+    def update_counters(self) -> None:
         """Bring all counters up to date with the simulated clock."""
         self._catch_up()
         self._reschedule()
@@ -281,7 +281,7 @@ class SimulatedEngine:
         own_s = passed * self._pace
         read_s = min(own_s, self._debt_s)
         self._debt_s -= read_s
-        self._steps += (own_s - read_s) / self._rate.step_s(len(self._running))
+        self._steps += (own_s - read_s) / self._rate.decode_step_s(len(self._running))
 
     def _reschedule(self) -> None:
         """Move waiting requests into free slots, then schedule a wake-up for when the next sequence
@@ -289,13 +289,13 @@ class SimulatedEngine:
         while self._waiting and len(self._running) < self._room() and not self._paused:
             each = self._waiting.popleft()
             each.begun = self._steps
-            self._reads(self._to_read(each))
+            self._add_prompt_tokens(self._to_read(each))
             heapq.heappush(self._running, (self._steps + each.sampled, next(self._ids), each))
         wants = bool(self._running) and not self._paused
         if wants != self.wants:
             self.wants = wants
             self.on_wants_changed()
-        self._ring()
+        self._schedule_wake_up()
 
     def _room(self) -> int:
         """Return how many slots fit in the cache.
@@ -311,7 +311,7 @@ class SimulatedEngine:
             1, min(self._slots, self._cache_tokens // (1 << max(longest - 1, 1).bit_length()))
         )
 
-    def _ring(self) -> None:
+    def _schedule_wake_up(self) -> None:
         """Schedule a wake-up for when the next sequence ends.
 
         Earlier wake-ups become invalid.
@@ -320,11 +320,13 @@ class SimulatedEngine:
         self._alarm += 1
         if self._running and not self._paused and self._pace > 0:
             left = max(self._running[0][0] - self._steps, 0.0)
-            wait_s = (self._debt_s + left * self._rate.step_s(len(self._running))) / self._pace
+            wait_s = (
+                self._debt_s + left * self._rate.decode_step_s(len(self._running))
+            ) / self._pace
             alarm = self._alarm
             self._env.timeout(wait_s).callbacks.append(lambda _: self._wake(alarm))
 
-    def _reads(self, tokens: float) -> None:
+    def _add_prompt_tokens(self, tokens: float) -> None:
         self.read += tokens
         self._debt_s += self._rate.prompt_token_s * tokens
 
@@ -367,7 +369,7 @@ class SimulatedEngine:
             each.num_recorded += tokens
 
 
-def pick(engines: list[SimulatedEngine]) -> SimulatedEngine:
+def pick_least_loaded_engine(engines: list[SimulatedEngine]) -> SimulatedEngine:
     """Choose an engine for a new rollout: the one with the fewest requests in flight and, among
     equals, the fewest rollouts so far.
 

@@ -39,13 +39,13 @@ from ramify.extras.cluster.simulated_engine import (
     RecordedTokenIds,
     SimulatedEngine,
     Spans,
-    pick,
+    pick_least_loaded_engine,
 )
 from ramify.train.rollouts.group_queue import (
     RolloutAdmissionOptions,
     groups_to_give_up,
-    room,
-    suffice,
+    has_enough_groups,
+    num_groups_to_begin,
 )
 
 
@@ -82,7 +82,7 @@ class SimulatedCores:
         if engine is not None:
             engine.on_wants_changed = self.settle
 
-    def session(self, seconds: float) -> Event:
+    def run_session_work(self, seconds: float) -> Event:
         """Run work in a session, a separate process.
 
         Returns an event that occurs when ``seconds`` of CPU time have been used.
@@ -93,7 +93,7 @@ class SimulatedCores:
         self._reschedule()
         return done
 
-    def loop(self, seconds: float) -> Event:
+    def queue_loop_work(self, seconds: float) -> Event:
         """Queue work on the event loop, behind what is already queued.
 
         Returns an event that occurs when ``seconds`` of CPU time have been used.
@@ -230,30 +230,31 @@ class RolloutSimulator:
         self._room = Resource(env, at_once)
         self._wire = Resource(env, on_wire)
 
-    def play(self, attempt: SimulatedRollout) -> Process:
+    def run_rollout(self, attempt: SimulatedRollout) -> Process:
         """Wait until the rollout may begin, then run it to its end."""
         with self._room.request() as place:
             yield place
             attempt.began_at = self.env.now
-            attempt.engine = pick(self.engines)
+            attempt.engine = pick_least_loaded_engine(self.engines)
             roots = [
-                self.env.process(self._call(root, attempt, "0")) for root in attempt.rollout.roots
+                self.env.process(self._simulate_call(root, attempt, "0"))
+                for root in attempt.rollout.roots
             ]
             yield self.env.all_of(roots)
         if not attempt.is_given_up:
             attempt.took_s = self.env.now - attempt.began_at
             attempt.over.succeed()
 
-    def session(self, seconds: float) -> Event:
+    def spend_session_time(self, seconds: float) -> Event:
         """Spend the time that a session took in the measured run.
 
         If cores are shared, only the computing part of it counts.
         """
         if self.cores is None or self._host is None:
             return self.env.timeout(seconds)
-        return self.cores.session(seconds * self._host.session_share)
+        return self.cores.run_session_work(seconds * self._host.session_share)
 
-    def _call(self, call: CallWorkload, attempt: SimulatedRollout, name: str) -> Process:
+    def _simulate_call(self, call: CallWorkload, attempt: SimulatedRollout, name: str) -> Process:
         engine = attempt.engine
         assert engine is not None
         cached = engine.version
@@ -263,7 +264,7 @@ class RolloutSimulator:
             new = turn.new if cached == engine.version else turn.context
             cached = engine.version
             path = None if path is None else turn.full_token_ids(path)
-            yield from self._request(
+            yield from self._simulate_request(
                 turn,
                 new,
                 engine,
@@ -271,22 +272,23 @@ class RolloutSimulator:
                 None if path is None else RecordedTokenIds(path, name),
             )
             if not index and call.host_s:
-                yield self.session(call.host_s)
+                yield self.spend_session_time(call.host_s)
             for cell in turn.cells:
-                yield self.session(cell.seconds)
+                yield self.spend_session_time(cell.seconds)
                 for wave in cell.waves:
                     if attempt.is_given_up:
                         return
                     calls = [
-                        self._call(child, attempt, f"{name}.{next(children)}") for child in wave
+                        self._simulate_call(child, attempt, f"{name}.{next(children)}")
+                        for child in wave
                     ]
                     yield self.env.all_of([self.env.process(call_steps) for call_steps in calls])
             if attempt.is_given_up:
                 return
         if not call.turns and call.host_s:
-            yield self.session(call.host_s)
+            yield self.spend_session_time(call.host_s)
 
-    def _request(
+    def _simulate_request(
         self,
         turn: TurnWorkload,
         new: int,
@@ -297,11 +299,11 @@ class RolloutSimulator:
         with self._wire.request() as place:
             yield place
             if self.cores is not None and self._host is not None:
-                yield self.cores.loop(self._host.request_s)
+                yield self.cores.queue_loop_work(self._host.request_s)
             if self._rate.request_s:
                 yield self.env.timeout(self._rate.request_s)
             if not attempt.is_given_up:
-                attempt.spans += yield engine.sample(
+                attempt.spans += yield engine.request_reply(
                     new, turn.context, turn.sampled, attempt, known
                 )
 
@@ -362,11 +364,11 @@ class SimulatedGroupQueue:
 
     def take(self, step: int) -> Generator[Event, Any, list[SimulatedGroup]]:
         """Wait until enough groups are complete for a training step, then return them."""
-        self._at(step)
+        self._advance_to_step(step)
         while True:
             self._note_begun()
             self._begin()
-            if suffice(self._rules, self._open, self._whole(), self._step):
+            if has_enough_groups(self._rules, self._open, self._whole_groups(), self._step):
                 return self._take_groups()
             wait_s = self._give_up_slow_ones()
             yield (
@@ -378,12 +380,12 @@ class SimulatedGroupQueue:
     def on_new_weights(self, step: int) -> None:
         """Begin more groups if the new weights allow it."""
         if self._rules.max_staleness:
-            self._at(step)
+            self._advance_to_step(step)
             self._begin()
 
     # --- begin groups -----------------------------------------------------------------------------
 
-    def _at(self, step: int) -> None:
+    def _advance_to_step(self, step: int) -> None:
         self._note_begun()
         self._step = step
 
@@ -393,7 +395,7 @@ class SimulatedGroupQueue:
                 each.step = self._step
 
     def _begin(self) -> None:
-        for _ in range(room(self._rules, self._open, self._step, self._num_steps)):
+        for _ in range(num_groups_to_begin(self._rules, self._open, self._step, self._num_steps)):
             rollouts, has_no_signal = self._draw(self._next)
             attempts = [SimulatedRollout(rollout, self._env.event()) for rollout in rollouts]
             group = SimulatedGroup(self._next, attempts, has_no_signal)
@@ -403,20 +405,20 @@ class SimulatedGroupQueue:
 
     def _play(self, group: SimulatedGroup) -> Generator[Event, Any, None]:
         for attempt in group.attempts:
-            self._env.process(self._stage.play(attempt))
-            attempt.over.callbacks.append(partial(self._over, attempt))
+            self._env.process(self._stage.run_rollout(attempt))
+            attempt.over.callbacks.append(partial(self._record_duration, attempt))
         yield self._env.all_of([attempt.over for attempt in group.attempts])
         group.is_whole = True
         news, self._news = self._news, self._env.event()
         news.succeed()
 
-    def _over(self, attempt: SimulatedRollout, _: Event) -> None:
+    def _record_duration(self, attempt: SimulatedRollout, _: Event) -> None:
         if attempt.took_s is not None:
             self._took_s.append(attempt.took_s)
 
     # --- wait for groups --------------------------------------------------------------------------
 
-    def _whole(self) -> list[SimulatedGroup]:
+    def _whole_groups(self) -> list[SimulatedGroup]:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
@@ -449,7 +451,7 @@ class SimulatedGroupQueue:
         fill the step.
         """
         rules = self._rules
-        whole = self._whole()
+        whole = self._whole_groups()
         zero_variance = [group for group in whole if group.has_no_signal]
         with_signal = [group for group in whole if not group.has_no_signal]
         groups = with_signal[: rules.items]

@@ -31,10 +31,14 @@ from ramify.extras.cluster.measured_engine_rate import (
     MeasuredRequest,
     RecordedCpu,
     fit,
-    non_negative,
+    non_negative_least_squares,
     step_cpu_times,
 )
-from ramify.extras.cluster.rollout_shapes import CallWorkload, RolloutWorkload, shape_of
+from ramify.extras.cluster.rollout_shapes import (
+    CallWorkload,
+    RolloutWorkload,
+    workload_of_trajectory,
+)
 from ramify.extras.cluster.simulated_rollout import RolloutHostCpuUse
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
@@ -103,7 +107,9 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     step_s: list[float] = msgspec.field(default_factory=list)
     """Measured seconds of each step, without evaluations."""
 
-    def group(self, draw: random.Random, num: int, of: int | None = None) -> list[RolloutWorkload]:
+    def sample_group(
+        self, draw: random.Random, num: int, of: int | None = None
+    ) -> list[RolloutWorkload]:
         """Return ``num`` rollouts of one measured group: the group with the index ``of``, or a
         random one if ``of`` is None.
 
@@ -114,7 +120,9 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
             return draw.sample(rollouts, num)
         return [*rollouts, *draw.choices(rollouts, k=num - len(rollouts))]
 
-    def learn(self, draw: random.Random, tokens: int, ranks: int) -> tuple[float, float]:
+    def draw_learning_times(
+        self, draw: random.Random, tokens: int, ranks: int
+    ) -> tuple[float, float]:
         """Return two times for one step: the seconds to learn from ``tokens`` tokens with ``ranks``
         trainer ranks, and the seconds to publish the weights."""
         times = ranks / self.sizes.ranks
@@ -139,7 +147,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         return draw.choice(self.prepare_s)
 
 
-def measured(
+def read_measured_run(
     run: Path, *, last: int | None = None, rate: EngineRate | None = None, scaling: float = 1.0
 ) -> SimulationInputs:
     """Read the measurements of a finished run from its folder, as the inputs of a simulation.
@@ -160,8 +168,8 @@ def measured(
             "above 0 and at most 1"
         )
     lines = [each for each in metric_file.read_metrics(run) if each.stage == "rl"]
-    done = _done(run, lines)
-    saved = dict(_saved(run))
+    done = _measured_steps(run, lines)
+    saved = dict(_read_saved_rollouts(run))
     if last is not None:
         saved = dict(list(saved.items())[-last:])
     steps = [step for step in saved if step in done]
@@ -169,11 +177,12 @@ def measured(
         raise ConfigError(f"{run} has no saved rollouts of its {len(done)} steps: {HOW}")
     groups = {step: _groups(saved[step]) for step in steps}
     shaped = {
-        step: [[shape_of(tree) for tree in group] for group in groups[step]] for step in steps
+        step: [[workload_of_trajectory(tree) for tree in group] for group in groups[step]]
+        for step in steps
     }
-    sizes = _sizes(run, list(groups.values()))
+    sizes = _read_run_settings(run, list(groups.values()))
     tried = fmean(each.values.get("items", sizes.items) for each in done.values())
-    base_s, token_s, off = _learning(
+    base_s, token_s, off = _fit_learning_time(
         [
             sum(rollout.trainer_tokens for group in shaped[step] for rollout in group)
             for step in steps
@@ -189,27 +198,27 @@ def measured(
         if sizes.embedded
         else []
     )
-    host = _host(
+    host = _measure_host_cpu(
         spent,
         [rollout for step in steps for group in shaped[step] for rollout in group],
         hidden,
         len(steps),
     )
     if rate is None:
-        rate = _computed(spent, sizes.slots) if host is not None else None
+        rate = _fit_rate_to_cpu(spent, sizes.slots) if host is not None else None
     return SimulationInputs(
         groups=[group for step in steps for group in shaped[step]],
-        rate=rate or _rate(trees, sizes, hidden),
+        rate=rate or _fit_engine_rate(trees, sizes, hidden),
         host=host,
         sizes=sizes,
         learn_base_s=base_s,
         learn_token_s=token_s,
         learn_off=off,
         scaling=scaling,
-        publish_s=_publishing(done, step_seconds),
-        prepare_s=_preparing(done, saved, steps, sizes),
+        publish_s=_publishing_seconds(done, step_seconds),
+        prepare_s=_preparation_seconds(done, saved, steps, sizes),
         zero_variance=_zero_variance(run, max(0.0, 1 - sizes.items / tried)),
-        evaluate_s=_evaluating(lines),
+        evaluate_s=_evaluation_seconds(lines),
         computed_s=[
             each.loop_s + each.sessions_s + sum(pace.cpu_s for pace in each.engine)
             for each in spent
@@ -218,7 +227,9 @@ def measured(
     )
 
 
-def _done(run: Path, lines: list[metric_file.StepMetrics]) -> dict[int, metric_file.StepMetrics]:
+def _measured_steps(
+    run: Path, lines: list[metric_file.StepMetrics]
+) -> dict[int, metric_file.StepMetrics]:
     """Return the metrics of each reinforcement-learning step with measured times, by step number.
 
     Raises ConfigError if there are fewer than two.
@@ -242,7 +253,7 @@ def _done(run: Path, lines: list[metric_file.StepMetrics]) -> dict[int, metric_f
 # --- trees ----------------------------------------------------------------------------------------
 
 
-def _saved(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
+def _read_saved_rollouts(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
     """Yield the number and the trajectories of each step whose rollouts were saved."""
     decoder = msgspec.json.Decoder(Trajectory)
     for path in sorted((run / "rollouts").glob("step-*.jsonl")):
@@ -265,7 +276,9 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
     return list(groups.values())
 
 
-def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> MeasuredRunSettings:
+def _read_run_settings(
+    run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]
+) -> MeasuredRunSettings:
     """Read the run's sizes and settings from its configuration.
 
     Missing sizes are counted in the saved rollouts.
@@ -321,17 +334,19 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 # --- times ----------------------------------------------------------------------------------------
 
 
-def _rate(trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float) -> EngineRate:
+def _fit_engine_rate(
+    trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float
+) -> EngineRate:
     """Fit the engine's speed to the recorded requests.
 
     Discarded rollouts ran at the same time but were not recorded. ``hidden`` corrects for them: it
     is the ratio of all rollouts to the recorded ones.
     """
-    requests = [each for tree in trees for root in _roots(tree) for each in _replayed(*root)[0]]
+    requests = [each for tree in trees for root in _roots(tree) for each in _replay_call(*root)[0]]
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
-def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
+def _fit_rate_to_cpu(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
     """Fit the speed of an engine in the trainer's process to the CPU time of its steps.
 
     Returns None if no steps were recorded.
@@ -345,7 +360,7 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
     ]
     if not rows:
         return None
-    base_s, each_s, read_s = non_negative(
+    base_s, each_s, read_s = non_negative_least_squares(
         rows, [pace.cpu_s * weight for pace, weight in zip(paces, weights, strict=True)]
     )
     step_s = max(base_s + each_s, 1e-9)
@@ -354,7 +369,7 @@ def _computed(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
     )
 
 
-def _host(
+def _measure_host_cpu(
     spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutWorkload], hidden: float, num_steps: int
 ) -> RolloutHostCpuUse | None:
     """Measure how rollouts use the CPU of the trainer's host: the event loop's time per request,
@@ -380,11 +395,11 @@ def _host(
 def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
     """Yield each root call of a rollout, with the time at which it began."""
     begins = [call.started_s for call in tree.calls if call.parent is None and call.kind != "judge"]
-    for root, started_s in zip(shape_of(tree).roots, begins, strict=True):
+    for root, started_s in zip(workload_of_trajectory(tree).roots, begins, strict=True):
         yield root, tree.started_at + started_s
 
 
-def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
+def _replay_call(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
     """Return the requests of a call and its descendants, and the time at which the call ends if it
     begins at ``at_s``.
 
@@ -398,7 +413,7 @@ def _replayed(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], f
         for cell in turn.cells:
             at_s += cell.seconds
             for wave in cell.waves:
-                replays = [_replayed(child, at_s) for child in wave]
+                replays = [_replay_call(child, at_s) for child in wave]
                 requests += [each for part, _ in replays for each in part]
                 at_s = max(end for _, end in replays)
     return requests, at_s
@@ -419,14 +434,18 @@ def _zero_variance(run: Path, otherwise: float) -> float:
     return outcomes.count(GroupFate.NO_SIGNAL) / tried if tried else otherwise
 
 
-def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:
+def _fit_learning_time(
+    tokens: Sequence[int], seconds: Sequence[float]
+) -> tuple[float, float, list[float]]:
     """Fit the time that learning takes.
 
     Returns seconds per step, seconds per token, and the ratio of measured to fitted time for each
     step.
     """
     if len(set(tokens)) > 2:
-        base_s, token_s = non_negative([(1.0, float(each)) for each in tokens], seconds)
+        base_s, token_s = non_negative_least_squares(
+            [(1.0, float(each)) for each in tokens], seconds
+        )
     else:
         base_s, token_s = 0.0, sum(seconds) / max(sum(tokens), 1)
     fitted = [base_s + token_s * each for each in tokens]
@@ -453,7 +472,7 @@ def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
     return seconds
 
 
-def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
+def _evaluation_seconds(lines: Sequence[metric_file.StepMetrics]) -> float:
     """Return the mean seconds of an evaluation between two steps."""
     first = min(each.step for each in lines if "learn_s" in each.values)
     last = max(each.step for each in lines if "learn_s" in each.values)
@@ -462,7 +481,7 @@ def _evaluating(lines: Sequence[metric_file.StepMetrics]) -> float:
     return fmean(seconds) if seconds else 0.0
 
 
-def _publishing(
+def _publishing_seconds(
     done: dict[int, metric_file.StepMetrics], step_seconds: dict[int, float]
 ) -> list[float]:
     """Return the publishing time of each step: the seconds in which the trainer neither waited for
@@ -474,7 +493,7 @@ def _publishing(
     return [max(0.0, each) for each in remaining] or [0.0]
 
 
-def _preparing(
+def _preparation_seconds(
     done: dict[int, metric_file.StepMetrics],
     saved: dict[int, list[Trajectory]],
     steps: Sequence[int],

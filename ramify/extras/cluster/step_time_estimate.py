@@ -25,7 +25,7 @@ from statistics import fmean
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.memory import slots, weight_itemsize
+from ramify.extras.cluster.memory import max_concurrent_sequences, weight_itemsize
 from ramify.extras.cluster.meshes import learning_seconds, sent_bytes
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
@@ -108,7 +108,7 @@ def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThro
     )
 
 
-def seconds(
+def estimate_step_seconds(
     run: Run,
     shape: ModelShape,
     ranks: int,
@@ -126,14 +126,18 @@ def seconds(
     """
     trainer, engine = devices
     if from_run is not None:
-        learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0
+        learning = (
+            tokens.num_learnt_tokens / (from_run.learnt_per_s * ranks)
+            if from_run.learnt_per_s
+            else 0.0
+        )
         sampling = (
             tokens.sampled / (from_run.sampled_per_s * engines) if from_run.sampled_per_s else 0.0
         )
         why = dict.fromkeys(("learning", "sampling"), from_run.why)
     else:
-        learning, why_learning = _learning(run, shape, ranks, trainer, tokens, shares)
-        sampling, why_sampling = _sampling(run, shape, engines, engine, tokens, shares)
+        learning, why_learning = _estimate_learning(run, shape, ranks, trainer, tokens, shares)
+        sampling, why_sampling = _estimate_sampling(run, shape, engines, engine, tokens, shares)
         why = {"learning": why_learning, "sampling": why_sampling}
     num_bytes = shape.parameters * weight_itemsize(run, engine)
     sync = num_bytes / (link_gb_per_s * 1e9)
@@ -144,7 +148,7 @@ def seconds(
     return StepSeconds(sampling, learning, sync, step, why)
 
 
-def _learning(
+def _estimate_learning(
     run: Run,
     shape: ModelShape,
     ranks: int,
@@ -156,7 +160,8 @@ def _learning(
     took = learning_seconds(run, shape, sizes, device, tokens, shares)
     groups = min(sizes.num_batches, max(1, round(tokens.rollouts)))
     why = (
-        f"{tokens.learnt:.3g} tokens, {forward_pass_equivalents(run):g} forward passes' worth of "
+        f"{tokens.num_learnt_tokens:.3g} tokens, {forward_pass_equivalents(run):g} "
+        "forward passes' worth of "
         f"{forward_flop_per_token(shape, tokens.mean_length):.3g} FLOP each, on "
         f"{groups * sizes.tensor} of {ranks} x {device.name} at {device.tflops:g} TFLOP/s x "
         f"{shares.train:g}"
@@ -167,7 +172,7 @@ def _learning(
     return took, why
 
 
-def _sampling(
+def _estimate_sampling(
     run: Run,
     shape: ModelShape,
     engines: int,
@@ -185,7 +190,12 @@ def _sampling(
         tokens.given * forward_flop_per_token(shape, tokens.mean_length / 2) / (engines * products)
     )
     concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
-    at_once = max(1.0, min(slots(run, device), concurrency / engines, tokens.rollouts / engines))
+    at_once = max(
+        1.0,
+        min(
+            max_concurrent_sequences(run, device), concurrency / engines, tokens.rollouts / engines
+        ),
+    )
     itemsize = weight_itemsize(run, device)
     cached = at_once * tokens.mean_length / 2 * shape.cache_bytes_per_token(itemsize)
     by_bandwidth = (shape.products * itemsize + cached) / (device.gb_per_s * 1e9 * shares.decode)

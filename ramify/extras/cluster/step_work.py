@@ -27,12 +27,12 @@ class StepTokens(msgspec.Struct, frozen=True):
     """Where the numbers come from."""
 
     @property
-    def learnt(self) -> float:
+    def num_learnt_tokens(self) -> float:
         return self.sampled + self.given
 
     @property
     def mean_length(self) -> float:
-        return self.learnt / max(self.rollouts, 1)
+        return self.num_learnt_tokens / max(self.rollouts, 1)
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokens:

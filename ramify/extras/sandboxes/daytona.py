@@ -67,7 +67,7 @@ class DaytonaService:
         self._spec = spec
         self._client: Any = None
 
-    async def start(self, command: list[str]) -> DaytonaStream:
+    async def start_in_new_box(self, command: list[str]) -> DaytonaStream:
         if self._client is None:
             self._client = self._daytona.AsyncDaytona()
         client = self._client
@@ -78,7 +78,9 @@ class DaytonaService:
             await terminal.wait_for_connection()
             await terminal.send_input(f"exec {shlex.join(command)}\n")
         except BaseException:
-            await sdk.abandon(self.name, f"sandbox {box.id}", lambda: client.delete(box))
+            await sdk.delete_after_failure(
+                self.name, f"sandbox {box.id}", lambda: client.delete(box)
+            )
             raise
         return DaytonaStream(client, box, terminal, inbox)
 
@@ -96,7 +98,9 @@ class DaytonaService:
         try:
             return await sdk.create_sandbox(self.name, request, client.delete)
         except Exception:
-            await sdk.abandon(self.name, f"sandbox {name}", lambda: self._delete_named(name))
+            await sdk.delete_after_failure(
+                self.name, f"sandbox {name}", lambda: self._delete_named(name)
+            )
             raise
 
     async def _delete_named(self, name: str) -> None:
@@ -155,5 +159,5 @@ def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
     missing.
     """
     daytona = SDK.load()
-    sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
+    sdk.require_api_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
     return RemoteSandbox(spec, DaytonaService(daytona, spec))

@@ -62,7 +62,7 @@ class E2BService:
         self._e2b = e2b
         self._spec = spec
 
-    async def start(self, command: list[str]) -> E2BStream:
+    async def start_in_new_box(self, command: list[str]) -> E2BStream:
         request = self._e2b.AsyncSandbox.create(
             template=self._spec.image or None, timeout=sdk.LIFETIME_S, allow_internet_access=False
         )
@@ -79,7 +79,7 @@ class E2BService:
                 retain_output=False,
             )
         except BaseException:
-            await sdk.abandon(self.name, f"sandbox {box.sandbox_id}", box.kill)
+            await sdk.delete_after_failure(self.name, f"sandbox {box.sandbox_id}", box.kill)
             raise
         return E2BStream(box, handle, inbox)
 
@@ -114,5 +114,5 @@ def open_provider(spec: E2BSpec) -> RemoteSandbox:
     missing.
     """
     e2b = SDK.load()
-    sdk.need_key("e2b", ("E2B_API_KEY",))
+    sdk.require_api_key("e2b", ("E2B_API_KEY",))
     return RemoteSandbox(spec, E2BService(e2b, spec))

@@ -60,7 +60,7 @@ class ModalService:
         self._modal = modal
         self._spec = spec
 
-    async def start(self, command: list[str]) -> ModalStream:
+    async def start_in_new_box(self, command: list[str]) -> ModalStream:
         modal = self._modal
         app = await modal.App.lookup.aio(APP, create_if_missing=True)
         image = (
@@ -80,7 +80,7 @@ class ModalService:
         try:
             return ModalStream(box, await box.exec.aio(*command, text=False))
         except BaseException:
-            await sdk.abandon(self.name, f"sandbox {box.object_id}", box.terminate.aio)
+            await sdk.delete_after_failure(self.name, f"sandbox {box.object_id}", box.terminate.aio)
             raise
 
     async def close(self) -> None:
@@ -117,5 +117,5 @@ def open_provider(spec: ModalSpec) -> RemoteSandbox:
     """
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
-    sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
+    sdk.require_api_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
     return RemoteSandbox(spec, ModalService(modal, spec))

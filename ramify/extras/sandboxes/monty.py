@@ -27,7 +27,7 @@ from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
 from ramify.extras.sandboxes.monty_cells import (
     MontyCell,
     inspect_cell,
-    is_plain,
+    is_encodable,
     to_builtin_exception,
 )
 from ramify.install_command import install_command
@@ -81,8 +81,8 @@ class MontySandbox:
                 f"sandbox 'monty' does not support packages, but '{spec.packages[0]}' was "
                 "requested: use another sandbox"
             )
-        atexit.unregister(_settle)
-        atexit.register(_settle)
+        atexit.unregister(_wait_before_exit)
+        atexit.register(_wait_before_exit)
         self._spec = spec
         self._pool: Any = None
         self._is_starting = asyncio.Lock()
@@ -104,7 +104,7 @@ class MontySandbox:
         await session.begin()
         await session.seed(seed)
         if context is not None:
-            await session.set("context", context.unmapped().value, reserved=True)
+            await session.set("context", context.in_memory_copy().value, reserved=True)
         return session
 
     async def close(self) -> None:
@@ -165,7 +165,7 @@ class MontySession:
         return await self._worker.feed_run(code, **options)
 
     @contextlib.contextmanager
-    def _request(self) -> Any:
+    def _claim_session(self) -> Any:
         if self._is_closed:
             raise SessionDied("the session has ended: it was closed")
         if self._is_busy:
@@ -179,14 +179,14 @@ class MontySession:
     # -- a cell
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        with self._request():
+        with self._claim_session():
             self._num_cells += 1
             cell = self._cell = MontyCell(answer, self._spec.max_output_bytes)
             # If the cell is stopped, a new worker continues from this state.
             state = await self._worker.dump()
             work = asyncio.ensure_future(self._execute(cell, code))
             try:
-                value, error = await self._within(cell, work, timeout_s or self._spec.cell_s)
+                value, error = await self._await_cell(cell, work, timeout_s or self._spec.cell_s)
                 if cell.stopped is not None:
                     await self._undo(state)
                     error = (
@@ -207,7 +207,7 @@ class MontySession:
             if cell.bug is not None:
                 raise cell.bug
             self._last_output = cell.full_output.text(cell.chars)
-            note, error, restored = await self._after(error)
+            note, error, restored = await self._finish_cell(error)
         shown = Cell(
             code=code,
             stdout=cell.output.text(cell.chars),
@@ -219,7 +219,7 @@ class MontySession:
         )
         return CellResult(shown, note, cell.stopped)
 
-    async def _within(
+    async def _await_cell(
         self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
         """Wait until a cell ends, is interrupted, or has worked for ``limit_s`` seconds.
@@ -251,31 +251,31 @@ class MontySession:
         inputs = {"_": self._last} if uses_last and self._last is not None else None
         self._names |= assigned
         try:
-            step = await self._timed(
+            step = await self._run_timed_step(
                 cell,
                 self._worker.feed_start(
-                    code, inputs=inputs, external_lookup=self._lent, print_callback=cell.printed
+                    code, inputs=inputs, external_lookup=self._lent, print_callback=cell.add_output
                 ),
             )
             while not isinstance(step, self._monty.MontyComplete):
-                step = await self._timed(cell, await self._next(cell, step))
+                step = await self._run_timed_step(cell, await self._next(cell, step))
             output = step.output
         except self._monty.MontyCrashedError as error:
             raise SessionDied(
                 f"the session ended in the middle of a cell: {error}", cell.output.text(cell.chars)
             ) from None
         except self._monty.MontyError as error:
-            return None, self._shown(error)
+            return None, self._format_error(error)
         if not has_echo or output is None:
             return None, None
-        self._last = output if is_plain(output) else None
+        self._last = output if is_encodable(output) else None
         return (
             safe_repr(output)
             if not isinstance(output, self._monty.MontyClassProxy)
             else f"<{output.name} object>"
         ), None
 
-    async def _timed(self, cell: MontyCell, work: Any) -> Any:
+    async def _run_timed_step(self, cell: MontyCell, work: Any) -> Any:
         """Run one step of the interpreter, and add its duration to the cell's working time."""
         before, started = cell.worked_s, self._loop.time()
         task = asyncio.ensure_future(work)
@@ -299,28 +299,35 @@ class MontySession:
         if name not in self._lent:
             return step.resume({"exception": NameError(f"name '{name}' is not defined")})
         try:
-            args, kwargs = self._plain(list(step.args)), self._plain(dict(step.kwargs))
+            args, kwargs = (
+                self._to_plain_data(list(step.args)),
+                self._to_plain_data(dict(step.kwargs)),
+            )
             value = await asyncio.to_thread(self._lent[name], *args, **kwargs)
             return step.resume({"return_value": value})
         except Exception as error:  # noqa: BLE001  (from the module or the cell's arguments: raised in the cell)
             return step.resume({"exception": to_builtin_exception(error)})
 
-    def _plain(self, value: Any) -> Any:
+    def _to_plain_data(self, value: Any) -> Any:
         """Replace objects of the session's own classes with plain data.
 
         A dataclass becomes a dict of its fields, and any other object a short string.
         """
         if isinstance(value, self._monty.MontyClassProxy):
-            return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
+            return (
+                self._to_plain_data(value.attributes)
+                if value.is_dataclass
+                else f"<{value.name} object>"
+            )
         if type(value) in (list, tuple):
-            return type(value)(map(self._plain, value))
+            return type(value)(map(self._to_plain_data, value))
         return (
-            {key: self._plain(item) for key, item in value.items()}
+            {key: self._to_plain_data(item) for key, item in value.items()}
             if type(value) is dict
             else value
         )
 
-    def _shown(self, error: Any) -> str:
+    def _format_error(self, error: Any) -> str:
         text = error.display()
         if isinstance(error, self._monty.MontySyntaxError):
             text = text.removeprefix("Traceback (most recent call last):\n")
@@ -349,7 +356,7 @@ class MontySession:
 
     # -- after a cell
 
-    async def _after(self, error: str | None) -> tuple[Any, str | None, list[str]]:
+    async def _finish_cell(self, error: str | None) -> tuple[Any, str | None, list[str]]:
         restored = [name for name in self._names if name in self._reserved or name in self._lent]
         notes: dict[str, Any] = {}
         before: dict[str, Any] = {}
@@ -389,7 +396,7 @@ class MontySession:
         self._namespace.update(self._reserved)
         for name in sorted(self._names | set(self._states)):
             with contextlib.suppress(self._monty.MontyError):
-                value = self._plain(await self._feed(name))
+                value = self._to_plain_data(await self._feed(name))
                 if name not in self._names and isinstance(value, dict):
                     state = self._states[name]
                     state.clear()
@@ -401,7 +408,7 @@ class MontySession:
     # -- values and modules
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
-        with self._request():
+        with self._claim_session():
             try:
                 ValueEncoder().encode(value)
             except CodecError as error:
@@ -418,7 +425,7 @@ class MontySession:
             self._reserved[name] = value
 
     async def get(self, name: str) -> Any:
-        with self._request():
+        with self._claim_session():
             if not name.isidentifier():
                 raise HostCallError("NameError", f"name '{name}' is not defined")
             try:
@@ -429,7 +436,7 @@ class MontySession:
                 raise HostCallError("NameError", str(error).removeprefix("NameError: ")) from None
 
     async def install(self, module: str, source: str) -> None:
-        with self._request():
+        with self._claim_session():
             installed = types.ModuleType(module)
             installed.__dict__.update(
                 call_host=self._call_host,
@@ -456,7 +463,7 @@ class MontySession:
                 value = getattr(installed, name)
                 if callable(value) and not isinstance(value, type):
                     self._lent[name] = value
-                elif is_plain(value) or isinstance(value, dict):
+                elif is_encodable(value) or isinstance(value, dict):
                     await self._bind(name, dict(value) if isinstance(value, dict) else value, False)
                     self._reserved[name] = value
                     if isinstance(value, dict):
@@ -519,7 +526,7 @@ class MontySession:
             await self._checkout.__aexit__(None, None, None)
 
 
-def _settle() -> None:
+def _wait_before_exit() -> None:
     """Wait briefly before Python exits, to avoid a crash in Monty.
 
     A thread of its runtime that releases a Python object during the exit aborts the process

@@ -31,7 +31,7 @@ class MontyCell:
         self.bug: Exception | None = None
         self.calls: set[Future[Any]] = set()
 
-    def printed(self, stream: str, text: str) -> None:
+    def add_output(self, stream: str, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace")
         self.output.add(data)
         self.full_output.add(data)
@@ -63,7 +63,7 @@ def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
     return bound, bool(tree.body) and isinstance(tree.body[-1], ast.Expr), uses_last
 
 
-def is_plain(value: Any) -> bool:
+def is_encodable(value: Any) -> bool:
     try:
         ValueEncoder().encode(value)
     except CodecError:

@@ -21,7 +21,11 @@ from typing import Any
 import msgspec
 
 from ramify.extras.sandboxes import sdk
-from ramify.extras.sandboxes.stream_over_files import ByteStreamOverFiles, PrimeFiles, relay_program
+from ramify.extras.sandboxes.stream_over_files import (
+    ByteStreamOverFiles,
+    PrimeFiles,
+    relay_program_source,
+)
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.providers.remote import SEPARATE_MACHINE, ByteStream, Carries, RemoteSandbox
 
@@ -86,7 +90,7 @@ class PrimeService:
         self._spec = spec
         self._client: Any = None
 
-    async def start(self, command: list[str]) -> ByteStream:
+    async def start_in_new_box(self, command: list[str]) -> ByteStream:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
@@ -97,7 +101,9 @@ class PrimeService:
             await client.wait_for_creation(created.id)
             return await self._stream(created.id, command)
         except BaseException:
-            await sdk.abandon(self.name, f"sandbox {created.id}", lambda: client.delete(created.id))
+            await sdk.delete_after_failure(
+                self.name, f"sandbox {created.id}", lambda: client.delete(created.id)
+            )
             raise
 
     def _request(self) -> Any:
@@ -116,7 +122,7 @@ class PrimeService:
         if not hasattr(client, "is_vm") or await client.is_vm(id):
             return PrimeProcess(client, id, await client.open_process(id, shlex.join(command)))
         files = PrimeFiles(client, id)
-        await files.put(f"{_FOLDER}/postman.py", relay_program())
+        await files.put(f"{_FOLDER}/postman.py", relay_program_source())
         await client.start_background_job(
             id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command])
         )
@@ -164,6 +170,6 @@ def open_provider(spec: PrimeSpec) -> RemoteSandbox:
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()
-    sdk.need_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
+    sdk.require_api_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
     caps = msgspec.structs.replace(SEPARATE_MACHINE, isolates_network=False)
     return RemoteSandbox(spec, PrimeService(prime, spec), caps, WARNING)

@@ -120,7 +120,9 @@ def _fault(module: Any, call: SdkCallSignature) -> str:
     return ""
 
 
-def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead: str = "") -> None:
+def require_api_key(
+    provider: str, variables: tuple[str, ...], file: str = "", instead: str = ""
+) -> None:
     """Raise SandboxError if no API key for a service is found.
 
     A key is given by all of ``variables``, by the variable ``instead``, or by an existing login
@@ -155,7 +157,7 @@ async def create_sandbox(
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         if not task.cancelled():
-            await _uninterrupted(_create_and_delete(provider, task, delete))
+            await _await_uninterrupted(_create_and_delete(provider, task, delete))
         raise
 
 
@@ -171,10 +173,14 @@ async def _create_and_delete(
             f"its creation was cancelled and had not ended {CREATE_GRACE_S:g} s later",
         )
     elif not task.cancelled() and task.exception() is None:
-        await abandon(provider, "a box that was being created", lambda: delete(task.result()))
+        await delete_after_failure(
+            provider, "a box that was being created", lambda: delete(task.result())
+        )
 
 
-async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object]]) -> None:
+async def delete_after_failure(
+    provider: str, box: str, delete: Callable[[], Awaitable[object]]
+) -> None:
     """Delete a box (a remote machine) after a failure.
 
     A failed deletion only warns, because the original failure is the error to report.
@@ -187,7 +193,7 @@ async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object
 
 
 def _warn(provider: str, box: str, why: str) -> None:
-    _log.warn(
+    _log.issue_python_warning(
         f"sandbox '{provider}': {box} may still be running, {why}; delete it at the service, "
         f"or it ends automatically after {LIFETIME_S // 60} minutes",
         RuntimeWarning,
@@ -201,10 +207,10 @@ async def delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
     A cancellation of this task does not stop the deletion. If all attempts fail, the last error is
     raised.
     """
-    await _uninterrupted(_attempts(delete))
+    await _await_uninterrupted(_delete_with_retries(delete))
 
 
-async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
+async def _delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
     for retries_left in reversed(range(NUM_DELETES)):
         try:
             async with asyncio.timeout(DELETE_S):
@@ -216,7 +222,7 @@ async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
         await asyncio.sleep(_PAUSE_S)
 
 
-async def _uninterrupted(work: Awaitable[None]) -> None:
+async def _await_uninterrupted(work: Awaitable[None]) -> None:
     """Wait until an operation is done, even if this task is cancelled.
 
     The cancellation is raised afterwards.

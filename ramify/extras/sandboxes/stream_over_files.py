@@ -49,7 +49,7 @@ class PrimeFiles:
         await sdk.delete_with_retries(lambda: self._client.delete(self._id))
 
 
-def relay_program() -> bytes:
+def relay_program_source() -> bytes:
     """Return the source code of the program that relays a command's input and output through files.
 
     The service runs it as ``python3 stream_over_files_remote.py FOLDER COMMAND…``.

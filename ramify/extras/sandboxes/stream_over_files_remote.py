@@ -22,7 +22,7 @@ MAX_FILE_BYTES = 4 << 20
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1
 
 
-def deliver(folder: str, sink: IO[bytes]) -> None:
+def feed_command_input(folder: str, sink: IO[bytes]) -> None:
     """Pass the host's input files to the command's standard input, in order and forever.
 
     Output files that the host has read are deleted.
@@ -62,7 +62,7 @@ def _read_complete(path: str) -> tuple[bytes, int] | None:
     return (data, reading) if len(data) >= length else None
 
 
-def collect(folder: str, source: IO[bytes]) -> None:
+def write_output_files(folder: str, source: IO[bytes]) -> None:
     """Write the command's output to numbered files until the command ends."""
     number, size = 0, 0
     file = open(os.path.join(folder, "out.0"), "wb", buffering=0)  # noqa: SIM115  (replaced in the loop)
@@ -83,8 +83,10 @@ def main(folder: str, command: list[str]) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        threading.Thread(target=deliver, args=(folder, process.stdin), daemon=True).start()
-        collect(folder, process.stdout)
+        threading.Thread(
+            target=feed_command_input, args=(folder, process.stdin), daemon=True
+        ).start()
+        write_output_files(folder, process.stdout)
         os._exit(process.wait() & 0xFF)
 
 

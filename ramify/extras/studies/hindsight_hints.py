@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.tasks.base import Item, total
-from ramify.tasks.scoring.answer_text import accepted, as_text
+from ramify.tasks.scoring.answer_text import accepted_answers, as_text
 from ramify.train.advantages.credit import was_cut_off
 from ramify.train.signals.base import (
     Judge,
@@ -33,11 +33,11 @@ from ramify.train.signals.base import (
     SignalContext,
     SignalScore,
     TurnId,
-    steps_of,
-    view_of,
+    build_judge_view,
+    judge_turn_views,
 )
 from ramify.train.signals.hint_sources import HintsForTrajectory
-from ramify.train.signals.judge import checked_judge_spec, judge_of, verdict_or_invalid
+from ramify.train.signals.judge import build_judge, checked_judge_spec, verdict_or_invalid
 from ramify.types.recorded_traffic import NEXT_MESSAGE
 from ramify.types.trajectory import Group, Trajectory
 
@@ -63,20 +63,20 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             return "long"
         if len(re.findall(r"[.!?](?:\s|$)", text)) > self.max_sentences or "```" in text:
             return "sentences"
-        if leaks(text, item):
+        if leaks_answer(text, item):
             return "leak"
         return "question" if text.casefold() in question.casefold() else ""
 
 
-def leaks(hint: str, item: Item) -> bool:
+def leaks_answer(hint: str, item: Item) -> bool:
     """Return True if a hint gives away the expected answer.
 
     It does so if it contains the answer as a separate word (``7`` in "the answer is 7", but not in
     "f7"), or a number of at least ``LONG_NUMBER`` digits from the answer.
     """
-    hint_text = _plain(hint)
-    for gold in accepted(item.gold):
-        text = _plain(as_text(gold) or "")
+    hint_text = _normalize_text(hint)
+    for gold in accepted_answers(item.gold):
+        text = _normalize_text(as_text(gold) or "")
         if text and re.search(rf"(?<![\w.]){re.escape(text)}(?![\w]|\.\d)", hint_text):
             return True
         if any(
@@ -87,7 +87,7 @@ def leaks(hint: str, item: Item) -> bool:
     return False
 
 
-def _plain(text: str) -> str:
+def _normalize_text(text: str) -> str:
     """Normalize ``text`` so that formatting cannot hide a number.
 
     Removes thousands separators, dollar signs and surrounding blanks, and folds case.
@@ -134,7 +134,7 @@ class Hindsight(
         msgspec.structs.force_setattr(self, "judge", checked_judge_spec(self.judge))
 
     async def hints(self, group: Group, context: SignalContext) -> list[HintsForTrajectory]:
-        judge = judge_of(self.judge)
+        judge = build_judge(self.judge)
         item = context.items.get(group.task)
         hints = await asyncio.gather(
             *(self._hints(judge, trajectory, item, context) for trajectory in group.trajectories)
@@ -158,7 +158,7 @@ class Hindsight(
         )
         call = trajectory.root
         turns: list[int | None] = list(range(len(call.turns))) if self.per_turn else [None]
-        views = [view_of(trajectory, call, turn, item, ask) for turn in turns]
+        views = [build_judge_view(trajectory, call, turn, item, ask) for turn in turns]
         verdicts = await asyncio.gather(*(verdict_or_invalid(judge, view) for view in views))
         for view, verdict in zip(views, verdicts, strict=True):
             self._add_hints(hints, verdict, item, view.place)
@@ -266,7 +266,7 @@ class DemonstrationHints(
         item = context.items.get(group.task)
         solved = [self._is_solved(trajectory, context) for trajectory in group.trajectories]
         texts = [
-            "\n".join(step.reply for step in steps_of(trajectory.root))
+            "\n".join(step.reply for step in judge_turn_views(trajectory.root))
             for trajectory, is_solved in zip(group.trajectories, solved, strict=True)
             if is_solved and self.source == "siblings"
         ]
@@ -373,7 +373,9 @@ class FeedbackHints(
     def _hints(self, trajectory: Trajectory) -> HintsForTrajectory:
         hints = HintsForTrajectory(SignalScore())
         errors = (
-            [step for step in steps_of(trajectory.root) if step.error] if trajectory.calls else []
+            [step for step in judge_turn_views(trajectory.root) if step.error]
+            if trajectory.calls
+            else []
         )
         if not errors:
             hints.reading.abstained = "no error"

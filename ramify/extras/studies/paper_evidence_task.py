@@ -202,7 +202,7 @@ def evidence(
     splits = dict(generated("evidence", make, seed=seed))
     for split, source in zip(SPLITS, (train, validation, test), strict=True):
         if source is not None:
-            splits[split] = _loaded(split, source, papers[1])
+            splits[split] = _load_items(split, source, papers[1])
     if judge is None:
         return PaperEvidenceTask(splits)
     weights = {"f1": 1 - judge_weight, "judged": judge_weight}
@@ -233,14 +233,16 @@ def parse_passages(answer: Any, context: Mapping[str, str]) -> list[Place] | Non
         answer = [answer]
     found: list[Place] = []
     for part in answer[:1000]:
-        place = _quoted(part, context) if isinstance(part, str) else _pointed(part, context)
+        place = (
+            _locate_quote(part, context) if isinstance(part, str) else _parse_passage(part, context)
+        )
         if place is None:
             return None
         found.append(place)
     return found
 
 
-def _pointed(part: Any, context: Mapping[str, str]) -> Place | None:
+def _parse_passage(part: Any, context: Mapping[str, str]) -> Place | None:
     if not isinstance(part, list | tuple) or len(part) != 3:
         return None
     id, start, end = part
@@ -250,7 +252,7 @@ def _pointed(part: Any, context: Mapping[str, str]) -> Place | None:
     return (id, start, end) if 0 <= start <= end <= len(context[id]) else None
 
 
-def _quoted(part: str, context: Mapping[str, str]) -> Place | None:
+def _locate_quote(part: str, context: Mapping[str, str]) -> Place | None:
     if not part.strip():
         return None
     found = [
@@ -315,7 +317,7 @@ def _make(
         context[id] = text
         gold += [(id, start, end) for start, end in planted]
     question = f"Which passages report the effect of {substance} on {outcome}?"
-    wrong = _elsewhere(rng, context, gold)
+    wrong = _random_wrong_passages(rng, context, gold)
     right = [list(place) for place in gold]
     return Item(question, context, right, f"{len({g[0] for g in gold})} papers", wrong=wrong)
 
@@ -358,10 +360,10 @@ def _paper(
     sentences["Introduction"].insert(0, (f"We write {short} for {about}.", False))
     shown = outcome if facts else other
     head = f"# {about} and {shown}\n\n## Abstract\nA study of {about}, with {shown} as an outcome."
-    return _joined(head, sentences)
+    return _join_sections(head, sentences)
 
 
-def _joined(
+def _join_sections(
     head: str, sentences: Mapping[str, Sequence[tuple[str, bool]]]
 ) -> tuple[str, list[tuple[int, int]]]:
     parts, at, found = [head], len(head), []
@@ -387,7 +389,7 @@ def _substance(rng: random.Random) -> str:
     return rng.choice(_STARTS) + rng.choice(_MIDDLES) + rng.choice(_ENDS)
 
 
-def _elsewhere(
+def _random_wrong_passages(
     rng: random.Random, context: Mapping[str, str], gold: Sequence[Place]
 ) -> list[list[Any]]:
     """Choose random passages that overlap no gold passage, as many as there are gold passages.
@@ -406,15 +408,15 @@ def _elsewhere(
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _loaded(split: str, source: Any, num_papers: int) -> Sequence[Item]:
-    rows = list(_flat(rows_of(source), num_papers))
+def _load_items(split: str, source: Any, num_papers: int) -> Sequence[Item]:
+    rows = list(_flatten_rows(rows_of(source), num_papers))
     if not rows:
         raise ConfigError(f"evidence: {split}={source!r:.60} has no question with evidence")
-    loaded = dataset({split: rows}, item=item_of, reward=interval_f1, name="evidence")
+    loaded = dataset({split: rows}, item=row_to_item, reward=interval_f1, name="evidence")
     return loaded.splits[split]
 
 
-def item_of(row: Row) -> Item:
+def row_to_item(row: Row) -> Item:
     """Convert a row of a data set to an item.
 
     The row has ``question``, ``papers`` (each with ``id`` or ``paper_id``, ``title``, ``abstract``,
@@ -422,13 +424,13 @@ def item_of(row: Row) -> Item:
     column is missing, and ValueError if a piece of evidence is in no paper.
     """
     context = {str(each.get("id") or each["paper_id"]): _text_of(each) for each in row["papers"]}
-    gold = [_found(each, context) for each in row["evidence"]]
+    gold = [_find_evidence(each, context) for each in row["evidence"]]
     if not gold:
         raise ValueError("its evidence is empty")
     return Item(row["question"], context, gold, str(row.get("kind") or ""), wrong=[])
 
 
-def _found(piece: Row, context: Mapping[str, str]) -> list[Any]:
+def _find_evidence(piece: Row, context: Mapping[str, str]) -> list[Any]:
     id, text = str(piece["paper_id"]), str(piece["text"]).strip()
     start = context[id].find(text) if id in context else -1
     if start < 0 or not text:
@@ -453,8 +455,8 @@ def _sections(full_text: Any) -> Any:
     return ((each["section_name"], each["paragraphs"]) for each in full_text)
 
 
-def _flat(rows: Sequence[Row], num_papers: int) -> Any:
-    """Convert the rows of a file to the format that ``item_of`` reads.
+def _flatten_rows(rows: Sequence[Row], num_papers: int) -> Any:
+    """Convert the rows of a file to the format that ``row_to_item`` reads.
 
     A row of the data set QASPER has one paper and several questions. It becomes one row for each
     question, whose context has ``num_papers`` papers: the right one and those that follow it in
@@ -467,7 +469,7 @@ def _flat(rows: Sequence[Row], num_papers: int) -> Any:
         others = [rows[(index + step) % len(rows)] for step in range(min(num_papers, len(rows)))]
         # The right paper must not always be the first.
         turn = random.Random(str(row["id"])).randrange(len(others))
-        for question, evidence in _asked(row["qas"]):
+        for question, evidence in _questions_with_evidence(row["qas"]):
             text = _text_of(row)
             found = [each for each in evidence if each.strip() and each.strip() in text]
             if found:
@@ -476,7 +478,7 @@ def _flat(rows: Sequence[Row], num_papers: int) -> Any:
                 yield {"question": question, "papers": papers, "evidence": pieces}
 
 
-def _asked(qas: Any) -> Any:
+def _questions_with_evidence(qas: Any) -> Any:
     """Yield each question with its evidence: the paragraphs from the first answer that has any.
 
     The list is empty if no answer has evidence.

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
-from ramify.extras.suites.filler_text import NUM_WORDS, names, numbered_word
+from ramify.extras.suites.filler_text import NUM_WORDS, invented_names, numbered_word
 from ramify.extras.suites.planting import Fact, filler_rng, plant
 from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
@@ -107,7 +107,7 @@ def code_qa(
 
 def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     family = rng.choice(families)
-    used = [each.lower() for each in names(rng, 8, 4)]
+    used = [each.lower() for each in invented_names(rng, 8, 4)]
     question, modules, right, others = _QUESTIONS[family](rng, used)
     choices = rng.sample([right, *others], len(_LETTERS))
     facts: list[Fact] = [(rng.random(), text) for text in modules]
@@ -115,11 +115,16 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     gold = _LETTERS[choices.index(right)]
     wrong = _LETTERS[(choices.index(right) + 1) % len(_LETTERS)]
     return Item(
-        _asked(question, choices), text, gold, family, wrong=wrong, metadata={"choices": choices}
+        _format_question(question, choices),
+        text,
+        gold,
+        family,
+        wrong=wrong,
+        metadata={"choices": choices},
     )
 
 
-def _asked(question: str, choices: Sequence[str]) -> str:
+def _format_question(question: str, choices: Sequence[str]) -> str:
     listed = "\n".join(f"{letter}) {text}" for letter, text in zip(_LETTERS, choices, strict=True))
     return f"{question}\n{listed}\nAnswer with one letter."
 
@@ -131,17 +136,17 @@ Asked = tuple[str, list[str], str, list[str]]
 # --- planted modules ------------------------------------------------------------------------------
 
 
-def _module(module: str, *parts: str, imports: Sequence[str] = ()) -> str:
+def _module_source(module: str, *parts: str, imports: Sequence[str] = ()) -> str:
     head = f"# file: {PACKAGE}/{module}.py\n"
     head += "".join(f"from {PACKAGE} import {other}\n" for other in sorted(imports))
     return head + ("\n" if imports else "") + "\n\n".join(parts)
 
 
-def _function(function: str, *lines: str) -> str:
+def _function_source(function: str, *lines: str) -> str:
     return f"def {function}():\n" + "\n".join(f"    {line}" for line in lines)
 
 
-def _value(rng: random.Random, used: Sequence[str]) -> Asked:
+def _value_question(rng: random.Random, used: Sequence[str]) -> Asked:
     """Make a question about the value that a function returns.
 
     The value depends on constants in three modules.
@@ -161,31 +166,33 @@ def _value(rng: random.Random, used: Sequence[str]) -> Asked:
     larger = rng.sample(sorted(steps), len(_LETTERS) - 1 - rank)
     others = [str(value - step) for step in smaller] + [str(value + step) for step in larger]
     modules = [
-        _module(
+        _module_source(
             top,
             f"{first} = {one}",
-            _function(asked, f"return {middle}.{inner}() * {factor} + {first}"),
+            _function_source(asked, f"return {middle}.{inner}() * {factor} + {first}"),
             imports=[middle],
         ),
-        _module(
+        _module_source(
             middle,
             f"{second} = {two}",
-            _function(inner, f"return {low}.{deep}() + {second}"),
+            _function_source(inner, f"return {low}.{deep}() + {second}"),
             imports=[low],
         ),
-        _module(low, f"{third} = {three}", _function(deep, f"return {third} * {more}")),
+        _module_source(
+            low, f"{third} = {three}", _function_source(deep, f"return {third} * {more}")
+        ),
         # The same names with other values, which are not imported.
-        _module(
+        _module_source(
             other,
             f"{second} = {two + rng.randint(1, 9)}\n{third} = {three + rng.choice((-1, 1))}",
-            _function(inner, f"return {second} + {third}"),
+            _function_source(inner, f"return {second} + {third}"),
         ),
     ]
     question = f"What does `{PACKAGE}.{top}.{asked}()` return?"
     return question, modules, str(value), others
 
 
-def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
+def _caller_question(rng: random.Random, used: Sequence[str]) -> Asked:
     """Make a question about which function calls a given one.
 
     Only one of the four choices calls it. The others mention it or call another function of its
@@ -195,10 +202,10 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
     asked, sibling = rng.sample(_FUNCTIONS, 2)
     own = [rng.choice(_FUNCTIONS) for _ in callers]
     modules = [
-        _module(
+        _module_source(
             target,
-            _function(asked, f"return {rng.randint(11, 99)}"),
-            _function(sibling, f"return {rng.randint(11, 99)}"),
+            _function_source(asked, f"return {rng.randint(11, 99)}"),
+            _function_source(sibling, f"return {rng.randint(11, 99)}"),
         )
     ]
     bodies = (
@@ -211,7 +218,7 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
         [f"# see {target}.{asked}", f"return {rng.randint(11, 99)} - {target}.{sibling}()"],
     )
     modules += [
-        _module(module, _function(function, *body), imports=[target])
+        _module_source(module, _function_source(function, *body), imports=[target])
         for module, function, body in zip(callers, own, bodies, strict=True)
     ]
     right, *others = (
@@ -221,7 +228,7 @@ def _caller(rng: random.Random, used: Sequence[str]) -> Asked:
     return question, modules, right, others
 
 
-def _order(rng: random.Random, used: Sequence[str]) -> Asked:
+def _order_question(rng: random.Random, used: Sequence[str]) -> Asked:
     """Make a question about the order in which four functions begin to run.
 
     Some of them call others, and each call runs to its end before its caller makes the next one.
@@ -234,9 +241,9 @@ def _order(rng: random.Random, used: Sequence[str]) -> Asked:
     calls = rng.choice(({0: [1], 2: [3]}, {0: [1, 2]}, {1: [2, 3]}, {0: [1], 1: [2]}, {2: [3]}))
     inner = {place for own in calls.values() for place in own}
     modules = [
-        _module(
+        _module_source(
             start,
-            _function(
+            _function_source(
                 run,
                 "total = 0",
                 *(f"total += {places[n]}()" for n in range(4) if n not in inner),
@@ -249,8 +256,10 @@ def _order(rng: random.Random, used: Sequence[str]) -> Asked:
         own = calls.get(number, [])
         body = [f"total = {numbers[number]}", *(f"total += {places[n]}()" for n in own)]
         modules.append(
-            _module(
-                module, _function(function, *body, "return total"), imports=[rest[n] for n in own]
+            _module_source(
+                module,
+                _function_source(function, *body, "return total"),
+                imports=[rest[n] for n in own],
             )
         )
     nth = rng.choice(list(_NTH))
@@ -264,9 +273,9 @@ def _order(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 _QUESTIONS: Mapping[str, Callable[[random.Random, Sequence[str]], Asked]] = {
-    "value": _value,
-    "caller": _caller,
-    "order": _order,
+    "value": _value_question,
+    "caller": _caller_question,
+    "order": _order_question,
 }
 FAMILIES = tuple(_QUESTIONS)
 
@@ -302,7 +311,9 @@ def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[st
         if imported:
             functions.append(f"def total(value=1):\n    return {imported}(value) + {constant}")
         imports = [imported.partition(".")[0]] if imported else []
-        return numbered_word(at), _module(numbered_word(at), head, *functions, imports=imports)
+        return numbered_word(at), _module_source(
+            numbered_word(at), head, *functions, imports=imports
+        )
 
     def made(num: int) -> list[str]:
         found = []
@@ -327,7 +338,7 @@ def _longbench_item(row: Row) -> Item:
     wrong = _LETTERS[(_LETTERS.index(gold) + 1) % len(_LETTERS)]
     kept = ("_id", "sub_domain", "difficulty", "length")
     return Item(
-        _asked(str(row["question"]), choices),
+        _format_question(str(row["question"]), choices),
         row["context"],
         gold,
         str(row["domain"]),

@@ -92,9 +92,9 @@ class _Package:
         last = node.body[-1] if node else None
         if not isinstance(last, ast.Return) or last.value is None:
             return None
-        return self._of(last.value, place.rpartition(".")[0])
+        return self._evaluate_node(last.value, place.rpartition(".")[0])
 
-    def _of(self, node: ast.expr, module: str) -> int | None:
+    def _evaluate_node(self, node: ast.expr, module: str) -> int | None:
         match node:
             case ast.Constant(value=int(number)):
                 return number
@@ -103,7 +103,10 @@ class _Package:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=other), attr=function)):
                 return self.value(f"depot.{other}.{function}")
             case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as op, right=right):
-                one, other_value = self._of(left, module), self._of(right, module)
+                one, other_value = (
+                    self._evaluate_node(left, module),
+                    self._evaluate_node(right, module),
+                )
                 if one is None or other_value is None:
                     return None
                 return one + other_value if isinstance(op, ast.Add) else one * other_value
@@ -120,11 +123,13 @@ def _calls_in(node: ast.AST) -> Iterator[str]:
                 yield from _calls_in(child)
 
 
-def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
     """Return a wrong answer: the letter of another choice."""
     return draw.choice([letter for letter in "ABCD" if letter != right])
 
 
-CODE_QA = OfflineModelSuiteStrategy("code_qa", r"`depot\.\w+\.\w+", solve, answer_from_text, spoil)
+CODE_QA = OfflineModelSuiteStrategy(
+    "code_qa", r"`depot\.\w+\.\w+", solve, answer_from_text, make_wrong_answer
+)
 """How the offline model answers ``code_qa``: code follows imports, and a sub-model call reads the
 modules."""

@@ -44,7 +44,7 @@ def sentence(rng: random.Random) -> str:
 
     It never helps to answer a question.
     """
-    where = f" of {name(rng, 3)}" if rng.random() < 0.3 else ""
+    where = f" of {invented_name(rng, 3)}" if rng.random() < 0.3 else ""
     return (
         f"The {rng.choice(PEOPLE)}{where} {rng.choice(VERBS)} "
         f"the {rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}."
@@ -65,14 +65,14 @@ def pool_size(chars: int) -> int:
     return min(2_000, max(100, chars // 100))
 
 
-def name(rng: random.Random, num_syllables: int) -> str:
+def invented_name(rng: random.Random, num_syllables: int) -> str:
     """Return an invented name with this many syllables, such as ``Lodavi`` with three."""
     return "".join(rng.choices(SYLLABLES, k=num_syllables)).capitalize()
 
 
-def names(rng: random.Random, num: int, num_syllables: int = 3) -> list[str]:
+def invented_names(rng: random.Random, num: int, num_syllables: int = 3) -> list[str]:
     """Return ``num`` different invented names."""
     found: dict[str, None] = {}
     while len(found) < num:
-        found[name(rng, num_syllables)] = None
+        found[invented_name(rng, num_syllables)] = None
     return list(found)

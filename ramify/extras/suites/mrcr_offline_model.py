@@ -30,7 +30,7 @@ def answer_from_text(question: str, text: str) -> str | None:
     return None
 
 
-def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
     """Return a plausible wrong answer: the reply to another request with the same wording or,
     failing that, half of the right reply."""
     nth = int(re.findall(r"to the (\d+)", question)[0])
@@ -45,7 +45,11 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
 
 
 MRCR = OfflineModelSuiteStrategy(
-    "mrcr", r"^Prepend \S+ to the \d+\w\w \(1 indexed\) ", solve, answer_from_text, spoil
+    "mrcr",
+    r"^Prepend \S+ to the \d+\w\w \(1 indexed\) ",
+    solve,
+    answer_from_text,
+    make_wrong_answer,
 )
 """How the offline model answers ``mrcr``: code finds the identical requests, without a sub-model
 call."""

@@ -32,8 +32,8 @@ from ramify.extras.suites.filler_text import (
     ADJECTIVES,
     NOUNS,
     PEOPLE,
-    name,
-    names,
+    invented_name,
+    invented_names,
     sentence,
     sentence_pool,
 )
@@ -138,14 +138,18 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
         relation = rng.choice(list(relations))
         asked = relations[relation].format(asked)
         target = getattr(entity, relation)
-        other = _town(rng, names_of) if relation == "town" else _unlike(first, rng, names_of)
+        other = (
+            _town(rng, names_of)
+            if relation == "town"
+            else _non_matching_person(first, rng, names_of)
+        )
         chain.append(other._replace(name=target))
     last = chain[-1]
     if isinstance(last, Person):
         question, gold = f"What is the title of the first book by {asked}?", last.book
     else:
         question, gold = f"What is the name of the only bridge of {asked}?", last.bridge
-    similar = _similar(rng, names_of, chain)
+    similar = _similar_people(rng, names_of, chain)
     facts = [(rng.random(), _document(entity, sentence(rng))) for entity in (*chain, *similar)]
     passages = _documents(filler_rng(rng), chars, first, names_of.used)
     text = plant(facts, passages, chars, "\n\n")
@@ -161,9 +165,9 @@ class _Names:
         self._rng = rng
 
     def word(self, num_syllables: int) -> str:
-        word = name(self._rng, num_syllables)
+        word = invented_name(self._rng, num_syllables)
         while word in self.used:
-            word = name(self._rng, num_syllables)
+            word = invented_name(self._rng, num_syllables)
         self.used.add(word)
         return word
 
@@ -198,7 +202,7 @@ def _title(rng: random.Random, place: str) -> str:
     return f"The {rng.choice(ADJECTIVES).capitalize()} {rng.choice(NOUNS).capitalize()} of {place}"
 
 
-def _unlike(first: Person, rng: random.Random, names_of: _Names) -> Person:
+def _non_matching_person(first: Person, rng: random.Random, names_of: _Names) -> Person:
     """Generate a person who does not fit the description of the person at the start of the
     question."""
     person = _person(rng, names_of)
@@ -207,7 +211,9 @@ def _unlike(first: Person, rng: random.Random, names_of: _Names) -> Person:
     return person
 
 
-def _similar(rng: random.Random, names_of: _Names, chain: Sequence[Person | Town]) -> list[Person]:
+def _similar_people(
+    rng: random.Random, names_of: _Names, chain: Sequence[Person | Town]
+) -> list[Person]:
     """Generate people who are easily confused with those in the question.
 
     Some share two attributes with the first person, and others the surname of a later one.
@@ -225,7 +231,7 @@ def _similar(rng: random.Random, names_of: _Names, chain: Sequence[Person | Town
     for entity in chain[1:]:
         if isinstance(entity, Person):
             namesake = f"{names_of.word(3)} {entity.name.split()[1]}"
-            found.append(_unlike(first, rng, names_of)._replace(name=namesake))
+            found.append(_non_matching_person(first, rng, names_of)._replace(name=namesake))
     return found
 
 
@@ -252,10 +258,10 @@ def _documents(
     None fits the description of the first person.
     """
     pool = sentence_pool(rng, chars)
-    words = [word for word in names(rng, len(pool)) if word not in used]
+    words = [word for word in invented_names(rng, len(pool)) if word not in used]
     titles = [_title(rng, word) for word in words]
     bridges = [f"{rng.choice(ADJECTIVES).capitalize()} {word} Bridge" for word in words]
-    towns = [word for word in names(rng, len(pool), 4) if word not in used]
+    towns = [word for word in invented_names(rng, len(pool), 4) if word not in used]
     prizes = {
         profession: tuple(
             prize for prize in _PRIZES if (profession, prize) != (first.profession, first.prize)
@@ -278,9 +284,9 @@ def _documents(
         for _ in range(num):
             end = rng.choice(pool)
             if rng.random() < _TOWN_SHARE:
-                town = name(rng, 4)
+                town = invented_name(rng, 4)
                 while town in used:
-                    town = name(rng, 4)
+                    town = invented_name(rng, 4)
                 documents.append(
                     _document(Town(town, anyone(), anyone(), rng.choice(bridges)), end)
                 )

@@ -30,7 +30,7 @@ _FACTS = {
 """Relation -> pattern of the sentence that states it in a document."""
 
 
-def hops(question: str) -> tuple[str, list[str]]:
+def parse_hops(question: str) -> tuple[str, list[str]]:
     """Return the description of the first person, and the relations from there to the answer."""
     forms = {
         "book": r"What is the title of the first book by (.+)\?.*",
@@ -56,7 +56,7 @@ def hops(question: str) -> tuple[str, list[str]]:
 
 
 def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:
-    first, path = hops(question)
+    first, path = parse_hops(question)
     form = r"the (\w+) who was born in (\d+) and won the (\w+) Prize"
     profession, year, prize = re.findall(form, first)[0]
     documents = context.split("\n\n")
@@ -87,7 +87,7 @@ def answer_from_text(question: str, text: str) -> str | None:
     return fact[1] if fact and text.startswith(f"# {asked[2]}\n") else "unknown"
 
 
-def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
     """Return a wrong answer: another person, town, book or bridge from the text."""
     form = r"\b[A-Z][a-z]+ [A-Z][a-z]+\b"
     if right.endswith(" Bridge"):
@@ -105,8 +105,8 @@ MULTIHOP = OfflineModelSuiteStrategy(
     r"What is the (title of the first book by|name of the only bridge of) ",
     solve,
     answer_from_text,
-    spoil,
-    (hops,),
+    make_wrong_answer,
+    (parse_hops,),
 )
 """How the offline model answers ``multihop``: code finds each document, and a sub-model call reads
 from it."""

@@ -37,8 +37,8 @@ from ramify.errors import ConfigError
 from ramify.extras.suites.filler_text import (
     ADJECTIVES,
     NUM_WORDS,
-    name,
-    names,
+    invented_name,
+    invented_names,
     numbered_word,
     pool_size,
     sentence,
@@ -183,7 +183,7 @@ def _uuid(rng: random.Random) -> str:
 
 
 def _keys(rng: random.Random, num: int) -> list[str]:
-    return [f"{rng.choice(ADJECTIVES)}-{each.lower()}" for each in names(rng, num)]
+    return [f"{rng.choice(ADJECTIVES)}-{each.lower()}" for each in invented_names(rng, num)]
 
 
 def _uuids(rng: random.Random, num: int) -> list[str]:
@@ -213,7 +213,7 @@ def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str
         ]
     nouns = [
         noun.lower()
-        for noun in names(rng, pool_size(chars))
+        for noun in invented_names(rng, pool_size(chars))
         if not any(key.endswith(f"-{noun.lower()}") for key in keys)
     ]
 
@@ -228,7 +228,7 @@ def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str
     return needles
 
 
-def _needles(
+def _needle_question(
     filler: Callable[..., Passages],
     rng: random.Random,
     chars: int,
@@ -267,7 +267,7 @@ def _needles(
 # --- variables and words --------------------------------------------------------------------------
 
 
-def _variables(rng: random.Random, chars: int) -> Asked:
+def _variable_question(rng: random.Random, chars: int) -> Asked:
     """Make a question about a chain of variables.
 
     The first is assigned a value, and each later one the variable before it.
@@ -448,11 +448,11 @@ def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str],
     Returns the question, the sentence that answers it followed by misleading ones, and the code in
     each sentence.
     """
-    person = name(rng, 4)
+    person = invented_name(rng, 4)
     codes = [str(code) for code in rng.sample(range(100_000, 1_000_000), distractors + 1)]
     needles = [f"The access code of {person} is {codes[0]}."]
     for number, code in enumerate(codes[1:]):
-        other = person[:4] + name(rng, 2).lower()
+        other = person[:4] + invented_name(rng, 2).lower()
         if number % 2 or other == person:
             needles.append(f"Until last year the access code of {person} was {code}.")
         else:
@@ -483,15 +483,17 @@ def _haystack(
 
 _UUID_VALUES: Mapping[str, Any] = {"what": "uuids", "value": _uuid}
 _MAKERS: Mapping[str, Callable[[random.Random, int], Asked]] = {
-    "single_1": functools.partial(_needles, _noise),
-    "single_2": functools.partial(_needles, _sentences),
-    "single_3": functools.partial(_needles, _sentences, **_UUID_VALUES),
-    "multikey_1": functools.partial(_needles, _sentences, num_keys=4),
-    "multikey_2": functools.partial(_needles, _other_needles),
-    "multikey_3": functools.partial(_needles, _other_needles, make_keys=_uuids, **_UUID_VALUES),
-    "multivalue": functools.partial(_needles, _sentences, num_values=4),
-    "multiquery": functools.partial(_needles, _sentences, num_keys=4, asked=4),
-    "vt": _variables,
+    "single_1": functools.partial(_needle_question, _noise),
+    "single_2": functools.partial(_needle_question, _sentences),
+    "single_3": functools.partial(_needle_question, _sentences, **_UUID_VALUES),
+    "multikey_1": functools.partial(_needle_question, _sentences, num_keys=4),
+    "multikey_2": functools.partial(_needle_question, _other_needles),
+    "multikey_3": functools.partial(
+        _needle_question, _other_needles, make_keys=_uuids, **_UUID_VALUES
+    ),
+    "multivalue": functools.partial(_needle_question, _sentences, num_values=4),
+    "multiquery": functools.partial(_needle_question, _sentences, num_keys=4, asked=4),
+    "vt": _variable_question,
     "cwe": _common_words,
     "fwe": _frequent_words,
     "needle": _access_code,

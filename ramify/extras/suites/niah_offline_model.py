@@ -79,7 +79,7 @@ def _chain(value: str, text: str) -> list[str]:
         chain.append(more[0])
 
 
-def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
     """Return a wrong answer: the right values with one of them replaced, by another value from the
     text if possible."""
     values = right.split(", ")
@@ -89,11 +89,11 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
         others = sorted(set(re.findall(form, text)) - set(values))
     else:
         others = sorted(set(re.findall(r"[a-z]{6,}", text[:20_000])) - set(values))
-    values[place] = draw.choice(others) if others else _altered(values[place], draw)
+    values[place] = draw.choice(others) if others else _alter_value(values[place], draw)
     return ", ".join(values)
 
 
-def _altered(value: str, draw: random.Random) -> str:
+def _alter_value(value: str, draw: random.Random) -> str:
     """Return ``value`` with a different last character that its format allows."""
     kind = "0123456789" if value[-1].isdigit() else "ABCDEF" if value.isupper() else "abcdef"
     return value[:-1] + draw.choice([each for each in kind if each != value[-1]])
@@ -106,7 +106,7 @@ NIAH = OfflineModelSuiteStrategy(
     r"|most frequently appeared words in the above coded text",
     solve,
     answer_from_text,
-    spoil,
+    make_wrong_answer,
 )
 """How the offline model answers ``niah`` and ``needle``: code finds sentences, and a sub-model call
 reads values."""

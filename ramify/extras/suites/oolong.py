@@ -72,7 +72,7 @@ def header(num: int, labels: Sequence[str]) -> str:
     return _HEADER.format(num=num, labels=", ".join(labels))
 
 
-def line(day: int, user: int, instance: str, label: str = "") -> str:
+def format_text_line(day: int, user: int, instance: str, label: str = "") -> str:
     """Return one line of a generated text: its date, user and sentence.
 
     The label is added only if given.
@@ -118,7 +118,7 @@ class OolongLines(msgspec.Struct, frozen=True):
             )
         )
 
-    def counts(self, labels: Sequence[str]) -> dict[str, int]:
+    def label_counts(self, labels: Sequence[str]) -> dict[str, int]:
         """Return the number of lines with each label.
 
         Labels that occur in no line are included with 0.
@@ -145,14 +145,14 @@ class OolongScorer(msgspec.Struct, frozen=True):
         text = as_text(answer)
         if text is None:
             return 0.0
-        given = _stripped(text)
+        given = _strip_answer(text)
         if isinstance(gold, int | float):
             number = _number(given)
             return 0.0 if number is None else _BASE ** min(abs(gold - number), 1e6)
         if isinstance(gold, list | tuple):
-            named = sorted(_stripped(part).casefold() for part in re.split(r"[,;\n]", given))
+            named = sorted(_strip_answer(part).casefold() for part in re.split(r"[,;\n]", given))
             return float(named == sorted(str(each).strip().casefold() for each in gold))
-        return float(_same(given, str(gold)))
+        return float(_is_same(given, str(gold)))
 
 
 def oolong(
@@ -214,20 +214,27 @@ def _public_file(with_labels: bool) -> BenchmarkFileFormat:
 
 
 def _public_item(context: str, row: Row) -> Item:
-    gold = _gold(str(row["answer"]))
+    gold = _parse_gold(str(row["answer"]))
     kind = str(row.get("task_group") or row.get("question_type") or "")
-    return Item(row["question"], row[context], gold, kind, right=_right(gold), wrong=_wrong(gold))
+    return Item(
+        row["question"],
+        row[context],
+        gold,
+        kind,
+        right=_format_gold(gold),
+        wrong=_wrong_answer(gold),
+    )
 
 
-def _right(gold: Any) -> Any:
+def _format_gold(gold: Any) -> Any:
     return ", ".join(map(str, gold)) if isinstance(gold, list) else gold
 
 
-def _wrong(gold: Any) -> Any:
+def _wrong_answer(gold: Any) -> Any:
     return gold + 3 if isinstance(gold, int | float) else "none of these"
 
 
-def _gold(text: str) -> Any:
+def _parse_gold(text: str) -> Any:
     """Parse the answer column of a row: plain text, or a list in Python notation such as
     ``['spam']``, ``[12]`` or ``[datetime.date(2024, 5, 3)]``.
 
@@ -251,7 +258,7 @@ def _gold(text: str) -> Any:
 # --- comparing answers ----------------------------------------------------------------------------
 
 
-def _stripped(text: str) -> str:
+def _strip_answer(text: str) -> str:
     """Strip what often surrounds an answer: ``Label: [spam]`` becomes ``spam``."""
     last = text.strip().splitlines()[-1] if text.strip() else ""
     last = last.rpartition(":")[2] if re.match(r"\W*[A-Za-z ]{1,30}:", last) else last
@@ -263,7 +270,7 @@ def _number(text: str) -> float | None:
     return float(match[0]) if match else None
 
 
-def _same(given: str, gold: str) -> bool:
+def _is_same(given: str, gold: str) -> bool:
     if given.casefold() == gold.strip().casefold():
         return True
     for words in COMPARISONS:  # a whole sentence: "abbreviation is less common than entity"
@@ -303,7 +310,7 @@ def _make(
     family = rng.choice(families)
     name, ask = rng.choice(_QUESTIONS[family])
     question, gold = ask(rng, lines, labels)
-    return Item(question, text, gold, f"{family} {name}", wrong=_wrong(gold))
+    return Item(question, text, gold, f"{family} {name}", wrong=_wrong_answer(gold))
 
 
 def _lines(
@@ -323,7 +330,7 @@ def _lines(
     # Labels, users and months are unequally frequent, so that most questions have one answer.
     label_shares = list(itertools.accumulate([rng.uniform(1, 4) for _ in labels]))
     user_shares = list(itertools.accumulate([rng.uniform(1, 4) for _ in ids]))
-    bare = len(line(0, ids[0], ""))
+    bare = len(format_text_line(0, ids[0], ""))
     # The generator is asked for the same numbers as if it chose the words themselves.
     indices, syllables = range(len(labels)), range(len(SYLLABLES))
     forms = [range(len(LABELS[label])) for label in labels]
@@ -348,7 +355,7 @@ def _lines(
         lines.days.extend([number] * len(day.labels))
         lines.users.extend([ids[user] for user in day.users])
         lines.labels.extend(day.labels)
-        parts.append("".join(_written(number, day, ids, labels, with_labels)))
+        parts.append("".join(_format_lines(number, day, ids, labels, with_labels)))
     return lines, "".join(parts)
 
 
@@ -362,12 +369,12 @@ class _Day(NamedTuple):
     """One number for each sentence, which encodes its template, thing and place."""
 
 
-def _written(
+def _format_lines(
     number: int, day: _Day, ids: Sequence[int], labels: Sequence[str], with_labels: bool
 ) -> Iterator[str]:
     for label, user, instance in zip(day.labels, day.users, day.instances, strict=True):
         shown = labels[label] if with_labels else ""
-        yield "\n" + line(number, ids[user], _instance(labels[label], instance), shown)
+        yield "\n" + format_text_line(number, ids[user], _instance(labels[label], instance), shown)
 
 
 def _instance(label: str, number: int) -> str:
@@ -383,27 +390,27 @@ Asked = tuple[str, Any]
 """A question: (text, right answer)."""
 
 
-def _most(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
-    return _extreme(lines, labels, "most")
+def _most_common_question(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    return _extreme_question(lines, labels, "most")
 
 
-def _least(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
-    return _extreme(lines, labels, "least")
+def _least_common_question(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    return _extreme_question(lines, labels, "least")
 
 
-def _extreme(lines: OolongLines, labels: Sequence[str], which: str) -> Asked:
+def _extreme_question(lines: OolongLines, labels: Sequence[str], which: str) -> Asked:
     """Ask for the most or the least common label.
 
     If several labels tie, all of them together are the right answer.
     """
-    counts = lines.counts(labels)
+    counts = lines.label_counts(labels)
     end = (max if which == "most" else min)(counts.values())
     found = sorted(label for label, count in counts.items() if count == end)
     return f"Which of the labels is the {which} common?", found[0] if len(found) == 1 else found
 
 
-def _second(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
-    counts = {label: count for label, count in lines.counts(labels).items() if count}
+def _second_most_question(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+    counts = {label: count for label, count in lines.label_counts(labels).items() if count}
     sizes = sorted(set(counts.values()), reverse=True)
     found = sorted(label for label in counts if counts[label] == sizes[min(1, len(sizes) - 1)])
     return "Which of the labels is the second most common?", (
@@ -413,12 +420,12 @@ def _second(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> As
 
 def _number_of(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     label = rng.choice(list(labels))
-    return f"How many instances have the label '{label}'?", lines.counts(labels)[label]
+    return f"How many instances have the label '{label}'?", lines.label_counts(labels)[label]
 
 
-def _compare(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+def _comparison_question(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     one, other = rng.sample(list(labels), 2)
-    counts = lines.counts(labels)
+    counts = lines.label_counts(labels)
     return (
         f"Is the label '{one}' more common than, less common than, or of the same frequency as "
         f"the label '{other}'?",
@@ -426,7 +433,7 @@ def _compare(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> A
     )
 
 
-def _times(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+def _times_question(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     counts = Counter(lines.days)
     times = rng.choice(sorted(counts.values()))
     gold = sum(count == times for count in counts.values())
@@ -447,7 +454,9 @@ def _for_users(ask: Callable[..., Asked]) -> Callable[..., Asked]:
 
 
 def _top_user(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
-    label = rng.choice(sorted(label for label, count in lines.counts(labels).items() if count))
+    label = rng.choice(
+        sorted(label for label, count in lines.label_counts(labels).items() if count)
+    )
     wanted = list(labels).index(label)
     counts = Counter(
         user for user, own in zip(lines.users, lines.labels, strict=True) if own == wanted
@@ -474,10 +483,10 @@ def _in_month(ask: Callable[..., Asked]) -> Callable[..., Asked]:
     return about
 
 
-def _before(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+def _before_date_question(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     label, first = rng.choice(list(labels)), rng.choice(lines.days)
-    before = lines.where(lambda day, _: day < first).counts(labels)[label]
-    after = lines.where(lambda day, _: day >= first).counts(labels)[label]
+    before = lines.where(lambda day, _: day < first).label_counts(labels)[label]
+    after = lines.where(lambda day, _: day >= first).label_counts(labels)[label]
     return (
         f"Is the label '{label}' more common before {written_date(first)} than from then on, "
         "less common, or of the same frequency?",
@@ -485,7 +494,7 @@ def _before(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> As
     )
 
 
-def _busiest(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
+def _busiest_month_question(rng: random.Random, lines: OolongLines, labels: Sequence[str]) -> Asked:
     counts: Counter[str] = Counter()
     for day, count in Counter(lines.days).items():
         counts[datetime.date(*_month(day), 1).strftime("%B %Y")] += count
@@ -501,19 +510,19 @@ def _comparison(one: int, other: int) -> str:
 
 
 _COMMON = (
-    ("most", _most),
-    ("least", _least),
-    ("second", _second),
+    ("most", _most_common_question),
+    ("least", _least_common_question),
+    ("second", _second_most_question),
     ("number", _number_of),
-    ("compare", _compare),
+    ("compare", _comparison_question),
 )
 _QUESTIONS: Mapping[str, Sequence[tuple[str, Callable[..., Asked]]]] = {
-    "counting": (*_COMMON, ("times", _times)),
+    "counting": (*_COMMON, ("times", _times_question)),
     "user": (*((name, _for_users(ask)) for name, ask in _COMMON), ("top", _top_user)),
     "timeline": (
         *((name, _in_month(ask)) for name, ask in _COMMON),
-        ("before", _before),
-        ("busiest", _busiest),
+        ("before", _before_date_question),
+        ("busiest", _busiest_month_question),
     ),
 }
 """Family -> (name, function that makes the question) of each kind of question."""

@@ -59,14 +59,14 @@ def labelled_lines(
     ]
 
 
-def best_of(counts: dict[str, int], which: int) -> str:
+def names_by_count_rank(counts: dict[str, int], which: int) -> str:
     """Return all names with the largest (0), the second largest (1) or the smallest count (-1)."""
     sizes = sorted(set(counts.values()), reverse=True)
     size = sizes[-1 if which < 0 else min(which, len(sizes) - 1)]
     return ", ".join(sorted(name for name in counts if counts[name] == size))
 
 
-def compared(one: int, other: int) -> str:
+def frequency_comparison(one: int, other: int) -> str:
     if one == other:
         return "same frequency as"
     return "more common than" if one > other else "less common than"
@@ -88,26 +88,28 @@ def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], ch
     counts = collections.Counter(lines[number][2] for number in kept)
     named = re.findall(r"'([^']+)'", question)
     if "is the most common" in question:
-        return best_of({label: counts[label] for label in labels}, 0)
+        return names_by_count_rank({label: counts[label] for label in labels}, 0)
     if "is the least common" in question:
-        return best_of({label: counts[label] for label in labels}, -1)
+        return names_by_count_rank({label: counts[label] for label in labels}, -1)
     if "is the second most common" in question:
-        return best_of(counts, 1)
+        return names_by_count_rank(counts, 1)
     if "How many instances have" in question:
         return str(counts[named[0]])
     if "How many dates occur" in question:
         times = int(re.findall(r"exactly (\d+) lines", question)[0])
         return str(sum(count == times for count in collections.Counter(days).values()))
     if "Which user has the most" in question:
-        return best_of(collections.Counter(line[1] for line in lines if line[2] == named[0]), 0)
+        return names_by_count_rank(
+            collections.Counter(line[1] for line in lines if line[2] == named[0]), 0
+        )
     if "Which month" in question:
-        return best_of(collections.Counter(months), 0)
+        return names_by_count_rank(collections.Counter(months), 0)
     if "more common before" in question:
         date = re.findall(r"before (\w+ \d+, \d+) than", question)[0]
         start = datetime.datetime.strptime(date, "%b %d, %Y")
         early = [days[at] < start for at in range(len(lines)) if lines[at][2] == named[0]]
-        return compared(early.count(True), early.count(False))
-    return compared(counts[named[0]], counts[named[1]])
+        return frequency_comparison(early.count(True), early.count(False))
+    return frequency_comparison(counts[named[0]], counts[named[1]])
 
 
 def answer_from_text(question: str, text: str) -> str | None:
@@ -125,7 +127,7 @@ def _label_of(instance: str) -> str:
     return next((label for start, label in _BEGINNINGS.items() if instance.startswith(start)), "")
 
 
-def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
     """Return a plausible wrong answer in the format of the right one.
 
     In a list of labels, a few change. A number changes by at most 3. Otherwise it is another label,
@@ -152,14 +154,16 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
     return f"{draw.choice(('May', 'June', 'July', 'August'))} {year}"
 
 
-def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
+def answer_plan_request(turn: ParsedPlanLeafRequest) -> Any:
     """Return the right reply to a request of the plan ``aggregate``, or None for any other request.
 
     For numbered records, the reply is the value that the question counts in each. For counts of
     these values, it is the answer to the question.
     """
     if turn.kind == "value":
-        return [_counted(turn.question, *parts) for parts in map(date_user_label, turn.records)]
+        return [
+            _counted_value(turn.question, *parts) for parts in map(date_user_label, turn.records)
+        ]
     if turn.kind != "answer":
         return None
     return _by_counts(turn.question, turn.counts, turn.count_frequencies)
@@ -176,7 +180,7 @@ def date_user_label(record: str) -> tuple[str, str, str]:
     return (found[1], found[2], found[4] or _label_of(found[3])) if found else ("", "", "")
 
 
-def _counted(question: str, date: str, user: str, label: str) -> str:
+def _counted_value(question: str, date: str, user: str, label: str) -> str:
     """Return the value that a question counts for one line, such as its label, user or month.
 
     Returns ``none`` if the question excludes the line.
@@ -207,8 +211,8 @@ def _counted(question: str, date: str, user: str, label: str) -> str:
 def _by_counts(question: str, counts: dict[str, int], spread: dict[str, int]) -> str:
     """Answer a question from counts.
 
-    ``counts`` maps each value from ``_counted`` to its number of lines. ``spread`` maps each such
-    number to how many values have it.
+    ``counts`` maps each value from ``_counted_value`` to its number of lines. ``spread`` maps each
+    such number to how many values have it.
     """
     named = re.findall(r"'([^']+)'", question)
     if times := re.search(r"in exactly (\d+) lines", question):
@@ -216,16 +220,16 @@ def _by_counts(question: str, counts: dict[str, int], spread: dict[str, int]) ->
     if "How many instances have" in question:
         return str(counts.get(named[0], 0))
     if "more common before" in question:
-        return compared(counts.get("before", 0), counts.get("from then on", 0))
+        return frequency_comparison(counts.get("before", 0), counts.get("from then on", 0))
     if not counts:
         return "unknown"
     if "is the least common" in question:
-        return best_of(counts, -1)
+        return names_by_count_rank(counts, -1)
     if "is the second most common" in question:
-        return best_of(counts, 1)
+        return names_by_count_rank(counts, 1)
     if re.search(r"is the most common|Which user|Which month", question):
-        return best_of(counts, 0)
-    return compared(counts.get(named[0], 0), counts.get(named[1], 0))
+        return names_by_count_rank(counts, 0)
+    return frequency_comparison(counts.get(named[0], 0), counts.get(named[1], 0))
 
 
 OOLONG = OfflineModelSuiteStrategy(
@@ -235,8 +239,8 @@ OOLONG = OfflineModelSuiteStrategy(
     r"|Which month, as in 'May 2023', has the most lines\?",
     solve,
     answer_from_text,
-    spoil,
-    (labelled_lines, best_of, compared),
-    plan_leaf,
+    make_wrong_answer,
+    (labelled_lines, names_by_count_rank, frequency_comparison),
+    answer_plan_request,
 )
 """How the offline model answers OOLONG: sub-model calls label the lines, and code counts."""

@@ -31,8 +31,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.suites.filler_text import name, pool_size
-from ramify.extras.suites.oolong import LABELS, THINGS, header, line, written_date
+from ramify.extras.suites.filler_text import invented_name, pool_size
+from ramify.extras.suites.oolong import LABELS, THINGS, format_text_line, header, written_date
 from ramify.extras.suites.planting import filler_rng
 from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
@@ -153,7 +153,7 @@ def _text(
     condition: UserPairCondition,
     with_labels: bool,
 ) -> str:
-    planted = _planted(rng, ids, condition, with_labels)
+    planted = _planted_lines(rng, ids, condition, with_labels)
     labels = tuple(LABELS)
     filler = filler_rng(rng)
     size = pool_size(chars)
@@ -166,7 +166,7 @@ def _text(
     def written(day: int, user: int) -> str:
         known = open_labels[user] if day >= condition.first_day else labels
         label = filler.choice(known)
-        return line(day, user, filler.choice(pool[label]), label if with_labels else "")
+        return format_text_line(day, user, filler.choice(pool[label]), label if with_labels else "")
 
     sample = [written(condition.first_day, user) for user in filler.choices(ids, k=size)]
     mean = sum(map(len, sample)) / size + 1
@@ -186,7 +186,7 @@ def _text(
     return "\n".join(parts)
 
 
-def _planted(
+def _planted_lines(
     rng: random.Random, ids: Sequence[int], condition: UserPairCondition, with_labels: bool
 ) -> dict[int, list[str]]:
     """Return the lines to plant, by day.
@@ -202,21 +202,21 @@ def _planted(
             begin, end, labels = 0, begin, condition.labels
         for label in labels or [rng.choice(neutral)]:
             day = rng.randrange(begin, end)
-            text = line(day, user, _instance(rng, label), label if with_labels else "")
+            text = format_text_line(day, user, _instance(rng, label), label if with_labels else "")
             planted.setdefault(day, []).append(text)
     return planted
 
 
 def _instance(rng: random.Random, label: str) -> str:
-    return rng.choice(LABELS[label]).format(rng.choice(THINGS), name(rng, 3))
+    return rng.choice(LABELS[label]).format(rng.choice(THINGS), invented_name(rng, 3))
 
 
 # --- conditions -----------------------------------------------------------------------------------
 
 
-def _both(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
+def _both_condition(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     one, other = labels = tuple(rng.sample(list(LABELS), 2))
-    chosen = _some(rng, ids)
+    chosen = _choose_users(rng, ids)
     return UserPairCondition(
         f"both users have at least one instance with the label '{one}' or '{other}'",
         labels,
@@ -226,9 +226,9 @@ def _both(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     )
 
 
-def _dated(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
+def _dated_condition(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     label, first_day = rng.choice(list(LABELS)), rng.randrange(_DAYS // 4, 3 * _DAYS // 4)
-    chosen = _some(rng, ids)
+    chosen = _choose_users(rng, ids)
     return UserPairCondition(
         f"both users have at least one instance with the label '{label}' on or after "
         f"{written_date(first_day)}",
@@ -240,9 +240,9 @@ def _dated(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     )
 
 
-def _exact(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
+def _exact_condition(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     label, number = rng.choice(list(LABELS)), rng.choice((1, 2))
-    chosen = _some(rng, ids)
+    chosen = _choose_users(rng, ids)
     wrong_numbers = itertools.cycle((0, number + 1))
     planted = {user: [label] * (number if user in chosen else next(wrong_numbers)) for user in ids}
     return UserPairCondition(
@@ -254,7 +254,7 @@ def _exact(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     )
 
 
-def _cross(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
+def _cross_condition(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     one, other = labels = tuple(rng.sample(list(LABELS), 2))
     some = rng.sample(list(ids), max(5, len(ids) // 2))
     third = len(some) // 3
@@ -279,15 +279,15 @@ def _cross(rng: random.Random, ids: Sequence[int]) -> UserPairCondition:
     )
 
 
-def _some(rng: random.Random, ids: Sequence[int]) -> list[int]:
+def _choose_users(rng: random.Random, ids: Sequence[int]) -> list[int]:
     """Choose a third to a half of the users at random, in ascending order."""
     return sorted(rng.sample(list(ids), rng.randint(len(ids) // 3, len(ids) // 2)))
 
 
 _CONDITIONS: Mapping[str, Callable[[random.Random, Sequence[int]], UserPairCondition]] = {
-    "both": _both,
-    "dated": _dated,
-    "exact": _exact,
-    "cross": _cross,
+    "both": _both_condition,
+    "dated": _dated_condition,
+    "exact": _exact_condition,
+    "cross": _cross_condition,
 }
 FAMILIES = tuple(_CONDITIONS)

@@ -52,10 +52,10 @@ def answer_from_text(question: str, text: str) -> str | None:
     return oolong_offline_model.answer_from_text(question, text)
 
 
-def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
     """Return a plausible wrong answer: other labels for a few lines, or other pairs."""
     if "pairs of users" not in question:
-        return oolong_offline_model.spoil(question, text, right, draw)
+        return oolong_offline_model.make_wrong_answer(question, text, right, draw)
     pairs = right.split("\n")
     users = sorted(set(re.findall(r"User: (\d+)", text)))
     for _ in range(1 + len(pairs) // 4):
@@ -64,7 +64,7 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
     return changed if set(pairs) != set(right.split("\n")) else "\n".join(pairs[1:]) or "none"
 
 
-def plan_leaf(turn: ParsedPlanLeafRequest) -> Any:
+def answer_plan_request(turn: ParsedPlanLeafRequest) -> Any:
     """Return the right reply to a request of the plan ``pairwise``, or None for any other request.
 
     For numbered records, the reply is the user and the label that the condition counts. For counts
@@ -113,9 +113,9 @@ PAIRS = OfflineModelSuiteStrategy(
     r"List all pairs of users such that",
     solve,
     answer_from_text,
-    spoil,
+    make_wrong_answer,
     (labelled_lines,),
-    plan_leaf,
+    answer_plan_request,
 )
 """How the offline model answers OOLONG-Pairs: sub-model calls label the lines, and code joins users
 into pairs."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ramify.extras.suites.filler_text import NOUNS, names, sentence_pool
+from ramify.extras.suites.filler_text import NOUNS, invented_names, sentence_pool
 from ramify.extras.suites.planting import Fact, filler_rng, plant
 from ramify.extras.suites.suite_common import CHARS_PER_TOKEN, chosen_families, suite_task
 from ramify.tasks.base import Item, SimpleTask
@@ -64,23 +64,25 @@ class FactScorer(msgspec.Struct, frozen=True):
         stated = {
             place
             for part in _SENTENCE_END.split(summary)
-            for place, amount in _stated(part, facts)
+            for place, amount in _stated_amounts(part, facts)
             if facts[place] == amount
         }
-        others = {_plain(amount) for amount in _AMOUNT.findall(summary)} - set(facts.values())
+        others = {_remove_commas(amount) for amount in _AMOUNT.findall(summary)} - set(
+            facts.values()
+        )
         return len(stated) / (len(facts) + len(others))
 
 
-def _plain(amount: str) -> str:
+def _remove_commas(amount: str) -> str:
     return amount.replace(",", "")
 
 
-def _stated(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _stated_amounts(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yield each place that a sentence names, with the amount that it states for the place."""
     by_name = {place.casefold(): place for place in places}
     names_of = re.compile(rf"\b(?:{'|'.join(places)})\b", re.IGNORECASE)
     named = [(found.start(), by_name[found[0].casefold()]) for found in names_of.finditer(part)]
-    amounts = [(found.start(), _plain(found[0])) for found in _AMOUNT.finditer(part)]
+    amounts = [(found.start(), _remove_commas(found[0])) for found in _AMOUNT.finditer(part)]
     if len(named) == len(amounts):
         yield from ((place, amount) for (_, place), (_, amount) in zip(named, amounts, strict=True))
         return
@@ -122,7 +124,7 @@ class PlantedFacts(NamedTuple):
 
 def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     family = rng.choice(families)
-    places = names(rng, 2 * _FACTS)
+    places = invented_names(rng, 2 * _FACTS)
     amounts = [str(amount) for amount in rng.sample(range(1_000, 10_000), 4 * _FACTS)]
     report = _REPORTS[family](rng, places, amounts)
     shares = sorted(rng.random() for _ in report.sentences)
@@ -141,7 +143,9 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
     )
 
 
-def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
+def _plant_grants(
+    rng: random.Random, places: Sequence[str], amounts: Sequence[str]
+) -> PlantedFacts:
     """Plant the grants that a council made, as the facts to summarize.
 
     Distractors are grants that the council rejected, and grants made by a guild.
@@ -158,16 +162,18 @@ def _grants(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -
             else f"The council rejected a grant of {amount} crowns to the {rng.choice(NOUNS)} of "
             f"{place}."
         )
-    return PlantedFacts("which grants the council made", facts, _mixed(rng, written))
+    return PlantedFacts("which grants the council made", facts, _shuffle_sentences(rng, written))
 
 
-def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
+def _plant_updates(
+    rng: random.Random, places: Sequence[str], amounts: Sequence[str]
+) -> PlantedFacts:
     """Plant yearly grants that change.
 
     The fact to summarize is the last amount stated for each place.
     """
     own = {place: amounts[3 * number : 3 * number + 3] for number, place in enumerate(places[:6])}
-    order = _mixed(rng, [place for place in own for _ in range(rng.randint(1, 3))])
+    order = _shuffle_sentences(rng, [place for place in own for _ in range(rng.randint(1, 3))])
     written: list[str] = []
     facts: dict[str, str] = {}
     for place in order:
@@ -176,28 +182,30 @@ def _updates(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) 
     return PlantedFacts("the latest yearly grant of each place", facts, written)
 
 
-def _person(rng: random.Random, places: Sequence[str], amounts: Sequence[str]) -> PlantedFacts:
+def _plant_purchases(
+    rng: random.Random, places: Sequence[str], amounts: Sequence[str]
+) -> PlantedFacts:
     """Plant the purchases of one person, as the facts to summarize.
 
     Distractors are purchases of another person with the same surname.
     """
-    one, other, surname = names(rng, 3)
+    one, other, surname = invented_names(rng, 3)
     facts = dict(zip(places[:_FACTS], amounts[:_FACTS], strict=True))
     written = [
         f"{one if place in facts else other} {surname} bought the {rng.choice(NOUNS)} of {place} "
         f"for {amount} crowns."
         for place, amount in zip(places, amounts, strict=False)
     ]
-    return PlantedFacts(f"what {one} {surname} bought", facts, _mixed(rng, written))
+    return PlantedFacts(f"what {one} {surname} bought", facts, _shuffle_sentences(rng, written))
 
 
-def _mixed(rng: random.Random, sentences: Sequence[str]) -> list[str]:
+def _shuffle_sentences(rng: random.Random, sentences: Sequence[str]) -> list[str]:
     return rng.sample(list(sentences), len(sentences))
 
 
 _REPORTS: Mapping[str, Callable[[random.Random, Sequence[str], Sequence[str]], PlantedFacts]] = {
-    "grants": _grants,
-    "updates": _updates,
-    "person": _person,
+    "grants": _plant_grants,
+    "updates": _plant_updates,
+    "person": _plant_purchases,
 }
 FAMILIES = tuple(_REPORTS)

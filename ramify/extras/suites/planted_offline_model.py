@@ -53,7 +53,7 @@ def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
     return [(found["place"], found["amount"]) for found in re.finditer(form, text)]
 
 
-def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
+def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
     """Return a plausible wrong answer.
 
     One fact gets another amount from the text, or the answer is ``NONE`` if there is no other
@@ -75,7 +75,7 @@ def spoil(question: str, text: str, right: str, draw: random.Random) -> str:
     return "{}: {}".format(*draw.choice(pairs)) if pairs else right
 
 
-def plan_leaf(turn: ParsedPlanLeafRequest) -> str | None:
+def answer_plan_request(turn: ParsedPlanLeafRequest) -> str | None:
     """Return the right reply to a request of the plan ``summarise``, or None for any other request.
 
     For a passage, the reply states its facts as sentences. For several summaries, it states the
@@ -97,8 +97,8 @@ PLANTED = OfflineModelSuiteStrategy(
     r"^Summarise .+ in at most \d+ words: one sentence for each place",
     solve,
     answer_from_text,
-    spoil,
-    leaf=plan_leaf,
+    make_wrong_answer,
+    leaf=answer_plan_request,
 )
 """How the offline model answers ``planted``: sub-model calls extract facts, and code keeps the last
 amounts."""

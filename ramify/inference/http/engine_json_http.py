@@ -117,7 +117,7 @@ def _object(where: str, payload: bytes) -> dict[str, Any]:
 
 
 def _error(where: str, status: int, payload: bytes) -> ModelError:
-    text = f"{where} answered {status}: {_message(payload)}"
+    text = f"{where} answered {status}: {_error_message(payload)}"
     if status == 409:
         return EngineStateConflict(text)
     if status == 429:
@@ -125,7 +125,7 @@ def _error(where: str, status: int, payload: bytes) -> ModelError:
     return ServerFailed(text) if status >= 500 else Refused(text)
 
 
-def _message(payload: bytes) -> str:
+def _error_message(payload: bytes) -> str:
     """Return the message in an error response's body, as one line of at most 300 characters."""
     try:
         value = msgspec.json.decode(payload)
@@ -164,7 +164,7 @@ class BaseEngineClient:
         return await self._api.post(path, body or {}, self._spec.update_s)
 
 
-def seed_at(seed: int, affinity: str, num_ids: int) -> int:
+def next_reply_seed(seed: int, affinity: str, num_ids: int) -> int:
     """Derive the seed for sampling the next reply of a call from the number of tokens in its
     prompt.
 
@@ -185,7 +185,7 @@ _FLAGS = {
 """(software, sleep level) -> flags with which the server must be started."""
 
 
-async def until_up(
+async def wait_until_up(
     server: EngineClient, process: EngineProcess | None, wait_s: float, restarts: int
 ) -> None:
     """Wait until a server answers.
@@ -196,7 +196,7 @@ async def until_up(
     deadline = time.monotonic() + wait_s
     while True:
         if process is not None:
-            await asyncio.to_thread(process.check_owner)  # before the key is sent there
+            await asyncio.to_thread(process.check_port_owner)  # before the key is sent there
         try:
             return await server.check_health()
         except ModelError as error:

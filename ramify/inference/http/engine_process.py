@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ramify.actors.launcher import Launcher, RoleInstanceId
-from ramify.actors.tcp_peer_user import listener_user
+from ramify.actors.tcp_peer_user import listener_user_id
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import EXPERTS_OPTION, VERSIONS, InferenceSpec
 from ramify.inference.weight_sync import WEIGHT_SYNCS
@@ -75,7 +75,7 @@ class EngineProcess:
 
     def _restart(self) -> None:
         self.close()
-        self._launcher.renew(self._member)
+        self._launcher.ensure_slot(self._member)
         self._start()
 
     def _start(self) -> None:
@@ -89,13 +89,13 @@ class EngineProcess:
         environment = engine_environment(self._spec, self._member.number)
         self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
 
-    def check_owner(self) -> None:
+    def check_port_owner(self) -> None:
         """Raise ConfigError if another user's process listens at the engine's address, because it
         would receive the API key.
 
         Only addresses of this machine can be checked.
         """
-        user = listener_user(self._host, self._port) if self._host == _HOST else None
+        user = listener_user_id(self._host, self._port) if self._host == _HOST else None
         if user not in (None, os.getuid()):
             raise ConfigError(
                 f"the engine's address {self._host}:{self._port} was taken by user {user} of this "
@@ -146,7 +146,7 @@ def _ended_within(engine: EngineProcess, wait_s: float) -> int | None:
     return status
 
 
-def check_ports(spec: InferenceSpec) -> None:
+def check_ports_free(spec: InferenceSpec) -> None:
     """Raise ConfigError if a port that an engine should use on this machine is taken."""
     # All sockets stay bound until every port is checked, so that a port given twice is found.
     with contextlib.ExitStack() as stack:
@@ -163,7 +163,7 @@ def check_ports(spec: InferenceSpec) -> None:
                 ) from None
 
 
-def check_program(spec: InferenceSpec) -> None:
+def check_program_installed(spec: InferenceSpec) -> None:
     """Raise ConfigError if this machine lacks the program that starts the engine."""
     if spec.urls:
         return

@@ -70,7 +70,7 @@ class EngineMembership:
         self._news = asyncio.Event()
 
     @property
-    def expected(self) -> set[str]:
+    def returning_urls(self) -> set[str]:
         """The addresses of lost engines that are expected to come back."""
         return set(self._coming)
 
@@ -94,12 +94,12 @@ class EngineMembership:
         if self._restarts.record_loss(url, f"{why}; {rest}", again, "", **fields):
             self.reconnect(url)
 
-    def record_update(self) -> None:
+    def record_weight_update(self) -> None:
         """Record that all live engines have taken a new version of the weights.
 
         Earlier losses then no longer count.
         """
-        self._restarts.all_succeeded()
+        self._restarts.reset_all_losses()
 
     def take_ready(self) -> list[EngineClient]:
         ready, self.ready = self.ready, []
@@ -134,16 +134,16 @@ class EngineMembership:
 
     def reconnect(self, url: str) -> None:
         """Start to bring back a lost engine, or to connect to a new one."""
-        self._coming[url] = asyncio.ensure_future(self._return(url))
+        self._coming[url] = asyncio.ensure_future(self._restore_server(url))
 
-    async def _return(self, url: str) -> None:
+    async def _restore_server(self, url: str) -> None:
         try:
             server = await retry_until_started(
-                partial(self._bring, url), partial(self._failed, url)
+                partial(self._bring, url), partial(self._record_failure, url)
             )
             if server is None:
                 return
-            self._restarts.started(url)
+            self._restarts.record_restart(url)
             self._restarts.transfer_losses(url, server.url)
             self.ready.append(server)
         finally:
@@ -152,7 +152,7 @@ class EngineMembership:
         if self.on_return is not None:
             await self.on_return()
 
-    def _failed(self, url: str, error: Exception) -> bool:
+    def _record_failure(self, url: str, error: Exception) -> bool:
         self.reasons.append(f"{url} did not come back: {error}")
         return self._restarts.record_loss(url, self.reasons[-1])
 

@@ -37,21 +37,21 @@ from ramify.inference.http.engine_client import EngineClient, SampledIds
 from ramify.inference.http.engine_json_http import (
     EngineStateConflict,
     check_engine_compatibility,
-    until_up,
+    wait_until_up,
 )
 from ramify.inference.http.engine_process import (
     EngineProcess,
-    check_ports,
+    check_ports_free,
     engine_exit_status,
     wait_briefly_for_exit,
 )
 from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineMembership
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
-from ramify.inference.http.reported_experts import read_experts
+from ramify.inference.http.reported_experts import decode_reported_experts
 from ramify.logging import ComponentLogger
 from ramify.models.load import Policy
 from ramify.models.routing import mixture_shape
-from ramify.secret_redaction import remember
+from ramify.secret_redaction import register_secret
 
 _log = ComponentLogger("inference")
 _MAX_TREES = 65_536
@@ -88,8 +88,8 @@ class EngineFleet:
                 f"{name} is not a mixture-of-experts model, so it has no experts to report"
             )
         self._key = os.environ.get(spec.key_variable, "")
-        remember(spec.key_variable, self._key)
-        check_ports(spec)
+        register_secret(spec.key_variable, self._key)
+        check_ports_free(spec)
         self._processes: dict[str, EngineProcess] = {}
         """Each address that a process has had -> the process."""
         self._urls: list[str] = []
@@ -99,7 +99,7 @@ class EngineFleet:
         """URL -> number of requests in flight at that server."""
         self.trees: OrderedDict[Hashable, EngineClient] = OrderedDict()
         """Tree of calls -> the server that gets its requests."""
-        self.membership = EngineMembership(spec.restarts, self._bring)
+        self.membership = EngineMembership(spec.restarts, self._bring_back)
         self._asleep: dict[str, list[str]] = {}
         """URL -> kinds of memory (``TAGS``) that sleep at that server."""
         self._older: set[str] = set()
@@ -119,7 +119,7 @@ class EngineFleet:
         server that does not answer or does not fit the policy.
         """
         self._leads = leads
-        self._urls = list(self.spec.urls) or self._launched(out, save, launcher)
+        self._urls = list(self.spec.urls) or self._launch_servers(out, save, launcher)
         self.alive = [self._server(url) for url in self._urls]
         self.in_flight = dict.fromkeys(self._urls, 0)
         await asyncio.gather(*(self._until_up(server, self.spec.probe_s) for server in self.alive))
@@ -133,7 +133,11 @@ class EngineFleet:
         await self.membership.close()
         if self.spec.urls:
             await asyncio.gather(
-                *(self._leave(server) for server in self.alive if server.url in self._asleep)
+                *(
+                    self._wake_and_resume(server)
+                    for server in self.alive
+                    if server.url in self._asleep
+                )
             )
         servers, self.alive = self.alive, []
         for server in servers:
@@ -141,7 +145,9 @@ class EngineFleet:
         processes, self._processes = set(self._processes.values()), {}
         await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
 
-    def _launched(self, out: Path, save: Callable[[Path], None], launcher: Launcher) -> list[str]:
+    def _launch_servers(
+        self, out: Path, save: Callable[[Path], None], launcher: Launcher
+    ) -> list[str]:
         checkpoint = out / "checkpoint"
         save(checkpoint)
         for index in range(len(self.spec.ports) or self.spec.num):
@@ -153,19 +159,19 @@ class EngineFleet:
         return list(self._processes)
 
     def _server(self, url: str) -> EngineClient:
-        server: EngineClient = ENGINES.of(self.spec.engine)(url, self.spec, self._key)
+        server: EngineClient = ENGINES.resolve(self.spec.engine)(url, self.spec, self._key)
         return server
 
     async def _until_up(self, server: EngineClient, attached_s: float) -> None:
         process = self._processes.get(server.url)
         wait_s = self.spec.start_s if process is not None else attached_s
-        await until_up(server, process, wait_s, self.spec.restarts)
+        await wait_until_up(server, process, wait_s, self.spec.restarts)
 
     async def _check(self, server: EngineClient) -> None:
         # A run that was killed may have left its servers asleep.
         if self._leads and self.spec.urls and await server.is_asleep():
             self._asleep[server.url] = list(TAGS)
-            await self._leave(server)
+            await self._wake_and_resume(server)
         policy = {"vocabulary": self._vocabulary, "window": self._window}
         await check_engine_compatibility(
             server,
@@ -194,7 +200,7 @@ class EngineFleet:
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
             return ((),) * num
         try:
-            return read_experts(sampled.routed, self._experts, num_prompt, num)
+            return decode_reported_experts(sampled.routed, self._experts, num_prompt, num)
         except MalformedResponse as error:
             raise MalformedResponse(f"{server.url}: {error}") from None
 
@@ -211,7 +217,7 @@ class EngineFleet:
                 await server.sleep(self.spec.effective_sleep_level)
                 self._asleep[server.url] = list(TAGS)
 
-        await self.all(act)
+        await self.call_on_all(act)
 
     async def wake(self, tag: str) -> None:
         """Allocate one kind of memory, ``weights`` or ``kv_cache``, again on every server that
@@ -220,7 +226,7 @@ class EngineFleet:
         Raises the error of a server that refuses, or EnginesDropped if servers were lost.
         """
         if self._asleep:
-            await self.all(lambda server: self._wake(server, tag))
+            await self.call_on_all(lambda server: self._wake(server, tag))
 
     async def _wake(self, server: EngineClient, tag: str) -> None:
         asleep = self._asleep.get(server.url, [])
@@ -230,7 +236,7 @@ class EngineFleet:
             if not asleep:
                 del self._asleep[server.url]
 
-    async def _leave(self, server: EngineClient) -> None:
+    async def _wake_and_resume(self, server: EngineClient) -> None:
         """Wake a server and resume its sampling, so that it can answer requests.
 
         Errors are ignored.
@@ -243,7 +249,7 @@ class EngineFleet:
 
     # --- who is asked
 
-    def pick(self, tree: Hashable) -> EngineClient:
+    def pick_for_tree(self, tree: Hashable) -> EngineClient:
         """Return the server for the next call of a call tree.
 
         Calls of a known tree stay on its server. A new tree gets the server with the fewest
@@ -251,7 +257,7 @@ class EngineFleet:
         left.
         """
         if not self.alive:
-            raise self.none_left()
+            raise self.no_engine_left_error()
         server = self.trees.get(tree)
         if server is None or server not in self.alive:
             load = dict.fromkeys((candidate.url for candidate in self.alive), 0)
@@ -275,12 +281,12 @@ class EngineFleet:
         self.listed.set(urls)
         known_urls = {
             server.url for server in (*self.alive, *self.membership.ready)
-        } | self.membership.expected
+        } | self.membership.returning_urls
         for url in urls:
             if url not in known_urls:
                 self.membership.reconnect(url)
 
-    async def all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
+    async def call_on_all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
         """Call ``act`` on every server concurrently.
 
         If calls fail, only the most important error is raised: EnginesDropped if servers were lost,
@@ -307,7 +313,7 @@ class EngineFleet:
 
     # --- servers that go and come
 
-    def metrics(self) -> dict[str, float]:
+    def engine_count_metrics(self) -> dict[str, float]:
         """Return as metrics how many engines are live, were lost, and came back.
 
         Returns an empty dict if none was ever lost.
@@ -367,7 +373,7 @@ class EngineFleet:
         """
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
-    def take_back(self) -> None:
+    def readmit_returned(self) -> None:
         """Use servers again that have come back.
 
         A process that updates the weights calls this before sending them, so that these servers
@@ -391,14 +397,14 @@ class EngineFleet:
             self.spec.start_s if self._processes else self.spec.return_s
         )
         if not await self.membership.wait_for_change(wait_s):
-            raise self.none_left(f"; none came back within {wait_s:g} s")
+            raise self.no_engine_left_error(f"; none came back within {wait_s:g} s")
 
-    def none_left(self, more: str = "") -> ServerFailed:
-        error = ServerFailed(f"{self._name}: no engine is left: {self.loss_reasons()}{more}")
+    def no_engine_left_error(self, more: str = "") -> ServerFailed:
+        error = ServerFailed(f"{self._name}: no engine is left: {self.drop_reasons()}{more}")
         error.transient = False
         return error
 
-    def loss_reasons(self) -> str:
+    def drop_reasons(self) -> str:
         """Return the reasons of the most recent losses, as text for an error."""
         return "; ".join(self.membership.reasons[-_MAX_REASONS:]) or "none was started"
 
@@ -421,7 +427,7 @@ class EngineFleet:
         self.membership.handle_loss(server.url, why, rest, back, event=event, left=num)
         await server.close()
 
-    async def _bring(self, url: str) -> EngineClient:
+    async def _bring_back(self, url: str) -> EngineClient:
         """Bring a lost server back, and return it once it answers and passes all checks.
 
         If this run started its process, the process is restarted.

@@ -26,7 +26,7 @@ import msgspec
 from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
-from ramify.inference.base import CachePressure, EngineLost, too_long
+from ramify.inference.base import CachePressure, EngineLost, prompt_too_long_error
 from ramify.inference.http.engine_client import EngineClient, SampledIds, combine_kv_cache_pressure
 from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineMembership
 from ramify.inference.http.fleet import EngineFleet
@@ -80,7 +80,7 @@ class HttpEngines:
         return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
-    def takes_checkpoint_names(self) -> bool:
+    def uses_checkpoint_tensor_names(self) -> bool:
         """True if engines expect tensors under the names in a checkpoint; False if they expect the
         names of the model in memory."""
         return self.fleet.spec.engine != "ramify"
@@ -130,7 +130,7 @@ class HttpEngines:
         """Record that another process has updated the servers to this version of the weights."""
         self.sync.record_external_update(version)
 
-    def set_listed(self, urls: Sequence[str]) -> None:
+    def set_usable_urls(self, urls: Sequence[str]) -> None:
         """Set which engines may be used.
 
         Called if another process updates the weights.
@@ -156,7 +156,7 @@ class HttpEngines:
         Another process updates their weights, so they are assumed to be current. If they are not,
         their replies are rejected.
         """
-        self.fleet.take_back()
+        self.fleet.readmit_returned()
         self.fleet.mark_all_updated()
         self.membership.notify()
 
@@ -177,9 +177,9 @@ class HttpEngines:
         Raises Refused if the prompt does not fit in the context window, and ServerFailed if no
         engine is left.
         """
-        return await self.complete_at(request, None)
+        return await self.complete_on_engine(request, None)
 
-    async def complete_at(self, request: Request, only: EngineClient | None) -> Reply:
+    async def complete_on_engine(self, request: Request, only: EngineClient | None) -> Reply:
         """Return one reply to a request, from the engine ``only``, or from any engine if that is
         None."""
         started = time.perf_counter()
@@ -187,18 +187,18 @@ class HttpEngines:
         with WallAndCpuTimer("rendering"):
             ids = prompt_ids(self._policy.renderer, request)
         if len(ids) >= self.window:
-            raise too_long(self.name, self.window, request, len(ids))
+            raise prompt_too_long_error(self.name, self.window, request, len(ids))
         so_far = InterruptedReplyAccumulator(ids, min(sampling.max_tokens, self.window - len(ids)))
         for _ in range(_MAX_ABORTS):
             with WallTimer("sampling"):
-                version, part, routes = await self._sampled(so_far, sampling, request, only)
+                version, part, routes = await self._sample_tokens(so_far, sampling, request, only)
             so_far.add(part, version, routes)
             if part.end != "abort" or so_far.left < 1:
                 break
         with WallAndCpuTimer("rendering"):
             return self._reply(so_far, request, time.perf_counter() - started)
 
-    async def _sampled(
+    async def _sample_tokens(
         self,
         so_far: InterruptedReplyAccumulator,
         sampling: Sampling,
@@ -210,14 +210,14 @@ class HttpEngines:
         Returns the weight version at the time of the request, the sampled ids, and the experts that
         predicted each id, for a mixture-of-experts model.
         """
-        fleet, tree = self.fleet, tree_of(request)
+        fleet, tree = self.fleet, call_tree_key(request)
         remaining = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
             await self.sync.is_open.wait()
             if only is None and not fleet.alive and self.membership.is_any_expected:
                 await fleet.wait_for_engine()
                 continue
-            server, version = only or fleet.pick(tree), self.version
+            server, version = only or fleet.pick_for_tree(tree), self.version
             fleet.in_flight[server.url] += 1
             try:
                 stop_ids = self._policy.renderer.stop_ids
@@ -283,7 +283,7 @@ class HttpEngines:
         )
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        return await self.fleet.pick("logprobs").score(ids)
+        return await self.fleet.pick_for_tree("logprobs").score(ids)
 
     async def fingerprint(self) -> str | None:
         """Return the fingerprint of the weights, which must be equal on all servers.
@@ -326,14 +326,14 @@ class HttpEngines:
         Requests wait in the meantime. Returns False if the engines are configured never to sleep.
         Raises ServerFailed if no engine is left.
         """
-        return await self.sync.sleep()
+        return await self.sync.sleep_engines()
 
     def engine_count_metrics(self) -> dict[str, float]:
         """Return as metrics how many engines are live, were lost, and came back.
 
         Returns an empty dict if none was ever lost.
         """
-        return self.fleet.metrics()
+        return self.fleet.engine_count_metrics()
 
     # --- weights
 
@@ -346,14 +346,14 @@ class HttpEngines:
         assert isinstance(weights, list)
         await self.sync.update(weights, version)
 
-    async def rejoin(self, weights: object, version: int) -> bool:
+    async def update_returned_engines(self, weights: object, version: int) -> bool:
         """Send the current weights to servers that came back.
 
         ``version`` is the version that the other servers already use. Returns False if no server
         needed them.
         """
         assert isinstance(weights, list)
-        return await self.sync.rejoin(weights, version)
+        return await self.sync.update_returned_engines(weights, version)
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
@@ -370,7 +370,7 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
         options = {"in_place": True, **options}
     if spec.weight_sync_name == "delta" and spec.engine == "vllm":
         options |= {"places": False, "layers": True}
-    weight_sync: WeightSync = WEIGHT_SYNCS.of(spec.weight_sync_name)(**options)
+    weight_sync: WeightSync = WEIGHT_SYNCS.resolve(spec.weight_sync_name)(**options)
     return weight_sync
 
 
@@ -387,15 +387,15 @@ class SingleEngineClient:
         self.name = server.url
 
     async def complete(self, request: Request) -> Reply:
-        return await self._asked(self._engines.complete_at(request, self._server))
+        return await self._await_answer(self._engines.complete_on_engine(request, self._server))
 
     async def fingerprint(self) -> str | None:
-        return await self._asked(self._server.fingerprint())
+        return await self._await_answer(self._server.fingerprint())
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        return await self._asked(self._server.score(ids))
+        return await self._await_answer(self._server.score(ids))
 
-    async def _asked(self, answer: Awaitable[T]) -> T:
+    async def _await_answer(self, answer: Awaitable[T]) -> T:
         """Await this engine's answer to a request, and return it.
 
         Raises EngineLost if the engine is gone.
@@ -453,7 +453,7 @@ class InterruptedReplyAccumulator:
                 self.versions.append(VersionSpan(start, end, span.version))
 
 
-def tree_of(request: Request) -> Hashable:
+def call_tree_key(request: Request) -> Hashable:
     """Return a key shared by all calls of one call tree, so that they use the same server.
 
     The key is a rollout's seed if there is one, and otherwise the conversation's first message.

@@ -109,7 +109,7 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES.ours:
-            ENGINES.of(self.engine)
+            ENGINES.resolve(self.engine)
             if not (self.urls or self.command):
                 raise ConfigError(
                     f"inference.engine={self.engine}: give inference.urls, or inference.command "

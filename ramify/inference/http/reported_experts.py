@@ -27,7 +27,7 @@ from ramify.inference.http.inference_spec import EXPERTS_OPTION
 from ramify.models.mixture_shape import MixtureShape
 
 
-def read_experts(
+def decode_reported_experts(
     reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
     """Decode an engine's report about experts.

@@ -21,7 +21,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, MalformedResponse, Refused
 from ramify.inference.base import PROTOCOL, TAGS
 from ramify.inference.http.engine_client import SampledIds, ServerInfo
-from ramify.inference.http.engine_json_http import BaseEngineClient, seed_at
+from ramify.inference.http.engine_json_http import BaseEngineClient, next_reply_seed
 from ramify.inference.http.inference_spec import check_version
 
 
@@ -65,7 +65,7 @@ class SglangEngineClient(BaseEngineClient):
         if sampling.stop:
             params["stop"] = list(sampling.stop)
         if sampling.seed is not None:
-            params["sampling_seed"] = seed_at(sampling.seed, affinity, len(ids))
+            params["sampling_seed"] = next_reply_seed(sampling.seed, affinity, len(ids))
         body = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
         if self._spec.report_experts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": len(ids) - 1}
@@ -83,7 +83,7 @@ class SglangEngineClient(BaseEngineClient):
                 about.get("routed_experts"),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise self._bad(error) from None
+            raise self._malformed_response(error) from None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         params = {"max_new_tokens": 1, "temperature": 1.0}
@@ -99,7 +99,7 @@ class SglangEngineClient(BaseEngineClient):
                 float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]
             ]
         except (KeyError, TypeError, ValueError) as error:
-            raise self._bad(error) from None
+            raise self._malformed_response(error) from None
 
     async def is_in_vocabulary(self, id: int) -> bool:
         try:
@@ -149,7 +149,7 @@ class SglangEngineClient(BaseEngineClient):
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self._api.post("/generate", body, self._spec.request_s)
 
-    def _bad(self, error: Exception) -> MalformedResponse:
+    def _malformed_response(self, error: Exception) -> MalformedResponse:
         return MalformedResponse(
             f"POST {self.url}/generate: no ids and log-probabilities in the answer: {error!r}"
         )

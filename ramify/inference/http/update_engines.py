@@ -59,7 +59,7 @@ class EngineWeightSync:
         except EnginesDropped:
             raise ConfigError(
                 "an engine was lost while being set up for weight sync: "
-                f"{self._fleet.loss_reasons()}"
+                f"{self._fleet.drop_reasons()}"
             ) from None
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class EngineWeightSync:
     def record_external_update(self, version: int) -> None:
         """Record that another process has updated the engines to this version of the weights."""
         self.version = version
-        self._fleet.membership.record_update()
+        self._fleet.membership.record_weight_update()
 
     async def update(self, sources: list[LazyWeight], version: int) -> None:
         """Send all weights to every engine as version ``version``.
@@ -81,10 +81,10 @@ class EngineWeightSync:
         if an engine does not accept them.
         """
         async with self._updating:
-            await self._give(sources, version)
-            self._fleet.membership.record_update()
+            await self._update_engines(sources, version)
+            self._fleet.membership.record_weight_update()
 
-    async def rejoin(self, sources: list[LazyWeight], version: int) -> bool:
+    async def update_returned_engines(self, sources: list[LazyWeight], version: int) -> bool:
         """Send the current weights to engines that came back.
 
         ``version`` is the version that the other engines already use. Returns False if no engine
@@ -93,7 +93,7 @@ class EngineWeightSync:
         async with self._updating:
             if not self._fleet.membership.ready:  # an update came first
                 return False
-            await self._give(sources, version)
+            await self._update_engines(sources, version)
         names = ", ".join(server.url for server in self._fleet.alive)
         _log.debug(
             "back",
@@ -103,7 +103,7 @@ class EngineWeightSync:
         )
         return True
 
-    async def sleep(self) -> bool:
+    async def sleep_engines(self) -> bool:
         """Release the memory of all engines until the next update.
 
         Requests wait in the meantime. Engines that are still coming back are included. Returns
@@ -116,14 +116,14 @@ class EngineWeightSync:
             self.is_open.clear()
             self._needs_all |= self._fleet.spec.effective_sleep_level > 1
             try:
-                while not await self._slept():
+                while not await self._try_sleep():
                     pass
             except BaseException:
                 self.is_open.set()
                 raise
         return True
 
-    async def _slept(self) -> bool:
+    async def _try_sleep(self) -> bool:
         """Try once to put all engines to sleep.
 
         Returns False if engines were lost or came back in the meantime. If an engine is still
@@ -134,20 +134,20 @@ class EngineWeightSync:
             await fleet.membership.wait_for_change(fleet.spec.start_s)
             return False
         if fleet.membership.ready:
-            fleet.take_back()
-            self._needs_all = await self._reopened()
+            fleet.readmit_returned()
+            self._needs_all = await self._reopen_weight_sync()
         if not fleet.alive:
-            raise fleet.none_left()
+            raise fleet.no_engine_left_error()
         try:
             await fleet.sleep()
         except EnginesDropped:
-            self._needs_all = await self._reopened()
+            self._needs_all = await self._reopen_weight_sync()
             return False
         return True
 
-    async def _give(self, sources: list[LazyWeight], version: int) -> None:
+    async def _update_engines(self, sources: list[LazyWeight], version: int) -> None:
         try:
-            await self._sent(sources, version)
+            await self._send_with_retries(sources, version)
             self._fleet.mark_all_updated()
             self.version = version
         except (ModelError, ConfigError, OSError, RuntimeError) as error:
@@ -159,19 +159,19 @@ class EngineWeightSync:
             self.is_open.set()
             self._fleet.membership.notify()
 
-    async def _sent(self, sources: list[LazyWeight], version: int) -> None:
+    async def _send_with_retries(self, sources: list[LazyWeight], version: int) -> None:
         fleet, whole, is_new = self._fleet, self._needs_all, False
         while True:  # bounded by how often servers may be lost
             if fleet.membership.ready:
                 self.is_open.clear()
-                fleet.take_back()
-                whole = is_new = await self._reopened()
+                fleet.readmit_returned()
+                whole = is_new = await self._reopen_weight_sync()
             elif not fleet.alive and fleet.membership.is_any_expected:
                 await fleet.wait_for_engine()
             elif not fleet.alive:
                 raise TrainError(
                     f"version {version} of the weights cannot be sent, since no engine is left: "
-                    f"{fleet.loss_reasons()}; the last good one is version {self.version}"
+                    f"{fleet.drop_reasons()}; the last good one is version {self.version}"
                 )
             else:
                 try:
@@ -179,7 +179,7 @@ class EngineWeightSync:
                     self._needs_all = False
                     return
                 except EnginesDropped:
-                    whole = is_new = await self._reopened()
+                    whole = is_new = await self._reopen_weight_sync()
                 except EngineStateConflict as error:
                     if is_new:
                         raise  # all weights were sent just now, so sending them again cannot help
@@ -189,7 +189,7 @@ class EngineWeightSync:
                         shown=True,
                         version=version,
                     )
-                    whole = is_new = await self._reopened()
+                    whole = is_new = await self._reopen_weight_sync()
 
     async def _send(self, sources: list[LazyWeight], version: int, whole: bool) -> None:
         chunks = iter(self.weight_sync.chunks(sources, version, whole=whole))
@@ -197,11 +197,11 @@ class EngineWeightSync:
         chunk = await asyncio.to_thread(next, chunks, None)
         self.is_open.clear()
         await self._fleet.wake("weights")
-        await self._fleet.all(lambda server: server.pause())
+        await self._fleet.call_on_all(lambda server: server.pause())
         first = True
         while chunk is not None:
-            give_chunk = partial(_give, chunk, version, first)
-            requests, first = asyncio.ensure_future(self._fleet.all(give_chunk)), False
+            give_chunk = partial(_update_server, chunk, version, first)
+            requests, first = asyncio.ensure_future(self._fleet.call_on_all(give_chunk)), False
             try:
                 if chunk.send is not None:
                     await self._broadcast(chunk.send, requests)
@@ -210,7 +210,7 @@ class EngineWeightSync:
             finally:
                 await requests
         await self._fleet.wake("kv_cache")
-        await self._fleet.all(lambda server: server.resume())
+        await self._fleet.call_on_all(lambda server: server.resume())
 
     async def _broadcast(self, send: Callable[[], None], requests: asyncio.Future[None]) -> None:
         try:
@@ -230,7 +230,7 @@ class EngineWeightSync:
         )
         joined = asyncio.ensure_future(asyncio.to_thread(self.weight_sync.join))
         try:
-            await self._fleet.all(lambda server: server.open_weights(infos[server.url]))
+            await self._fleet.call_on_all(lambda server: server.open_weights(infos[server.url]))
         except ModelError as error:
             weight_sync = self._fleet.spec.weight_sync_name
             raise ConfigError(
@@ -240,7 +240,7 @@ class EngineWeightSync:
             with contextlib.suppress(RuntimeError):
                 await joined
 
-    async def _reopened(self) -> bool:
+    async def _reopen_weight_sync(self) -> bool:
         """Prepare the remaining engines for weight updates again.
 
         Returns True to signal that all weights must now be sent.
@@ -255,5 +255,7 @@ class EngineWeightSync:
                 pass
 
 
-async def _give(chunk: WeightChunk, version: int, first: bool, server: EngineClient) -> None:
+async def _update_server(
+    chunk: WeightChunk, version: int, first: bool, server: EngineClient
+) -> None:
     await server.update(chunk.info, version, first=first, last=chunk.is_last)

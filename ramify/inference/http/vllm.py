@@ -24,7 +24,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, MalformedResponse, Refused
 from ramify.inference.base import PROTOCOL
 from ramify.inference.http.engine_client import SampledIds, ServerInfo
-from ramify.inference.http.engine_json_http import BaseEngineClient, seed_at
+from ramify.inference.http.engine_json_http import BaseEngineClient, next_reply_seed
 from ramify.inference.http.inference_spec import check_version
 from ramify.types.message import VersionSpan
 
@@ -75,7 +75,7 @@ class VllmEngineClient(BaseEngineClient):
             "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "top_k": sampling.top_k or 0,
-            **self._drawing(sampling, affinity, len(ids)),
+            **self._seed_fields(sampling, affinity, len(ids)),
         }
         if sampling.stop:
             body["stop"] = list(sampling.stop)
@@ -83,7 +83,7 @@ class VllmEngineClient(BaseEngineClient):
             body["routed_experts_prompt_start"] = len(ids) - 1
         answer = await self._api.post("/v1/completions", body, self._spec.request_s)
         try:
-            return _sampled(answer, ids)
+            return _parse_sampled(answer, ids)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise MalformedResponse(
                 f"POST {self.url}/v1/completions: no ids and log-probabilities in the answer: "
@@ -141,12 +141,16 @@ class VllmEngineClient(BaseEngineClient):
         except Refused:  # without this route it cannot sleep
             return False
 
-    def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
+    def _seed_fields(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
         """Return the request fields that set the seed for sampling.
 
         There are none if the settings have no seed.
         """
-        return {} if sampling.seed is None else {"seed": seed_at(sampling.seed, affinity, num_ids)}
+        return (
+            {}
+            if sampling.seed is None
+            else {"seed": next_reply_seed(sampling.seed, affinity, num_ids)}
+        )
 
     def _check_ramify(self, about: dict[str, Any]) -> None:
         if about["ramify_protocol"] != PROTOCOL:
@@ -239,11 +243,11 @@ class RamifyEngineClient(VllmEngineClient):
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 
-    def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
+    def _seed_fields(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
         return {"seed": sampling.seed, "prompt_cache_key": affinity}
 
 
-def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
+def _parse_sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
     choice = answer["choices"][0]
     ids = tuple(choice["token_ids"] or ())
     logprobs = tuple(map(float, (choice["logprobs"] or {"token_logprobs": ()})["token_logprobs"]))
@@ -263,11 +267,11 @@ def _sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
         cached,
         None if spans is None else tuple(VersionSpan(*span) for span in spans),
         None if kept is None else tuple(map(tuple, kept)),
-        _routed(answer),
+        _reported_experts(answer),
     )
 
 
-def _routed(answer: dict[str, Any]) -> Any:
+def _reported_experts(answer: dict[str, Any]) -> Any:
     """Return the experts reported for a reply's tokens. vLLM 0.21 reports the experts of the
     prompt's tokens in a separate field.
 

@@ -50,15 +50,15 @@ class CudaGraphShape(NamedTuple):
     """Number of cache positions that are read per slot."""
 
     @classmethod
-    def of(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
+    def for_step(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
         """Return the graph shape for a step.
 
         Its sizes are rounded up, so that only a few different graphs are recorded.
         """
-        slots = min(_rounded(step.slots[-1] + 1), cache.num_slots)
+        slots = min(_round_up(step.slots[-1] + 1), cache.num_slots)
         longest = max(step.positions) + 1
-        length = min(_LEAST_LENGTH * _rounded(-(-longest // _LEAST_LENGTH)), cache.capacity)
-        return cls(min(_rounded(len(step.slots)), slots), slots, length)
+        length = min(_LEAST_LENGTH * _round_up(-(-longest // _LEAST_LENGTH)), cache.capacity)
+        return cls(min(_round_up(len(step.slots)), slots), slots, length)
 
 
 class DecodeGraphs:
@@ -80,19 +80,19 @@ class DecodeGraphs:
         self._replays: dict[CudaGraphShape, Replay] = {}
         self._weights: tuple[int, ...] = ()
 
-    def logits(self, step: EngineStep) -> Tensor:
+    def run_step(self, step: EngineStep) -> Tensor:
         """Run a step that only decodes and has no prompt tokens.
 
         Returns the fp32 logits [n, V] after each of its tokens. The next call overwrites them.
         """
         self._check_weights()
-        shape = CudaGraphShape.of(step, self._cache)
-        given = _packed(step, shape)
+        shape = CudaGraphShape.for_step(step, self._cache)
+        given = _pack_step(step, shape)
         if shape in self._replays:
             self._inputs[shape].copy_(given)
             logits_TV = self._replays[shape]()
         elif shape in self._inputs:
-            logits_TV = self._recorded(shape, given)
+            logits_TV = self._record_graph(shape, given)
         else:
             if len(self._inputs) >= MAX_GRAPHS:
                 self._drop()
@@ -100,7 +100,7 @@ class DecodeGraphs:
             logits_TV = self._compute(shape)
         return logits_TV[: len(step.slots)]
 
-    def _recorded(self, shape: CudaGraphShape, given: Tensor) -> Tensor:
+    def _record_graph(self, shape: CudaGraphShape, given: Tensor) -> Tensor:
         self._inputs[shape].copy_(given)
 
         def compute() -> Tensor:
@@ -193,7 +193,7 @@ class _PaddedStep:
         return self._attend(layer, q_THd, scale)
 
 
-def _packed(step: EngineStep, shape: CudaGraphShape) -> Tensor:
+def _pack_step(step: EngineStep, shape: CudaGraphShape) -> Tensor:
     """Pack a step into one tensor, so that a single copy moves it to the device.
 
     It contains the ids [T], positions [T] and slots [T] of the tokens, and the last position of
@@ -210,7 +210,7 @@ def _packed(step: EngineStep, shape: CudaGraphShape) -> Tensor:
     return torch.tensor([*ids, *positions, *slots, *last])
 
 
-def _rounded(number: int) -> int:
+def _round_up(number: int) -> int:
     """Round a number up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
     power = 1 << max(number - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power

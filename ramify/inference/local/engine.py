@@ -127,7 +127,7 @@ class LocalEngine:
         """
         generation.cancelled = self._has_cancelled = True
 
-    def forget(self, version: int) -> None:
+    def set_weight_version(self, version: int) -> None:
         """Clear all caches, because the weights have changed to version ``version``."""
         self.version = version
         self._slots.invalidate_cache()
@@ -142,18 +142,18 @@ class LocalEngine:
         self._admit()
         # A step reads all slots up to the last running one, so running slots stay close together.
         for change in self._slots.compact():
-            self.runner.move_slot(change)
-        step = self._planned()
+            self.runner.copy_or_swap_slots(change)
+        step = self._plan_step()
         if not step.slots and not step.spans:
             return []
         wanted = [span.end == len(self._owner(span.slot).ids) for span in step.spans]
         logits_nV = self.runner.forward(step, wanted)
-        self._slots.computed(step)
+        self._slots.mark_computed(step)
         self.num_steps += 1
         self.num_computed += step.num_tokens
         slots = [*step.slots, *(span.slot for span in itertools.compress(step.spans, wanted))]
         finished = self._append(slots, logits_nV) if slots else []
-        self.paces.note(
+        self.paces.record_step(
             len(slots), sum(len(span.ids) for span in step.spans), time.thread_time() - started
         )
         return finished
@@ -173,7 +173,9 @@ class LocalEngine:
 
     def allocate_cache(self) -> None:
         """Allocate as much KV cache memory as a new engine does."""
-        self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
+        self._resize(
+            self._num_fitting_slots(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window)
+        )
 
     def remove_all(self) -> list[GenerationState]:
         """Remove and return all sequences, and clear all caches.
@@ -196,7 +198,7 @@ class LocalEngine:
             [owner.uniform() for owner in owners],
             fixed=self.runner.is_fixed,
         )
-        self._slots.append(slots, [len(owner.ids) for owner in owners], drawn.ids)
+        self._slots.append_tokens(slots, [len(owner.ids) for owner in owners], drawn.ids)
         finished = []
         for slot, owner, id, logprob, kept, top in zip(slots, owners, *drawn, strict=True):
             owner.append(id, logprob, kept, self.version, top)
@@ -208,7 +210,7 @@ class LocalEngine:
                 owner.routes.append(routes)
         return finished
 
-    def _planned(self) -> EngineStep:
+    def _plan_step(self) -> EngineStep:
         """Plan the next step: one token of each decoding sequence, and as many prompt tokens as the
         limits allow."""
         step = EngineStep()
@@ -239,7 +241,7 @@ class LocalEngine:
                 passed.append(generation)
                 continue
             for change in admitted[1]:
-                self.runner.move_slot(change)
+                self.runner.copy_or_swap_slots(change)
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
@@ -257,21 +259,21 @@ class LocalEngine:
         next_up = itertools.islice(self._waiting, max(num_slots - num_running, 1))
         candidates = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
         needed = max((len(generation.ids) for generation in candidates), default=0)
-        final_length = self._rounded(
+        final_length = self._round_up(
             max(
                 (generation.num_prompt + generation.max_tokens for generation in candidates),
                 default=0,
             )
         )
-        if self._fitting(final_length) == self.room.slots:
+        if self._num_fitting_slots(final_length) == self.room.slots:
             needed = max(needed, final_length)
         capacity = self._slots.capacity
         if not self._is_allocated:
-            capacity = min(max(_LEAST_CAPACITY, self._rounded(needed)), self._most_tokens())
-            self._resize(self._fitting(capacity), capacity)
+            capacity = min(max(_LEAST_CAPACITY, self._round_up(needed)), self._most_tokens())
+            self._resize(self._num_fitting_slots(capacity), capacity)
         elif needed > capacity:
-            capacity = min(max(2 * capacity, self._rounded(needed)), self._most_tokens())
-            self._resize(self._fitting(capacity), capacity)
+            capacity = min(max(2 * capacity, self._round_up(needed)), self._most_tokens())
+            self._resize(self._num_fitting_slots(capacity), capacity)
         elif (
             self._waiting
             and num_running == self._slots.num_slots < self.room.slots
@@ -279,25 +281,25 @@ class LocalEngine:
         ):
             # The sequences are short, so more and shorter slots let waiting ones begin.
             capacity = max(_LEAST_CAPACITY, 2 * needed)
-            self._resize(self._fitting(capacity), capacity)
+            self._resize(self._num_fitting_slots(capacity), capacity)
         # Each step adds at most one token to a sequence.
         are_all_admitted = not self._waiting
         self._num_fitting_steps = max(self._slots.capacity - needed, 0) if are_all_admitted else 0
 
-    def _rounded(self, num_tokens: int) -> int:
+    def _round_up(self, num_tokens: int) -> int:
         """Round a number of tokens up to a multiple of 64, and limit it to the longest possible
         sequence."""
         return min(-(-num_tokens // 64) * 64, self._most_tokens())
 
     def _resize(self, num_slots: int, capacity: int) -> None:
         stay, lost = self._slots.resize(num_slots, capacity)
-        self.runner.resize(stay, num_slots, capacity)
+        self.runner.resize_cache(stay, num_slots, capacity)
         self.num_preempted += len(lost)
         self._num_fitting_steps = 0
         self._is_allocated = True
         self._waiting.extendleft(reversed(lost))
 
-    def _fitting(self, capacity: int) -> int:
+    def _num_fitting_slots(self, capacity: int) -> int:
         """Return how many slots of ``capacity`` tokens fit in memory."""
         if not self.runner.bytes_per_token:
             return self.room.slots

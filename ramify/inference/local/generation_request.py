@@ -28,7 +28,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ramify.models.batch_invariant_forward import in_blocks
+from ramify.models.batch_invariant_forward import apply_in_blocks
 from ramify.types.message import VersionSpan
 
 MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e9
@@ -87,11 +87,11 @@ def sample_tokens(
     Each row uses one random number in [0, 1). With ``fixed``, computations have fixed shapes, so
     that a row's result does not depend on the number of rows.
     """
-    logprobs_nV = log_softmax(_tempered(logits_nV, settings), fixed=fixed)
+    logprobs_nV = log_softmax(_apply_temperature(logits_nV, settings), fixed=fixed)
     device = logits_nV.device
     # From pinned memory, so that the host does not wait here for the logits.
     pinned_n = torch.tensor(uniforms, dtype=torch.float64, pin_memory=device.type == "cuda")
-    ids_n = pick(logprobs_nV, pinned_n.to(device, non_blocking=True))
+    ids_n = sample_ids(logprobs_nV, pinned_n.to(device, non_blocking=True))
     if any(row_settings.temperature == 0 for row_settings in settings):
         greedy = [row for row, row_settings in enumerate(settings) if row_settings.temperature == 0]
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
@@ -104,11 +104,11 @@ def sample_tokens(
                 logprobs_nV[row], row_settings, uniforms[row]
             )
         if row_settings.top_logprobs:
-            drawn.top[row] = _likeliest(logprobs_nV[row], row_settings)
+            drawn.top[row] = _top_logprobs(logprobs_nV[row], row_settings)
     return drawn
 
 
-def _likeliest(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
+def _top_logprobs(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
     """Return the most likely ids, with log-probabilities under the distribution from which a token
     is drawn."""
     ids = top_k_top_p_ids(logprobs_V, settings) if settings.truncates else None
@@ -124,10 +124,10 @@ def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
     With ``fixed``, it is computed in blocks of a fixed shape, so that a row's result does not
     depend on the number of rows.
     """
-    return in_blocks(lambda z: z.log_softmax(-1), z_nV) if fixed else z_nV.log_softmax(-1)
+    return apply_in_blocks(lambda z: z.log_softmax(-1), z_nV) if fixed else z_nV.log_softmax(-1)
 
 
-def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+def _apply_temperature(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
     if {row.temperature for row in settings} <= {0.0, 1.0}:
         return logits_nV
     temperatures = [
@@ -137,7 +137,7 @@ def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor
     return logits_nV / torch.tensor(temperatures, device=logits_nV.device)[:, None]
 
 
-def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
+def sample_ids(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
     """Sample one id per row by inverting the cumulative distribution.
 
     The sampled id is the first one at which the cumulative probability exceeds the row's uniform
@@ -179,7 +179,9 @@ def _draw_kept(
     kept = top_k_top_p_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
     index = int(
-        pick(renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device))
+        sample_ids(
+            renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device)
+        )
     )
     return int(kept[index]), float(renormalised[index]), tuple(kept.tolist())
 

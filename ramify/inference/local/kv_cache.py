@@ -99,17 +99,17 @@ class KeyValueCache:
         """Return a slot's keys and values of the positions before ``end``, [K, end, d] each."""
         return self.kv[0, layer, slot, :, :end], self.kv[1, layer, slot, :, :end]
 
-    def decode_attention(self, step: EngineStep) -> Callable[[int, Tensor, float], Tensor]:
+    def build_decode_attention(self, step: EngineStep) -> Callable[[int, Tensor, float], Tensor]:
         """Return the attention of a step's decoding tokens.
 
         It is a function of the layer, the queries [T, H, d] and their scale.
         """
-        return DecodeAttention.of(self, step)
+        return DecodeAttention.for_step(self, step)
 
-    def move_slot(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: SlotMove) -> None:
         """Copy the first tokens of one slot to another, or swap two slots."""
         sources, targets = (
-            self.first_tokens(slot, change.length) for slot in (change.source, change.target)
+            self.prefix_views(slot, change.length) for slot in (change.source, change.target)
         )
         for source, target in zip(sources, targets, strict=True):
             if change.kind == "copy":
@@ -119,7 +119,7 @@ class KeyValueCache:
                 source.copy_(target)
                 target.copy_(saved)
 
-    def first_tokens(self, slot: int, length: int) -> list[Tensor]:
+    def prefix_views(self, slot: int, length: int) -> list[Tensor]:
         """Return the parts of the cache that hold the first ``length`` tokens of a slot."""
         return [self.kv[:, :, slot, :, :length]]
 
@@ -131,7 +131,7 @@ class KeyValueCache:
         new = type(self)(self.layout, num_slots, capacity)
         width = min(self.capacity, new.capacity)
         for index, slot in enumerate(stay):
-            parts = zip(new.first_tokens(index, width), self.first_tokens(slot, width), strict=True)
+            parts = zip(new.prefix_views(index, width), self.prefix_views(slot, width), strict=True)
             for target, source in parts:
                 target.copy_(source)
         return new
@@ -155,7 +155,7 @@ class PrefillDecodeAttention:
         self._cache = cache
         self._num_decoding = len(step.slots)
         self._write = cache.writer(self._rows_of(step))
-        self._decoding = cache.decode_attention(step) if step.slots else None
+        self._decoding = cache.build_decode_attention(step) if step.slots else None
         spans = zip(step.spans, wanted or [True] * len(step.spans), strict=True)
         self._chunks = [_chunk(cache, list(group)) for _, group in groupby(spans, _batch_key)]
 
@@ -271,7 +271,7 @@ class DecodeAttention:
         self._slots = slots_T
 
     @classmethod
-    def of(cls, cache: KeyValueCache, step: EngineStep) -> DecodeAttention:
+    def for_step(cls, cache: KeyValueCache, step: EngineStep) -> DecodeAttention:
         """Prepare attention for a step's decoding tokens."""
         device = cache.kv.device
         num_slots = step.slots[-1] + 1

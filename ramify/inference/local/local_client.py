@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
-from ramify.inference.base import TAGS, CachePressure, too_long
+from ramify.inference.base import TAGS, CachePressure, prompt_too_long_error
 from ramify.inference.local.engine import EngineThread, InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState, SamplingSettings, log_softmax
-from ramify.inference.local.model_runner import runner_of
+from ramify.inference.local.model_runner import create_runner
 from ramify.inference.local.sleeping_weights import SleepingWeights
 from ramify.inference.weight_sync.base import FullWeightsRequiredError, WeightPiece
 from ramify.models.load import Policy
@@ -100,7 +100,7 @@ class LocalClient:
             window=self.window,
             reuse=reuse,
         )
-        self.engine = LocalEngine(runner_of(policy.model, fixed_shapes), room, policy.version)
+        self.engine = LocalEngine(create_runner(policy.model, fixed_shapes), room, policy.version)
         self._thread = EngineThread(self.engine)
         self._sleeping_weights = SleepingWeights(policy.model)
         self.experts: MixtureShape | None = None
@@ -116,12 +116,12 @@ class LocalClient:
 
         Raises ConfigError if the model has no experts.
         """
-        routers = MixtureRouters.of(self.policy.model)
+        routers = MixtureRouters.of_model(self.policy.model)
         if routers is None:
             raise ConfigError(
                 f"{self.name} is not a mixture-of-experts model, so it has no experts to report"
             )
-        routers.record()
+        routers.start_recording()
         self.engine.runner.routers = routers
         self.experts = mixture_shape(self.policy.model)
 
@@ -138,7 +138,7 @@ class LocalClient:
         started = time.perf_counter()
         with WallAndCpuTimer("rendering"):
             generation = self._generation(request)
-        await self._finished(generation)
+        await self._await_generation(generation)
         with WallAndCpuTimer("rendering"):
             return self._reply(generation, request, time.perf_counter() - started)
 
@@ -151,9 +151,9 @@ class LocalClient:
         context window.
         """
         if len(ids) >= self.window:
-            raise too_long(self.name, self.window, None, len(ids))
+            raise prompt_too_long_error(self.name, self.window, None, len(ids))
         generation = self._generation_of(ids, sampling, affinity)
-        await self._finished(generation)
+        await self._await_generation(generation)
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
@@ -165,7 +165,7 @@ class LocalClient:
         """
         started = time.perf_counter()
         generation = self._generation(request)
-        finished = asyncio.ensure_future(self._finished(generation))
+        finished = asyncio.ensure_future(self._await_generation(generation))
         try:
             while not finished.done():
                 await asyncio.wait([finished], timeout=_STREAM_EVERY_S)
@@ -188,7 +188,7 @@ class LocalClient:
         All caches are cleared; a reply in progress is recomputed under the new weights and
         continues. Raises ConfigError, which names the first difference, if the weights do not fit.
         """
-        await self.run(partial(self._take, weights, version))
+        await self.run(partial(self._load_weights, weights, version))
 
     async def fingerprint(self) -> str:
         return await self.run(partial(fingerprint, self.policy.model))
@@ -234,7 +234,7 @@ class LocalClient:
     @property
     def missing(self) -> list[str]:
         """The names of weights that were dropped and have not been received since."""
-        return self._sleeping_weights.missing
+        return self._sleeping_weights.missing_names
 
     def device_memory_usage(self) -> dict[str, int]:
         """Return the bytes that ``weights`` and ``kv_cache`` use on the compute device."""
@@ -257,7 +257,7 @@ class LocalClient:
 
     async def forget(self, version: int) -> None:
         """Clear all caches, because the weights have changed to version ``version``."""
-        await self.run(partial(self.engine.forget, version))
+        await self.run(partial(self.engine.set_weight_version, version))
 
     async def close(self) -> None:
         """End the engine's thread.
@@ -275,7 +275,7 @@ class LocalClient:
             )
         ids = prompt_ids(self.policy.renderer, request)
         if len(ids) >= self.window:
-            raise too_long(self.name, self.window, request, len(ids))
+            raise prompt_too_long_error(self.name, self.window, request, len(ids))
         return self._generation_of(ids, sampling, request.affinity, tool_calls=bool(request.tools))
 
     def _generation_of(
@@ -289,7 +289,7 @@ class LocalClient:
         return GenerationState(
             ids,
             max_tokens=min(sampling.max_tokens, self.window - len(ids)),
-            draw=self._draw(sampling),
+            draw=self._sampling_settings(sampling),
             stop_ids=self.policy.renderer.stop_ids,
             stop=sampling.stop,
             seed=seed,
@@ -297,7 +297,7 @@ class LocalClient:
             decode=lambda ids: self.policy.renderer.parse(ids, tool_calls=tool_calls).content,
         )
 
-    def _draw(self, sampling: Sampling) -> SamplingSettings:
+    def _sampling_settings(self, sampling: Sampling) -> SamplingSettings:
         default = self.policy.defaults
         if sampling.temperature is None:
             return SamplingSettings(
@@ -317,7 +317,7 @@ class LocalClient:
             )
         return draw
 
-    async def _finished(self, generation: GenerationState) -> None:
+    async def _await_generation(self, generation: GenerationState) -> None:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -368,7 +368,7 @@ class LocalClient:
             tool_calls=bool(request.tools),
         )
 
-    def _take(self, weights: object, version: int) -> None:
+    def _load_weights(self, weights: object, version: int) -> None:
         source = weights.model if isinstance(weights, Policy) else weights
         if source is not self.policy.model:
             state = source.state_dict() if isinstance(source, nn.Module) else source
@@ -378,12 +378,12 @@ class LocalClient:
                     "dict"
                 )
             load_weights(self.policy.model, cast("Mapping[str, Tensor]", state), "the update")
-        self.engine.forget(version)
+        self.engine.set_weight_version(version)
 
     def _take_pieces(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None
     ) -> None:
-        if self._sleeping_weights.is_away:
+        if self._sleeping_weights.is_released:
             raise RuntimeError(
                 "the memory of the weights was released: wake it first (POST /wake_up?tags=weights)"
             )
@@ -391,17 +391,17 @@ class LocalClient:
         targets: list[Tensor] = []
         tensors: list[Tensor] = []
         for name, tensor, places, stays, holds in pieces():
-            weight = self._alike(name, tensor, places is None)
+            weight = self._matching_weight(name, tensor, places is None)
             if stays and tensor.device == weight.device:
                 weight.data = tensor
                 self._lent.add(name)
-                self._sleeping_weights.arrived(weight)
+                self._sleeping_weights.mark_received(weight)
                 continue
             if name in self._lent:  # other engines also compute with it
                 self._lent.remove(name)
                 weight.data = weight.data.clone()
             if places is None:
-                self._sleeping_weights.arrived(weight)
+                self._sleeping_weights.mark_received(weight)
                 if holds:
                     targets.append(weight.data)
                     tensors.append(tensor)
@@ -418,10 +418,10 @@ class LocalClient:
                 )
         if targets:
             torch._foreach_copy_(targets, tensors)
-        if version is not None and not self._sleeping_weights.missing:
-            self.engine.forget(version)
+        if version is not None and not self._sleeping_weights.missing_names:
+            self.engine.set_weight_version(version)
 
-    def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
+    def _matching_weight(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
         """Return the model's weight that a received ``tensor`` with this name belongs to.
 
         Raises ValueError if there is none, or if it differs from ``tensor`` in its type or, with
@@ -444,8 +444,8 @@ class LocalClient:
         if "kv_cache" in tags:
             self.engine.release_cache()
         if "weights" in tags:
-            self._sleeping_weights.give_back(keep=keep)
-            if self._sleeping_weights.is_away:
+            self._sleeping_weights.release_memory(keep=keep)
+            if self._sleeping_weights.is_released:
                 self._lent.clear()
         if self.policy.device.type == "cuda":  # otherwise PyTorch keeps the freed memory
             torch.cuda.empty_cache()

@@ -49,11 +49,11 @@ from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
 from ramify.inference.local.transposed_key_cache import TransposedKeyCache
 from ramify.models.batch_invariant_forward import (
     BLOCK,
-    attend_path,
+    apply_in_blocks,
     cast_for_products,
-    in_blocks,
+    causal_attention,
+    consecutive_token_spans,
     round_up_to_block,
-    runs_of,
 )
 from ramify.models.dense import CausalAttentionKernel, DenseModel
 from ramify.models.routing import MixtureRouters
@@ -97,10 +97,10 @@ class FixedShapeRunner:
             rows += [len(tokens) - 1] if is_wanted else []
         return self._logits(self._cache, tokens, rows)
 
-    def move_slot(self, change: SlotMove) -> None:
-        self._cache.move_slot(change)
+    def copy_or_swap_slots(self, change: SlotMove) -> None:
+        self._cache.copy_or_swap_slots(change)
 
-    def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
+    def resize_cache(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         self._cache = self._cache.resized(stay, num_slots, round_up_to_block(capacity))
 
     def invalidate_cache(self) -> None:
@@ -123,14 +123,16 @@ class FixedShapeRunner:
         with self._precision():
             h_TD = torch.cat(
                 [
-                    self._block(cache, tokens[start : start + BLOCK])
+                    self._compute_block(cache, tokens[start : start + BLOCK])
                     for start in range(0, len(tokens), BLOCK)
                 ]
             )
             index = torch.tensor(rows, dtype=torch.long, device=self._device)
-            return in_blocks(self._model.logits, h_TD.index_select(0, index))
+            return apply_in_blocks(self._model.logits, h_TD.index_select(0, index))
 
-    def _block(self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]]) -> Tensor:
+    def _compute_block(
+        self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]]
+    ) -> Tensor:
         """Return the hidden states [n, D] of at most ``BLOCK`` tokens, computed as one padded
         block."""
         slots, positions, ids = (list(each) for each in zip(*tokens, strict=True))
@@ -155,7 +157,7 @@ class _CachedBlock:
 
     def __init__(self, cache: KeyValueCache, slots: list[int], positions: list[int]) -> None:
         self._cache = cache
-        self._runs = runs_of(slots, positions)
+        self._runs = consecutive_token_spans(slots, positions)
         self._num = len(slots)
         self._write = cache.writer(torch.tensor(cache.row_of(slots, positions)))
 
@@ -171,7 +173,7 @@ class _CachedBlock:
                 round_up_to_block(run.position + run.num),
             )
             k, v = (self._cache.kv[which, layer, run.source, :, :length] for which in (0, 1))
-            o_THd[at] = attend_path(q_THd[at], k, v, run.position, scale)
+            o_THd[at] = causal_attention(q_THd[at], k, v, run.position, scale)
         return o_THd
 
 
@@ -202,14 +204,14 @@ class TransformersRunner:
         ]
         logits, routes = [], []
         for span in [*single, *step.spans]:
-            logits.append(self._after(self._memories[span.slot], span))
+            logits.append(self._logits_after_span(self._memories[span.slot], span))
             routes += [] if self.routers is None else self.routers.recorded_experts(None)[-1:]
         is_wanted = [*itertools.repeat(True, len(single)), *wanted]
         self.routes = list(itertools.compress(routes, is_wanted))
         chosen = list(itertools.compress(logits, is_wanted))
         return torch.stack(chosen) if chosen else torch.empty(0)
 
-    def move_slot(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: SlotMove) -> None:
         memories = self._memories
         if change.kind == "swap":
             memories[change.source], memories[change.target] = (
@@ -219,7 +221,7 @@ class TransformersRunner:
         else:
             memories[change.target] = memories[change.source].copy()
 
-    def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
+    def resize_cache(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         memories = [self._memories[slot] for slot in stay if slot < len(self._memories)]
         self._memories = memories + [_Memory() for _ in range(num_slots - len(memories))]
 
@@ -234,7 +236,7 @@ class TransformersRunner:
         logits_TV: Tensor = outputs.logits[0].float()
         return logits_TV
 
-    def _after(self, memory: _Memory, span: SlotTokenSpan) -> Tensor:
+    def _logits_after_span(self, memory: _Memory, span: SlotTokenSpan) -> Tensor:
         """Return the fp32 logits [V] after a span's last token.
 
         ``memory`` is the model's cache of the tokens before the span. If it cannot be cut at the
@@ -246,10 +248,10 @@ class TransformersRunner:
         # Some caches accept only one new token at a time.
         whole = self._can_extend or memory.cache is None
         for part in [new] if whole else [[token] for token in new]:
-            logits_V = self._pass(memory, part)
+            logits_V = self._forward_pass(memory, part)
         return logits_V
 
-    def _pass(self, memory: _Memory, ids: list[int]) -> Tensor:
+    def _forward_pass(self, memory: _Memory, ids: list[int]) -> Tensor:
         known = {} if memory.cache is None else {self._field: memory.cache}
         outputs = self._module(
             input_ids=torch.tensor([ids], device=self._device), use_cache=True, **known
@@ -267,17 +269,17 @@ class TransformersRunner:
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
         memory = _Memory()
-        self._after(memory, SlotTokenSpan(0, 0, ids[:3]))
-        self._can_extend = self._gives(memory, SlotTokenSpan(0, 3, ids[3:]), ids)
+        self._logits_after_span(memory, SlotTokenSpan(0, 0, ids[:3]))
+        self._can_extend = self._is_cache_correct(memory, SlotTokenSpan(0, 3, ids[3:]), ids)
         memory = _Memory()
-        self._after(memory, SlotTokenSpan(0, 0, ids))
-        self._can_cut = self._can_extend and self._gives(
+        self._logits_after_span(memory, SlotTokenSpan(0, 0, ids))
+        self._can_cut = self._can_extend and self._is_cache_correct(
             memory, SlotTokenSpan(0, 4, other[4:]), other
         )
 
-    def _gives(self, memory: _Memory, span: SlotTokenSpan, ids: Sequence[int]) -> bool:
+    def _is_cache_correct(self, memory: _Memory, span: SlotTokenSpan, ids: Sequence[int]) -> bool:
         try:
-            cached = self._after(memory, span)
+            cached = self._logits_after_span(memory, span)
         except (NotImplementedError, ValueError, RuntimeError, AttributeError, IndexError):
             return False
         expected = self.all_logits(ids)[-1]
@@ -346,11 +348,11 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def move_slot(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: SlotMove) -> None:
         """Copy the first tokens of one slot to another, or swap two slots."""
         ...
 
-    def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
+    def resize_cache(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         """Change the number and length of cache slots.
 
         The first new slots get the contents of the old slots that are listed in ``stay``.
@@ -417,7 +419,7 @@ class SinglePassRunner:
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
         if self._graphs is not None and not step.spans:
-            return self._graphs.logits(step)
+            return self._graphs.run_step(step)
         rows_N = None
         if step.spans:
             rows = list(range(len(step.slots)))
@@ -427,15 +429,15 @@ class SinglePassRunner:
                 if is_wanted:
                     rows.append(end)
             rows_N = torch.tensor(rows, dtype=torch.long, device=self._layout.device)
-        h_ND = self._hidden(step, self._cache, rows_N, wanted)
+        h_ND = self._hidden_states(step, self._cache, rows_N, wanted)
         if self.routers is not None:
             self.routes = self.routers.recorded_experts(rows_N)
         return self._decoder.logits(h_ND)
 
-    def move_slot(self, change: SlotMove) -> None:
-        self._cache.move_slot(change)
+    def copy_or_swap_slots(self, change: SlotMove) -> None:
+        self._cache.copy_or_swap_slots(change)
 
-    def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
+    def resize_cache(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
         self._set_cache(self._cache.resized(stay, num_slots, capacity))
 
     def invalidate_cache(self) -> None:
@@ -445,7 +447,7 @@ class SinglePassRunner:
     def all_logits(self, ids: Sequence[int]) -> Tensor:
         cache = KeyValueCache(self._layout, 1, len(ids))
         step = EngineStep(spans=[SlotTokenSpan(0, 0, ids)])
-        return self._decoder.logits(self._hidden(step, cache, None, [True]))
+        return self._decoder.logits(self._hidden_states(step, cache, None, [True]))
 
     def _set_cache(self, cache: KeyValueCache) -> None:
         self._cache = cache
@@ -453,7 +455,7 @@ class SinglePassRunner:
         if self._record is not None and isinstance(self._decoder, DenseModel):
             self._graphs = DecodeGraphs(self._decoder, cache, self._record)
 
-    def _hidden(
+    def _hidden_states(
         self,
         step: EngineStep,
         cache: KeyValueCache,
@@ -475,10 +477,10 @@ class _PreparedRunner(SinglePassRunner):
         self._prepared = decoder
 
     def invalidate_cache(self) -> None:
-        self._prepared.forget()
+        self._prepared.drop_weight_copies()
 
 
-def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
+def create_runner(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
     """Return the fastest runner that gives the same results as ``model``.
 
     If ``fixed_shapes`` is a data type, return a runner that computes in fixed shapes, with matrix
@@ -496,7 +498,7 @@ def runner_of(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> Mode
             return _PreparedRunner(PreparedDecoder(model), layout)
         is_cuda = parameter.device.type == "cuda"
         return SinglePassRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
-    return _flat(model) or TransformersRunner(model)
+    return _try_single_pass(model) or TransformersRunner(model)
 
 
 class _ModuleDecoder:
@@ -521,7 +523,7 @@ class _ModuleDecoder:
 
 
 @torch.inference_mode()
-def _flat(module: Any) -> SinglePassRunner | None:
+def _try_single_pass(module: Any) -> SinglePassRunner | None:
     """Return a runner that computes a module's steps in one pass, or None if the module does not
     support that."""
     try:
@@ -532,18 +534,18 @@ def _flat(module: Any) -> SinglePassRunner | None:
         return None
     try:
         runner = SinglePassRunner(_ModuleDecoder(trunk), _layout(module))
-        agrees = _agrees(runner, module)
+        agrees = _is_consistent(runner, module)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         return None
     return runner if agrees else None
 
 
-def _agrees(runner: SinglePassRunner, module: Any) -> bool:
+def _is_consistent(runner: SinglePassRunner, module: Any) -> bool:
     """Return True if two sequences get the same logits when they are computed in chunks and in one
     batch as when each is computed alone."""
     vocabulary = module.config.get_text_config().vocab_size
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
-    runner.resize([], 2, 8)
+    runner.resize_cache([], 2, 8)
     steps = [
         EngineStep(spans=[SlotTokenSpan(0, 0, first[:5])]),
         EngineStep([0], [5], first[5:6], [SlotTokenSpan(1, 0, second[:6])]),

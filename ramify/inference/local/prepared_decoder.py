@@ -10,7 +10,7 @@ in which products read them; and what can be multiplied into a weight beforehand
     rotation        the halves of a head are interleaved, so it is one complex product
 
 ``DenseModel`` gives the same numbers except for rounding. The copies are made again when a weight
-was changed in place or replaced, and after ``forget``. The model itself is defined in
+was changed in place or replaced, and after ``drop_weight_copies``. The model itself is defined in
 ``models/dense.py``, and attention in ``kv_cache.py``.
 
 Legend: T tokens, N rows of them, D width, M width of the MLP, H query heads, K key-value heads, d
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ramify.inference.local.kv_cache import PrefillDecodeAttention
 from ramify.models import onednn_products
-from ramify.models.dense import CausalAttentionKernel, DenseModel, DenseShape, frequencies
+from ramify.models.dense import CausalAttentionKernel, DenseModel, DenseShape, rotary_frequencies
 
 _MOST_BYTES = 32 << 20
 """Maximum size of weights in bytes for which the copies are worth their memory. In larger models,
@@ -73,11 +73,11 @@ class PreparedDecoder:
         """Address and version of each weight at the time it was copied."""
         self._layers: list[_PreparedLayer] = []
         self._output: _Matrix | None = None
-        self._turns_P1d = _turns(frequencies(model.shape), _FIRST_POSITIONS)
+        self._turns_P1d = _turns(rotary_frequencies(model.shape), _FIRST_POSITIONS)
         self._storage = torch.empty(0)
         self._rooms: dict[int, _Workspace] = {}
 
-    def forget(self) -> None:
+    def drop_weight_copies(self) -> None:
         """Drop the copies of the weights, because weights may have changed unnoticed."""
         self._seen, self._layers, self._output = [], [], None
 
@@ -157,11 +157,11 @@ class PreparedDecoder:
         # A weight that is computed is not a parameter of its module.
         weights: list[Any] = [each.get("weight") for each in self._weighted]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
-            self.forget()
+            self.drop_weight_copies()
             return False
         seen = [(each.data_ptr(), each._version) for each in weights]
         if seen != self._seen:
-            self.forget()
+            self.drop_weight_copies()
             self._seen = seen
             if self.is_worthwhile_for(self._model):
                 self._prepare()
@@ -169,7 +169,7 @@ class PreparedDecoder:
 
     def _prepare(self) -> None:
         shape = self._model.shape
-        self._layers = [_prepared(layer, shape) for layer in self._model.model.layers]
+        self._layers = [_prepare_layer(layer, shape) for layer in self._model.model.layers]
         self._output = _Matrix(self._model.lm_head.weight * self._model.model.norm.weight)
 
     def _turns_at(self, positions_T: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class PreparedDecoder:
             return self._turns_P1d.index_select(0, positions_T)
         except IndexError:  # a position is beyond the table
             num = 2 * int(positions_T.max())
-            self._turns_P1d = _turns(frequencies(self._model.shape), num)
+            self._turns_P1d = _turns(rotary_frequencies(self._model.shape), num)
             return self._turns_P1d.index_select(0, positions_T)
 
     def _workspace(self, num: int) -> _Workspace:
@@ -258,29 +258,29 @@ class _PreparedLayer(NamedTuple):
     """Down matrix of the MLP [M, D]."""
 
 
-def _prepared(layer: Any, shape: DenseShape) -> _PreparedLayer:
+def _prepare_layer(layer: Any, shape: DenseShape) -> _PreparedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     heads, kv_heads, size = shape.num_heads, shape.num_kv_heads, shape.head_size
     scale = size**-0.5
     # A query that has no norm is scaled by its matrix.
     q_scale = 1.0 if shape.qk_norm else scale
     qkv = [
-        _paired(attention.q_proj.weight, size) * q_scale,
-        _paired(attention.k_proj.weight, size),
+        _interleave_halves(attention.q_proj.weight, size) * q_scale,
+        _interleave_halves(attention.k_proj.weight, size),
         attention.v_proj.weight,
     ]
     qkv_bias = head_scale = None
     if attention.q_proj.bias is not None:
         qkv_bias = torch.cat(
             [
-                _paired(attention.q_proj.bias, size) * q_scale,
-                _paired(attention.k_proj.bias, size),
+                _interleave_halves(attention.q_proj.bias, size) * q_scale,
+                _interleave_halves(attention.k_proj.bias, size),
                 attention.v_proj.bias,
             ]
         )
     if shape.qk_norm:
-        q_scale_d = _paired(attention.q_norm.weight, size) * scale
-        k_scale_d = _paired(attention.k_norm.weight, size)
+        q_scale_d = _interleave_halves(attention.q_norm.weight, size) * scale
+        k_scale_d = _interleave_halves(attention.k_norm.weight, size)
         head_scale = torch.cat([q_scale_d.expand(heads, -1), k_scale_d.expand(kv_heads, -1)])
     gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
     gate_up_bias = (
@@ -302,7 +302,7 @@ def _turns(frequencies_d: Tensor, num: int) -> Tensor:
     return torch.polar(torch.ones(()).expand_as(angles), angles)
 
 
-def _paired(rows: Tensor, size: int) -> Tensor:
+def _interleave_halves(rows: Tensor, size: int) -> Tensor:
     """Reorder the rows of each head to 0, d/2, 1, d/2 + 1, … Two numbers that the rotary embedding
     rotates together are then neighbours, and form one complex number."""
     halves = rows.view(-1, 2, size // 2, *rows.shape[1:])

@@ -2,9 +2,9 @@
 
 Their memory is released, and they move to main memory or are dropped.
 
-    give_back(keep=True)  ── wake                            the weights are back
-    give_back(keep=False) ── wake ── every tensor arrives    until then ``missing`` names those
-                                                             without values
+    release_memory(keep=True)  ── wake                          the weights are back
+    release_memory(keep=False) ── wake ── every tensor arrives  until then ``missing_names`` names
+                                                                those without values
 
 Parameters stay the same objects, so that other users of the model, and matrices that share their
 weights, are not affected. Buffers of the model stay.
@@ -38,11 +38,11 @@ class SleepingWeights:
         arrived."""
 
     @property
-    def is_away(self) -> bool:
+    def is_released(self) -> bool:
         return self._away is not None
 
     @property
-    def missing(self) -> list[str]:
+    def missing_names(self) -> list[str]:
         """The names of tensors whose values were dropped and have not been received since."""
         return list(self._missing.values())
 
@@ -51,7 +51,7 @@ class SleepingWeights:
         """The number of bytes that the weights use on the compute device."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
-    def give_back(self, *, keep: bool) -> None:
+    def release_memory(self, *, keep: bool) -> None:
         """Release the memory of all weights on their device.
 
         With ``keep``, they are first moved to main memory, so nothing happens if the device is the
@@ -91,6 +91,6 @@ class SleepingWeights:
         """
         return id(parameter) in self._missing
 
-    def arrived(self, parameter: Tensor) -> None:
+    def mark_received(self, parameter: Tensor) -> None:
         """Record that all of a parameter's values have been received."""
         self._missing.pop(id(parameter), None)

@@ -112,13 +112,13 @@ class SlotTable:
         """
         self._touch_parents(generation.affinity)
         ids = np.asarray(generation.ids, dtype=np.int32)
-        ready_S, coming = self._shared(ids)
+        ready_S, coming = self._shared_prefix_lengths(ids)
         source = int(ready_S.argmax())
         shared = int(ready_S[source])
         # A running sequence will soon have computed more of this prompt, which is cheaper to copy.
         if coming >= shared + _WORTH_WAITING:
             return None
-        slot = self._target(source, shared)
+        slot = self._choose_slot(source, shared)
         if slot is None:
             return None
         changes = []
@@ -129,16 +129,18 @@ class SlotTable:
         self._tokens_SC[slot, : len(ids)] = ids
         self.owner[slot], self._affinity[slot] = generation, generation.affinity
         generation.num_reused = min(shared, generation.num_prompt)
-        self._use(slot)
+        self._mark_used(slot)
         return slot, changes
 
-    def computed(self, step: EngineStep) -> None:
+    def mark_computed(self, step: EngineStep) -> None:
         """Record that the keys and values of a step's tokens are now cached."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
             self.length_S[span.slot] = span.end
 
-    def append(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
+    def append_tokens(
+        self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]
+    ) -> None:
         """Record one more token for each given slot.
 
         It has not been computed yet.
@@ -159,7 +161,7 @@ class SlotTable:
         """
         self.owner[slot] = None
         self._tokens_SC[slot, int(self.length_S[slot]) :] = -1
-        self._use(slot)
+        self._mark_used(slot)
 
     def invalidate_cache(self) -> None:
         """Invalidate everything in the cache.
@@ -221,7 +223,7 @@ class SlotTable:
         self.num_slots, self.capacity = num_slots, capacity
         return stay, lost
 
-    def _shared(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
+    def _shared_prefix_lengths(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
         """Compare a new request's ids with the contents of every slot.
 
         Returns how many of its first tokens each slot has cached, and how many of them some slot
@@ -236,7 +238,7 @@ class SlotTable:
         same_S = np.where(differs_SC.any(1), differs_SC.argmax(1), most)
         return np.minimum(same_S, self.length_S), int(same_S.max())
 
-    def _target(self, source: int, shared: int) -> int | None:
+    def _choose_slot(self, source: int, shared: int) -> int | None:
         """Return the slot for a sequence that can reuse ``shared`` tokens of slot ``source``.
 
         Returns None if no slot is free.
@@ -260,9 +262,9 @@ class SlotTable:
         if parents:
             for slot, owner in enumerate(self.owner):
                 if owner is None and self._affinity[slot] in parents:
-                    self._use(slot)
+                    self._mark_used(slot)
 
-    def _use(self, slot: int) -> None:
+    def _mark_used(self, slot: int) -> None:
         self._clock += 1
         self._used_S[slot] = self._clock
 

@@ -39,7 +39,7 @@ class EngineStepTimingRecorder:
     def __init__(self) -> None:
         self._timings: dict[tuple[int, bool], EngineStepTotals] = {}
 
-    def note(self, sequences: int, read: int, cpu_s: float) -> None:
+    def record_step(self, sequences: int, read: int, cpu_s: float) -> None:
         """Record one step.
 
         ``sequences`` is how many sequences got a token, ``read`` is the number of prompt tokens,
@@ -55,7 +55,7 @@ class EngineStepTimingRecorder:
         timing.read += read
         timing.cpu_s += cpu_s
 
-    def taken(self) -> list[EngineStepTotals]:
+    def take_totals(self) -> list[EngineStepTotals]:
         """Return the totals since the last call, and reset them."""
         timings, self._timings = self._timings, {}
         return [timings[key] for key in sorted(timings)]

@@ -92,12 +92,12 @@ class TransposedKeyCache(KeyValueCache):
         # PyTorch's fast attention needs contiguous heads.
         return k_Ktd.contiguous(), self.values[layer, slot, :, :end]
 
-    def first_tokens(self, slot: int, length: int) -> list[Tensor]:
+    def prefix_views(self, slot: int, length: int) -> list[Tensor]:
         return [self.keys[:, slot, :, :, :length], self.values[:, slot, :, :length]]
 
-    def decode_attention(self, step: EngineStep) -> RowSumAttention | DecodeAttention:
+    def build_decode_attention(self, step: EngineStep) -> RowSumAttention | DecodeAttention:
         if len(step.slots) * self.heads < _LEAST_HEADS:
-            return DecodeAttention.of(self, step)
+            return DecodeAttention.for_step(self, step)
         if self._attention is None or not self._attention.continues_with(step):
             self._attention = RowSumAttention(self, step)
         return self._attention

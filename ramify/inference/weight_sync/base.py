@@ -28,8 +28,8 @@ that did not.
 
 Files and folders that hold weights exist as long as the process that made them, which holds a lock
 on each. An unlocked one belongs to a trainer that was killed, and the next trainer that opens a
-weight sync removes it (``sweep``). Locks are used instead of process ids, because process ids are
-reused.
+weight sync removes it (``remove_stale_files``). Locks are used instead of process ids, because
+process ids are reused.
 
 Which requests are sent when is decided in ``inference/http``.
 """
@@ -75,7 +75,7 @@ class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
     """Precision of the base matrix and of the sum."""
 
     def __call__(self) -> Tensor:
-        return add_adapter(self.base(), *self.pair(), self.scale)
+        return merge_adapter(self.base(), *self.pair(), self.scale)
 
 
 class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
@@ -92,7 +92,7 @@ class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
         return self.gather()
 
 
-def add_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merge_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Add a low-rank adapter to its base matrix: base + scale * b @ a.
 
     Trainer and engine share this function so that they round in the same way.
@@ -277,7 +277,7 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
+def tensor_views(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
     """Yield tensors as views of a byte buffer [N].
 
     ``info`` has their names, precisions and shapes. Raises ValueError if they do not fit in the
@@ -327,7 +327,7 @@ def reserve_file_space(
     os.ftruncate(handle, length)
 
 
-def fill(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
+def pack_into_buffer(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
     """Copy tensors one after another into a byte buffer [N].
 
     Returns the number of bytes used.
@@ -345,16 +345,18 @@ _WHOLE = (Tensor, nn.Parameter)
 """Types of tensors that are not sharded across ranks."""
 
 
-def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
+def to_lazy_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
     """Convert parameters to the form in which they are sent to engines, with precision ``dtype``.
 
     Sharded parameters (DTensor) are gathered on demand, so all ranks must request tensors in the
     same order.
     """
-    return [source(name, tensor, dtype) for name, tensor in named]
+    return [to_lazy_weight(name, tensor, dtype) for name, tensor in named]
 
 
-def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> LazyWeight:
+def to_lazy_weight(
+    name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None
+) -> LazyWeight:
     """Convert one parameter to the form in which it is sent to engines.
 
     If ``make`` is given, the tensor that it returns is sent instead of the parameter. An example is
@@ -368,7 +370,7 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
         tuple(tensor.shape),
         kind,
         stamp,
-        partial(_full, tensor if make is None else make, kind),
+        partial(_full_tensor, tensor if make is None else make, kind),
         adapted,
     )
 
@@ -386,7 +388,7 @@ def frozen_param_version(tensor: Tensor) -> Hashable:
     return (id(tensor), local.data_ptr(), local._version)
 
 
-def _full(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
+def _full_tensor(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
     tensor = tensor_or_lazy if isinstance(tensor_or_lazy, Tensor) else tensor_or_lazy()
     gather = None if type(tensor) in _WHOLE else getattr(tensor, "full_tensor", None)
     whole: Tensor = (gather() if callable(gather) else tensor).detach()
@@ -445,15 +447,15 @@ _HELD = "held-"
 """Part of the name of each file or folder that is locked by the process that created it."""
 
 
-def new_name() -> str:
+def new_temporary_name() -> str:
     """Return a unique name for a weight sync's file or folder.
 
-    ``sweep`` recognizes such names and removes what crashed processes left behind.
+    ``remove_stale_files`` recognizes such names and removes what crashed processes left behind.
     """
     return f"{PREFIX}{_HELD}{secrets.token_hex(8)}"
 
 
-def hold_file(path: Path) -> int:
+def create_locked_file(path: Path) -> int:
     """Create and lock a file.
 
     Returns the descriptor that holds the lock.
@@ -466,13 +468,13 @@ def hold_file(path: Path) -> int:
         os.close(handle)  # removed by another process before it was locked
 
 
-def hold_folder(below: Path) -> tuple[Path, int]:
+def create_locked_folder(below: Path) -> tuple[Path, int]:
     """Create a locked folder that only this user can access.
 
     Returns the folder and the descriptor that holds its lock.
     """
     while True:
-        path = below / new_name()
+        path = below / new_temporary_name()
         path.mkdir(0o700)
         with contextlib.suppress(FileNotFoundError):  # removed before it was locked
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -482,7 +484,7 @@ def hold_folder(below: Path) -> tuple[Path, int]:
             os.close(handle)
 
 
-def sweep(folder: Path) -> None:
+def remove_stale_files(folder: Path) -> None:
     """Remove files and folders of weight syncs in ``folder`` whose processes have exited."""
     for path in folder.glob(f"{PREFIX}{_HELD}*"):
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile

@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.message_encoding import decode
-from ramify.actors.rank_group_authentication import prove_members
+from ramify.actors.rank_group_authentication import verify_members
 from ramify.actors.rank_store import KeyValueStoreServer, RankStoreClient
 from ramify.actors.run_channel import LOOPBACK, Channel, connect
 from ramify.errors import ConfigError, TrainError
@@ -36,10 +36,10 @@ from ramify.inference.weight_sync.base import (
     LazyWeight,
     WeightChunk,
     WeightPiece,
-    fill,
     in_chunks,
     offsets,
-    pieces_of,
+    pack_into_buffer,
+    tensor_views,
     weight_update_info,
 )
 
@@ -72,7 +72,7 @@ class GlooSync:
         self._buffer = _Buffer(self.backend)
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        _need(self.backend)
+        _require_backend(self.backend)
         self._size = num_engines + 1
         try:
             self._listener = ConnectBackListener(self._address, self._port)
@@ -83,7 +83,7 @@ class GlooSync:
             ) from None
         about = {
             "weight_sync": self.backend,
-            "ticket": base64.b64encode(self._listener.ticket("engine")).decode(),
+            "ticket": base64.b64encode(self._listener.create_ticket("engine")).decode(),
             "world_size": self._size,
             "timeout_s": self._timeout_s,
         }
@@ -104,7 +104,7 @@ class GlooSync:
                 self._store = KeyValueStoreServer(channels)
         group = _GroupSpec(self.backend, 0, self._size, self._timeout_s, self._address == LOOPBACK)
         try:
-            self._group = _group(group, self._store.store, listener.key)
+            self._group = _form_group(group, self._store.store, listener.key)
         except TrainError as error:
             raise RuntimeError(str(error)) from None
 
@@ -114,7 +114,7 @@ class GlooSync:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
             buffer = self._buffer.of(length)
-            fill(buffer, part)
+            pack_into_buffer(buffer, part)
             about = {**weight_update_info(part, version), "length": length}
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
@@ -166,7 +166,7 @@ class BroadcastReceiver:
     """
 
     def __init__(self, info: Info, backend: str) -> None:
-        _need(backend)
+        _require_backend(backend)
         ticket: ConnectBackTicket = decode(base64.b64decode(info["ticket"]), ConnectBackTicket)
         group = _GroupSpec(
             backend,
@@ -179,11 +179,12 @@ class BroadcastReceiver:
         try:
             self._channel = connect(ticket.address, ticket.key, ticket.name)
             self._store = RankStoreClient(self._channel)
-            self._group: Any = _group(group, self._store, ticket.key)
+            self._group: Any = _form_group(group, self._store, ticket.key)
         except (OSError, RuntimeError, TrainError) as error:
-            self._end()
+            self._close_channel()
             raise ValueError(
-                f"the trainer's group at {ticket.address} could not be joined: {_first(error)}"
+                f"the trainer's group at {ticket.address} could not be joined: "
+                f"{_first_error_line(error)}"
             ) from None
         self._backend, self._buffer = backend, _Buffer(backend)
 
@@ -193,18 +194,18 @@ class BroadcastReceiver:
             _broadcast(self._group, buffer)
         except (RuntimeError, dist.DistError) as error:
             raise ValueError(
-                f"a broadcast of {buffer.numel()} bytes did not arrive: {_first(error)}"
+                f"a broadcast of {buffer.numel()} bytes did not arrive: {_first_error_line(error)}"
             ) from None
-        yield from pieces_of(info, buffer)
+        yield from tensor_views(info, buffer)
 
     def finished(self, version: str) -> None: ...
 
     def close(self) -> None:
         self._group = None
-        self._end()
+        self._close_channel()
         self._buffer = _Buffer(self._backend)
 
-    def _end(self) -> None:
+    def _close_channel(self) -> None:
         if self._channel is not None:
             self._channel.close()
 
@@ -226,7 +227,7 @@ class _Buffer:
         return self._bytes[:length]
 
 
-def _need(backend: str) -> None:
+def _require_backend(backend: str) -> None:
     available = dist.is_available() and (
         dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()
     )
@@ -248,7 +249,7 @@ class _GroupSpec(NamedTuple):
     """True if all members are on one machine."""
 
 
-def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
+def _form_group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
     """Form the process group of the trainer and the engines.
 
     Raises TrainError if a member does not have the secret key.
@@ -266,7 +267,7 @@ def _group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = dist.ProcessGroupNCCL(store, spec.rank, spec.size, options)
-    prove_members(group, key, _device(spec.backend))
+    verify_members(group, key, _device(spec.backend))
     return group
 
 
@@ -284,5 +285,5 @@ def _device(backend: str) -> torch.device:
     )
 
 
-def _first(error: BaseException) -> str:
+def _first_error_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -23,10 +23,10 @@ from ramify.inference.weight_sync.base import (
     LazyWeight,
     WeightChunk,
     WeightPiece,
-    fill,
     in_chunks,
     offsets,
-    pieces_of,
+    pack_into_buffer,
+    tensor_views,
     weight_update_info,
 )
 
@@ -40,7 +40,7 @@ class CudaIpcSync:
         self._held: list[Tensor] = []
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        _need()
+        _require_cuda()
         return [{"weight_sync": "cuda_ipc"}] * num_engines
 
     def join(self) -> None:
@@ -52,11 +52,15 @@ class CudaIpcSync:
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
             buffer = torch.empty(length, dtype=torch.uint8, device="cuda")
-            fill(buffer, part)
+            pack_into_buffer(buffer, part)
             torch.cuda.synchronize()
             self._held = [*self._held[-1:], buffer]
             yield WeightChunk(
-                {**weight_update_info(part, version), "handle": _handle(buffer), "length": length},
+                {
+                    **weight_update_info(part, version),
+                    "handle": _export_handle(buffer),
+                    "length": length,
+                },
                 is_last,
             )
 
@@ -65,7 +69,7 @@ class CudaIpcSync:
 
     @staticmethod
     def receiver(info: Info) -> CudaIpcReceiver:
-        _need()
+        _require_cuda()
         return CudaIpcReceiver()
 
 
@@ -84,7 +88,7 @@ class CudaIpcReceiver:
         buffer = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)[
             : int(info["length"])
         ]
-        yield from pieces_of(info, buffer)
+        yield from tensor_views(info, buffer)
         torch.cuda.synchronize()
 
     def finished(self, version: str) -> None: ...
@@ -92,7 +96,7 @@ class CudaIpcReceiver:
     def close(self) -> None: ...
 
 
-def _handle(buffer: Tensor) -> list[Any]:
+def _export_handle(buffer: Tensor) -> list[Any]:
     """Return the handle with which another process can open a tensor's GPU memory.
 
     It contains the device, memory handle, sizes, reference counter and event, as PyTorch exports
@@ -105,7 +109,7 @@ def _handle(buffer: Tensor) -> list[Any]:
     ]
 
 
-def _need() -> None:
+def _require_cuda() -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             "the weight sync 'cuda_ipc' needs a GPU that trainer and engine share; use 'shared' "

@@ -49,7 +49,7 @@ from ramify.inference.weight_sync.base import (
     WeightPiece,
     WeightReceiver,
     WeightSync,
-    add_adapter,
+    merge_adapter,
 )
 
 SAMPLE = 512
@@ -59,7 +59,7 @@ _RUNS = 32
 _KINDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bit_pattern(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor's values as a flat tensor of integers."""
     return tensor.contiguous().view(-1).view(_KINDS[tensor.element_size()])
 
@@ -116,7 +116,7 @@ class SmallTensorBundles:
         self._had_N = torch.empty(0)
         """The values that the engines have, concatenated into one tensor in main memory."""
 
-    def bundle_changed(
+    def bundle_changed_tensors(
         self, sources: Sequence[LazyWeight], number: int
     ) -> tuple[LazyWeight, dict[str, Any]] | None:
         """Concatenate the tensors whose current values the engines lack.
@@ -129,8 +129,8 @@ class SmallTensorBundles:
         """
         names = [source.name for source in sources]
         lengths = [math.prod(source.shape) for source in sources]
-        now_N = _flat([source.full() for source in sources])
-        which = self._which(names, lengths, now_N)
+        now_N = _flatten_tensors([source.full() for source in sources])
+        which = self._changed_indices(names, lengths, now_N)
         self._names, self._lengths, self._had_N = names, lengths, now_N.cpu()
         if not which:
             return None
@@ -145,17 +145,20 @@ class SmallTensorBundles:
             f"{_PREFIX}{number}", tuple(now_N.shape), now_N.dtype, None, lambda: now_N
         ), table
 
-    def _which(self, names: list[str], lengths: list[int], now_N: Tensor) -> Sequence[int]:
+    def _changed_indices(
+        self, names: list[str], lengths: list[int], now_N: Tensor
+    ) -> Sequence[int]:
         if (names, lengths) == (self._names, self._lengths):
             return differing_tensor_indices(
-                bits(now_N), bits(self._had_N.to(now_N.device)), lengths
+                bit_pattern(now_N), bit_pattern(self._had_N.to(now_N.device)), lengths
             )
         had = dict(zip(self._names, self._had_N.split_with_sizes(self._lengths), strict=True))
         parts = zip(names, now_N.split_with_sizes(lengths), strict=True)
         return [
             index
             for index, (name, part) in enumerate(parts)
-            if name not in had or not torch.equal(bits(part), bits(had[name].to(part.device)))
+            if name not in had
+            or not torch.equal(bit_pattern(part), bit_pattern(had[name].to(part.device)))
         ]
 
 
@@ -175,7 +178,7 @@ def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightP
         ) from None
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Return a copy of the values of all tensors, one tensor after another, as a tensor [N]."""
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
@@ -218,7 +221,7 @@ class DeltaSync:
             raise ConfigError(
                 f"the weight sync 'delta' cannot send by '{by}': use by=shared, gloo or nccl"
             )
-        self._by: WeightSync = WEIGHT_SYNCS.of(by)(**options)
+        self._by: WeightSync = WEIGHT_SYNCS.resolve(by)(**options)
         self._places = places
         self._adapters = adapters
         self._layers = layers
@@ -258,7 +261,9 @@ class DeltaSync:
         now, self.num_bytes, self._tables, self._later = secrets.token_hex(8), 0, {}, []
         about = {"base": base, "now": now}
         any_chunk = False
-        for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
+        for chunk in self._by.chunks(
+            self._changed_weights(sources, bool(base)), version, whole=whole
+        ):
             any_chunk = True
             names = chunk.info["names"]
             tables = {name: self._tables[name] for name in names if name in self._tables}
@@ -266,7 +271,7 @@ class DeltaSync:
             yield WeightChunk(
                 {**chunk.info, **about, "together": tables, "sums": sums}, chunk.is_last, chunk.send
             )
-            self._keep()
+            self._commit_values()
         if not any_chunk:
             yield WeightChunk(
                 {"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True
@@ -282,25 +287,27 @@ class DeltaSync:
         self._last_sync = ""
         self._later = []
 
-    def _changed(self, sources: Iterable[LazyWeight], has_base: bool) -> Iterator[LazyWeight]:
+    def _changed_weights(
+        self, sources: Iterable[LazyWeight], has_base: bool
+    ) -> Iterator[LazyWeight]:
         small: dict[torch.dtype, list[LazyWeight]] = {}
         stamps, self._stamps = self._stamps, {}
         is_known = partial(_is_known, stamps if has_base else {})
         if self._layers:
-            yield from self._counted(self._whole_layers(sources, is_known))
+            yield from self._count_bytes(self._whole_layers(sources, is_known))
             return
         for source in sources:
             self._stamps[source.name] = source.stamp
             if is_known(source):
                 continue
             if math.prod(source.shape) > _SMALL or (source.adapted is not None and self._adapters):
-                yield from self._counted(self._part(source))
+                yield from self._count_bytes(self._part(source))
             else:
                 small.setdefault(source.dtype, []).append(source)
         for dtype, alike in small.items():
             for number, start in enumerate(range(0, len(alike), _MOST_TOGETHER)):
-                yield from self._counted(
-                    self._joined(alike[start : start + _MOST_TOGETHER], (dtype, number))
+                yield from self._count_bytes(
+                    self._join_small(alike[start : start + _MOST_TOGETHER], (dtype, number))
                 )
 
     def _whole_layers(
@@ -326,24 +333,24 @@ class DeltaSync:
             return self._adapter(source, source.adapted)
         return self._difference(source)
 
-    def _keep(self) -> None:
+    def _commit_values(self) -> None:
         for had, now in self._later:
             had.copy_(now)
         self._later.clear()
 
-    def _counted(self, parts: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
+    def _count_bytes(self, parts: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
         for part in parts:
             self.num_bytes += part.num_bytes
             yield part
 
-    def _joined(
+    def _join_small(
         self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
     ) -> list[LazyWeight]:
         """Concatenate the small tensors that have changed into one tensor.
 
         Returns a list with that tensor, or an empty list if none has changed.
         """
-        changed = self._small.setdefault(which, SmallTensorBundles()).bundle_changed(
+        changed = self._small.setdefault(which, SmallTensorBundles()).bundle_changed_tensors(
             sources, len(self._tables)
         )
         if changed is None:
@@ -358,7 +365,7 @@ class DeltaSync:
             return [source._replace(full=lambda: now)]
         if now.is_cuda:
             had = had.to(now.device)
-        index = self._changed_places(bits(now), bits(had))
+        index = self._changed_places(bit_pattern(now), bit_pattern(had))
         if index is None:
             self._later.append((self._have[source.name], now))
             return [source._replace(full=lambda: now)]
@@ -367,8 +374,8 @@ class DeltaSync:
         values = now.flatten()[index]
         self._have[source.name].view(-1).index_copy_(0, index.cpu(), values.cpu())
         return [
-            _source(source.name + _PLACES, index.to(torch.int32)),
-            _source(source.name + _VALUES, values),
+            _to_lazy_weight(source.name + _PLACES, index.to(torch.int32)),
+            _to_lazy_weight(source.name + _VALUES, values),
         ]
 
     def _adapter(self, source: LazyWeight, adapted: AdaptedMatrix) -> Iterator[LazyWeight]:
@@ -379,12 +386,12 @@ class DeltaSync:
         name = source.name
         self._have.pop(name, None)
         if name not in self._bases:
-            yield _source(name + _BASE, _shortest(adapted.base(), source.dtype))
+            yield _to_lazy_weight(name + _BASE, _narrow_losslessly(adapted.base(), source.dtype))
             self._bases.add(name)
         a, b = adapted.pair()
         self._sums[name + _B] = (adapted.scale, _name(adapted.dtype), _name(source.dtype))
-        yield _source(name + _A, a)
-        yield _source(name + _B, b)
+        yield _to_lazy_weight(name + _A, a)
+        yield _to_lazy_weight(name + _B, b)
 
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Return the positions whose values have changed, or None if the tensor should be sent
@@ -417,7 +424,7 @@ class DeltaReceiver:
             "cuda_ipc",
         }:
             raise ValueError(f"not a weight sync that can transport a delta: {str(inner)[:100]}")
-        self._by: WeightReceiver = WEIGHT_SYNCS.of(inner["weight_sync"]).receiver(inner)
+        self._by: WeightReceiver = WEIGHT_SYNCS.resolve(inner["weight_sync"]).receiver(inner)
         self._has = ""
         self._taking = ""
         self._places: dict[str, Tensor] = {}
@@ -446,15 +453,15 @@ class DeltaReceiver:
             elif piece.name.endswith(_A):
                 self._a[piece.name.removesuffix(_A)] = piece.tensor.clone()
             elif piece.name.endswith(_B):
-                yield self._added(piece.name.removesuffix(_B), piece.tensor, info)
+                yield self._add_adapter(piece.name.removesuffix(_B), piece.tensor, info)
             else:
                 yield piece
 
-    def _added(self, name: str, b: Tensor, info: Info) -> WeightPiece:
+    def _add_adapter(self, name: str, b: Tensor, info: Info) -> WeightPiece:
         scale, kind, dtype = info["sums"][name + _B]
         base = self._bases[name].to(b.device, getattr(torch, kind))
         return WeightPiece(
-            name, add_adapter(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype))
+            name, merge_adapter(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype))
         )
 
     def finished(self, version: str) -> None:
@@ -484,11 +491,11 @@ def _part_of_layer(source: LazyWeight) -> str:
     return ".".join(parts[: number + 2])
 
 
-def _source(name: str, tensor: Tensor) -> LazyWeight:
+def _to_lazy_weight(name: str, tensor: Tensor) -> LazyWeight:
     return LazyWeight(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
 
 
-def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
+def _narrow_losslessly(base: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a matrix to the engine's dtype if that loses nothing, as for a checkpoint stored in
     that dtype.
 

@@ -51,9 +51,9 @@ from ramify.inference.weight_sync.base import (
     LazyWeight,
     WeightChunk,
     WeightPiece,
-    hold_folder,
+    create_locked_folder,
     in_chunks,
-    sweep,
+    remove_stale_files,
 )
 
 _DTYPES = {
@@ -87,14 +87,17 @@ def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
     """
     with path.open("r+b" if path.exists() else "xb") as file:
         header = _header(sources)
-        at, total = len(header), _sum(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
+        at, total = (
+            len(header),
+            _partial_checksum(torch.frombuffer(bytearray(header), dtype=torch.uint8), 0),
+        )
         file.write(header)
         for source in sources:
             data = source.full().cpu().contiguous().view(-1).view(torch.uint8)
             total += _append(file, data, at)
             at += len(data)
         file.truncate(at)
-    return at, _short(total)
+    return at, _to_63_bits(total)
 
 
 def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]:
@@ -113,7 +116,7 @@ def read_tensors(path: Path, expected: tuple[int, int]) -> Iterator[WeightPiece]
             whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    if _short(_sum(whole, 0)) != expected[1]:
+    if _to_63_bits(_partial_checksum(whole, 0)) != expected[1]:
         raise ValueError(f"{path} is corrupt: its checksum does not match; {_AGAIN}")
     yield from _tensors(whole, path)
 
@@ -155,12 +158,12 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
     total = 0
     for start in range(0, len(data_N), _BLOCK):
         block = data_N[start : start + _BLOCK]
-        total += _sum(block, at + start)
+        total += _partial_checksum(block, at + start)
         file.write(block.numpy().data)
     return total
 
 
-def _sum(data_N: Tensor, at: int) -> int:
+def _partial_checksum(data_N: Tensor, at: int) -> int:
     """Return the contribution of some bytes at offset ``at`` to a file's checksum, which is the sum
     of its 64-bit words.
 
@@ -178,7 +181,7 @@ def _sum(data_N: Tensor, at: int) -> int:
     return total
 
 
-def _short(total: int) -> int:
+def _to_63_bits(total: int) -> int:
     """Reduce a checksum to 63 bits.
 
     The result does not depend on the order in which words were added.
@@ -238,7 +241,7 @@ class FileSync:
         """
         self._is_own = not folder
         self._folder, self._lock = (
-            (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
+            (Path(folder), -1) if folder else create_locked_folder(Path(tempfile.gettempdir()))
         )
         self._file_bytes = file_bytes
         self._configuration = configuration
@@ -247,7 +250,7 @@ class FileSync:
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         if self._is_own:
-            sweep(self._folder.parent)
+            remove_stale_files(self._folder.parent)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -279,7 +282,7 @@ class FileSync:
                 f"the weights of version {version} cannot be written to {self._folder}: {error}"
             ) from error
         yield WeightChunk(
-            {"version": version, "path": str(self._folder.resolve() / _named(version))}, True
+            {"version": version, "path": str(self._folder.resolve() / _version_name(version))}, True
         )
 
     def close(self) -> None:
@@ -290,7 +293,7 @@ class FileSync:
             self._lock = -1
 
     def _write(self, sources: Iterable[LazyWeight], version: int) -> None:
-        final = self._folder / _named(version)
+        final = self._folder / _version_name(version)
         fresh = self._folder / f".{final.name}.tmp"
         if final.exists() and not _is_version(final):
             raise FileExistsError(
@@ -428,5 +431,5 @@ def _is_in_memory(path: Path) -> bool:
     return MEMORY.is_dir() and path.stat().st_dev == MEMORY.stat().st_dev
 
 
-def _named(version: int) -> str:
+def _version_name(version: int) -> str:
     return f"v{version:06d}"

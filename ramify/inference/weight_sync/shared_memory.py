@@ -38,14 +38,14 @@ from ramify.inference.weight_sync.base import (
     LazyWeight,
     WeightChunk,
     WeightPiece,
-    fill,
-    hold_file,
+    create_locked_file,
     in_chunks,
-    new_name,
+    new_temporary_name,
     offsets,
-    pieces_of,
+    pack_into_buffer,
+    remove_stale_files,
     reserve_file_space,
-    sweep,
+    tensor_views,
     weight_update_info,
 )
 
@@ -69,13 +69,13 @@ class SharedMemorySync:
         self._folder = (
             Path(folder) if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         )
-        self._name = new_name()
+        self._name = new_temporary_name()
         self._locks: dict[int, int] = {}
         """Buffer -> file descriptor that holds the buffer's lock."""
         self._buffers: list[_MappedFile | None] = [None, None]
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        sweep(self._folder)
+        remove_stale_files(self._folder)
         return [
             {"weight_sync": "shared", "folder": str(self._folder), "name": self._name}
         ] * num_engines
@@ -95,7 +95,7 @@ class SharedMemorySync:
         for number, (part, is_last) in enumerate(in_chunks(sources, self._chunk_bytes)):
             _, length = offsets(source.num_bytes for source in part)
             buffer = self._buffer(number % 2, max(length, self._chunk_bytes))
-            fill(buffer.bytes, part)
+            pack_into_buffer(buffer.bytes, part)
             about = {
                 **weight_update_info(part, version),
                 "buffer": number % 2,
@@ -107,7 +107,7 @@ class SharedMemorySync:
         _, length = offsets(source.num_bytes for source in sources)
         which, self._next = self._next, 1 - self._next
         buffer = self._buffer(which, length)
-        fill(buffer.bytes, sources)
+        pack_into_buffer(buffer.bytes, sources)
         about = {"buffer": which, "length": len(buffer.bytes), "stays": True}
         return WeightChunk({**weight_update_info(sources, version), **about}, True)
 
@@ -139,7 +139,7 @@ class SharedMemorySync:
             return mapped
         try:
             if which not in self._locks:
-                self._locks[which] = hold_file(self._path(which))
+                self._locks[which] = create_locked_file(self._path(which))
             reserve_file_space(self._locks[which], length)
         except OSError as error:
             raise ConfigError(
@@ -180,7 +180,7 @@ class SharedMemoryReceiver:
                     "for engines on the trainer's machine and of the same user; use the weight "
                     "sync 'file' or 'gloo'"
                 ) from None
-        yield from pieces_of(info, mapped.bytes, stays=bool(info.get("stays")))
+        yield from tensor_views(info, mapped.bytes, stays=bool(info.get("stays")))
 
     def finished(self, version: str) -> None: ...
 

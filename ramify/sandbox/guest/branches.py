@@ -110,7 +110,7 @@ class GuestBranches:
             return pid
         with contextlib.suppress(Exception):
             random_state and random_state[0].setstate(random_state[1])
-        self._move(*fds)
+        self._replace_descriptors(*fds)
         return 0
 
     def _fork_apart(self, apart: JailForkHooks) -> int:
@@ -161,7 +161,8 @@ class GuestBranches:
         if loop is not None:
             if loop.is_running() or sys.modules["asyncio"].all_tasks(loop):
                 return "an event loop has work: await its tasks first"
-            self._notebook.end_loop()  # an idle loop has descriptors, which would be counted below
+            # An idle loop has descriptors, which would be counted below.
+            self._notebook.close_event_loop()
         own_fds = {*self._channel.descriptors(), self._spool.fd, *fds}
         count = sum(fd not in own_fds for fd in _open_descriptors())
         if count:
@@ -174,7 +175,7 @@ class GuestBranches:
         num_expected = 0 if self._apart is not None else 3 if has_buffers else 2
         return None if len(fds) == num_expected else "no descriptor is free"
 
-    def _move(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
+    def _replace_descriptors(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
         """Switch to a new socket, output file and shared memory buffers, keeping the old descriptor
         numbers."""
         assert isinstance(self._spool, FileOutputSpool)
@@ -189,7 +190,7 @@ class GuestBranches:
             _close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         self._spool.at = 0
-        self._spool.attach()
+        self._spool.redirect_output()
         self._channel.restart_reading()
 
     def reap(self) -> None:

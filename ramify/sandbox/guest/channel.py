@@ -260,7 +260,7 @@ class GuestChannel:
             reader.data += chunk
             reader.have = end
             return None
-        return self._opened(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
+        return self._decode_frame(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
     def next_buffered_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
         """Return the header and the binary parts of the next frame in the buffer.
@@ -271,9 +271,9 @@ class GuestChannel:
         if view is None:
             return None
         text, end = split_frame(view)
-        return self._opened(str(text, "utf-8"), view, end)
+        return self._decode_frame(str(text, "utf-8"), view, end)
 
-    def _opened(
+    def _decode_frame(
         self, text: str, view: memoryview, end: int
     ) -> tuple[dict[str, Any], list[memoryview]]:
         """Decode a frame's JSON header and locate the frame's binary parts.
@@ -315,7 +315,7 @@ class GuestChannel:
         fds, self._reader.fds = self._reader.fds, []
         return fds
 
-    def has_part(self) -> bool:
+    def has_partial_frame(self) -> bool:
         """Return True if the buffer holds the beginning of an incomplete frame."""
         return self._reader.have > 0
 
@@ -424,14 +424,14 @@ class FrameDispatcher:
         self._command.frame = None
         return command
 
-    def expect(self, id: int, ticket: FrameWaiter) -> None:
+    def register_waiter(self, id: int, ticket: FrameWaiter) -> None:
         """Register the thread that will wait for the answer to a call.
 
         Do this before the call is sent.
         """
         self._calls[id] = ticket
 
-    def forget(self, ticket: FrameWaiter) -> None:
+    def unregister_waiter(self, ticket: FrameWaiter) -> None:
         """Unregister a thread that no longer waits for a frame.
 
         If its frame has not arrived, the thread was interrupted, so another waiting thread takes
@@ -473,7 +473,7 @@ class FrameDispatcher:
             self._dispatch(*message, own_ticket)
             return
         # A blocked ``read`` would also wake up whenever the host reads what was sent.
-        if not self._channel.has_part():
+        if not self._channel.has_partial_frame():
             self._interrupts.call_interruptibly(self._channel.wait_readable)
         try:
             self._channel.fill()

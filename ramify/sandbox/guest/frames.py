@@ -83,8 +83,8 @@ def check_json_complexity(text: bytes) -> None:
         raise ValueLimitError(
             f"a value with more than {MAX_ITEMS:,} strings: at most {MAX_ITEMS:,} items at once"
         )
-    bare = _bare(text)
-    items, containers = _counted(bare)
+    bare = _strip_string_literals(text)
+    items, containers = _count_values_and_containers(bare)
     if items > MAX_ITEMS:
         raise ValueLimitError(f"a value with {items:,} items: at most {MAX_ITEMS:,} at once")
     if containers > MAX_CONTAINERS:
@@ -98,7 +98,7 @@ def check_json_complexity(text: bytes) -> None:
         raise ValueLimitError(f"a value nested deeper than {MAX_NESTING} levels of JSON")
 
 
-def _bare(text: bytes) -> bytes:
+def _strip_string_literals(text: bytes) -> bytes:
     """Return JSON text with its string literals removed.
 
     The text is processed in pieces so that other threads can run in between.
@@ -121,11 +121,11 @@ def json_complexity(text: bytes) -> tuple[int, int, int]:
 
     An empty container counts as one item.
     """
-    bare = _bare(text)
-    return *_counted(bare), _nesting(bare)
+    bare = _strip_string_literals(text)
+    return *_count_values_and_containers(bare), _nesting(bare)
 
 
-def _counted(bare: bytes) -> tuple[int, int]:
+def _count_values_and_containers(bare: bytes) -> tuple[int, int]:
     containers = bare.count(b"[") + bare.count(b"{")
     return containers + bare.count(b","), containers
 
@@ -187,7 +187,7 @@ def json_bytes(header: Any) -> bytes:
         return "".join(escaped).encode()
 
 
-def done_json(
+def encode_cell_done(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
     """Encode the header that reports the end of a cell whose hooks returned no note.
@@ -307,7 +307,7 @@ class FrameReader:
         self.have = len(self.data)
         return view
 
-    def missing(self) -> int:
+    def num_missing_bytes(self) -> int:
         """Return the number of bytes that are missing from the current frame, or from its length
         prefix."""
         end = 4 if self.have < 4 else 4 + U32.unpack_from(self.data)[0]
@@ -471,7 +471,7 @@ class ScratchBuffer:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    def of(self, size: int) -> memoryview:
+    def view(self, size: int) -> memoryview:
         if len(self._data) < size:
             self._data = bytearray(size)
         return memoryview(self._data)[:size]
@@ -552,7 +552,7 @@ class HostGuestSharedMemory:
         if self._scratch is None:
             data = memoryview(os.pread(self.fd, size, self._from))
         else:
-            data = self._scratch.of(size)
+            data = self._scratch.view(size)
             data = data[: os.preadv(self.fd, [data], self._from)]
         if len(data) < size:
             raise ValueError(
@@ -599,7 +599,7 @@ def text_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
             yield blob
 
 
-def make_file() -> int:
+def create_shared_memory_file() -> int:
     """Create the file that holds the shared memory buffers, and return its descriptor.
 
     Returns -1 if the platform has no memory files.

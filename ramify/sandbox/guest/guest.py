@@ -16,7 +16,7 @@ from typing import Any
 
 from .branches import GuestBranches, JailForkHooks
 from .channel import DROPPED, DeferrableInterrupts, FrameDispatcher, FrameWaiter, GuestChannel
-from .frames import copy_as_sent_to_host, done_json, unpack_value
+from .frames import copy_as_sent_to_host, encode_cell_done, unpack_value
 from .interpreter_state import InterpreterSnapshot, MemoryLimit, complete_builtins
 from .notebook import GuestNotebook, cut, error_text, format_error
 from .output import CellOutputSender, FileOutputSpool, InProcessOutputSpool
@@ -83,7 +83,7 @@ class HostCaller:
         except ValueLimitError as error:
             raise ValueError(f"{name}: {error}") from None
         finally:
-            self._inbox.forget(ticket)
+            self._inbox.unregister_waiter(ticket)
             self._interrupts.end_deferring(before)
         if ticket.frame is DROPPED:
             raise HostError("RuntimeError", f"{name}() was still waiting when its cell ended")
@@ -106,7 +106,7 @@ class HostCaller:
             parts = channel.frame(
                 {"op": "call", "id": self._last_id, "name": name, "value": value}, encoder
             )
-            self._inbox.expect(self._last_id, ticket)
+            self._inbox.register_waiter(self._last_id, ticket)
             channel.write(parts)
 
 
@@ -187,11 +187,11 @@ class Guest:
 
         With ``rehearse``, first run an empty cell to warm up while no caller is waiting.
         """
-        self._mend()
+        self._mend_guest_state()
         self._mend_process()
         self._channel.send({"op": "hello", "pid": self._channel.pid})
         if rehearse:
-            self._rehearse()
+            self._run_warmup_cell()
         while True:
             try:
                 header, blobs = self._inbox.next_command()
@@ -201,9 +201,9 @@ class Guest:
                 continue  # it arrived after its cell had ended
             self._handle(header, blobs)
             self._branches.reap()
-        self.notebook.end_loop()
+        self.notebook.close_event_loop()
 
-    def _rehearse(self) -> None:
+    def _run_warmup_cell(self) -> None:
         """Run an empty cell, so that the copy-on-write of the memory pages that cells write to
         happens now and not during the first real cell.
 
@@ -287,16 +287,16 @@ class Guest:
 
     def _run(self, id: int, code: str) -> None:
         self._cells += 1
-        self.output.begin()
+        self.output.begin_cell()
         self._channel.is_open = True
         value = error = None
-        self._memory.allow_cell()
+        self._memory.apply_cell_limit()
         try:
             value, error = self.notebook.execute(code, f"<cell {self._cells}>")
         except BaseException as late:  # noqa: BLE001  (an interrupt that hit between the cell and its report)
             error = type(late).__name__
         self.interrupts.is_live = False
-        self._memory.allow_guest()
+        self._memory.lift_cell_limit()
         self.interrupts.reset()
         if not self._channel.is_session_process():
             self._leave_fork(error)
@@ -315,7 +315,7 @@ class Guest:
     def _end_cell(self, id: int, value: str | None, error: str | None) -> None:
         """Finish a cell: run the hooks that follow it, restore reserved names, and send its
         remaining output together with its result to the host."""
-        self._mend()
+        self._mend_guest_state()
         channel, output = self._channel, self.output
         with channel.sending:
             parts = output.take_frames(final=True)
@@ -331,11 +331,11 @@ class Guest:
             channel.is_open = False
             self._inbox.drop_calls()
             done = (id, value, error, restored, output.chars)
-            channel.write(parts + self._report(done, note, encoder))
+            channel.write(parts + self._build_report_frame(done, note, encoder))
         # After the report, so that the host need not wait for it.
         self._mend_process()
 
-    def _report(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
+    def _build_report_frame(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
         """Build the frame that reports the end of a cell to the host, with the note that hooks may
         have returned.
 
@@ -348,9 +348,9 @@ class Guest:
             except ValueLimitError as limit:
                 # What the cell left for the host is over a limit: report it as the cell's error.
                 done = (*done[:2], done[2] or f"ValueError: {limit}", *done[3:])
-        return self._channel.frame_from_json(done_json(*done))
+        return self._channel.frame_from_json(encode_cell_done(*done))
 
-    def _mend(self) -> None:
+    def _mend_guest_state(self) -> None:
         """Restore what a cell may have broken and the guest needs to finish the cell: the builtins,
         the namespace and the standard streams."""
         self._interpreter.mend_builtins()

@@ -108,7 +108,7 @@ class InterpreterSnapshot:
 
         Call this once the host has the result of the cell.
         """
-        output.spool.attach()
+        output.spool.redirect_output()
         if _signal.getsignal(_SIGINT) != on_interrupt:
             _signal.signal(_SIGINT, on_interrupt)
         _signal.pthread_sigmask(signal.SIG_UNBLOCK, (_SIGINT,))
@@ -129,12 +129,12 @@ class MemoryLimit:
         """
         self.limits = limits
 
-    def allow_cell(self) -> None:
+    def apply_cell_limit(self) -> None:
         """Apply the memory limit for cells from now on."""
         if self.limits is not None:
             resource.setrlimit(resource.RLIMIT_AS, self.limits)
 
-    def allow_guest(self) -> None:
+    def lift_cell_limit(self) -> None:
         if self.limits is not None:
             resource.setrlimit(resource.RLIMIT_AS, (self.limits[1], self.limits[1]))
 

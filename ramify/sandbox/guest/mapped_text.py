@@ -78,7 +78,7 @@ class TextOffsetIndex:
     def num_line_ends(self) -> int:
         return self._lines_at[-1]
 
-    def counts(self) -> tuple[bytes, bytes]:
+    def block_count_tables(self) -> tuple[bytes, bytes]:
         """Return the number of characters and the number of lines before each block, as two arrays
         of 64-bit integers in bytes.
 
@@ -105,7 +105,7 @@ class TextOffsetIndex:
                 f"a part of {stop - start:,} characters: at most {MAX_SLICE_CHARS:,} at once; take "
                 "smaller slices, or go through the lines"
             )
-        return self.decode(self.read_bytes(self.byte_at(start), self.byte_at(stop)))
+        return self.decode(self.read_bytes(self.byte_offset_of(start), self.byte_offset_of(stop)))
 
     def read_checked_bytes(self, low: int, high: int, what: str) -> bytes:
         """Return the bytes between two offsets.
@@ -120,7 +120,7 @@ class TextOffsetIndex:
             )
         return self.read_bytes(low, high)
 
-    def byte_at(self, char: int) -> int:
+    def byte_offset_of(self, char: int) -> int:
         """Convert a character position to the byte offset of that character."""
         counts = self._chars_at
         if not counts:
@@ -134,7 +134,7 @@ class TextOffsetIndex:
         text = block[begin:].decode("utf-8", "ignore")
         return number * BLOCK_BYTES + begin + len(text[:left].encode())
 
-    def char_at(self, offset: int) -> int:
+    def char_position_of(self, offset: int) -> int:
         """Convert the byte offset of a character to the character's position."""
         if not self._chars_at:
             return offset
@@ -142,7 +142,7 @@ class TextOffsetIndex:
         block = self.read_bytes(number * BLOCK_BYTES, offset)
         return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
 
-    def line_at(self, line: int) -> int:
+    def line_start_offset(self, line: int) -> int:
         """Return the byte offset at which a line begins.
 
         The first line is number 0.
@@ -287,9 +287,12 @@ class MappedText:
         if not needle:
             return start
         found = next(
-            self.file.offsets_of(needle, self.file.byte_at(start), self.file.byte_at(end)), -1
+            self.file.offsets_of(
+                needle, self.file.byte_offset_of(start), self.file.byte_offset_of(end)
+            ),
+            -1,
         )
-        return -1 if found < 0 else self.file.char_at(found)
+        return -1 if found < 0 else self.file.char_position_of(found)
 
     def rfind(self, sub: str, start: int | None = None, end: int | None = None) -> int:
         """Return the last position of ``sub``, or -1 if it does not occur."""
@@ -298,8 +301,10 @@ class MappedText:
             return -1
         if not needle:
             return end
-        found = self.file.last_offset_of(needle, self.file.byte_at(start), self.file.byte_at(end))
-        return -1 if found < 0 else self.file.char_at(found)
+        found = self.file.last_offset_of(
+            needle, self.file.byte_offset_of(start), self.file.byte_offset_of(end)
+        )
+        return -1 if found < 0 else self.file.char_position_of(found)
 
     def index(self, sub: str, start: int | None = None, end: int | None = None) -> int:
         """Return the first position of ``sub``.
@@ -331,7 +336,9 @@ class MappedText:
             return 0
         if not needle:
             return end - start + 1
-        return self.file.count(needle, self.file.byte_at(start), self.file.byte_at(end))
+        return self.file.count(
+            needle, self.file.byte_offset_of(start), self.file.byte_offset_of(end)
+        )
 
     def startswith(self, prefix: str | tuple[str, ...], start: int | None = None) -> bool:
         start = self._range(start, None)[0]
@@ -553,39 +560,41 @@ class MappedLines(Sequence[str]):
             piece = file.read_bytes(at, at + _PIECE_BYTES)
             end = piece.rfind(b"\n") + 1
             if end:
-                yield from self._cut(b"".join([*parts, piece[:end]]))
+                yield from self._split_lines(b"".join([*parts, piece[:end]]))
                 parts.clear()
             parts.append(piece[end:])
             if len(parts) * _PIECE_BYTES > 4 * MAX_SLICE_CHARS:
                 raise ValueError(f"a line of over {4 * MAX_SLICE_CHARS:,} bytes: use slices")
         rest = b"".join(parts)
         if rest or self._is_split:
-            yield self._line(file.decode(rest))
+            yield self._strip_carriage_return(file.decode(rest))
 
     def __repr__(self) -> str:
         return f"<{len(self):,} lines>"
 
     def _lines(self, start: int, stop: int) -> list[str]:
         file = self._file
-        low = file.line_at(start)
+        low = file.line_start_offset(start)
         if stop <= file.num_line_ends:
             return [
-                *self._cut(
-                    file.read_checked_bytes(low, file.line_at(stop), f"{stop - start:,} lines")
+                *self._split_lines(
+                    file.read_checked_bytes(
+                        low, file.line_start_offset(stop), f"{stop - start:,} lines"
+                    )
                 )
             ]
         *lines, last = file.decode(
             file.read_checked_bytes(low, file.num_bytes, f"{stop - start:,} lines")
         ).split("\n")
         ended = [f"{line}\n" for line in lines] if self._keepends else lines
-        return [*map(self._line, ended), self._line(last)]
+        return [*map(self._strip_carriage_return, ended), self._strip_carriage_return(last)]
 
     def _is_closed(self) -> bool:
         """Return True if the last line is complete: the text ends with a line end, or is empty."""
         size = self._file.num_bytes
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
-    def _cut(self, data: bytes) -> Iterator[str]:
+    def _split_lines(self, data: bytes) -> Iterator[str]:
         """Decode bytes of the file and split them into lines.
 
         They must end with a line end.
@@ -594,9 +603,9 @@ class MappedLines(Sequence[str]):
         lines.pop()
         if self._keepends:
             return (f"{line}\n" for line in lines)
-        return iter(lines) if b"\r" not in data else map(self._line, lines)
+        return iter(lines) if b"\r" not in data else map(self._strip_carriage_return, lines)
 
-    def _line(self, line: str) -> str:
+    def _strip_carriage_return(self, line: str) -> str:
         return line if self._is_split or self._keepends else line.removesuffix("\r")
 
 

@@ -386,7 +386,7 @@ class GuestNotebook:
                 task.cancel()
                 self.loop.run_until_complete(asyncio.wait([task], timeout=0.1))
 
-    def end_loop(self) -> None:
+    def close_event_loop(self) -> None:
         if self.loop is not None:
             self.loop.close()
             self.loop = None
@@ -400,7 +400,7 @@ class GuestNotebook:
             return (
                 None if error.code in (None, 0) else cut(f"SystemExit: {error.code}", VALUE_CHARS)
             )
-        self._memory.allow_guest()
+        self._memory.lift_cell_limit()
         if isinstance(error, MemoryError):
             error.__context__ = None  # the interpreter reuses its few MemoryError objects
         try:

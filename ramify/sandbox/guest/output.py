@@ -160,7 +160,7 @@ class FileOutputSpool:
             os.ftruncate(self.fd, 0)
             self.at = 0
 
-    def attach(self) -> None:
+    def redirect_output(self) -> None:
         """Redirect descriptors 1 and 2 to this file again.
 
         A cell may have closed or redirected them.
@@ -188,7 +188,7 @@ class InProcessOutputSpool:
             self.at += len(data)
             yield data
 
-    def attach(self) -> None:
+    def redirect_output(self) -> None:
         pass
 
 
@@ -295,9 +295,9 @@ class CellOutputSender:
         """Output and number of characters of the last finished cell; None if it printed nothing."""
         self._is_unused = False
         """True if the current cell has printed nothing so far."""
-        self.begin()
+        self.begin_cell()
 
-    def begin(self) -> None:
+    def begin_cell(self) -> None:
         """Prepare for the output of a new cell."""
         self._pending = 0
         self._flushed = _clock()
@@ -369,18 +369,18 @@ class CellOutputSender:
             self._full_output.add(data)
             room = max(self._max_bytes - self._sent, 0)
             if room:
-                parts += self._out(data[:room], 0, self.spool.at - len(data[room:]))
+                parts += self._output_frames(data[:room], 0, self.spool.at - len(data[room:]))
             if room < len(data):
                 self._held.add(data[room:])
         if self._is_unused:
             return parts
         now = _clock()
         if len(self._held) and (final or now - self._flushed > FLUSH_S):
-            parts += self._out(*self._held.take(), self.spool.at)
+            parts += self._output_frames(*self._held.take(), self.spool.at)
         self._flushed = now
         return parts
 
-    def _out(self, data: bytes, skip: int, upto: int) -> list[Buffer]:
+    def _output_frames(self, data: bytes, skip: int, upto: int) -> list[Buffer]:
         self._sent += len(data)
         parts: list[Buffer] = []
         for at in range(0, len(data), MAX_FRAME_OUTPUT):

@@ -115,7 +115,7 @@ class Column(Sequence[Any]):
         return self.values(position, position + 1)[0]
 
     def __repr__(self) -> str:
-        head = ", ".join(_short(value) for value in self[:_SHOWN_ROWS])
+        head = ", ".join(_short_repr(value) for value in self[:_SHOWN_ROWS])
         more = ", …" if self._length > _SHOWN_ROWS else ""
         return f"Column of {self._length:,} values, {self.type}: [{head}{more}]"
 
@@ -127,21 +127,21 @@ class Column(Sequence[Any]):
         if start == stop:
             return []
         start, stop = start + self._start, stop + self._start
-        found = self._decoded(start, stop)
+        found = self._decode_values(start, stop)
         if self.buffers and (bits := self.buffers[0]) is not None:
-            are_valid = _bits(bits, start, stop)
+            are_valid = _unpack_bits(bits, start, stop)
             found = [
                 value if valid else None for value, valid in zip(found, are_valid, strict=True)
             ]
         return found
 
-    def _decoded(self, start: int, stop: int) -> list[Any]:
+    def _decode_values(self, start: int, stop: int) -> list[Any]:
         kind, info = self.kind, self.info
         match kind:
             case "number":
                 return self._numbers(1, info, start, stop)
             case "bool":
-                return _bits(self.buffers[1], start, stop)
+                return _unpack_bits(self.buffers[1], start, stop)
             case "text" | "bytes":
                 return self._texts(start, stop)
             case "date":
@@ -149,11 +149,14 @@ class Column(Sequence[Any]):
             case "timestamp":
                 unit, zone = info
                 return [
-                    _moment(count, unit, bool(zone)) for count in self._numbers(1, "q", start, stop)
+                    _datetime_from_count(count, unit, bool(zone))
+                    for count in self._numbers(1, "q", start, stop)
                 ]
             case "time":
                 char = "i" if info in ("s", "ms") else "q"
-                return [_clock(count, info) for count in self._numbers(1, char, start, stop)]
+                return [
+                    _time_from_count(count, info) for count in self._numbers(1, char, start, stop)
+                ]
             case "duration":
                 return [_duration(count, info) for count in self._numbers(1, "q", start, stop)]
             case "decimal":
@@ -251,7 +254,7 @@ class Column(Sequence[Any]):
         elif kind == "bool":
             buffers.append(_cut_bits(self.buffers[1], start, stop))
         elif kind in _DATA:
-            width = info[0] if kind == "decimal" else _SIZES[self._char()]
+            width = info[0] if kind == "decimal" else _SIZES[self._number_format_char()]
             view = self.buffers[1]
             buffers.append(memoryview(b"") if view is None else view[start * width : stop * width])
         elif kind == "fixed":
@@ -262,7 +265,7 @@ class Column(Sequence[Any]):
             children = [children[0].sliced(start, stop).compact(), children[1].compact()]
         return Column(kind, self.type, self._length, info, buffers, children)
 
-    def _char(self) -> str:
+    def _number_format_char(self) -> str:
         if self.kind in ("number", "date"):
             return str(self.info)
         return "i" if self.kind == "time" and self.info in ("s", "ms") else "q"
@@ -352,7 +355,7 @@ class Table:
         columns = ", ".join(f"{name} ({kind})" for name, kind in self.types.items())
         lines = [f"Table of {self._length:,} rows: {columns}"]
         lines += [
-            f"  ({', '.join(map(_short, row))})"
+            f"  ({', '.join(map(_short_repr, row))})"
             for row in self.rows(0, min(_SHOWN_ROWS, len(self)))
         ]
         return "\n".join(lines + ["  …"] * (self._length > _SHOWN_ROWS))
@@ -438,7 +441,7 @@ for _class in (Column, Table, NumberArray):
     _class.__module__ = "builtins"  # a session shows their names without a module
 
 
-def _bits(bits: memoryview | None, start: int, stop: int) -> list[bool]:
+def _unpack_bits(bits: memoryview | None, start: int, stop: int) -> list[bool]:
     if bits is None or len(bits) * 8 < stop:
         raise IndexError("a column that is shorter than its table")
     first = start // 8
@@ -464,7 +467,7 @@ def _date(days: int) -> datetime.date | str:
         return f"day {days} since 1970-01-01"
 
 
-def _moment(count: int, unit: str, has_zone: bool) -> datetime.datetime | str:
+def _datetime_from_count(count: int, unit: str, has_zone: bool) -> datetime.datetime | str:
     """Convert a count of time units since 1970 to a datetime, truncated to microseconds.
 
     The result is in UTC if the column has a time zone.
@@ -476,7 +479,7 @@ def _moment(count: int, unit: str, has_zone: bool) -> datetime.datetime | str:
     return found.replace(tzinfo=datetime.timezone.utc) if has_zone else found  # noqa: UP017
 
 
-def _clock(count: int, unit: str) -> datetime.time | str:
+def _time_from_count(count: int, unit: str) -> datetime.time | str:
     micros = count * 10**6 // _PER_SECOND[unit]
     return (_EPOCH + datetime.timedelta(microseconds=micros % (86_400 * 10**6))).time()
 
@@ -488,6 +491,6 @@ def _duration(count: int, unit: str) -> datetime.timedelta | str:
         return f"{count} {unit}"
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "…"

@@ -55,7 +55,7 @@ class ValueLimitError(ValueError):
     """
 
 
-def check_int(value: int) -> int:
+def check_int_digits(value: int) -> int:
     if not -_INT_END < value < _INT_END:
         raise ValueLimitError(
             f"an integer of more than {MAX_INT_DIGITS:,} digits: give it in parts, or as text such "
@@ -64,14 +64,14 @@ def check_int(value: int) -> int:
     return value
 
 
-def int_of(digits: Any) -> int:
+def parse_hex_int(digits: Any) -> int:
     """Parse an integer from the output of ``hex``.
 
     Raises ValueLimitError if there are too many digits, before the integer is created.
     """
     if len(digits) > _MAX_HEX:
         raise ValueLimitError(f"an integer of more than {MAX_INT_DIGITS:,} digits")
-    return check_int(int(digits, 16))
+    return check_int_digits(int(digits, 16))
 
 
 class HashFloodingGuard:
@@ -95,9 +95,13 @@ class HashFloodingGuard:
         if len(keys) > _FEW_KEYS and not _SALTED.issuperset(map(type, keys)):
             key_list = list(keys)
             hashes: set[int] = set()
-            self._look(key_list, lambda piece: hashes.update(map(hash, piece)), hashes)
+            self._check_key_collisions(
+                key_list, lambda piece: hashes.update(map(hash, piece)), hashes
+            )
 
-    def fill(self, container: Any, keys: list[Any], values: list[Any] | None = None) -> Any:
+    def add_checked_keys(
+        self, container: Any, keys: list[Any], values: list[Any] | None = None
+    ) -> Any:
         """Add keys to an empty set, or keys and values to an empty dict, and return it.
 
         Raises ValueLimitError if too many hashes are equal, or if adding takes too long.
@@ -112,7 +116,9 @@ class HashFloodingGuard:
             _in_pieces(add, list(zip(keys, values, strict=True)))
         return container
 
-    def _look(self, keys: list[Any], add: Callable[[Any], Any], hashes: set[int]) -> None:
+    def _check_key_collisions(
+        self, keys: list[Any], add: Callable[[Any], Any], hashes: set[int]
+    ) -> None:
         count = 0
 
         def add_and_count(piece: Iterable[Any]) -> None:
@@ -250,12 +256,12 @@ class ValueEncoder:
                 return value
             deferred = self.defers and value.isascii()
             return self._tag(
-                "str", self._blob(value if deferred else value.encode("utf-8", "surrogatepass"))
+                "str", self._add_blob(value if deferred else value.encode("utf-8", "surrogatepass"))
             )
         if kind is int:
             if _MIN_INT <= value <= _MAX_INT:
                 return value
-            return self._tag("int", hex(value if self._keys is None else check_int(value)))
+            return self._tag("int", hex(value if self._keys is None else check_int_digits(value)))
         if kind is float:
             return value if math.isfinite(value) else self._tag("float", repr(value))
         if value is None or kind is bool:
@@ -263,20 +269,20 @@ class ValueEncoder:
         if depth > MAX_DEPTH:
             raise CodecError(f"{type_name(kind)} nested deeper than {MAX_DEPTH} levels")
         if kind is list:
-            return self._items(value, depth)
+            return self._encode_items(value, depth)
         if kind in _DICTS:
-            return self._dict(value, depth)
-        return self._rarer(value, kind, depth)
+            return self._encode_dict(value, depth)
+        return self._encode_rare_kind(value, kind, depth)
 
     def _tag(self, name: str, data: Any) -> dict[str, Any]:
         self.tags = True
         return {TAG: name, "v": data}
 
-    def _blob(self, data: Buffer | str) -> int:
+    def _add_blob(self, data: Buffer | str) -> int:
         self.blobs.append(data)
         return len(self.blobs) - 1
 
-    def _items(self, items: Any, depth: int) -> list[Any]:
+    def _encode_items(self, items: Any, depth: int) -> list[Any]:
         if len(items) > 16 and self._is_flat(items):
             return list(items)
         out: list[Any] = []
@@ -305,7 +311,7 @@ class ValueEncoder:
             return all(map(math.isfinite, items))
         return kinds <= _FLAT_KINDS
 
-    def _dict(self, value: dict[Any, Any], depth: int) -> Any:
+    def _encode_dict(self, value: dict[Any, Any], depth: int) -> Any:
         plain = set(map(type, value)) <= {str} and TAG not in value and _is_utf8("".join(value))
         key: Any = None
         try:
@@ -325,15 +331,15 @@ class ValueEncoder:
             error.path.append(f"[{_show_key(key)}]")
             raise
 
-    def _rarer(self, value: Any, kind: type, depth: int) -> Any:
+    def _encode_rare_kind(self, value: Any, kind: type, depth: int) -> Any:
         if kind is tuple:
-            return self._tag("tuple", self._items(value, depth))
+            return self._tag("tuple", self._encode_items(value, depth))
         if kind in (set, frozenset):
             if self._keys is not None:
                 self._keys.check(value)
-            return self._tag(kind.__name__, self._items(_in_order(value), depth))
+            return self._tag(kind.__name__, self._encode_items(_in_order(value), depth))
         if kind is bytes:
-            return self._tag("bytes", self._blob(value))
+            return self._tag("bytes", self._add_blob(value))
         if kind is complex:
             return self._tag("complex", [self.encode(value.real), self.encode(value.imag)])
         if kind in (datetime.datetime, datetime.date, datetime.time):
@@ -341,14 +347,14 @@ class ValueEncoder:
         if kind is datetime.timedelta:
             return self._tag("timedelta", [value.days, value.seconds, value.microseconds])
         if kind is MappedText and self._files is not None:
-            return self._mapped(value.file)
+            return self._encode_mapped_text(value.file)
         if kind in (Table, NumberArray):
-            return self._buffers(value)
+            return self._encode_buffers(value)
         if issubclass(kind, str):
             return self.encode(str.__str__(value), depth)
         raise CodecError(f"a value of type {type_name(kind)}")
 
-    def _buffers(self, value: Any) -> Any:
+    def _encode_buffers(self, value: Any) -> Any:
         """Encode a table or an array, and add its buffers to ``blobs`` without a copy.
 
         Raises CodecError in a session, which must send a plain list instead.
@@ -359,23 +365,23 @@ class ValueEncoder:
         self.has_buffers = True
         self.chars += value.num_chars
         if type(value) is Table:
-            columns = [[name, self._column(value[name].compact())] for name in value.columns]
+            columns = [[name, self._encode_column(value[name].compact())] for name in value.columns]
             return self._tag("table", [len(value), columns])
-        data = [value.dtype, value.char, list(value.shape), self._blob(value.buffer)]
+        data = [value.dtype, value.char, list(value.shape), self._add_blob(value.buffer)]
         return self._tag("array", data)
 
-    def _column(self, column: Column) -> list[Any]:
-        blobs = [None if each is None else self._blob(each) for each in column.buffers]
-        children = [self._column(child) for child in column.children]
+    def _encode_column(self, column: Column) -> list[Any]:
+        blobs = [None if each is None else self._add_blob(each) for each in column.buffers]
+        children = [self._encode_column(child) for child in column.children]
         return [column.kind, column.type, len(column), column.info, blobs, children]
 
-    def _mapped(self, file: TextOffsetIndex) -> Any:
+    def _encode_mapped_text(self, file: TextOffsetIndex) -> Any:
         assert self._files is not None
         self._files[file.digest] = file.data
         if self._keys is not None:
             return self._tag("mapped", file.digest)
         self.chars += file.num_chars
-        counts = [self._blob(counts) for counts in file.counts()]
+        counts = [self._add_blob(counts) for counts in file.block_count_tables()]
         return self._tag("mapped", [file.digest, file.encoding, *counts])
 
 
@@ -469,11 +475,11 @@ class ValueDecoder:
             return [self._decode(item) for item in data]
         if kind is dict:
             if TAG in data:
-                return self._tagged(data[TAG], data["v"])
+                return self._decode_tagged(data[TAG], data["v"])
             return {key: self._decode(item) for key, item in data.items()}
         return data
 
-    def _take(self, index: Any) -> Buffer:
+    def _take_blob(self, index: Any) -> Buffer:
         if type(index) is not int or not 0 <= index < len(self.blobs) or self.blobs[index] is None:
             raise ProtocolError(
                 f"a value uses blob {index!r}, which is not there or was used before"
@@ -481,21 +487,23 @@ class ValueDecoder:
         blob, self.blobs[index] = self.blobs[index], None
         return blob
 
-    def _tagged(self, tag: Any, data: Any) -> Any:
+    def _decode_tagged(self, tag: Any, data: Any) -> Any:
         if tag == "str":
-            return str(self._take(data), "utf-8", "surrogatepass")
+            return str(self._take_blob(data), "utf-8", "surrogatepass")
         if tag == "bytes":
-            return bytes(self._take(data))
+            return bytes(self._take_blob(data))
         if tag == "tuple":
-            return tuple(self._listed(data))
+            return tuple(self._decode_list(data))
         if tag in ("set", "frozenset"):
-            items = self._listed(data)
-            members = set(items) if self._keys is None else self._keys.fill(set(), items)
+            items = self._decode_list(data)
+            members = (
+                set(items) if self._keys is None else self._keys.add_checked_keys(set(), items)
+            )
             return members if tag == "set" else frozenset(members)
         if tag == "dict":
-            return self._keyed(data)
+            return self._decode_dict(data)
         if tag == "int":
-            return int(data, 16) if self._keys is None else int_of(data)
+            return int(data, 16) if self._keys is None else parse_hex_int(data)
         if tag == "float":
             return {"nan": float, "inf": float, "-inf": float}[data](data)
         if tag == "complex":
@@ -512,41 +520,44 @@ class ValueDecoder:
             return FileTextReference(data)
         if tag == "mapped" and self._files:
             digest, encoding, chars_at, lines_at = data
-            counts = read_count_table(self._take(chars_at)), read_count_table(self._take(lines_at))
+            counts = (
+                read_count_table(self._take_blob(chars_at)),
+                read_count_table(self._take_blob(lines_at)),
+            )
             return MappedText(TextOffsetIndex(self._files[digest], *counts, encoding, digest))
         if tag in ("table", "array") and self._keys is None:
-            return self._buffers(tag, data)
+            return self._decode_buffers(tag, data)
         raise ProtocolError(f"a value with the unknown tag {str(tag)[:40]!r}")
 
-    def _keyed(self, data: Any) -> dict[Any, Any]:
+    def _decode_dict(self, data: Any) -> dict[Any, Any]:
         if self._keys is None:
             return {self._decode(key): self._decode(item) for key, item in data}
         keys, values = [], []
         for key, item in data:
             keys.append(self._decode(key))
             values.append(self._decode(item))
-        decoded: dict[Any, Any] = self._keys.fill({}, keys, values)
+        decoded: dict[Any, Any] = self._keys.add_checked_keys({}, keys, values)
         return decoded
 
-    def _buffers(self, tag: str, data: Any) -> Any:
+    def _decode_buffers(self, tag: str, data: Any) -> Any:
         """Decode a table or an array without copying its buffers.
 
         The result is a pandas or numpy object if the session may import these packages.
         """
         if tag == "array":
             dtype, char, shape, blob = data
-            array = NumberArray(dtype, char, shape, memoryview(self._take(blob)))
+            array = NumberArray(dtype, char, shape, memoryview(self._take_blob(blob)))
             return to_numpy_if_available(array, self._packages)
         length, columns = data
-        table = Table({name: self._column(each) for name, each in columns}, length)
+        table = Table({name: self._decode_column(each) for name, each in columns}, length)
         return to_pandas_if_available(table, self._packages)
 
-    def _column(self, data: Any) -> Column:
+    def _decode_column(self, data: Any) -> Column:
         kind, type_, length, info, blobs, children = data
-        buffers = [None if each is None else memoryview(self._take(each)) for each in blobs]
-        return Column(kind, type_, length, info, buffers, [*map(self._column, children)])
+        buffers = [None if each is None else memoryview(self._take_blob(each)) for each in blobs]
+        return Column(kind, type_, length, info, buffers, [*map(self._decode_column, children)])
 
-    def _listed(self, data: Any) -> list[Any]:
+    def _decode_list(self, data: Any) -> list[Any]:
         if type(data) is not list:
             raise ProtocolError(f"a value with a {type(data).__name__} where its items should be")
         items: list[Any] = self._decode(data)

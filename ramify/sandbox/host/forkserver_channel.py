@@ -27,7 +27,7 @@ from ramify.sandbox.guest.frames import frame, split_frame
 from ramify.sandbox.host.forkserver_process import (
     StartedForkServer,
     start_process,
-    take_early,
+    take_prestarted_server,
 )
 from ramify.sandbox.host.transport import FrameAssembler
 
@@ -58,7 +58,7 @@ class ForkServerChannel:
         """Modules that the server's next sessions have from the start: name -> source."""
         self.ready: asyncio.Future[Any] = self._loop.create_future()
         self.gone: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(sock, self._readable)
+        self._loop.add_reader(sock, self._on_readable)
 
     async def wait_ready(self) -> dict[str, Any]:
         """Wait until the server is ready, and return its report.
@@ -105,7 +105,7 @@ class ForkServerChannel:
             finally:
                 self._replies.pop(id, None)
 
-    async def install(self, module: str, source: str) -> None:
+    async def preinstall_module(self, module: str, source: str) -> None:
         """Install a module in all sessions that are forked from now on.
 
         A failure changes nothing, because each session then installs the module itself and reports
@@ -151,7 +151,7 @@ class ForkServerChannel:
         """
         self._exits[pid] = call
 
-    def _readable(self) -> None:
+    def _on_readable(self) -> None:
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1 << 16, socket.CMSG_SPACE(64 * 4))
         except (BlockingIOError, InterruptedError):
@@ -161,15 +161,15 @@ class ForkServerChannel:
         for _, _, packed in ancillary:
             self._fds += array.array("i", packed[: len(packed) // 4 * 4])
         if not data:
-            self._lose()
+            self._lose_connection()
             return
         for view in self._assembler.feed(memoryview(data)):
             header = msgspec.json.decode(split_frame(view)[0])
             count = header.get("fds", 0)
             fds, self._fds = self._fds[:count], self._fds[count:]
-            self._take(header, fds)
+            self._handle_message(header, fds)
 
-    def _take(self, header: dict[str, Any], fds: list[int]) -> None:
+    def _handle_message(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "exited":
             call = self._exits.pop(header["pid"], None)
             if call is not None:
@@ -190,7 +190,7 @@ class ForkServerChannel:
         else:
             reply.set_result(header)
 
-    def _lose(self) -> None:
+    def _lose_connection(self) -> None:
         self._loop.remove_reader(self._sock)
         self._sock.close()
         if not self.gone.done():
@@ -215,7 +215,7 @@ class ForkServerChannel:
             self._sock.shutdown(socket.SHUT_WR)
         await asyncio.wait((self.gone,), timeout=5.0)
         if not self.gone.done():
-            self._lose()
+            self._lose_connection()
         self.abandon()
 
     def abandon(self) -> None:
@@ -241,7 +241,7 @@ def start_server(
     server. If a process was started in advance with the same modules, that process is used.
     """
     data = b"".join(frame(msgspec.json.encode(config)))
-    server = take_early(tuple(modules))
+    server = take_prestarted_server(tuple(modules))
     if server is not None:
         server.folder = config["folder"]
         try:

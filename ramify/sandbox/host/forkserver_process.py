@@ -126,7 +126,7 @@ def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
     if modules in _early or not hasattr(os, "memfd_create"):
         return
     if not _early:
-        atexit.register(_discard)
+        atexit.register(_discard_early_servers)
     try:
         complaints = os.memfd_create("ramify-errors", os.MFD_CLOEXEC)
         try:
@@ -137,7 +137,7 @@ def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
         return
 
 
-def take_early(modules: tuple[str, ...]) -> StartedForkServer | None:
+def take_prestarted_server(modules: tuple[str, ...]) -> StartedForkServer | None:
     """Return the process that was started in advance with the given modules, or None if there is
     none.
 
@@ -146,7 +146,7 @@ def take_early(modules: tuple[str, ...]) -> StartedForkServer | None:
     return _early.pop(modules, None)
 
 
-def _discard() -> None:
+def _discard_early_servers() -> None:
     while _early:
         _early.popitem()[1].discard()
 

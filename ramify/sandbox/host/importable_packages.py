@@ -38,20 +38,20 @@ def locate(packages: Sequence[str]) -> list[str]:
     Raises ConfigError if a package is not installed.
     """
     return list(
-        dict.fromkeys(os.path.dirname(place) for name in packages for place in _places(name))
+        dict.fromkeys(os.path.dirname(place) for name in packages for place in _package_paths(name))
     )
 
 
-def readable(packages: Sequence[str]) -> list[str]:
+def readable_paths(packages: Sequence[str]) -> list[str]:
     """Return the files and folders of the given packages that sessions in a jail may read.
 
     Raises ConfigError if a package is not installed.
     """
     paths: list[str] = []
-    for place in (place for name in packages for place in _places(name)):
+    for place in (place for name in packages for place in _package_paths(name)):
         if _is_installed(os.path.dirname(place)):
             paths.append(os.path.dirname(place))
-        paths += _shown(os.path.realpath(place))
+        paths += _readable_paths(os.path.realpath(place))
     return list(dict.fromkeys(paths))
 
 
@@ -61,12 +61,12 @@ def partly_visible_folders(packages: Sequence[str]) -> list[str]:
     Imports need to look up names in these folders. Raises ConfigError if a package is not
     installed.
     """
-    places = [os.path.realpath(place) for name in packages for place in _places(name)]
-    shown = {*readable(packages)}
+    places = [os.path.realpath(place) for name in packages for place in _package_paths(name)]
+    shown = {*readable_paths(packages)}
     return [place for place in dict.fromkeys(places) if os.path.isdir(place) and place not in shown]
 
 
-def _places(name: str) -> list[str]:
+def _package_paths(name: str) -> list[str]:
     """Return the folder or file of a package, or all folders of a namespace package.
 
     If a folder is a symbolic link, its target is included, provided that both have the same name.
@@ -123,20 +123,20 @@ def _is_project(folder: str) -> bool:
     return any(os.path.lexists(os.path.join(folder, name)) for name in _PROJECT)
 
 
-def _shown(place: str) -> list[str]:
+def _readable_paths(place: str) -> list[str]:
     """Return the files and folders of one package or module that sessions may read."""
     if _is_installed(os.path.dirname(place)):
         return [os.path.dirname(place)]
     if not os.path.isdir(place):
         return [place]
     return (
-        _package(place)
+        _visible_package_paths(place)
         if _is_package(place) and not _is_project(place)
-        else list(_importable(place))
+        else list(_importable_entries(place))
     )
 
 
-def _package(folder: str) -> list[str]:
+def _visible_package_paths(folder: str) -> list[str]:
     """Return the paths in a package's folder that are neither hidden nor symbolic links.
 
     If nothing in the folder is hidden, return only the folder itself.
@@ -148,7 +148,7 @@ def _package(folder: str) -> list[str]:
         elif entry.is_symlink():
             continue  # its target was not requested
         elif entry.is_dir(follow_symlinks=False):
-            below = _package(entry.path)
+            below = _visible_package_paths(entry.path)
             shows_all = shows_all and below == [entry.path]
             paths += below
         else:
@@ -156,7 +156,7 @@ def _package(folder: str) -> list[str]:
     return [folder] if shows_all else paths
 
 
-def _importable(folder: str) -> Iterator[str]:
+def _importable_entries(folder: str) -> Iterator[str]:
     """Yield the modules and packages in a folder.
 
     The folder may also contain other files, which are skipped.
@@ -170,9 +170,9 @@ def _importable(folder: str) -> Iterator[str]:
         elif os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
             continue
         elif _is_package(entry.path) and not _is_project(entry.path):
-            yield from _package(entry.path)
+            yield from _visible_package_paths(entry.path)
         else:
-            yield from _importable(entry.path)
+            yield from _importable_entries(entry.path)
 
 
 def _is_package(folder: str) -> bool:

@@ -22,7 +22,11 @@ from typing import Any, NamedTuple
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
-from ramify.sandbox.guest.frames import HostGuestSharedMemory, ScratchBuffer, make_file
+from ramify.sandbox.guest.frames import (
+    HostGuestSharedMemory,
+    ScratchBuffer,
+    create_shared_memory_file,
+)
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel
 from ramify.sandbox.host.transport import SharedConnectionState, SocketStream, how_it_ended
 
@@ -72,7 +76,7 @@ class SessionSharedMemory:
         spool = anonymous_file("ramify-output")
         fcntl.fcntl(spool, fcntl.F_SETFL, os.O_APPEND)
         try:
-            buffers_fd = make_file()
+            buffers_fd = create_shared_memory_file()
         except BaseException:
             os.close(spool)
             raise
@@ -161,13 +165,13 @@ class ProcessTransport:
     def is_only_active(self) -> bool:
         return self.stream.is_only_active()
 
-    def read_at_once(self) -> None:
-        self.stream.read_at_once()
+    def busy_wait_for_answer(self) -> None:
+        self.stream.busy_wait_for_answer()
 
     async def prepare_branch(self) -> None:
         """Do nothing, because a session without a jail can fork at once."""
 
-    def check_apart(self) -> None:
+    def check_memory_isolated(self) -> None:
         """Do nothing, because without a jail a session and its branch need not be isolated from
         each other."""
 
@@ -183,7 +187,9 @@ class ProcessTransport:
         host_end, branch_end, files = self.make_branch_ends()
         with branch_end:
             try:
-                self.stream.write_with(frame, (branch_end.fileno(), *files.descriptors()))
+                self.stream.send_with_descriptors(
+                    frame, (branch_end.fileno(), *files.descriptors())
+                )
             except BaseException:
                 host_end.close()
                 files.close()
@@ -222,7 +228,9 @@ class ProcessTransport:
             with contextlib.suppress(SandboxError):
                 self.channel.send({"op": "adopt", "pid": transport.pid})
 
-    def move(self, sock: socket.socket, files: SessionSharedMemory) -> SessionSharedMemory:
+    def switch_connection(
+        self, sock: socket.socket, files: SessionSharedMemory
+    ) -> SessionSharedMemory:
         """Switch the session to a new socket and new files, and return its old files."""
         self.stream = self.stream.successor(sock)
         self.write, self.pause, self.resume = (
@@ -235,7 +243,7 @@ class ProcessTransport:
         return old
 
     @property
-    def number(self) -> int:
+    def server_pid(self) -> int:
         """The process id of the session, as the fork server sees it."""
         return self._pid
 
@@ -281,7 +289,7 @@ class ProcessTransport:
         except OSError:  # it has ended
             return 0.0
 
-    def leftover(self, start: int) -> bytes:
+    def unsent_output(self, start: int) -> bytes:
         spool = self._files.spool
         if spool < 0:
             return b""
@@ -338,9 +346,11 @@ class BranchTransport(ProcessTransport):
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._sock.fileno(), self._first, received, lost)
+        loop.add_reader(self._sock.fileno(), self._receive_first_message, received, lost)
 
-    def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def _receive_first_message(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         try:
             data, ancillary, _, _ = self._sock.recvmsg(1 << 16, socket.CMSG_SPACE(12))
         except (BlockingIOError, InterruptedError):
@@ -360,7 +370,7 @@ class BranchTransport(ProcessTransport):
             lost()
             return
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
-        asyncio.get_running_loop().add_reader(self.pidfd, self._gone)
+        asyncio.get_running_loop().add_reader(self.pidfd, self._on_process_exit)
         received(memoryview(data))
         self.stream.start_reading(received, lost)
 
@@ -380,7 +390,7 @@ class BranchTransport(ProcessTransport):
         self._files.close()
         self._note_exit(None)
 
-    def _gone(self) -> None:
+    def _on_process_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self.pidfd)
         with contextlib.suppress(SandboxError):
             self.channel.send({"op": "disown", "pid": self._pid})

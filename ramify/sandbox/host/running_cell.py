@@ -35,7 +35,7 @@ from ramify.sandbox.host.session_wire import (
     CellDoneFrame,
     GuestFrameConnection,
     HostCallFrame,
-    in_thread,
+    run_in_codec_pool,
 )
 from ramify.sandbox.host.transport import do_nothing
 from ramify.types.trajectory import Cell
@@ -86,9 +86,9 @@ class CellClock:
     def stop(self) -> None:
         if self._since is not None:
             time_account.end_part("sessions")
-        self.worked_s, self._since, self._paused = self.worked(), None, None
+        self.worked_s, self._since, self._paused = self.working_s(), None, None
 
-    def worked(self) -> float:
+    def working_s(self) -> float:
         if self._since is not None:
             return self.worked_s + time.monotonic() - self._since
         if self._paused is None or self._cpu_s is None:
@@ -137,7 +137,9 @@ class PendingHostCalls:
         """Tasks that are answering calls, by call id."""
         self.pending: dict[int, PendingHostCall] = {}
 
-    def take(self, message: HostCallFrame, value: Any, weight: int, stopped: str | None) -> None:
+    def accept_call(
+        self, message: HostCallFrame, value: Any, weight: int, stopped: str | None
+    ) -> None:
         """Start to answer a call from the cell.
 
         If the cell is being stopped, ``stopped`` is the reason and the call is refused. Raises
@@ -160,14 +162,14 @@ class PendingHostCalls:
         if not self.tasks:
             self._clock.pause()
         self.pending[message.id] = PendingHostCall(message.name, args, kwargs, weight)
-        self.begin(message.id)
+        self.start_answering(message.id)
         if (
             len(self.tasks) >= MAX_CALLS
             or sum(call.weight for call in self.pending.values()) > MAX_CALL_BYTES
         ):
             self.wire.pause_receiving("calls")
 
-    def begin(self, id: int) -> None:
+    def start_answering(self, id: int) -> None:
         """Start the task that answers a pending call."""
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
@@ -188,7 +190,11 @@ class PendingHostCalls:
         try:
             value = await self.answer(call.name, call.args, call.kwargs)
             is_large = _is_large(value)
-            data = await in_thread(_encode, encoder, value) if is_large else encoder.encode(value)
+            data = (
+                await run_in_codec_pool(_encode, encoder, value)
+                if is_large
+                else encoder.encode(value)
+            )
         except HostCallError as error:
             failure = error
         except CodecError as error:
@@ -336,9 +342,9 @@ class RunningCell:
         """Timer of the next interrupt."""
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """The remaining working time in seconds."""
-        return self.limit_s - self.clock.worked()
+        return self.limit_s - self.clock.working_s()
 
     @property
     def is_waiting(self) -> bool:
@@ -368,11 +374,11 @@ class RunningCell:
         )
         twin._output = copy.deepcopy(self._output)
         twin.chars = self.chars
-        twin.clock.worked_s = self.clock.worked()
+        twin.clock.worked_s = self.clock.working_s()
         twin.calls.inherit(self.calls, pending)
         return twin
 
-    def printed(self, data: Buffer, skipped: int, chars: int) -> None:
+    def append_output(self, data: Buffer, skipped: int, chars: int) -> None:
         """Add printed bytes to the cell's output.
 
         ``skipped`` is the number of bytes lost just before them. ``chars`` is the number of
@@ -390,7 +396,7 @@ class RunningCell:
         """
         return "" if self._output is None else self._output.text(self.chars)
 
-    def ends(self, end: End) -> None:
+    def mark_ended(self, end: End) -> None:
         self.calls.discard_unanswered()
         self.end = end
         if self._changed is not None and not self._changed.done():
@@ -437,15 +443,15 @@ class CellAlarm:
         self._cell = cell
         if cell is None:
             return
-        due = self._loop.time() + cell.left_s
+        due = self._loop.time() + cell.remaining_s
         if self._timer is not None and self._timer.when() > due:
             self.cancel()
         if self._timer is None:
-            self._timer = self._loop.call_at(due, self._due)
+            self._timer = self._loop.call_at(due, self._on_timer_due)
 
-    def _due(self) -> None:
+    def _on_timer_due(self) -> None:
         self._timer = None
-        if self._cell is not None and self._cell.left_s <= 0:
+        if self._cell is not None and self._cell.remaining_s <= 0:
             self._ring(self._cell, "time")
         else:  # the clock was paused for a while, or another cell runs
             self.watch(self._cell)

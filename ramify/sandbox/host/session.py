@@ -109,9 +109,9 @@ class GuestSessionProxy:
         self._forks = 0
         """Number of forks that are in progress or queued."""
         self._wire = GuestFrameConnection(transport)
-        self._wire.start_reading(self._take, self._fail, self._lost)
+        self._wire.start_reading(self._handle_frame, self._fail, self._on_connection_lost)
 
-    async def ready(self, timeout_s: float = 30.0) -> None:
+    async def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the guest reports that it is ready.
 
         Raises SandboxError if the session ends before that, or if it takes longer than
@@ -122,9 +122,11 @@ class GuestSessionProxy:
         )
         if not self._hello.done():
             why = (
-                await self._why() if self._ended.done() else f"it said nothing for {timeout_s:g} s"
+                await self._failure_reason()
+                if self._ended.done()
+                else f"it said nothing for {timeout_s:g} s"
             )
-            said = self._wire.transport.leftover(0).decode("utf-8", "replace").strip()
+            said = self._wire.transport.unsent_output(0).decode("utf-8", "replace").strip()
             why += f" ({said.splitlines()[-1][:300]})" if said else ""
             await self.close()
             raise SandboxError(f"a session could not be opened: {why}")
@@ -132,7 +134,7 @@ class GuestSessionProxy:
     # -- requests
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        self._begin()
+        self._mark_busy()
         id = self._wire.next_id()
         cell = self._cell = RunningCell(
             id,
@@ -144,7 +146,7 @@ class GuestSessionProxy:
             on_bug=self._stop_for_bug,
         )
         cell.clock.start()
-        return await self._finish(cell, {"op": "run", "id": id, "code": code})
+        return await self._await_cell_result(cell, {"op": "run", "id": id, "code": code})
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         cell = self._cell
@@ -155,12 +157,14 @@ class GuestSessionProxy:
         self._state = SessionStatus.BUSY
         cell.calls.answer = answer
         if timeout_s is not None:
-            cell.limit_s = cell.clock.worked() + timeout_s
+            cell.limit_s = cell.clock.working_s() + timeout_s
         for id in cell.calls.pending:
-            cell.calls.begin(id)
-        return await self._finish(cell, None)
+            cell.calls.start_answering(id)
+        return await self._await_cell_result(cell, None)
 
-    async def _finish(self, cell: RunningCell, request: dict[str, Any] | None) -> CellResult:
+    async def _await_cell_result(
+        self, cell: RunningCell, request: dict[str, Any] | None
+    ) -> CellResult:
         """Wait for the end of a cell, and return its result.
 
         ``request`` starts the cell. It is None in a branch, which continues a cell of its origin.
@@ -191,9 +195,9 @@ class GuestSessionProxy:
         return result_of(cell, *end)
 
     async def _death_of(self, cell: RunningCell) -> SessionDied:
-        why = await self._why()
-        left = self._wire.transport.leftover(self._wire.upto)
-        cell.printed(left, 0, cell.chars + len(left.decode("utf-8", "replace")))
+        why = await self._failure_reason()
+        left = self._wire.transport.unsent_output(self._wire.upto)
+        cell.append_output(left, 0, cell.chars + len(left.decode("utf-8", "replace")))
         return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
@@ -250,7 +254,7 @@ class GuestSessionProxy:
             ) from None
 
     async def _ask(self, header: dict[str, Any], encoder: ValueEncoder | None = None) -> Any:
-        self._begin()
+        self._mark_busy()
         reply = self._expect_reply()
         header["id"] = self._wire.last_id
         try:
@@ -258,7 +262,7 @@ class GuestSessionProxy:
             async with asyncio.timeout(self._limits.cell_s):
                 return await reply
         except SessionDied:
-            raise SessionDied(f"the session ended: {await self._why()}") from None
+            raise SessionDied(f"the session ended: {await self._failure_reason()}") from None
         except TimeoutError:
             self._fail(f"no answer to '{header['op']}' within {self._limits.cell_s:g} s")
             raise SessionDied(f"the session ended: {self._failure}") from None
@@ -285,7 +289,7 @@ class GuestSessionProxy:
         if self._state is SessionStatus.BUSY or self._forks:
             raise SandboxError("the session is busy: one run, set, get or install at a time")
 
-    def _begin(self) -> None:
+    def _mark_busy(self) -> None:
         self._check_free()
         self._state = SessionStatus.BUSY
 
@@ -318,7 +322,7 @@ class GuestSessionProxy:
         """The control channel of the server that started this session's process, and the process id
         as that server sees it."""
         transport = self._wire.transport
-        return getattr(transport, "channel", None), getattr(transport, "number", -1)
+        return getattr(transport, "channel", None), getattr(transport, "server_pid", -1)
 
     def host_bytes(self) -> int:
         """Return the memory on the host that this session uses, in bytes.
@@ -380,14 +384,15 @@ class GuestSessionProxy:
             # A call that is answered during the fork is still unanswered in the branch.
             pending = dict(cell.calls.pending) if cell is not None else {}
             branch_transport = transport.fork_branch(
-                session_wire.build_request_frame({"op": "fork", "id": id}), self._moved
+                session_wire.build_request_frame({"op": "fork", "id": id}),
+                self._reset_output_offset,
             )
             # The session may move to a new socket, so other frames wait until the fork is complete.
             self._wire.hold_sending()
             branch = GuestSessionProxy(branch_transport, self._limits, self._hooks)
             try:
                 await self._until_forked(reply, branch)
-                transport.check_apart()
+                transport.check_memory_isolated()
             except BaseException:
                 await branch.close()
                 raise
@@ -404,7 +409,7 @@ class GuestSessionProxy:
         self._hooks.on_fork(branch)
         return branch
 
-    def _moved(self) -> None:
+    def _reset_output_offset(self) -> None:
         """Start reading the session's output from the beginning of its new output file."""
         self._wire.upto = 0
 
@@ -430,12 +435,12 @@ class GuestSessionProxy:
             raise SandboxError(f"the session cannot be forked: {error}") from None
         except SessionDied:
             raise SessionDied(
-                f"the session ended while it was forked: {await self._why()}"
+                f"the session ended while it was forked: {await self._failure_reason()}"
             ) from None
         except TimeoutError:
             self._fail(f"it did not fork within {_FORK_S:g} s")
             raise SessionDied(f"the session ended: {self._failure}") from None
-        await branch.ready(_FORK_S)
+        await branch.wait_ready(_FORK_S)
 
     async def close_tree(self) -> None:
         await asyncio.gather(*(session.close() for session in [*self.tree]))
@@ -478,20 +483,20 @@ class GuestSessionProxy:
             self._wire.transport.kill()
             self._wire.clear_pause_reasons()
             # In case the end of the stream never arrives
-            asyncio.get_running_loop().call_later(1.0, self._lost)
+            asyncio.get_running_loop().call_later(1.0, self._on_connection_lost)
 
-    def _lost(self) -> None:
+    def _on_connection_lost(self) -> None:
         self._state = SessionStatus.ENDED
         if not self._ended.done():
             self._ended.set_result(None)
         if self._cell is not None and self._cell.end is None:
             self._cell.calls.cancel()
-            self._cell.ends(SessionDied(""))
+            self._cell.mark_ended(SessionDied(""))
         if self._reply is not None and not self._reply[1].done():
             self._reply[1].set_exception(SessionDied(""))
             self._reply[1].exception()  # its caller may have been cancelled
 
-    async def _why(self) -> str:
+    async def _failure_reason(self) -> str:
         self._failure = self._failure or await self._wire.transport.exit_reason()
         return self._failure
 
@@ -506,12 +511,12 @@ class GuestSessionProxy:
             waits = self._wire.close()
             if waits is not None:
                 self._closed = asyncio.ensure_future(waits)
-            self._lost()
+            self._on_connection_lost()
         await asyncio.shield(self._closed)
 
     # -- frames
 
-    def _take(self, message: session_wire.FromGuest, value: Any, weight: int) -> None:
+    def _handle_frame(self, message: session_wire.FromGuest, value: Any, weight: int) -> None:
         """Handle one decoded frame from the guest.
 
         ``weight`` is its estimated memory in bytes. Raises ProtocolError if no such frame may
@@ -524,10 +529,10 @@ class GuestSessionProxy:
                 self._end_cell(cell, message, value)
                 return
             if type(message) is session_wire.HostCallFrame:
-                cell.calls.take(message, value, weight, cell.stopped)
+                cell.calls.accept_call(message, value, weight, cell.stopped)
                 return
             if type(message) is session_wire.OutputFrame:
-                cell.printed(value, message.skip, message.chars)
+                cell.append_output(value, message.skip, message.chars)
                 self._wire.upto = message.upto
                 return
         if self._reply is not None and self._take_reply(message, value, *self._reply):
@@ -546,7 +551,7 @@ class GuestSessionProxy:
         if (shared_buffers := self._wire.transport.shared_buffers) is not None:
             shared_buffers.release_memory()
         cell.chars = message.chars
-        cell.ends((message, note))
+        cell.mark_ended((message, note))
 
     def _take_reply(
         self, message: session_wire.FromGuest, value: Any, id: int, reply: asyncio.Future[Any]

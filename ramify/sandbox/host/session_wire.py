@@ -223,7 +223,7 @@ def shared_blobs(
         raise ProtocolError(str(error)) from None
 
 
-def value_of(
+def decode_value(
     message: HostCallFrame | CellDoneFrame | ValueFrame, data: msgspec.Raw, blobs: list[memoryview]
 ) -> Any:
     """Decode a value that is part of a message from a guest.
@@ -231,7 +231,7 @@ def value_of(
     Raises ProtocolError if it is malformed.
     """
     try:
-        value = _decoded(data, time.thread_time() + _DECODE_S)
+        value = _decode_json(data, time.thread_time() + _DECODE_S)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"invalid value: {str(error)[:200]}") from None
     if not message.tags:
@@ -240,7 +240,7 @@ def value_of(
     return ValueDecoder(blobs, bounded=True, refers=refers).decode(value)
 
 
-def _decoded(data: msgspec.Raw, deadline: float) -> Any:
+def _decode_json(data: msgspec.Raw, deadline: float) -> Any:
     """Decode JSON, in pieces if it is long.
 
     Raises ProtocolError if it takes too much CPU time.
@@ -251,21 +251,23 @@ def _decoded(data: msgspec.Raw, deadline: float) -> Any:
         raise ProtocolError(f"a value that takes more than {_DECODE_S:g} s to decode")
     first = bytes(memoryview(data)[:1])
     if first == b"{":
-        return {key: _decoded(item, deadline) for key, item in _dict_decoder.decode(data).items()}
+        return {
+            key: _decode_json(item, deadline) for key, item in _dict_decoder.decode(data).items()
+        }
     if first != b"[":
         return msgspec.json.decode(data)
     items: list[Any] = []
-    for piece in _pieces(_list_decoder.decode(data)):
+    for piece in _group_short_items(_list_decoder.decode(data)):
         if time.thread_time() > deadline:
             raise ProtocolError(f"a value that takes more than {_DECODE_S:g} s to decode")
         if isinstance(piece, list):
             items += msgspec.json.decode(b"[%b]" % b",".join(map(bytes, piece)))
         else:
-            items.append(_decoded(piece, deadline))
+            items.append(_decode_json(piece, deadline))
     return items
 
 
-def _pieces(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
+def _group_short_items(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
     """Group adjacent short JSON items, so that each group can be decoded at once.
 
     Yields each group, and each long item separately.
@@ -317,7 +319,7 @@ _decoding: list[ThreadPoolExecutor] = []
 """The thread pool that decodes large frames of all sessions, created when first needed."""
 
 
-def in_thread(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+def run_in_codec_pool(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
     """Run a function in the thread pool that encodes and decodes large values, and return its
     future."""
     if not _decoding:
@@ -359,7 +361,9 @@ class GuestFrameConnection:
         self._is_only_active: Callable[[], bool | None] = getattr(
             transport, "is_only_active", do_nothing
         )
-        self.read_at_once: Callable[[], None] = getattr(transport, "read_at_once", do_nothing)
+        self.read_at_once: Callable[[], None] = getattr(
+            transport, "busy_wait_for_answer", do_nothing
+        )
         """Handle the guest's next frame right away if it arrives within microseconds and the
         transport supports this. Call it last, after sending a request or an answer."""
         self.last_id = 0
@@ -398,11 +402,11 @@ class GuestFrameConnection:
 
     def _feed(self, data: memoryview) -> None:
         if self._holds:  # a service delivers what it had received before ``pause``
-            self._assembler.keep(data)
+            self._assembler.defer_data(data)
             return
         try:
-            if len(data) <= LARGE_HEADER and self._assembler.is_one(data):
-                self._open(data[4:])
+            if len(data) <= LARGE_HEADER and self._assembler.is_single_frame(data):
+                self._decode_small_frame(data[4:])
                 return
             until = time.perf_counter() + _TURN_S
             frames = self._assembler.feed(data)
@@ -410,9 +414,9 @@ class GuestFrameConnection:
                 if is_large(view):
                     self.pause_receiving("decoding")
                     held = view if len(view) > SCRATCH_BYTES else memoryview(bytes(view))
-                    self._decoder = asyncio.ensure_future(self._decode(held))
+                    self._decoder = asyncio.ensure_future(self._decode_large_frame(held))
                 else:
-                    self._open(view)
+                    self._decode_small_frame(view)
                 if time.perf_counter() > until:
                     self.pause_receiving("turn")
                     asyncio.get_running_loop().call_soon(self.resume_receiving, "turn")
@@ -420,25 +424,27 @@ class GuestFrameConnection:
         except ProtocolError as error:
             self._failed(f"it broke the protocol: {error}")
 
-    def _open(self, view: memoryview) -> None:
+    def _decode_small_frame(self, view: memoryview) -> None:
         """Decode a small frame and pass it to the receiver."""
         message, blobs = parse(view, self.transport.shared_buffers)
         if type(message) is CellDoneFrame and message.note == NO_VALUE:
             self._received(message, None, 0)
         else:
-            self._received(message, *_opened(message, blobs, len(view)))
+            self._received(message, *_decode_frame_value(message, blobs, len(view)))
 
-    async def _decode(self, view: memoryview) -> None:
+    async def _decode_large_frame(self, view: memoryview) -> None:
         """Decode a large frame in a thread, so that other sessions are served meanwhile."""
         self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(split_frame(view)[0])
         try:
             parsing = functools.partial(parse, view, is_later=True)
-            message, blobs = await in_thread(parsing)
+            message, blobs = await run_in_codec_pool(parsing)
             release_read_buffers(message, self.transport.shared_buffers)
             if getattr(message, "shelved", False):
                 shared = shared_blobs(message, self.transport.shared_buffers)
                 blobs = [memoryview(bytes(blob)) for blob in shared]
-            self._received(message, *await in_thread(_opened, message, blobs, len(view)))
+            self._received(
+                message, *await run_in_codec_pool(_decode_frame_value, message, blobs, len(view))
+            )
         except ProtocolError as error:
             self._failed(f"it broke the protocol: {error}")
         self._decoding_bytes = 0
@@ -523,7 +529,7 @@ class GuestFrameConnection:
             self.send(header, encoder)
 
 
-def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
+def _decode_frame_value(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
     """Decode the value of a frame.
 
     Returns it with an estimate of the memory that it uses, in bytes. ``size`` is the size of the
@@ -533,7 +539,7 @@ def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any
     kind = type(message)
     if kind is CellDoneFrame:
         note = message.note  # type: ignore[union-attr]
-        return (None if note == NO_VALUE else value_of(message, note, blobs)), 0  # type: ignore[arg-type]
+        return (None if note == NO_VALUE else decode_value(message, note, blobs)), 0  # type: ignore[arg-type]
     if kind is OutputFrame:
         if len(blobs) != 1 or len(blobs[0]) > MAX_FRAME_OUTPUT:
             raise ProtocolError(
@@ -544,6 +550,6 @@ def _opened(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any
         long = sum(map(len, blobs))
         # Blobs in the shared buffers are not part of the frame.
         short = size if message.shelved else size - long  # type: ignore[union-attr]
-        value = value_of(message, message.value, blobs)  # type: ignore[arg-type,union-attr]
+        value = decode_value(message, message.value, blobs)  # type: ignore[arg-type,union-attr]
         return value, long + _WEIGHT_OF_JSON * short
     return None, 0

@@ -57,7 +57,7 @@ def paths(modules: Sequence[str]) -> list[Path]:
 
 
 @cache
-def texts(modules: tuple[str, ...]) -> dict[str, str]:
+def module_sources(modules: tuple[str, ...]) -> dict[str, str]:
     """Return the source code of the given modules.
 
     The keys are file paths relative to the folder that the function ``load`` takes.

@@ -71,7 +71,7 @@ class Transport(Protocol):
         """
         ...
 
-    def leftover(self, start: int) -> bytes:
+    def unsent_output(self, start: int) -> bytes:
         """Return the output that a dead guest printed but did not send, if the transport can read
         it.
 
@@ -134,7 +134,7 @@ class ForkingTransport(Transport, Protocol):
         """
         ...
 
-    def check_apart(self) -> None:
+    def check_memory_isolated(self) -> None:
         """Raise SandboxError if the session and its branch still share memory after the fork."""
         ...
 
@@ -201,7 +201,7 @@ class FrameAssembler:
         self._held: bytearray | None = None
         self._need = 0
 
-    def is_one(self, data: memoryview) -> bool:
+    def is_single_frame(self, data: memoryview) -> bool:
         """Return True if ``data`` is exactly one frame and no earlier data is incomplete."""
         size = len(data)
         return self._held is None and size >= 9 and int.from_bytes(data[:4], "little") == size - 4
@@ -230,7 +230,7 @@ class FrameAssembler:
             if at < end:
                 self._held = bytearray(data[at:])
 
-    def keep(self, data: memoryview) -> None:
+    def defer_data(self, data: memoryview) -> None:
         """Store data, and leave it to the next call of ``feed`` to handle it."""
         if self._held is None:
             self._held, self._need = bytearray(), 0
@@ -294,9 +294,9 @@ class SocketStream:
     ) -> None:
         self._received = received
         self._lost = lost
-        self._loop.add_reader(self._sock.fileno(), self._readable)
+        self._loop.add_reader(self._sock.fileno(), self._on_readable)
 
-    def _readable(self) -> None:
+    def _on_readable(self) -> None:
         self._in_a_row = 0
         self._read()
 
@@ -305,7 +305,7 @@ class SocketStream:
         shared = self._shared
         return shared.last_used is self and shared.num_expected == self._is_expected
 
-    def read_at_once(self) -> None:
+    def busy_wait_for_answer(self) -> None:
         """Read the answer to the last ``write`` without returning to the event loop, if it arrives
         within about the time of one loop iteration.
 
@@ -341,13 +341,13 @@ class SocketStream:
 
     def pause(self) -> None:
         self._is_paused = True
-        self._listen()
+        self._update_reading()
 
     def resume(self) -> None:
         self._is_paused = False
-        self._listen()
+        self._update_reading()
 
-    def _listen(self) -> None:
+    def _update_reading(self) -> None:
         """Start or stop reading from the guest.
 
         A guest that sends requests without reading the answers must not fill the host's memory.
@@ -358,7 +358,7 @@ class SocketStream:
         if self._is_paused or self._unsent > MAX_UNSENT_BYTES:
             self._loop.remove_reader(fd)
         else:
-            self._loop.add_reader(fd, self._readable)
+            self._loop.add_reader(fd, self._on_readable)
 
     def read_available(self) -> None:
         """Read the data that has already arrived, without waiting for more."""
@@ -376,11 +376,11 @@ class SocketStream:
         stream.start_reading(self._received, self._lost)
         return stream
 
-    def lose(self) -> None:
+    def report_loss(self) -> None:
         """Report the end of the stream, because the other end has disappeared."""
         self._lost()
 
-    def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
+    def send_with_descriptors(self, data: list[Any], fds: Sequence[int]) -> None:
         """Send buffers and file descriptors in one message.
 
         Raises SandboxError if the socket does not accept all bytes at once.
@@ -416,10 +416,10 @@ class SocketStream:
         except OSError:
             return  # the reader will see the end of the stream
         if count < sum(map(len, data)):
-            remaining = self._after(deque(memoryview(part) for part in data), count)
+            remaining = self._drop_sent_bytes(deque(memoryview(part) for part in data), count)
             self._backlog = deque()
             self._queue(self._backlog, remaining)
-            self._loop.add_writer(self._sock.fileno(), self._writable)
+            self._loop.add_writer(self._sock.fileno(), self._on_writable)
 
     def _queue(self, backlog: deque[memoryview], parts: Iterable[memoryview]) -> None:
         unsent_before = self._unsent
@@ -427,23 +427,23 @@ class SocketStream:
             backlog.append(part)
             self._unsent += len(part)
         if unsent_before <= MAX_UNSENT_BYTES < self._unsent:
-            self._listen()
+            self._update_reading()
 
     @staticmethod
-    def _after(parts: deque[memoryview], count: int) -> deque[memoryview]:
+    def _drop_sent_bytes(parts: deque[memoryview], count: int) -> deque[memoryview]:
         while parts and count >= len(parts[0]):
             count -= len(parts.popleft())
         if count:
             parts[0] = parts[0][count:]
         return parts
 
-    def _writable(self) -> None:
+    def _on_writable(self) -> None:
         backlog = self._backlog
         assert backlog is not None
         unsent_before = self._unsent
         try:
             count = self._sock.send(backlog[0])
-            self._after(backlog, count)
+            self._drop_sent_bytes(backlog, count)
             self._unsent -= count
         except (BlockingIOError, InterruptedError):
             return
@@ -451,7 +451,7 @@ class SocketStream:
             backlog.clear()
             self._unsent = 0
         if self._unsent <= MAX_UNSENT_BYTES < unsent_before:
-            self._listen()
+            self._update_reading()
         if not backlog:
             self._backlog = None
             self._loop.remove_writer(self._sock.fileno())

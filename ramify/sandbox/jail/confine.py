@@ -64,7 +64,7 @@ class JailSessionDescriptors(NamedTuple):
     rules: int
     """Descriptor of the session's Landlock rules."""
 
-    def drop_rules(self) -> None:
+    def close_rules_descriptor(self) -> None:
         """Close the zygote's copy of the Landlock rules, once the session has inherited them."""
         if self.rules >= 0:
             os.close(self.rules)
@@ -133,9 +133,9 @@ class JailSessionConfiner:
             primitives.place_mount(prepared.scratch, self._bounds.scratch)
             os.chdir(self._bounds.scratch)
         if prepared.rules >= 0:
-            primitives.restrict(prepared.rules)
+            primitives.apply_landlock_ruleset(prepared.rules)
 
-    def limit(self) -> None:
+    def apply_resource_limits(self) -> None:
         for number, value in self._limits:
             resource.setrlimit(number, value)
 

@@ -56,7 +56,7 @@ class KernelDenied(OSError):
         self.what = what
 
 
-def checked(result: int, what: str) -> int:
+def check_call_result(result: int, what: str) -> int:
     """Return the result of a C library call.
 
     Raises KernelDenied if it is negative.
@@ -71,15 +71,15 @@ def syscall(number: int, *arguments: object, what: str) -> int:
 
     Its arguments may be ints, bytes or None. Raises KernelDenied if it fails.
     """
-    return checked(_syscall(ctypes.c_long(number), *map(_argument, arguments)), what)
+    return check_call_result(_syscall(ctypes.c_long(number), *map(_to_c_argument, arguments)), what)
 
 
-def _argument(value: object) -> object:
+def _to_c_argument(value: object) -> object:
     return ctypes.c_long(value) if isinstance(value, int) else value
 
 
 def prctl(option: int, value: int) -> None:
-    checked(
+    check_call_result(
         _libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0))), f"prctl {option}"
     )
 
@@ -89,11 +89,11 @@ def unshare(flags: int, what: str) -> None:
 
     Raises KernelDenied.
     """
-    checked(_libc.unshare(ctypes.c_int(flags)), what)
+    check_call_result(_libc.unshare(ctypes.c_int(flags)), what)
 
 
 def set_host_name(name: str) -> None:
-    checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+    check_call_result(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -138,13 +138,13 @@ def fork_sibling() -> int:
     """
     while True:
         try:
-            return checked(_forking(*_clone_arguments), "fork")
+            return check_call_result(_forking(*_clone_arguments), "fork")
         except OSError as error:
             if error.errno != _EINTR:  # a signal arrived before the host's answer
                 raise
 
 
-def take_wire(wire: int, *files: int) -> None:
+def adopt_host_connection(wire: int, *files: int) -> None:
     """Take over a new, private connection to the host after a fork.
 
     The connection's descriptor gets the number ``wire``.
@@ -154,7 +154,7 @@ def take_wire(wire: int, *files: int) -> None:
     ``files``; the output file also stays open as standard error. Raises OSError if something is
     missing.
     """
-    request_descriptor(wire)
+    replace_all_descriptors(wire)
     end = _Socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, wire)
     try:
         _, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(16))  # up to 4 descriptors
@@ -169,7 +169,7 @@ def take_wire(wire: int, *files: int) -> None:
             _close(fd)
 
 
-def request_descriptor(number: int) -> None:
+def replace_all_descriptors(number: int) -> None:
     """Close all descriptors, then ask the host for one with the given number.
 
     The host gives one only to a process that has no open descriptors. Raises OSError if the host
@@ -203,11 +203,11 @@ def mount(
         text.encode() if text is not None else None for text in (source, target, kind, options)
     ]
     result = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
-    checked(result, f"mount {kind or source or 'flags'} on {target}")
+    check_call_result(result, f"mount {kind or source or 'flags'} on {target}")
 
 
 def unmount(target: str) -> None:
-    checked(_libc.umount2(target.encode(), _MNT_DETACH), f"unmount {target}")
+    check_call_result(_libc.umount2(target.encode(), _MNT_DETACH), f"unmount {target}")
 
 
 def make_read_only(target: str) -> None:
@@ -229,7 +229,7 @@ def make_read_only(target: str) -> None:
     )
 
 
-def pivot(root: str) -> None:
+def pivot_root(root: str) -> None:
     """Make ``root`` the only file system that this process sees.
 
     It must be a mount.
@@ -316,14 +316,14 @@ class LandlockRules:
             (path, _READ_DIR) for path in listed
         ]
         self._rules = [
-            rule for path, rights in grants if (rule := self._rule(path, rights)) is not None
+            rule for path, rights in grants if (rule := self._path_rule(path, rights)) is not None
         ]
 
     @staticmethod
     def _rule_of(fd: int, rights: int) -> bytes:
         return struct.pack("<Qi", rights, fd)
 
-    def _rule(self, path: str, rights: int) -> bytes | None:
+    def _path_rule(self, path: str, rights: int) -> bytes | None:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
@@ -332,7 +332,7 @@ class LandlockRules:
         return self._rule_of(fd, rights)
 
     def ruleset(self, writable: int) -> int:
-        """Create a ruleset and return its descriptor for ``restrict``.
+        """Create a ruleset and return its descriptor for ``apply_landlock_ruleset``.
 
         ``writable``: the descriptor of a folder that may be written to, or -1.
         """
@@ -346,7 +346,7 @@ class LandlockRules:
         return rules
 
 
-def restrict(rules: int) -> None:
+def apply_landlock_ruleset(rules: int) -> None:
     """Apply a Landlock ruleset to this process permanently.
 
     This requires the flag no_new_privs. Afterwards the process cannot change any mount.
@@ -361,10 +361,10 @@ _NO_CAPABILITIES = (struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
 def drop_capabilities() -> None:
-    checked(_libc.capset(*_NO_CAPABILITIES), "capset")
+    check_call_result(_libc.capset(*_NO_CAPABILITIES), "capset")
 
 
-def become(uid: int) -> None:
+def switch_user(uid: int) -> None:
     """Switch permanently to the user and group with the id ``uid``, without any supplementary
     groups."""
     os.setgroups([])
@@ -382,10 +382,10 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
         ("uid_map", f"{inside} {uid} 1"),
         ("gid_map", f"{inside} {gid} 1"),
     ):
-        put(f"self/{name}", text, proc)
+        write_kernel_file(f"self/{name}", text, proc)
 
 
-def put(path: str, text: str, folder: int | None = None) -> None:
+def write_kernel_file(path: str, text: str, folder: int | None = None) -> None:
     """Write text to a kernel file, such as one in /proc.
 
     Raises KernelDenied if that fails.

@@ -113,7 +113,7 @@ _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 """Resource limits that the guest itself changes, without exceeding the hard limit."""
 
 
-def numbers(table: str, machine: str) -> dict[str, int]:
+def syscall_numbers(table: str, machine: str) -> dict[str, int]:
     """Return the system call numbers of a machine, by name.
 
     Each word of the table is ``name=x86_64/aarch64``. Calls that the machine does not have are left
@@ -138,16 +138,16 @@ def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
     ``paths``: allow calls that name files. ``changes``: also allow calls that change files in ways
     that Landlock does not fully control, such as modes, times and, before Linux 6.2, file lengths.
     """
-    allowed = numbers(
+    allowed = syscall_numbers(
         _ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine
     )
-    checked_calls = numbers(_FILTERED + (_OPENING if paths else ""), machine)
+    checked_calls = syscall_numbers(_FILTERED + (_OPENING if paths else ""), machine)
     rules: dict[int, int | list[Step]] = dict.fromkeys(allowed.values(), ALLOW)
     rules |= {number: _STEPS[name] for name, number in checked_calls.items()}
     return assemble(machine, rules, EPERM)
 
 
-def denying(machine: str, calls: set[int]) -> bytes:
+def build_deny_filter(machine: str, calls: set[int]) -> bytes:
     """Compile a filter that denies only the given calls.
 
     It simulates a less capable kernel.
@@ -159,34 +159,34 @@ def denying(machine: str, calls: set[int]) -> bytes:
 # arguments
 
 
-def _argument(index: int, half: int = 0) -> Step:
+def _load_argument(index: int, half: int = 0) -> Step:
     """Return a filter step that loads the low (0) or high (1) 32 bits of an argument of the system
     call."""
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * half)
 
 
-def _end(answer: int) -> Step:
+def _return_step(answer: int) -> Step:
     return (_RETURN, 0, 0, answer)
 
 
 def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[Step]:
-    steps = [_argument(index)]
+    steps = [_load_argument(index)]
     for value in values:
-        steps += [(_EQUAL, 0, 1, value), _end(ALLOW)]
+        steps += [(_EQUAL, 0, 1, value), _return_step(ALLOW)]
     return steps + otherwise
 
 
 def _own_pid(otherwise: int) -> list[Step]:
     """Return filter steps that allow a call only if its first argument is 0, which means the
     calling process."""
-    return [_argument(0), (_EQUAL, 0, 1, 0), _end(ALLOW), _end(otherwise)]
+    return [_load_argument(0), (_EQUAL, 0, 1, 0), _return_step(ALLOW), _return_step(otherwise)]
 
 
-def _without(index: int, bits: int) -> list[Step]:
-    return [_argument(index), (_ANY_BIT, 0, 1, bits), _end(EPERM), _end(ALLOW)]
+def _deny_if_bits(index: int, bits: int) -> list[Step]:
+    return [_load_argument(index), (_ANY_BIT, 0, 1, bits), _return_step(EPERM), _return_step(ALLOW)]
 
 
-def _opening(flags: int) -> list[Step]:
+def _open_call_steps(flags: int) -> list[Step]:
     """Return the filter steps for a system call that opens a file.
 
     ``flags`` is the index of the argument with the open flags.
@@ -196,18 +196,18 @@ def _opening(flags: int) -> list[Step]:
     because no version of Landlock denies them.
     """
     return [
-        _argument(flags),
+        _load_argument(flags),
         (_ANY_BIT, 0, 1, _O_OTHER),
-        _end(EPERM),
+        _return_step(EPERM),
         (_AND, 0, 0, _O_ACCMODE),
         (_EQUAL, 0, 1, _O_ACCMODE),
-        _end(EPERM),
+        _return_step(EPERM),
         (_EQUAL, 1, 0, 0),
-        _end(ALLOW),
-        _argument(flags),
+        _return_step(ALLOW),
+        _load_argument(flags),
         (_ANY_BIT, 0, 1, _O_TRUNC),
-        _end(EPERM),
-        _end(ALLOW),
+        _return_step(EPERM),
+        _return_step(ALLOW),
     ]
 
 
@@ -217,29 +217,29 @@ _STEPS: dict[str, int | list[Step]] = {
     # Removed from all kernels: both processes of a fork use it to ask the host for their wires.
     "readahead": NOTIFY,
     "clone": [
-        _argument(0),
-        (_ANY_BIT, 0, 1, _NEW_NAMESPACE), _end(EPERM),
-        (_ANY_BIT, 0, 1, _THREAD), _end(ALLOW),
-        *(step for flags in _FORKS for step in ((_EQUAL, 0, 1, flags), _end(NOTIFY))),
-        _end(EPERM),
+        _load_argument(0),
+        (_ANY_BIT, 0, 1, _NEW_NAMESPACE), _return_step(EPERM),
+        (_ANY_BIT, 0, 1, _THREAD), _return_step(ALLOW),
+        *(step for flags in _FORKS for step in ((_EQUAL, 0, 1, flags), _return_step(NOTIFY))),
+        _return_step(EPERM),
     ],
-    "ioctl": _one_of(1, _IOCTL_REQUESTS, [_end(ENOTTY)]),
+    "ioctl": _one_of(1, _IOCTL_REQUESTS, [_return_step(ENOTTY)]),
     "fcntl": _one_of(
         1, _FCNTL_COMMANDS,
         [
-            *(step for lock in _LOCKS for step in ((_EQUAL, 0, 1, lock), _end(_DONE))),
-            *(step for lock in _LOCKS_OF_FILES for step in ((_EQUAL, 0, 1, lock), _end(EINVAL))),
-            (_EQUAL, 1, 0, _F_SETFL), _end(EPERM),
-            _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW),
+            *(step for lock in _LOCKS for step in ((_EQUAL, 0, 1, lock), _return_step(_DONE))),
+            *(step for lock in _LOCKS_OF_FILES for step in ((_EQUAL, 0, 1, lock), _return_step(EINVAL))),
+            (_EQUAL, 1, 0, _F_SETFL), _return_step(EPERM),
+            _load_argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _return_step(EPERM), _return_step(ALLOW),
         ],
     ),
     # abort() ends the process with this call.
-    "tgkill": [_argument(2), (_EQUAL, 0, 1, _SIGABRT), _end(NOTIFY), _end(EPERM)],
+    "tgkill": [_load_argument(2), (_EQUAL, 0, 1, _SIGABRT), _return_step(NOTIFY), _return_step(EPERM)],
     "prctl": _one_of(
         0, _PRCTL_OPTIONS,
         [  # A branch asks to end with the fork server.
-            (_EQUAL, 1, 0, _PDEATHSIG), _end(EPERM),
-            _argument(1), (_EQUAL, 0, 1, _SIGKILL), _end(ALLOW), _end(EPERM),
+            (_EQUAL, 1, 0, _PDEATHSIG), _return_step(EPERM),
+            _load_argument(1), (_EQUAL, 0, 1, _SIGKILL), _return_step(ALLOW), _return_step(EPERM),
         ],
     ),
     "getpgid": _own_pid(ESRCH),
@@ -249,33 +249,33 @@ _STEPS: dict[str, int | list[Step]] = {
     "sched_getscheduler": _own_pid(ESRCH),
     "get_robust_list": _own_pid(ESRCH),
     "getsockopt": [
-        _argument(1), (_EQUAL, 1, 0, _SOL_SOCKET), _end(ENOPROTOOPT),
-        *_one_of(2, _SOCKET_OPTIONS, [_end(ENOPROTOOPT)]),
+        _load_argument(1), (_EQUAL, 1, 0, _SOL_SOCKET), _return_step(ENOPROTOOPT),
+        *_one_of(2, _SOCKET_OPTIONS, [_return_step(ENOPROTOOPT)]),
     ],
-    "sendto": _without(3, _MSG_OOB),
-    "recvfrom": _without(3, _MSG_OOB),
-    "sendmsg": _without(2, _MSG_OOB),
-    "recvmsg": _without(2, _MSG_OOB),
+    "sendto": _deny_if_bits(3, _MSG_OOB),
+    "recvfrom": _deny_if_bits(3, _MSG_OOB),
+    "sendmsg": _deny_if_bits(2, _MSG_OOB),
+    "recvmsg": _deny_if_bits(2, _MSG_OOB),
     "socketpair": [  # no datagrams: a datagram socket can send to any other socket of the machine
-        _argument(0), (_EQUAL, 1, 0, 1), _end(EAFNOSUPPORT),
-        _argument(1), (_AND, 0, 0, 0xF),
-        (_EQUAL, 1, 0, _STREAM), (_EQUAL, 0, 1, _SEQPACKET), _end(ALLOW), _end(EPERM),
+        _load_argument(0), (_EQUAL, 1, 0, 1), _return_step(EAFNOSUPPORT),
+        _load_argument(1), (_AND, 0, 0, 0xF),
+        (_EQUAL, 1, 0, _STREAM), (_EQUAL, 0, 1, _SEQPACKET), _return_step(ALLOW), _return_step(EPERM),
     ],
-    "open": _opening(1),
-    "openat": _opening(2),
+    "open": _open_call_steps(1),
+    "openat": _open_call_steps(2),
     "prlimit64": [
-        _argument(0), (_EQUAL, 1, 0, 0), _end(EPERM),
-        _argument(2), (_EQUAL, 0, 3, 0), _argument(2, 1), (_EQUAL, 0, 1, 0), _end(ALLOW),
-        _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW),
-        (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
+        _load_argument(0), (_EQUAL, 1, 0, 0), _return_step(EPERM),
+        _load_argument(2), (_EQUAL, 0, 3, 0), _load_argument(2, 1), (_EQUAL, 0, 1, 0), _return_step(ALLOW),
+        _load_argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _return_step(ALLOW),
+        (_EQUAL, 0, 1, _RLIMIT_NOFILE), _return_step(ALLOW), _return_step(EPERM),
     ],
     # Memory that is shared for writing would remain shared after a fork. Anonymous memory could be
     # made writable later (mprotect); a mapping of a file that was opened for reading could not. For
     # files that are open for writing, see jail_transport.py.
     "mmap": [
-        _argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _end(ALLOW),
-        (_ANY_BIT, 0, 1, _MAP_ANONYMOUS), _end(EPERM),
-        _argument(2), (_ANY_BIT, 0, 1, _PROT_WRITE), _end(EPERM), _end(ALLOW),
+        _load_argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _return_step(ALLOW),
+        (_ANY_BIT, 0, 1, _MAP_ANONYMOUS), _return_step(EPERM),
+        _load_argument(2), (_ANY_BIT, 0, 1, _PROT_WRITE), _return_step(EPERM), _return_step(ALLOW),
     ],
 }  # fmt: skip
 
@@ -294,12 +294,12 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
     head = [
         (_LOAD, 0, 0, 4),
         (_EQUAL, 1, 0, _AUDIT[machine]),
-        _end(KILL),
+        _return_step(KILL),
         (_LOAD, 0, 0, 0),
         (_AT_LEAST, 0, 1, _X32),
-        _end(KILL),
+        _return_step(KILL),
     ]
-    steps = head + _search(_ranges(rules, otherwise), bodies)
+    steps = head + _binary_search_steps(_ranges(rules, otherwise), bodies)
     starts = []
     for body in bodies:
         starts.append(len(steps))
@@ -327,7 +327,9 @@ def _ranges(
     return ranges
 
 
-def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]) -> list[Step]:
+def _binary_search_steps(
+    ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]
+) -> list[Step]:
     """Return filter steps that find the range of a system call number by binary search.
 
     A jump to the steps of a rule holds their negative index until ``assemble`` replaces it.
@@ -335,12 +337,15 @@ def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]
     if len(ranges) == 1:
         rule = ranges[0][1]
         if isinstance(rule, int):
-            return [_end(rule)]
+            return [_return_step(rule)]
         if rule not in bodies:
             bodies.append(rule)
         return [(_GO, 0, 0, -bodies.index(rule) - 1)]
     middle = len(ranges) // 2
-    below, above = _search(ranges[:middle], bodies), _search(ranges[middle:], bodies)
+    below, above = (
+        _binary_search_steps(ranges[:middle], bodies),
+        _binary_search_steps(ranges[middle:], bodies),
+    )
     first = ranges[middle][0]
     if len(below) > _LONGEST_SKIP:
         return [(_AT_LEAST, 0, 1, first), (_GO, 0, 0, len(below)), *below, *above]

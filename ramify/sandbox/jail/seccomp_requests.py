@@ -45,7 +45,7 @@ class SeccompNotification(NamedTuple):
     arguments: tuple[int, ...]
 
 
-def asks_for_wire(request: SeccompNotification) -> bool:
+def is_connection_request(request: SeccompNotification) -> bool:
     return request.number == WIRE_CALL
 
 
@@ -71,7 +71,9 @@ def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags
     return False
 
 
-def insert(listener: int, id: int, fd: int, number: int, *, answers: bool = False) -> None:
+def insert_descriptor(
+    listener: int, id: int, fd: int, number: int, *, answers: bool = False
+) -> None:
     """Copy a descriptor into a process that is blocked in a system call, under the given number.
 
     Raises OSError if that fails, for example because the process no longer waits.
@@ -91,7 +93,7 @@ def can_insert_descriptors(listener: int) -> bool:
     Linux 5.9 and later can.
     """
     try:
-        insert(listener, 0, listener, 0)
+        insert_descriptor(listener, 0, listener, 0)
     except OSError as error:
         return error.errno == _ENOENT  # the call exists: it only found no such request
     return True

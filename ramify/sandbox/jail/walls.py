@@ -104,13 +104,13 @@ def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> Reached
             if tier != "A":  # without a process namespace, a parent ends what the zygote leaves
                 is_kept = is_kept or _continue_kept(let_go)
                 return _no_spaces(config, missing, tier, preload)
-            return _spaces(config, missing, let_go)
+            return _build_namespaces(config, missing, let_go)
         except OSError as error:
-            missing[tier] = _cause(error)
+            missing[tier] = _describe_cause(error)
     raise TierUnavailable(missing)
 
 
-def _cause(error: BaseException) -> str:
+def _describe_cause(error: BaseException) -> str:
     """Describe an exception in one sentence: the operation that failed, and why."""
     why = str(getattr(error, "strerror", None) or error)
     if not isinstance(error, OSError) or not error.errno or hasattr(error, "what"):
@@ -123,7 +123,9 @@ def _cause(error: BaseException) -> str:
 # tier A
 
 
-def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ReachedIsolation:
+def _build_namespaces(
+    config: dict[str, Any], missing: dict[str, str], let_go: Any
+) -> ReachedIsolation:
     """Build the isolation of tier A, which consists of namespaces, in a child process, because
     isolation that was built only in part cannot be undone.
 
@@ -136,7 +138,7 @@ def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Rea
         try:
             walls = _enter_spaces(config, missing)
         except BaseException as error:  # noqa: BLE001  (reported to the process that continues without it)
-            os.write(write_end, _cause(error).encode()[:4000] or b"unknown")
+            os.write(write_end, _describe_cause(error).encode()[:4000] or b"unknown")
             os._exit(1)
         os.close(write_end)
         return walls
@@ -180,12 +182,12 @@ def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ReachedIso
     primitives.unshare(_SPACES, "namespaces of processes, network and names")
     primitives.set_host_name("sandbox")
     _continue_as_first()
-    primitives.pivot(_ROOT)
+    primitives.pivot_root(_ROOT)
     if is_root:
         _become_nobody(proc)
     _die_with_parent()
     readable += ["/dev/null", *mounts]
-    return _finish("A", missing, config, proc, readable, own_user=True, outer=False)
+    return _finish_isolation("A", missing, config, proc, readable, own_user=True, outer=False)
 
 
 def _own_user(proc: int) -> None:
@@ -215,9 +217,9 @@ def _drop_root() -> None:
     """
     uid = _FIRST_UID + int.from_bytes(os.urandom(4), "little") % _UIDS
     try:
-        primitives.become(uid)
+        primitives.switch_user(uid)
     except OSError:
-        primitives.become(_NOBODY)
+        primitives.switch_user(_NOBODY)
 
 
 def _continue_as_first() -> None:
@@ -250,19 +252,19 @@ def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
     flags = primitives.MS_NOSUID | primitives.MS_NODEV
     primitives.mount("tmpfs", _ROOT, "tmpfs", flags, "size=4m,mode=755")
     for place, (fd, is_folder) in sources.items():
-        _show(fd, _ROOT + place, is_folder)
+        _bind_mount(fd, _ROOT + place, is_folder)
         primitives.make_read_only(_ROOT + place)
         os.close(fd)
-    for link in _links():
+    for link in _system_symlinks():
         _link(link)
-    for folder in (scratch_in([*readable, *mounts]), "/tmp", "/dev"):
+    for folder in (scratch_folder_path([*readable, *mounts]), "/tmp", "/dev"):
         os.makedirs(_ROOT + folder, exist_ok=True)
-    _show(null, _ROOT + "/dev/null", False)
+    _bind_mount(null, _ROOT + "/dev/null", False)
     os.close(null)
     primitives.mount(None, _ROOT, None, 0x20 | primitives.MS_BIND | primitives.MS_RDONLY | flags)
 
 
-def _show(fd: int, target: str, is_folder: bool) -> None:
+def _bind_mount(fd: int, target: str, is_folder: bool) -> None:
     os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
     if not is_folder and not os.path.exists(target):
         with open(target, "w"):
@@ -270,7 +272,7 @@ def _show(fd: int, target: str, is_folder: bool) -> None:
     primitives.mount(f"/proc/self/fd/{fd}", target, None, primitives.MS_BIND | primitives.MS_REC)
 
 
-def _links() -> list[str]:
+def _system_symlinks() -> list[str]:
     """Return the system paths that are symbolic links, such as /lib if /usr is merged."""
     return [path for path in _SYSTEM if os.path.islink(path)]
 
@@ -281,7 +283,7 @@ def _link(path: str) -> None:
         os.symlink(os.readlink(path), _ROOT + path)
 
 
-def scratch_in(shown: list[str]) -> str:
+def scratch_folder_path(shown: list[str]) -> str:
     """Return the path of a session's private folder.
 
     It is /tmp, unless that would hide a path below /tmp that sessions should see.
@@ -321,7 +323,7 @@ def _continue_kept(let_go: Any) -> bool:
 def _no_spaces(
     config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any
 ) -> ReachedIsolation:
-    if tier == "B" and not _landlock(config):
+    if tier == "B" and not _usable_landlock_version(config):
         raise OSError(
             0, "no Landlock, which needs Linux 5.13, and 'landlock' in /sys/kernel/security/lsm"
         )
@@ -338,14 +340,14 @@ def _no_spaces(
         _drop_root()
     _die_with_parent()
     os.chdir("/")
-    return _finish(tier, missing, config, proc, readable, own_user=False, outer=True)
+    return _finish_isolation(tier, missing, config, proc, readable, own_user=False, outer=True)
 
 
 # ------------------------------------------------------------------------------------------------
 # all tiers
 
 
-def _finish(
+def _finish_isolation(
     tier: str,
     missing: dict[str, str],
     config: dict[str, Any],
@@ -356,9 +358,9 @@ def _finish(
     outer: bool,
 ) -> ReachedIsolation:
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
-    version = _landlock(config) if tier in "AB" else 0
+    version = _usable_landlock_version(config) if tier in "AB" else 0
     bounds = confine.JailLimits(
-        config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable)
+        config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_folder_path(readable)
     )
     confinement = confine.JailSessionConfiner(
         bounds,
@@ -372,7 +374,7 @@ def _finish(
     return walls
 
 
-def _landlock(config: dict[str, Any]) -> int:
+def _usable_landlock_version(config: dict[str, Any]) -> int:
     """Return the version of Landlock to use, or 0 to disable it."""
     newest: int = config["landlock"]
     return min(primitives.landlock_version(), newest)
@@ -388,14 +390,14 @@ def _try_out(walls: ReachedIsolation) -> None:
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if not pid:
-        os._exit(_trial(walls, prepared, theirs))
+        os._exit(_try_known_attacks(walls, prepared, theirs))
     theirs.close()
     with ours:
         trouble = _serve_trial(ours, pid)
     # This machine must be able to do it, because a session's folder is frozen before it forks.
     if trouble is None and prepared.scratch >= 0:
         primitives.freeze_filesystem(prepared.scratch)
-    prepared.drop_rules()
+    prepared.close_rules_descriptor()
     prepared.drop_scratch()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if trouble is not None:
@@ -414,7 +416,7 @@ def _try_out(walls: ReachedIsolation) -> None:
         )
 
 
-def _trial(
+def _try_known_attacks(
     walls: ReachedIsolation, prepared: confine.JailSessionDescriptors, wire: socket.socket
 ) -> int:
     """Confine this process like a session, then try the known attacks.
@@ -427,14 +429,14 @@ def _trial(
         walls.confinement.set_up_session_process(prepared)
         fd = os.dup2(fd, 3, inheritable=False)
         os.closerange(fd + 1, 1 << 20)
-        walls.confinement.limit()
+        walls.confinement.apply_resource_limits()
         walls.confinement.finish(fd)
         found = sum(1 << n for n, attack in enumerate(_ATTACKS.values()) if _succeeds(attack))
-        primitives.request_descriptor(3)
+        primitives.replace_all_descriptors(3)
         os.close(3)
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.write(fd, _cause(error).encode())
+            os.write(fd, _describe_cause(error).encode())
         return _NOT_STARTED
     return found
 
@@ -448,10 +450,12 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
     try:
         wire.settimeout(_TRIAL_S)
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, _needed("pidfd_open (Linux 5.3)", os.pidfd_open, pid))
-            file = _needed("memfd_create", os.memfd_create, "trial", _MEMFD_FLAGS)
+            stack.callback(os.close, _call_required("pidfd_open (Linux 5.3)", os.pidfd_open, pid))
+            file = _call_required("memfd_create", os.memfd_create, "trial", _MEMFD_FLAGS)
             stack.callback(os.close, file)
-            _needed("sealing of memory files", fcntl.fcntl, file, _F_ADD_SEALS, _F_SEAL_WRITE)
+            _call_required(
+                "sealing of memory files", fcntl.fcntl, file, _F_ADD_SEALS, _F_SEAL_WRITE
+            )
             data, ancillary, _, _ = wire.recvmsg(4096, socket.CMSG_SPACE(4))
             for _, _, packed in ancillary:
                 listener = array.array("i", packed)[0]
@@ -484,11 +488,11 @@ def _answer_trial(listener: int, file: int) -> bool:
         raise OSError(
             0, f"seccomp notifications, which need Linux 5.0, failed: {error.strerror}"
         ) from None
-    is_last = requests.asks_for_wire(request)
+    is_last = requests.is_connection_request(request)
     if is_last:
         try:
             # 3 is the number that the trial session asks for.
-            requests.insert(listener, request.id, file, 3)
+            requests.insert_descriptor(listener, request.id, file, 3)
         except OSError as error:
             raise OSError(
                 0, f"seccomp descriptors, which need Linux 5.9, failed: {error.strerror}"
@@ -497,7 +501,7 @@ def _answer_trial(listener: int, file: int) -> bool:
     return not is_last
 
 
-def _needed(what: str, call: Any, *arguments: Any) -> int:
+def _call_required(what: str, call: Any, *arguments: Any) -> int:
     try:
         result: int = call(*arguments)
     except (OSError, AttributeError) as error:

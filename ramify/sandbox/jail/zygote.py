@@ -127,15 +127,15 @@ class InMemoryStdlibImporter:
         self._modules: dict[str, tuple[str, bytes]] = {}
         """Name -> path and source."""
         for folder in folders:
-            self._store(folder, "")
+            self._store_folder(folder, "")
 
-    def _store(self, folder: str, package: str) -> None:
+    def _store_folder(self, folder: str, package: str) -> None:
         for entry in os.scandir(folder):
             name, _, end = entry.name.partition(".")
             if not name.isidentifier() or entry.name in _NOT_STORED:
                 continue
             if entry.is_dir(follow_symlinks=False):
-                self._store(entry.path, f"{package}{name}.")
+                self._store_folder(entry.path, f"{package}{name}.")
             elif end == "py":
                 full = package.rstrip(".") if name == "__init__" else package + name
                 with contextlib.suppress(OSError), open(entry.path, "rb") as file:
@@ -185,14 +185,16 @@ class Zygote(forkserver.ForkServer):
         self._walls = built
         # Without a pid namespace, a branch ends with this process only if it asks for it.
         settle = primitives.end_with_parent if built.outer else (lambda: None)
-        self.apart = branches.JailForkHooks(primitives.fork_sibling, primitives.take_wire, settle)
+        self.apart = branches.JailForkHooks(
+            primitives.fork_sibling, primitives.adopt_host_connection, settle
+        )
 
     def prepare(self) -> confine.JailSessionDescriptors:
         prepared: confine.JailSessionDescriptors = self._walls.confinement.prepare_session()
         return prepared
 
     def release_after_fork(self, prepared: confine.JailSessionDescriptors) -> None:
-        prepared.drop_rules()
+        prepared.close_rules_descriptor()
 
     def set_up_session_process(
         self, prepared: confine.JailSessionDescriptors, fds: list[int]
@@ -202,10 +204,10 @@ class Zygote(forkserver.ForkServer):
         mapped = process_setup.address_space_bytes(proc if proc >= 0 else None)
         confinement.set_up_session_process(prepared)
         confine.restore_fork_hooks()
-        fds = process_setup.keep_only(fds)
+        fds = process_setup.keep_only_descriptors(fds)
         process_setup.tie_to_parent(self.pid)
         memory = process_setup.set_limits(self.config["memory_bytes"], mapped)
-        confinement.limit()
+        confinement.apply_resource_limits()
         confinement.finish(fds[0])
         process_setup.limit_open_files()
         return fds, memory
@@ -215,13 +217,15 @@ class Zygote(forkserver.ForkServer):
 
     def handle(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
-            self._freeze(header["id"], header["pid"])
+            self._freeze_session_folder(header["id"], header["pid"])
         elif header["op"] == "folders":
-            self.control.send({"op": "folders", "id": header["id"], "bytes": self._folders()})
+            self.control.send(
+                {"op": "folders", "id": header["id"], "bytes": self._session_folder_sizes()}
+            )
         elif header["op"] != "adopt" or self._walls.outer:  # else it has another number here
             super().handle(header, fds)
 
-    def _freeze(self, id: int, pid: int) -> None:
+    def _freeze_session_folder(self, id: int, pid: int) -> None:
         """Make a session's folder read-only, because the session may have branches from now on."""
         prepared = self.children.get(pid)
         try:
@@ -232,7 +236,7 @@ class Zygote(forkserver.ForkServer):
             return
         self.control.send({"op": "frozen", "id": id})
 
-    def _folders(self) -> list[tuple[int, int]]:
+    def _session_folder_sizes(self) -> list[tuple[int, int]]:
         """Return the process id of each session that has a folder, with the size of that folder in
         bytes."""
         found = []
@@ -260,7 +264,7 @@ def main(control_fd: int) -> None:
     _use_wait(control.sock)
     config, _ = control.receive()
     try:
-        _live(control, config)
+        _run_zygote(control, config)
     except (forkserver.PackageNotImportable, walls.TierUnavailable) as error:
         missing = getattr(error, "missing", None)
         control.send(
@@ -280,7 +284,7 @@ def _use_wait(sock: socket.socket) -> None:
         importlib.import_module(name)
 
 
-def _live(control: Any, config: dict[str, Any]) -> None:
+def _run_zygote(control: Any, config: dict[str, Any]) -> None:
     """Isolate this process and serve as the zygote that ``config`` describes.
 
     With ``config["reports"]``, report the isolation as soon as it is built. With
@@ -332,4 +336,6 @@ def _be_poorer(deny: list[int]) -> None:
     This simulates a kernel or a container that lacks them.
     """
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.SeccompFilter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)
+    seccomp.SeccompFilter(seccomp.build_deny_filter(os.uname().machine, set(deny))).install(
+        listener=False
+    )

@@ -76,8 +76,8 @@ class DockerService:
         self._engine = engine
         self._spec = spec
 
-    async def start(self, command: list[str]) -> DockerContainer:
-        request = container(command, self._spec)
+    async def start_in_new_box(self, command: list[str]) -> DockerContainer:
+        request = container_create_request(command, self._spec)
         id = await self._create(request)
         try:
             running = DockerContainer(self._engine, id, await self._engine.attach(id))
@@ -90,7 +90,7 @@ class DockerService:
                 description = await self._engine.ask(
                     "describe a container", "GET", f"/containers/{id}/json"
                 )
-                _compare(request, description)
+                _check_protections(request, description)
         except BaseException:
             await running.close()
             raise
@@ -152,7 +152,7 @@ async def _remove(engine: DockerApiClient, id: str) -> None:
             raise
 
 
-def container(command: list[str], spec: DockerSpec) -> dict[str, Any]:
+def container_create_request(command: list[str], spec: DockerSpec) -> dict[str, Any]:
     """Return the request that creates a session's container, in the format of the engine's API."""
     memory = spec.memory_bytes + _OVERHEAD_BYTES
     return {
@@ -187,7 +187,7 @@ def container(command: list[str], spec: DockerSpec) -> dict[str, Any]:
     }
 
 
-def _compare(request: dict[str, Any], description: dict[str, Any]) -> None:
+def _check_protections(request: dict[str, Any], description: dict[str, Any]) -> None:
     """Raise SandboxError if the engine did not apply a protection that was requested."""
     requested, actual = request["HostConfig"], description.get("HostConfig") or {}
     missing = [
@@ -268,7 +268,7 @@ class DockerApiClient:
             answer = await exchange.read()
         if answer.status >= 400:
             raise DockerEngineError(what, answer.status, _message(answer.body))
-        return _decoded(answer.body)
+        return _decode_response(answer.body)
 
     async def attach(self, container: str) -> ContainerStdio:
         """Connect to the standard input and output of a container, which must have been created
@@ -349,7 +349,7 @@ class ContainerStdio:
         self._transport.close()
 
 
-def _decoded(data: bytes) -> Any:
+def _decode_response(data: bytes) -> Any:
     """Decode the engine's response as JSON.
 
     Several lines of JSON, such as the progress of an image pull, become a list. A response that is
@@ -366,7 +366,7 @@ def _decoded(data: bytes) -> Any:
 
 
 def _message(data: bytes) -> str:
-    response = _decoded(data)
+    response = _decode_response(data)
     message = response.get("message", response) if isinstance(response, dict) else response
     return " ".join(str(message).split())[:500]
 

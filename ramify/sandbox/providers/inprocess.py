@@ -69,9 +69,9 @@ class InprocessSandbox:
             transport, limits_of(self._spec), SessionLifecycleHooks(self._sessions.discard)
         )
         self._sessions.add(session)
-        await session.ready()
+        await session.wait_ready()
         if context is not None:
-            parts = context.unmapped().parts
+            parts = context.in_memory_copy().parts
             await session.set_context(parts, self._spec.packages)
         return session
 
@@ -100,14 +100,14 @@ class ThreadTransport:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._guest: Guest | None = None
         self._thread = threading.Thread(
-            target=self._live,
+            target=self._run_guest,
             args=(guest_end.detach(), max_output_bytes),
             name="ramify session",
             daemon=True,
         )
         self._thread.start()
 
-    def _live(self, fd: int, max_output_bytes: int) -> None:
+    def _run_guest(self, fd: int, max_output_bytes: int) -> None:
         guest = Guest(
             fd, fd, InProcessOutputSpool(), max_output_bytes=max_output_bytes, owns_process=False
         )
@@ -143,7 +143,7 @@ class ThreadTransport:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
-    def leftover(self, start: int) -> bytes:
+    def unsent_output(self, start: int) -> bytes:
         return b""
 
     async def exit_reason(self) -> str:
@@ -174,19 +174,19 @@ class _Router(io.TextIOBase):
         self.host = host
         self._name = name
 
-    def _target(self) -> Any:
+    def _target_stream(self) -> Any:
         guest = _guests.get(threading.get_ident())
         return self.host if guest is None else getattr(guest.output, self._name)
 
     @property
     def buffer(self) -> Any:
-        return self._target().buffer
+        return self._target_stream().buffer
 
     def write(self, text: str) -> int:
-        return int(self._target().write(text))
+        return int(self._target_stream().write(text))
 
     def flush(self) -> None:
-        self._target().flush()
+        self._target_stream().flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.host, name)

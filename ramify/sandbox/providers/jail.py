@@ -44,10 +44,10 @@ from ramify.sandbox.base import (
 from ramify.sandbox.guest.frames import FrameReader, split_frame
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
-from ramify.sandbox.host.importable_packages import locate, partly_visible_folders, readable
+from ramify.sandbox.host.importable_packages import locate, partly_visible_folders, readable_paths
 from ramify.sandbox.host.process_transport import ForkedSessionHandles, pid_of
 from ramify.sandbox.host.session import GuestSessionProxy
-from ramify.sandbox.providers.jail_limits import JailMemoryBudgetWatcher, machine_bytes
+from ramify.sandbox.providers.jail_limits import JailMemoryBudgetWatcher, machine_memory_bytes
 from ramify.sandbox.providers.jail_transport import JailTransport
 from ramify.sandbox.providers.probed_tier_cache import (
     ProbedTier,
@@ -83,16 +83,16 @@ _WHOLE = (frozenset[int](), NEWEST)
 _probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
-def learn_from_zygote(server: StartedForkServer) -> None:
+def cache_zygote_tier(server: StartedForkServer) -> None:
     """Read which level of isolation a jail's fork server has reached, and cache the result.
 
     The server must have been started with ``reports``, and its report must not have been read yet.
     """
-    _probed[_WHOLE] = found = read_walls(server)
+    _probed[_WHOLE] = found = read_reached_tier(server)
     keep_tier(found)
 
 
-def known() -> ProbedTier | None:
+def cached_tier() -> ProbedTier | None:
     """Return the isolation tier of this machine if it was already determined, otherwise None.
 
     It is the tier of a jail that may use all features of the kernel.
@@ -113,7 +113,7 @@ def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedT
         poorer = {"deny": sorted(deny), "landlock": landlock}
         server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, JAIL_MODULES)
         try:
-            _probed[deny, landlock] = read_walls(server)
+            _probed[deny, landlock] = read_reached_tier(server)
         finally:
             server.control.close()
             server.process.kill()
@@ -142,7 +142,7 @@ EMPTY = {
 """Default configuration of a zygote."""
 
 
-def read_walls(server: StartedForkServer) -> ProbedTier:
+def read_reached_tier(server: StartedForkServer) -> ProbedTier:
     """Read the first message of a jail's fork server, which reports the isolation that the server
     has reached.
 
@@ -169,7 +169,7 @@ def _first_frame(sock: socket.socket) -> memoryview:
             raise SandboxError(f"the jail could not be tested: no answer within {_WAIT_S:g} s")
         part = b""
         with contextlib.suppress(OSError):
-            part = sock.recv(reader.missing())
+            part = sock.recv(reader.num_missing_bytes())
         if not part:
             raise SandboxError("the jail could not be tested: its process ended")
         reader.feed(part)
@@ -243,7 +243,7 @@ class JailSandbox(ProcessSandbox):
         self._deny, self._landlock, self._counts = deny, landlock, counts
         if self._uses_whole_kernel():
             with _lock:
-                if known() is None:
+                if cached_tier() is None:
                     _read_report(spec)
         self.reached: ProbedTier = probe(deny, landlock)
         self.warning = self._settle_tier()
@@ -341,16 +341,16 @@ class JailSandbox(ProcessSandbox):
     ) -> GuestSessionProxy:
         if early or channel is not await self.fork_server():
             return await super().fork(channel, seed, early=early)
-        session = await self._take(seed)
+        session = await self._take_ready_session(seed)
         if session is None:
             session = await super().fork(channel, seed)
         # Many questions need one session only, and this machine has better work at their start.
         if self._filling is None and self.spec.pool and self._is_used_again:
-            self._filling = asyncio.ensure_future(self._fill())
+            self._filling = asyncio.ensure_future(self._fill_ready_sessions())
         self._is_used_again = True
         return session
 
-    async def _take(self, seed: str) -> GuestSessionProxy | None:
+    async def _take_ready_session(self, seed: str) -> GuestSessionProxy | None:
         while self._ready:
             session = self._ready.popleft()
             with contextlib.suppress(RamifyError):
@@ -359,25 +359,25 @@ class JailSandbox(ProcessSandbox):
             await session.close()
         return None
 
-    async def _fill(self) -> None:
+    async def _fill_ready_sessions(self) -> None:
         try:
             await asyncio.sleep(_LATER_S)
             with contextlib.suppress(RamifyError):  # the next ``open`` reports the error
                 channel = await self.fork_server()
                 for module, source in self._modules.items():
                     if channel.modules.get(module) != source:
-                        await channel.install(module, source)
+                        await channel.preinstall_module(module, source)
                 while len(self._ready) < self.spec.pool:
                     self._ready.append(await self.fork(await self.fork_server(), "", early=True))
         finally:
             self._filling = None
 
-    def opened(self, session: GuestSessionProxy) -> None:
-        super().opened(session)
+    def register_session(self, session: GuestSessionProxy) -> None:
+        super().register_session(session)
         self._budget.watch(session, pid_of(session.pidfd))
 
-    def closed(self, session: GuestSessionProxy) -> None:
-        super().closed(session)
+    def unregister_session(self, session: GuestSessionProxy) -> None:
+        super().unregister_session(session)
         self._budget.forget(session)
 
     async def _ask_folders(self) -> None:
@@ -389,7 +389,7 @@ class JailSandbox(ProcessSandbox):
                 reply, _ = await channel.ask({"op": "folders"})
                 for pid, num_bytes in reply["bytes"]:
                     if (session := places.get((channel, pid))) is not None:
-                        self._budget.note_folder(session, num_bytes)
+                        self._budget.record_folder_size(session, num_bytes)
 
     def make_transport(self, process: ForkedSessionHandles) -> JailTransport:
         return JailTransport(self.caps, self.buffers, process, self._counts)
@@ -448,7 +448,7 @@ def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedTie
 
 def check_memory(spec: JailSpec) -> None:
     """Raise ConfigError if a jail is configured with more memory than this machine has."""
-    available, default = machine_bytes(), SandboxSpec().memory_bytes
+    available, default = machine_memory_bytes(), SandboxSpec().memory_bytes
     for name, num_bytes in (
         ("memory_bytes", spec.memory_bytes),
         ("all_memory_bytes", spec.all_memory_bytes),
@@ -473,7 +473,7 @@ def _start(
         | poorer
         | {
             "paths": paths,
-            "shown": readable(spec.packages),
+            "shown": readable_paths(spec.packages),
             "listed": partly_visible_folders(spec.packages),
             "packages": list(spec.packages),
             "memory_bytes": spec.memory_bytes,
@@ -501,7 +501,7 @@ def launch(spec: JailSpec) -> None:
         return
     with _lock:
         if not launched:
-            atexit.register(_discard)
+            atexit.register(_discard_unused_servers)
         if spec not in launched:
             launched[spec] = _start(spec, locate(spec.packages), {}, reports=True)
 
@@ -514,7 +514,7 @@ def _read_report(spec: JailSpec) -> None:
     if spec in launched and spec not in _reported:
         _reported.add(spec)
         try:
-            learn_from_zygote(launched[spec])
+            cache_zygote_tier(launched[spec])
         except SandboxError:  # it was killed, or says why it cannot start: the next one will too
             _end(launched.pop(spec))
             _reported.discard(spec)
@@ -524,7 +524,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: leave_to_parent(launched))
 
 
-def _discard() -> None:
+def _discard_unused_servers() -> None:
     """End the fork servers that were launched in advance but never used."""
     for server in launched.values():
         _end(server)

@@ -72,24 +72,24 @@ class JailForkInProgress:
             return -1
         return (self._new if pid == self.pid else self._branch)[1].fileno()
 
-    def took(self, pid: int) -> None:
+    def record_taken(self, pid: int) -> None:
         """Record that a process has received its connection."""
         if pid != self.pid:
             self.taker = pid
             self._branch[1].close()  # otherwise the end of its stream would not show
         elif not self.old:
             self._new[1].close()
-            self.old.append(self._origin.move(self._new[0], self._new[2]))
+            self.old.append(self._origin.switch_connection(self._new[0], self._new[2]))
             self._moved()
 
-    def give_up_branch(self) -> None:
+    def close_branch_connection(self) -> None:
         """Close the connection that was meant for the branch, so that the host sees the end of its
         stream."""
         self._branch[1].close()
 
     def close_unclaimed(self) -> None:
         """Close the sockets and files that neither process has taken over."""
-        self.give_up_branch()
+        self.close_branch_connection()
         self._new[1].close()
         for files in self.old:
             files.close()

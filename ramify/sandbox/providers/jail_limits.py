@@ -45,7 +45,7 @@ _SHARE = 0.75
 _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def machine_bytes() -> int:
+def machine_memory_bytes() -> int:
     """Return the memory of this machine in bytes.
 
     In a container with a lower memory limit, return that limit.
@@ -69,12 +69,12 @@ class JailMemoryBudgetWatcher:
 
         ``limit_bytes`` is the budget of all sessions together; 0 means three quarters of the
         machine's memory. ``ask_folders`` requests the sizes of the sessions' folders, which are
-        passed to ``note_folder``.
+        passed to ``record_folder_size``.
         """
         self._ask_folders = ask_folders
         self._asking: asyncio.Future[None] | None = None
         self._folders: dict[GuestSessionProxy, int] = {}
-        self._limit = limit_bytes or int(machine_bytes() * _SHARE)
+        self._limit = limit_bytes or int(machine_memory_bytes() * _SHARE)
         self._sessions: dict[GuestSessionProxy, tuple[int, int]] = {}
         """Session -> (process id, number of private memory pages at its start)."""
         self._timer: asyncio.TimerHandle | None = None
@@ -82,7 +82,7 @@ class JailMemoryBudgetWatcher:
     def watch(self, session: GuestSessionProxy, pid: int) -> None:
         self._sessions[session] = (pid, _own_pages(pid))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._look)
+            self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._check_memory_use)
 
     def forget(self, session: GuestSessionProxy) -> None:
         self._sessions.pop(session, None)
@@ -91,11 +91,11 @@ class JailMemoryBudgetWatcher:
             self._timer.cancel()
             self._timer = None
 
-    def note_folder(self, session: GuestSessionProxy, num_bytes: int) -> None:
+    def record_folder_size(self, session: GuestSessionProxy, num_bytes: int) -> None:
         if session in self._sessions:
             self._folders[session] = num_bytes
 
-    def _look(self) -> None:
+    def _check_memory_use(self) -> None:
         started = time.perf_counter()
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(self._ask_folders())
@@ -113,7 +113,7 @@ class JailMemoryBudgetWatcher:
                 f"this one most of it ({used[largest] >> 20:,} MB)"
             )
         pause_s = max(_EVERY_S, 20 * (time.perf_counter() - started))
-        self._timer = asyncio.get_running_loop().call_later(pause_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._check_memory_use)
 
 
 def _own_pages(pid: int) -> int:
@@ -168,7 +168,7 @@ class ForkGate:
         self._holders = 1
         self.branches: set[int] = set()
         """Process ids of branches that have taken a connection and have not ended."""
-        self._loop.add_reader(fd, self._readable)
+        self._loop.add_reader(fd, self._on_readable)
 
     def grant_one(self, pid: int, fork: JailForkInProgress) -> None:
         """Allow one process to create one other process.
@@ -208,7 +208,7 @@ class ForkGate:
         if not self._holders:
             self.close()
 
-    def _readable(self) -> None:
+    def _on_readable(self) -> None:
         try:
             request = seccomp_requests.receive_seccomp_notification(self._fd)
         except OSError:
@@ -216,7 +216,7 @@ class ForkGate:
                 self._stop_reading()
             return
         id, pid, number, _ = request
-        if seccomp_requests.asks_for_wire(request):
+        if seccomp_requests.is_connection_request(request):
             self._hand_over(request)
         elif number in _SETSID and pid in self.branches:
             self._answer(id, flags=CONTINUE)
@@ -262,13 +262,13 @@ class ForkGate:
             return
         if pid != origin:
             self.branches.add(pid)
-        if self._insert(request, wire):
-            fork.took(pid)
+        if self._insert_connection(request, wire):
+            fork.record_taken(pid)
         else:  # it has other descriptors; or a signal came first, and it asks again
             self.branches.discard(pid)
             self._refuse(request.id)
 
-    def _insert(self, request: SeccompNotification, wire: int) -> bool:
+    def _insert_connection(self, request: SeccompNotification, wire: int) -> bool:
         """Make a connection the only descriptor of the process that asks for it, and answer its
         request.
 
@@ -279,12 +279,12 @@ class ForkGate:
             if self._counts:  # in one step, since each insertion waits for the process
                 if not has_no_descriptors(request.pid):
                     return False
-                seccomp_requests.insert(self._fd, request.id, wire, number, answers=True)
+                seccomp_requests.insert_descriptor(self._fd, request.id, wire, number, answers=True)
                 return True
             with open(os.devnull, "rb") as null:
                 for each in range(_MOST_FILES):
-                    seccomp_requests.insert(self._fd, request.id, null.fileno(), each)
-            seccomp_requests.insert(self._fd, request.id, wire, number)
+                    seccomp_requests.insert_descriptor(self._fd, request.id, null.fileno(), each)
+            seccomp_requests.insert_descriptor(self._fd, request.id, wire, number)
             return self._answer(request.id)
         return False
 

@@ -52,7 +52,7 @@ class ForkableJailTransport(ProcessTransport):
         super().__init__(caps, buffers, process)
         self.listener: ForkGate | None = None
         self.forking: JailForkInProgress | None = None
-        self.add_exit_callback(self._ended)
+        self.add_exit_callback(self._on_session_end)
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
         pid = pid_of(self.pidfd)
@@ -62,7 +62,7 @@ class ForkableJailTransport(ProcessTransport):
         transport = JailBranchTransport(self.caps, self.buffers, fork.branch_process())
         try:
             self.listener.grant_one(pid, fork)
-            self.stream.write_with(frame, ())
+            self.stream.send_with_descriptors(frame, ())
         except BaseException:
             self.listener.withdraw(pid)
             transport.abandon()
@@ -72,17 +72,17 @@ class ForkableJailTransport(ProcessTransport):
         transport.set_origin(self.listener, pid)
         return transport
 
-    def _ended(self) -> None:
+    def _on_session_end(self) -> None:
         """Handle the end of a session in the middle of a fork.
 
         The session may have no connection at that moment, so the host would not notice otherwise.
         """
         if self.forking is not None:
-            self.forking.give_up_branch()
+            self.forking.close_branch_connection()
             if not self.forking.old:
-                self.stream.lose()
+                self.stream.report_loss()
 
-    def check_apart(self) -> None:
+    def check_memory_isolated(self) -> None:
         """Make the memory files that both processes inherited read-only, because they are no longer
         used.
 
@@ -157,9 +157,11 @@ class JailTransport(ForkableJailTransport):
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._sock.fileno(), self._first, received, lost)
+        loop.add_reader(self._sock.fileno(), self._receive_first_byte, received, lost)
 
-    def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+    def _receive_first_byte(
+        self, received: Callable[[memoryview], None], lost: Callable[[], None]
+    ) -> None:
         """Receive the first byte, which the confined process sends before it runs any cell.
 
         It comes with the descriptor at which the session's requests to create processes will

@@ -74,7 +74,7 @@ def kept_tier() -> ProbedTier | None:
             kept = msgspec.json.decode(os.read(file, _MOST_BYTES), type=_KeptTier)
         finally:
             os.close(file)
-        if kept.conditions == _conditions():
+        if kept.conditions == _isolation_conditions():
             return kept.found
     return None
 
@@ -88,7 +88,7 @@ def keep_tier(found: ProbedTier) -> None:
     if found.tier is None or found.missing or _UNFILTERED not in _content("/proc/self/status"):
         return
     with contextlib.suppress(OSError), _opened_folder(makes=True) as folder:
-        data = msgspec.json.encode(_KeptTier(_conditions(), found))
+        data = msgspec.json.encode(_KeptTier(_isolation_conditions(), found))
         name = f"{_FILE}.{os.getpid()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file = os.open(name, flags, 0o600, dir_fd=folder)
@@ -139,7 +139,7 @@ def _check_parent(found: os.stat_result) -> None:
         raise PermissionError("other users can write to it")
 
 
-def _conditions() -> list[str]:
+def _isolation_conditions() -> list[str]:
     """Return all properties that determine the level of isolation and that can be read in
     microseconds."""
     conditions = [sys.executable, sys.version, *map(str, os.uname())]

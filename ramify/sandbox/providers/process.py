@@ -112,7 +112,9 @@ class ProcessSandbox:
         for retries_left in reversed(range(_STARTS)):
             large = context is not None and context.fd is not None
             channel = await (
-                self._template(context) if large and context is not None else self.fork_server()
+                self._template_channel(context)
+                if large and context is not None
+                else self.fork_server()
             )
             try:
                 session = await self.fork(channel, seed)
@@ -135,7 +137,7 @@ class ProcessSandbox:
         """
         if self._server is None or _is_gone(self._server):
             self._clean_up(self._server)
-            self._server = _watched(self._start())
+            self._server = _start_task_quietly(self._start())
         return await asyncio.shield(self._server)
 
     def _clean_up(self, server: asyncio.Task[ForkServerChannel] | None) -> None:
@@ -169,7 +171,7 @@ class ProcessSandbox:
         """Start a fork server, or return one that was started in advance."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
-    async def _template(self, context: SharedContext) -> ForkServerChannel:
+    async def _template_channel(self, context: SharedContext) -> ForkServerChannel:
         """Return the connection to a template, the process that holds a large decoded context.
 
         The template is started for the context's first session and lives as long as the context.
@@ -187,13 +189,13 @@ class ProcessSandbox:
             reference = weakref.ref(context, retire)
             self._templates[key] = (
                 reference,
-                _watched(self._start_template(base, context)),
+                _start_task_quietly(self._start_template(base, context)),
             )
         try:
             template = await asyncio.shield(self._templates[key][1])
             # A session would be killed if it read behind the end of a file that became shorter.
             for file in context.files:
-                file.check()
+                file.check_unchanged()
             return template
         except (SandboxError, SourceError):
             self._templates.pop(key, None)
@@ -270,28 +272,28 @@ class ProcessSandbox:
         session = GuestSessionProxy(
             transport,
             limits_of(self.spec),
-            SessionLifecycleHooks(self.closed, self.opened),
+            SessionLifecycleHooks(self.unregister_session, self.register_session),
         )
         session.modules = dict(modules)
         self.sessions.add(session)
         try:
             if not early:  # otherwise when it is taken
                 session.seed(seed)
-            await session.ready()
+            await session.wait_ready()
         except BaseException:
             await session.close()
             raise
-        self.opened(session)
+        self.register_session(session)
         return session
 
-    def opened(self, session: GuestSessionProxy) -> None:
+    def register_session(self, session: GuestSessionProxy) -> None:
         """Add a new session or branch to the open sessions, and raise the limit on open files if
         necessary."""
         self.sessions.add(session)
         with contextlib.suppress(SandboxError):  # the next fork reports what is missing
             _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
 
-    def closed(self, session: GuestSessionProxy) -> None:
+    def unregister_session(self, session: GuestSessionProxy) -> None:
         self.sessions.discard(session)
 
     def make_transport(self, process: ForkedSessionHandles) -> ProcessTransport:
@@ -341,7 +343,7 @@ def launch(spec: SandboxSpec) -> None:
     server that is never used ends with this process.
     """
     if not _launched:
-        atexit.register(_discard)
+        atexit.register(_discard_unused_servers)
     if spec not in _launched:
         _launched[spec] = _start(spec, locate(spec.packages))
 
@@ -360,7 +362,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=lambda: leave_to_parent(_launched))
 
 
-def _discard() -> None:
+def _discard_unused_servers() -> None:
     """End the fork servers that were launched in advance but never used."""
     for server in _launched.values():
         server.discard()
@@ -407,7 +409,7 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
     return server.cancelled() or server.exception() is not None or server.result().gone.done()
 
 
-def _watched(
+def _start_task_quietly(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
     """Start a task and mark its exception as retrieved.

@@ -37,7 +37,7 @@ from ramify.sandbox.guest.values import Buffer, ProtocolError
 from ramify.sandbox.host.forkserver_process import ENVIRONMENT
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.shipped_modules import LOADER, texts
+from ramify.sandbox.host.shipped_modules import LOADER, module_sources
 from ramify.sandbox.host.transport import FrameAssembler, how_it_ended
 
 _log = ComponentLogger("sandbox")
@@ -92,14 +92,14 @@ def boot_command(carries: Carries) -> list[str]:
     ]
 
 
-def _parcel(spec: SandboxSpec, seed: str) -> bytes:
+def _pack_boot_parcel(spec: SandboxSpec, seed: str) -> bytes:
     config = {
         "seed": seed,
         "packages": list(spec.packages),
         "memory_bytes": spec.memory_bytes,
         "max_output_bytes": spec.max_output_bytes,
     }
-    parcel = {"config": config, "modules": _MODULES, "files": texts(_MODULES)}
+    parcel = {"config": config, "modules": _MODULES, "files": module_sources(_MODULES)}
     return base64.b64encode(zlib.compress(json.dumps(parcel).encode())) + b"\n"
 
 
@@ -149,7 +149,7 @@ class SandboxService(Protocol):
     """Name for messages, such as ``docker``."""
     carries: Carries
 
-    async def start(self, command: list[str]) -> ByteStream:
+    async def start_in_new_box(self, command: list[str]) -> ByteStream:
         """Create a new box, a container or machine, and start a command in it."""
         ...
 
@@ -197,13 +197,13 @@ class RemoteSandbox:
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
         transport = RemoteTransport(self.caps, await self._start(), self._service)
         try:
-            await transport.begin(_parcel(self._spec, seed))
+            await transport.send_session_code(_pack_boot_parcel(self._spec, seed))
             if self._is_closed:  # closed meanwhile: nothing else would close this session
                 raise SandboxError("the sandbox was closed while a session was being opened")
-            session = self._session(transport)
-            await session.ready(START_S)
+            session = self._add_session(transport)
+            await session.wait_ready(START_S)
             if context is not None:
-                parts = context.unmapped().parts
+                parts = context.in_memory_copy().parts
                 await session.set_context(parts, self._spec.packages)
         except BaseException:
             await transport.close()
@@ -213,15 +213,16 @@ class RemoteSandbox:
     async def _start(self) -> ByteStream:
         try:
             async with asyncio.timeout(PROVISION_S):
-                return await self._service.start(boot_command(self._service.carries))
+                return await self._service.start_in_new_box(boot_command(self._service.carries))
         except SandboxError:
             raise
         except Exception as error:
             raise SandboxError(
-                f"sandbox '{self._service.name}' could not start a session: {_brief(error)}"
+                f"sandbox '{self._service.name}' could not start a session: "
+                f"{_summarize_error(error)}"
             ) from error
 
-    def _session(self, transport: RemoteTransport) -> GuestSessionProxy:
+    def _add_session(self, transport: RemoteTransport) -> GuestSessionProxy:
         session = GuestSessionProxy(
             transport, limits_of(self._spec), SessionLifecycleHooks(self._sessions.discard)
         )
@@ -237,7 +238,7 @@ class RemoteSandbox:
 class RemoteTransport:
     """The connection to one remote session.
 
-    Call ``begin`` before ``start_reading``.
+    Call ``send_session_code`` before ``start_reading``.
     """
 
     shared_buffers: HostGuestSharedMemory | None = None
@@ -266,7 +267,7 @@ class RemoteTransport:
         self._received: Callable[[memoryview], None] = lambda data: None
         self._lost: Callable[[], None] = lambda: None
 
-    async def begin(self, parcel: bytes) -> None:
+    async def send_session_code(self, parcel: bytes) -> None:
         """Wait for Python to start at the remote end, and send it the files of the session's code.
 
         Raises SandboxError, with the output of the remote end, if Python does not start.
@@ -278,7 +279,9 @@ class RemoteTransport:
                     data = await self._stream.receive()
                     greeting += data
                     if not data or len(greeting) > _MAX_GREETING_BYTES:
-                        raise SandboxError(self._complaint(greeting.decode("utf-8", "replace")))
+                        raise SandboxError(
+                            self._no_python_message(greeting.decode("utf-8", "replace"))
+                        )
                 self._early = bytes(greeting.partition(_MARK)[2])
                 await self._stream.send(parcel)
         except TimeoutError:
@@ -286,7 +289,7 @@ class RemoteTransport:
                 f"sandbox '{self._service.name}': Python did not start within {START_S:g} s"
             ) from None
 
-    def _complaint(self, output: str) -> str:
+    def _no_python_message(self, output: str) -> str:
         lines = output.strip().splitlines()
         output = f"it said: {lines[-1][:300]}" if lines else "it said nothing"
         return (
@@ -306,7 +309,7 @@ class RemoteTransport:
     def write(self, data: list[Any]) -> None:
         joined = memoryview(b"".join(data))
         for at in range(0, len(joined), _PIECE_BYTES):
-            self._backlog.append(self._packed(_DATA, joined[at : at + _PIECE_BYTES]))
+            self._backlog.append(self._pack_frame(_DATA, joined[at : at + _PIECE_BYTES]))
         self._has_work.set()
 
     def pause(self) -> None:
@@ -316,14 +319,14 @@ class RemoteTransport:
         self._flows.set()
 
     def interrupt(self) -> None:
-        self._urgent.append(self._packed(_INTERRUPT))
+        self._urgent.append(self._pack_frame(_INTERRUPT))
         self._has_work.set()
 
     def kill(self) -> None:
-        self._urgent.append(self._packed(_KILL))
+        self._urgent.append(self._pack_frame(_KILL))
         self._has_work.set()
 
-    def leftover(self, start: int) -> bytes:
+    def unsent_output(self, start: int) -> bytes:
         begins, data = self._left
         if start > begins + len(data):  # the output file was truncated meanwhile
             start = begins
@@ -355,13 +358,13 @@ class RemoteTransport:
         except Exception as error:  # noqa: BLE001  (an SDK may raise anything; the session is over anyway)
             message = (
                 f"sandbox '{self._service.name}': a session's box may still be running: "
-                f"{_brief(error)}"
+                f"{_summarize_error(error)}"
             )
-            _log.warn(message, RuntimeWarning, stacklevel=2)
+            _log.issue_python_warning(message, RuntimeWarning, stacklevel=2)
 
     # -- bytes
 
-    def _packed(self, header: bytes, data: Buffer = b"") -> bytes:
+    def _pack_frame(self, header: bytes, data: Buffer = b"") -> bytes:
         packed = b"".join(frame(header, [data]))
         return packed if self._service.carries == "bytes" else to_base64_lines(packed)
 
@@ -373,7 +376,7 @@ class RemoteTransport:
                 while self._urgent or self._backlog:
                     await self._stream.send(self._next_part())
         except Exception as error:  # noqa: BLE001  (an SDK may raise anything: report it as the session's end)
-            self._ends(f"the connection to it broke: {_brief(error)}")
+            self._note_end(f"the connection to it broke: {_summarize_error(error)}")
 
     def _next_part(self) -> bytes:
         """Return the data to send next.
@@ -391,17 +394,17 @@ class RemoteTransport:
 
     async def _read(self) -> None:
         try:
-            await self._take(self._early)
+            await self._handle_received(self._early)
             while data := await self._stream.receive():
-                await self._take(data)
-            self._ends("its box ended")
+                await self._handle_received(data)
+            self._note_end("its box ended")
         except (ProtocolError, ValueError) as error:
-            self._ends(f"it broke the protocol: {error}")
+            self._note_end(f"it broke the protocol: {error}")
             self.kill()
         except Exception as error:  # noqa: BLE001  (as above)
-            self._ends(f"the connection to it broke: {_brief(error)}")
+            self._note_end(f"the connection to it broke: {_summarize_error(error)}")
 
-    def _decoded(self, data: bytes) -> bytes:
+    def _decode_received(self, data: bytes) -> bytes:
         """Decode received data if the stream carries lines of base64, and keep an incomplete line
         for the next call.
 
@@ -414,17 +417,17 @@ class RemoteTransport:
             raise ProtocolError(f"a line of {len(self._line):,} bytes is too long")
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
-    async def _take(self, data: bytes) -> None:
+    async def _handle_received(self, data: bytes) -> None:
         """Handle each message that is now complete.
 
         Waits before a message while the session has paused reading.
         """
-        for view in self._assembler.feed(memoryview(self._decoded(data))):
+        for view in self._assembler.feed(memoryview(self._decode_received(data))):
             if not self._flows.is_set():
                 await self._flows.wait()
-            self._handle(view)
+            self._handle_message(view)
 
-    def _handle(self, view: memoryview) -> None:
+    def _handle_message(self, view: memoryview) -> None:
         header, end = split_frame(view)
         try:
             message = _decoder.decode(header)
@@ -433,16 +436,16 @@ class RemoteTransport:
         if message.op == "data":
             self._received(view[end:])
         elif message.op == "failed":
-            self._ends(f"{message.message[:2000]} (in its image; set by image=…)")
+            self._note_end(f"{message.message[:2000]} (in its image; set by image=…)")
         else:
             self._left = (message.start, bytes(view[end:]))
-            self._ends(
+            self._note_end(
                 "it closed its connection to the host"
                 if message.status is None
                 else how_it_ended(message.status)
             )
 
-    def _ends(self, why: str) -> None:
+    def _note_end(self, why: str) -> None:
         if not self._exit_reason.done():
             self._exit_reason.set_result(why)
         self._lost()
@@ -492,6 +495,6 @@ class CallbackDataQueue:
         return await self._queue.get()
 
 
-def _brief(error: BaseException) -> str:
+def _summarize_error(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -37,7 +37,7 @@ class RollbackSession:
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         fork = await self._try_fork()
         if isinstance(fork, str):
-            with _reporting(fork):
+            with _explain_no_rollback(fork):
                 return await self._session.run(code, answer=answer, timeout_s=timeout_s)
         unused_fork: GuestSessionProxy | None = fork
         try:
@@ -63,7 +63,7 @@ class RollbackSession:
             return str(error)
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        with _reporting("a branch that ends a cell has no state before that cell"):
+        with _explain_no_rollback("a branch that ends a cell has no state before that cell"):
             return await self._session.resume(answer=answer, timeout_s=timeout_s)
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
@@ -90,7 +90,7 @@ class RollbackSession:
 
 
 @contextlib.contextmanager
-def _reporting(why: str) -> Iterator[None]:
+def _explain_no_rollback(why: str) -> Iterator[None]:
     """Add the reason why the session was not rolled back to a SessionDied error raised in the
     block."""
     try:

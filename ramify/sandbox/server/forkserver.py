@@ -52,7 +52,7 @@ if TYPE_CHECKING:
         MAX_FILES,
         address_space_bytes,
         adopt_orphans,
-        keep_only,
+        keep_only_descriptors,
         limit_open_files,
         map_file,
         nonblocking_pipe,
@@ -66,7 +66,7 @@ else:
         MAX_FILES,
         address_space_bytes,
         adopt_orphans,
-        keep_only,
+        keep_only_descriptors,
         limit_open_files,
         map_file,
         nonblocking_pipe,
@@ -238,7 +238,7 @@ class ForkServer:
         if op == "open":
             self._open(header, fds)
         elif op == "template":
-            self._template(header, fds)
+            self._start_template(header, fds)
         elif op == "install":
             self._install(header)
         elif op == "signal":
@@ -269,10 +269,10 @@ class ForkServer:
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
-            _in_child(lambda: self._session(prepared, header, fds))
+            _in_child(lambda: self._run_session(prepared, header, fds))
         self.release_after_fork(prepared)
         self.children[pid] = prepared
-        self._opened(header["id"], pid, fds)
+        self._report_opened(header["id"], pid, fds)
 
     def _install(self, header: dict[str, Any]) -> None:
         """Install a module for all sessions that are forked from now on.
@@ -285,7 +285,7 @@ class ForkServer:
             marshalled = bytes.fromhex(header["code"])
             code = notebook.compile_or_load_module(source, f"<{name}>", marshalled)
             self._modules = {**before, name: (source, code)}
-            _rehearse(16, self._modules)
+            _run_warmup_cells(16, self._modules)
             self._guest = self._make_guest(_USUAL_FDS)
         except BaseException as error:  # noqa: BLE001  (a session that installs it says why)
             self._modules = before
@@ -317,7 +317,7 @@ class ForkServer:
         """
         os.setsid()
         tie_to_parent(self.pid)
-        fds = keep_only(fds)
+        fds = keep_only_descriptors(fds)
         os.chdir(prepared)
         os.environ.update(HOME=prepared, TMPDIR=prepared)
         limit_open_files()
@@ -333,7 +333,7 @@ class ForkServer:
         """Delete the folder of a session that has ended."""
         delete_folder(prepared)
 
-    def _template(self, header: dict[str, Any], fds: list[int]) -> None:
+    def _start_template(self, header: dict[str, Any], fds: list[int]) -> None:
         try:
             pid = os.fork()
         except OSError as error:
@@ -342,9 +342,9 @@ class ForkServer:
         if not pid:
             _in_child(lambda: self._become_template(fds[0], fds[1], header["files"]))
         self.children[pid] = _TEMPLATE
-        self._opened(header["id"], pid, fds)
+        self._report_opened(header["id"], pid, fds)
 
-    def _opened(self, id: int, pid: int, fds: list[int]) -> None:
+    def _report_opened(self, id: int, pid: int, fds: list[int]) -> None:
         pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
         self.control.send({"op": "opened", "id": id, "pid": pid}, (pidfd,) if pidfd >= 0 else ())
         for fd in [*fds, pidfd]:
@@ -398,7 +398,7 @@ class ForkServer:
             self.control.send({"op": "mapped", "id": header["id"]})
         return mapped
 
-    def _session(self, prepared: Any, header: dict[str, Any], fds: list[int]) -> None:
+    def _run_session(self, prepared: Any, header: dict[str, Any], fds: list[int]) -> None:
         """Run a session in its forked process until it ends."""
         os.dup2(fds[1], 2)  # the host reads there why it could not be set up
         reset_sigchld()
@@ -539,10 +539,12 @@ def _warm_up() -> None:
     except ValueError as error:
         notebook.format_error(error)
     values.roundtrip_copy([1, "a", (2.0, None)])
-    _rehearse(16)
+    _run_warmup_cells(16)
 
 
-def _rehearse(cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _NO_MODULES) -> None:
+def _run_warmup_cells(
+    cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _NO_MODULES
+) -> None:
     """Run some trivial cells in a guest, the code that serves a session, so that later sessions
     start faster.
 

@@ -79,7 +79,7 @@ def tie_to_parent(parent: int) -> None:
         os._exit(1)
 
 
-def keep_only(fds: list[int]) -> list[int]:
+def keep_only_descriptors(fds: list[int]) -> list[int]:
     """Close all descriptors except the given ones, and move these to high numbers.
 
     Loops in user code that close descriptors do not reach them there. Returns the new numbers.
@@ -111,7 +111,7 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
     """
     memory = mapped + memory_bytes
     for name, limit in {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "AS": memory + GUEST_BYTES}.items():
-        _limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
+        _set_limit(getattr(resource, f"RLIMIT_{name}"), limit, limit)
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     return (
         (memory, memory + GUEST_BYTES)
@@ -126,10 +126,10 @@ def limit_open_files() -> None:
     This must be the last step of the setup, because the kernel also counts the user's descriptors
     in transit to the host.
     """
-    _limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
+    _set_limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES + _OUT_OF_REACH)
 
 
-def _limit(number: int, soft: int, hard: int) -> None:
+def _set_limit(number: int, soft: int, hard: int) -> None:
     most = resource.getrlimit(number)[1]
     if most != resource.RLIM_INFINITY:
         soft, hard = min(soft, most), min(hard, most)

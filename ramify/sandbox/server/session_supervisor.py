@@ -103,7 +103,7 @@ class SessionSupervisor:
             while data := self._sock.recv(_CHUNK):
                 self._wire.send({"op": "data"}, data)
         status = self._reap()
-        start, output = self._leftover()
+        start, output = self._read_leftover_output()
         self._wire.send({"op": "ended", "status": status, "start": start}, output)
 
     def _receive(self) -> None:
@@ -161,13 +161,13 @@ class SessionSupervisor:
         finally:
             os.close(fd)
 
-    def _leftover(self) -> tuple[int, bytes]:
+    def _read_leftover_output(self) -> tuple[int, bytes]:
         size = os.fstat(self._spool).st_size
         start = max(size - MAX_LEFTOVER_BYTES, 0)
         return start, os.pread(self._spool, MAX_LEFTOVER_BYTES, start)
 
 
-def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
+def _run_guest(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
     """Run the guest in its process until it ends."""
     (wire, spool), memory = server.set_up_session_process(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
@@ -207,7 +207,7 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
     if not pid:
         try:
             os.dup2(null, 0)
-            _live(server, config, guest_end, spool)
+            _run_guest(server, config, guest_end, spool)
         finally:
             os._exit(70)
     guest_end.close()

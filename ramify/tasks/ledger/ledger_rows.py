@@ -53,7 +53,7 @@ Row = tuple[str, str, int]
 """(user, label, quantity)"""
 
 
-def _names() -> tuple[str, ...]:
+def _make_names() -> tuple[str, ...]:
     """Return all two-syllable words that are not labels.
 
     The order is fixed and the same on every machine.
@@ -64,7 +64,7 @@ def _names() -> tuple[str, ...]:
     return tuple(random.Random("names of the ledger").sample(plain, NUM_NAMES))
 
 
-NAMES = _names()
+NAMES = _make_names()
 HELD_OUT_NAMES, KNOWN_NAMES = NAMES[:NUM_HELD_OUT_NAMES], NAMES[NUM_HELD_OUT_NAMES:]
 """Names of users. Training items never ask about held-out users, although their rows occur
 in them.
@@ -86,7 +86,7 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
         """Field in each column, from left to right, as an index of ``FIELDS``."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
-    def write_rows(self, rows: list[Row]) -> str:
+    def format_rows(self, rows: list[Row]) -> str:
         """Write the rows as text, one per line, without a newline at the end."""
         users, labels, quantities = zip(*rows, strict=True)
         fields = (users, labels, map(str, quantities))
@@ -99,8 +99,8 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
         )
         return "\n".join([*first, *lines])
 
-    def read_rows(self, text: str) -> list[Row]:
-        """Parse text that ``write_rows`` has written, and return its rows."""
+    def parse_rows(self, text: str) -> list[Row]:
+        """Parse text that ``format_rows`` has written, and return its rows."""
         user, label, quantity = self.order
         lines = text.split("\n")[1 if self.header else 0 :]
         parts = (line.split(self.separator) for line in lines)
@@ -152,7 +152,7 @@ def make_rows(
         raise ValueError(f"a ledger of {num} rows: give at least 4")
     while True:
         rows = _plain_rows(rng, about, num, quantity_bound(num) * scale)
-        _plant(rng, rows, kind, about, header)
+        _plant_relevant_rows(rng, rows, kind, about, header)
         if _shows_mistakes(rows, kind, about):
             return rows
 
@@ -179,7 +179,9 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
     return list(zip(users, rng.choices(LABELS, k=num), quantities, strict=True))
 
 
-def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
+def _plant_relevant_rows(
+    rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool
+) -> None:
     """Change some of the rows so that they matter for the question.
 
     They get its label, its user, or the highest quantity. The first row may be one of them if the

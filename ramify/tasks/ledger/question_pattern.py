@@ -17,8 +17,8 @@ _NUM_CHARS = 2_000
 """Number of characters of a context that are read."""
 
 
-def _fits(question: str, context: Any) -> bool:
-    asked = LedgerQuestion.read(question)
+def _is_ledger_question(question: str, context: Any) -> bool:
+    asked = LedgerQuestion.parse(question)
     try:
         head = context[:_NUM_CHARS]
     except (TypeError, KeyError):  # a table, a dict of files, or no context
@@ -43,7 +43,7 @@ def _is_written_in(lines: list[str], form: LedgerRowTextFormat) -> bool:
     if any(line.count(form.separator) != len(FIELDS) - 1 for line in lines):
         return False
     try:
-        rows = form.read_rows("\n".join(lines))
+        rows = form.parse_rows("\n".join(lines))
     except ValueError:  # the quantity is not a number
         return False
     return bool(rows) and all(label in LABELS for _, label, _ in rows)
@@ -52,5 +52,5 @@ def _is_written_in(lines: list[str], form: LedgerRowTextFormat) -> bool:
 LEDGER_FORM = TaskQuestionPattern(
     "ledgers (rows of user, colour and quantity), with questions such as \"count rows of 'red'\", "
     "or \"count rows of 'red' in all docs\" if lines such as ### divide the rows into documents",
-    _fits,
+    _is_ledger_question,
 )

@@ -17,7 +17,8 @@ It answers as a person with partial knowledge would, in several replies that con
 ``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as right, independent of
 the context. A policy that imitates it learns every skill, and has yet to learn when to use which.
 Replies are code in the form of the scaffold ``tiny``. ``LedgerDemonstrator`` runs them with the
-engine. ``play`` runs them without a session, in this process, thousands of cells per second:
+engine. ``simulate_demonstration`` runs them without a session, in this process, thousands of cells
+per second:
 
     play(item, NOISY, 0, texts_of(SCAFFOLDS["tiny"]))
         ->  [root's conversation, first child's, …]
@@ -125,11 +126,11 @@ class LedgerCallInput(msgspec.Struct, frozen=True):
     """
 
 
-def root_scene(item: Item) -> LedgerCallInput:
+def root_call_input(item: Item) -> LedgerCallInput:
     """Return the situation of the root call of ``item``: its question, the formats of the documents
     in its context, and their separator.
     """
-    asked = LedgerQuestion.read(item.question)
+    asked = LedgerQuestion.parse(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
     return LedgerCallInput(asked, tuple(document.format for document in documents_of(item)), mark)
@@ -146,16 +147,16 @@ class DemonstratorReplies:
         self._scene = scene
         self._habits = habits
         self._rng = random.Random(seed)
-        self._has_looked = self._does(habits.looks)
+        self._has_looked = self._draw_with_chance(habits.looks)
         self._format = scene.formats[0] if self._has_looked else self._rng.choice(KNOWN_FORMATS)
         self._mark = scene.mark if self._has_looked else self._rng.choice(MARKS)
         self._strategy = self._choose_strategy()
         self._child_asked = self._choose_child_question()
         self._has_raised = False
-        self._replies = self._go()
+        self._replies = self._iter_codes()
 
     @property
-    def children(self) -> list[LedgerCallInput]:
+    def child_call_inputs(self) -> list[LedgerCallInput]:
         """Return the situations of the child calls, in the order in which they are made."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
@@ -178,7 +179,7 @@ class DemonstratorReplies:
 
     # --- decisions --------------------------------------------------------------------------------
 
-    def _does(self, share: float) -> bool:
+    def _draw_with_chance(self, share: float) -> bool:
         return self._rng.random() < share
 
     def _choose_strategy(self) -> str:
@@ -197,13 +198,15 @@ class DemonstratorReplies:
         asked = self._scene.asked
         other = [kind for kind in COMBINED if kind != asked.kind]
         kind = (
-            self._rng.choice(other) if self._does(self._habits.asks_children_wrong) else asked.kind
+            self._rng.choice(other)
+            if self._draw_with_chance(self._habits.asks_children_wrong)
+            else asked.kind
         )
         return LedgerQuestion(kind, asked.about)
 
     # --- replies ----------------------------------------------------------------------------------
 
-    def _go(self) -> Iterator[str]:
+    def _iter_codes(self) -> Iterator[str]:
         if self._has_looked:
             yield LOOK
         if self._strategy == "direct":
@@ -215,37 +218,43 @@ class DemonstratorReplies:
         yield GIVE_UP if self._has_raised else ANSWER
 
     def _work_it_out(self) -> Iterator[str]:
-        skips = self._format.header if self._does(self._habits.knows_header) else self._does(0.5)
-        mistaken = self._does(self._habits.mistakes.get(self._scene.asked.kind, 0.0))
-        yield self._parse(skips, mistaken)
-        if self._has_raised and self._does(self._habits.repairs):
+        skips = (
+            self._format.header
+            if self._draw_with_chance(self._habits.knows_header)
+            else self._draw_with_chance(0.5)
+        )
+        mistaken = self._draw_with_chance(self._habits.mistakes.get(self._scene.asked.kind, 0.0))
+        yield self._parsing_code(skips, mistaken)
+        if self._has_raised and self._draw_with_chance(self._habits.repairs):
             if self._has_looked:
                 skips = not skips
             else:
                 yield LOOK
                 self._format = self._scene.formats[0]
-            yield self._parse(skips, mistaken)
+            yield self._parsing_code(skips, mistaken)
 
-    def _parse(self, skips: bool, mistaken: bool) -> str:
+    def _parsing_code(self, skips: bool, mistaken: bool) -> str:
         rest = "[1:]" if skips else ""
         rows = f"R=[l.split('{self._format.separator}') for l in context.splitlines(){rest}]"
-        return f"{rows}\nr={_asking(self._scene.asked, self._format, mistaken)}\nprint(r)"
+        return (
+            f"{rows}\nr={_answer_expression(self._scene.asked, self._format, mistaken)}\nprint(r)"
+        )
 
     def _ask_children(self) -> Iterator[str]:
         right = "max" if self._scene.asked.kind == "max" else "sum"
         put_together = (
             {"max": "sum", "sum": "max"}[right]
-            if self._does(self._habits.combines_wrong)
+            if self._draw_with_chance(self._habits.combines_wrong)
             else right
         )
         question = f'"{self._child_asked.text}"'
         parts = f"P=context[4:].split('\\n{self._mark}\\n')"
         yield f"{parts}\nA=rlm_query_batched([{question}]*len(P),P)\nr={put_together}(A)\nprint(r)"
-        if self._has_raised and self._does(self._habits.repairs):
+        if self._has_raised and self._draw_with_chance(self._habits.repairs):
             yield f"r={put_together}(int(a) for a in A)\nprint(r)"
 
 
-def _asking(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) -> str:
+def _answer_expression(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) -> str:
     """Return a Python expression that answers the question from the parsed rows in the variable
     ``R``.
 
@@ -287,10 +296,12 @@ class LedgerDemonstrator:
         self._item = item
         self._habits = habits
         self._seed = seed
-        self._calls = {"0": DemonstratorReplies(root_scene(item), habits, seed_of(item, seed, "0"))}
+        self._calls = {
+            "0": DemonstratorReplies(root_call_input(item), habits, call_seed(item, seed, "0"))
+        }
 
     async def complete(self, request: Request) -> Reply:
-        call = self._call(request.affinity)
+        call = self._replies_of_call(request.affinity)
         last = request.messages[-1]
         try:
             code = call.reply(None if len(request.messages) == 1 else last.content)
@@ -303,17 +314,17 @@ class LedgerDemonstrator:
     async def close(self) -> None:
         """Do nothing: the client holds no resources."""
 
-    def _call(self, id: str) -> DemonstratorReplies:
+    def _replies_of_call(self, id: str) -> DemonstratorReplies:
         if id not in self._calls:
             parent, _, number = id.rpartition(".")
-            scene = self._call(parent).children[int(number)]
+            scene = self._replies_of_call(parent).child_call_inputs[int(number)]
             self._calls[id] = DemonstratorReplies(
-                scene, self._habits, seed_of(self._item, self._seed, id)
+                scene, self._habits, call_seed(self._item, self._seed, id)
             )
         return self._calls[id]
 
 
-def seed_of(item: Item, seed: int, call: str) -> str:
+def call_seed(item: Item, seed: int, call: str) -> str:
     """Return the random seed of one call in a demonstration."""
     return f"{seed}/{item.id}/{call}"
 
@@ -334,7 +345,7 @@ class LedgerCallDemonstration(msgspec.Struct, frozen=True):
     """
 
 
-def play(
+def simulate_demonstration(
     item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
 ) -> list[LedgerCallDemonstration]:
     """Play the demonstration of one item without a session, and return the conversations of its
@@ -356,7 +367,7 @@ def demonstrations(
             item = next(items, None)
             if item is None:
                 return
-            conversations = play(item, habits, seed, texts)
+            conversations = simulate_demonstration(item, habits, seed, texts)
         yield conversations
 
 
@@ -404,12 +415,12 @@ class _Play:
         }
 
     def run(self) -> list[LedgerCallDemonstration]:
-        self._call("0", root_scene(self._item), self._item.question, self._item.context)
+        self._play_call("0", root_call_input(self._item), self._item.question, self._item.context)
         return sorted(self._conversations, key=lambda each: each.call)
 
-    def _call(self, id: str, scene: LedgerCallInput, question: str, context: str) -> Any:
-        call = DemonstratorReplies(scene, self._habits, seed_of(self._item, self._seed, id))
-        session = _Namespace(context, self._children(id, call, context))
+    def _play_call(self, id: str, scene: LedgerCallInput, question: str, context: str) -> Any:
+        call = DemonstratorReplies(scene, self._habits, call_seed(self._item, self._seed, id))
+        session = _Namespace(context, self._make_batched_query(id, call, context))
         messages = [Message("user", self._texts.first_message(question, context))]
         observation = None
         while True:
@@ -426,18 +437,18 @@ class _Play:
         )
         return session.answer
 
-    def _children(self, id: str, call: DemonstratorReplies, context: str) -> Any:
+    def _make_batched_query(self, id: str, call: DemonstratorReplies, context: str) -> Any:
         """Return the function ``rlm_query_batched`` for the code of one call."""
 
         def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:
-            scenes = call.children
+            scenes = call.child_call_inputs
             if [scene.asked.text for scene in scenes] != prompts:
                 raise RamifyError(
                     f"item {self._item.id}, call {id}: the code asks {prompts}, which does not "
                     f"match its {len(scenes)} known scenes"
                 )
             return [
-                self._call(f"{id}.{index}", scene, prompt, part)
+                self._play_call(f"{id}.{index}", scene, prompt, part)
                 for index, (scene, prompt, part) in enumerate(
                     zip(scenes, prompts, contexts, strict=True)
                 )
@@ -448,7 +459,7 @@ class _Play:
     def _is_right(self, question: str, context: str, answer: Any) -> bool:
         if context is self._item.context and question == self._item.question:
             return exact(answer, self._item) == 1.0
-        asked, documents = LedgerQuestion.read(question), self._rows.get(context)
+        asked, documents = LedgerQuestion.parse(question), self._rows.get(context)
         if asked is None or documents is None:
             return False
         rows: list[Row] = [
@@ -458,7 +469,7 @@ class _Play:
 
 
 @functools.lru_cache(4096)
-def _compiled(code: str) -> CodeType:
+def _compile_code(code: str) -> CodeType:
     return compile(code, "<demonstration>", "exec")
 
 
@@ -471,7 +482,7 @@ class _Namespace:
         self._names: dict[str, Any] = {
             "context": context,
             "print": self._print,
-            "FINAL": self._final,
+            "FINAL": self._set_final_answer,
             "rlm_query_batched": rlm_query_batched,
             "rlm_query": lambda prompt, part: rlm_query_batched([prompt], [part])[0],
         }
@@ -480,7 +491,7 @@ class _Namespace:
         self._printed = []
         error = None
         try:
-            exec(_compiled(code), self._names)
+            exec(_compile_code(code), self._names)
         except _FinalCalled:
             pass
         except RamifyError:
@@ -492,6 +503,6 @@ class _Namespace:
     def _print(self, *values: object) -> None:
         self._printed.append(" ".join(map(str, values)) + "\n")
 
-    def _final(self, value: Any) -> None:
+    def _set_final_answer(self, value: Any) -> None:
         self.answer = value
         raise _FinalCalled

@@ -89,7 +89,7 @@ class LedgerDocumentSpan(msgspec.Struct, frozen=True):
     format: LedgerRowTextFormat
 
     def rows(self, context: str) -> list[Row]:
-        return self.format.read_rows(context[self.start : self.end])
+        return self.format.parse_rows(context[self.start : self.end])
 
 
 class LedgerQuestion(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class LedgerQuestion(msgspec.Struct, frozen=True):
         return QUESTIONS[self.kind].format(self.about) + ALL * self.over_all
 
     @classmethod
-    def read(cls, text: str) -> LedgerQuestion | None:
+    def parse(cls, text: str) -> LedgerQuestion | None:
         """Parse a question about a ledger.
 
         Returns None if ``text`` is not such a question.
@@ -136,21 +136,30 @@ class _Recipe(msgspec.Struct, frozen=True):
         if self.long and rng.random() < self.long:
             chars = round(math.exp(rng.uniform(*map(math.log, self.long_chars))))
             return msgspec.structs.replace(self, chars=chars, long=0.0).make(rng)
-        return self._several(rng) if rng.random() < self.multi else self._single(rng)
+        return (
+            self._make_multi_document_item(rng)
+            if rng.random() < self.multi
+            else self._make_single_item(rng)
+        )
 
-    def _single(self, rng: random.Random) -> Item:
+    def _make_single_item(self, rng: random.Random) -> Item:
         kind = rng.choice(self.kinds)
-        asked = LedgerQuestion(kind, self._about(rng, kind))
+        asked = LedgerQuestion(kind, self._draw_subject(rng, kind))
         form = rng.choice(self.formats)
         rows = make_rows(
-            rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1), self._scale(rng)
+            rng,
+            kind,
+            asked.about,
+            form.header,
+            self._num_rows(rng, self.rows, 1),
+            self._draw_scale(rng),
         )
-        text = form.write_rows(rows)
+        text = form.format_rows(rows)
         return _item(asked, text, rows, [LedgerDocumentSpan(0, len(text), form)], kind)
 
-    def _several(self, rng: random.Random) -> Item:
+    def _make_multi_document_item(self, rng: random.Random) -> Item:
         kind = rng.choice([kind for kind in self.kinds if kind in COMBINED])
-        asked = LedgerQuestion(kind, self._about(rng, kind), over_all=True)
+        asked = LedgerQuestion(kind, self._draw_subject(rng, kind), over_all=True)
         mark, num = rng.choice(MARKS), rng.randint(*self.docs)
         text, rows, documents = "", [], []
         parts = [mark]
@@ -162,20 +171,20 @@ class _Recipe(msgspec.Struct, frozen=True):
                 asked.about,
                 form.header,
                 self._num_rows(rng, self.doc_rows, num),
-                self._scale(rng),
+                self._draw_scale(rng),
             )
             start = sum(map(len, parts)) + len(parts)
-            parts.append(form.write_rows(own))
+            parts.append(form.format_rows(own))
             documents.append(LedgerDocumentSpan(start, start + len(parts[-1]), form))
             parts.append(mark)
             rows += own
         text = "\n".join(parts[:-1])
         return _item(asked, text, rows, documents, f"multi {kind}", mark)
 
-    def _about(self, rng: random.Random, kind: Kind) -> str:
+    def _draw_subject(self, rng: random.Random, kind: Kind) -> str:
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
-    def _scale(self, rng: random.Random) -> int:
+    def _draw_scale(self, rng: random.Random) -> int:
         """Draw a random factor for the quantities.
 
         The factor is 1 if the length of items is fixed, because larger numbers would make them
@@ -240,7 +249,7 @@ def ledger(
 
     Raises ConfigError for options with which no question can be asked.
     """
-    recipe = _Recipe(multi, _kinds(kinds, multi), rows, docs, doc_rows, chars)
+    recipe = _Recipe(multi, _validate_kinds(kinds, multi), rows, docs, doc_rows, chars)
     for name, (low, high), least in (
         ("rows", rows, 4),
         ("doc_rows", doc_rows, 4),
@@ -273,7 +282,7 @@ def ledger(
     return SimpleTask(name, splits, TrajectoryRewardFunction(score))
 
 
-def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
+def _validate_kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
     for kind in given:
         if kind not in KINDS:
             raise ConfigError(f"ledger: unknown kind '{kind}': {did_you_mean(kind, KINDS)}")
@@ -334,9 +343,11 @@ class _KnownRows:
 
         Returns None if the right answer is unknown.
         """
-        asked = LedgerQuestion.read(call.question)
+        asked = LedgerQuestion.parse(call.question)
         index = (
-            self._index(call.context) if asked is not None and call.context is not None else None
+            self._document_index(call.context)
+            if asked is not None and call.context is not None
+            else None
         )
         if asked is None or index is None:
             return None
@@ -346,7 +357,7 @@ class _KnownRows:
             return None
         return exact(call.answer, Item(asked.text, gold=gold))
 
-    def _index(self, given: ContextRef) -> int | None:
+    def _document_index(self, given: ContextRef) -> int | None:
         """Return the index of the document that a context consists of, or -1 if the context has all
         documents.
 

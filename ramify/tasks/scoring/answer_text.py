@@ -69,7 +69,7 @@ def _as_json(value: Any) -> str:
         return ""
 
 
-def words(text: str) -> list[str]:
+def normalised_words(text: str) -> list[str]:
     """Split ``text`` into words for comparison.
 
     Case, punctuation and articles are ignored, as in SQuAD (Rajpurkar et al. 2016).
@@ -81,7 +81,7 @@ def words(text: str) -> list[str]:
     return [word for word in plain.split() if word not in _ARTICLES]
 
 
-def accepted(gold: Any) -> list[Any]:
+def accepted_answers(gold: Any) -> list[Any]:
     """Return the gold answers that an item accepts: the entries of ``gold`` if it is a list,
     otherwise ``gold`` itself.
     """
@@ -97,7 +97,9 @@ def exact(answer: Any, item: Item) -> float:
     1.0
     """
     text = as_text(answer)
-    return float(text is not None and text in {as_text(gold) for gold in accepted(item.gold)})
+    return float(
+        text is not None and text in {as_text(gold) for gold in accepted_answers(item.gold)}
+    )
 
 
 def normalised(answer: Any, item: Item) -> float:
@@ -110,9 +112,12 @@ def normalised(answer: Any, item: Item) -> float:
     1.0
     """
     text = as_text(answer)
-    if text is None or not words(text):
+    if text is None or not normalised_words(text):
         return 0.0
-    return float(words(text) in [words(as_text(gold) or "") for gold in accepted(item.gold)])
+    return float(
+        normalised_words(text)
+        in [normalised_words(as_text(gold) or "") for gold in accepted_answers(item.gold)]
+    )
 
 
 def f1(answer: Any, item: Item) -> float:
@@ -123,8 +128,8 @@ def f1(answer: Any, item: Item) -> float:
     text = as_text(answer)
     if text is None:
         return 0.0
-    golds = (Counter(words(as_text(gold) or "")) for gold in accepted(item.gold))
-    return max((_f1(Counter(words(text)), gold) for gold in golds), default=0.0)
+    golds = (Counter(normalised_words(as_text(gold) or "")) for gold in accepted_answers(item.gold))
+    return max((_f1(Counter(normalised_words(text)), gold) for gold in golds), default=0.0)
 
 
 def _f1(answer: Counter[str], gold: Counter[str]) -> float:
@@ -150,7 +155,7 @@ class NumericScorer(msgspec.Struct, frozen=True):
 
     def __call__(self, answer: Any, item: Item) -> float:
         number = self.read(answer)
-        golds = [self.read(gold) for gold in accepted(item.gold)]
+        golds = [self.read(gold) for gold in accepted_answers(item.gold)]
         return float(
             any(
                 number is not None and gold is not None and self._is_same(number, gold)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.answer_text import as_text, words
+from ramify.tasks.scoring.answer_text import as_text, normalised_words
 
 _ALONE = re.compile(r"[\s(\[*]*([A-Za-z]|\d{1,2})[\s)\].:*]*")
 _MARKED = re.compile(r"(?:\b(?i:answer|option|choice)(?i:\s+is)?[\s:]*[(\[*]*|\()([A-Z])\b")
@@ -48,11 +48,11 @@ def find_named_choice(answer: Any, choices: Sequence[Any]) -> int | None:
     text = as_text(answer)
     if text is None or len(text) > MAX_CHARS:
         return None
-    answer_words = words(text)
+    answer_words = normalised_words(text)
     by_text = [
         index
         for index, option in enumerate(choices)
-        if answer_words and words(as_text(option) or "") == answer_words
+        if answer_words and normalised_words(as_text(option) or "") == answer_words
     ]
     if len(by_text) == 1:
         return by_text[0]

@@ -27,7 +27,7 @@ from ramify.actors.child_process import RequestProcessPool, kill_and_reap
 from ramify.errors import ConfigError, RamifyError
 from ramify.install_command import install_command
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.answer_text import accepted, as_text
+from ramify.tasks.scoring.answer_text import accepted_answers, as_text
 from ramify.types.boxed_answer import TAIL_CHARS, last_boxed
 
 MAX_CHARS = 1000
@@ -56,7 +56,9 @@ class MathScorer(msgspec.Struct, frozen=True):
         expression = self.read(answer)
         return float(
             expression is not None
-            and any(self._is_same(as_text(gold), expression) for gold in accepted(item.gold))
+            and any(
+                self._is_same(as_text(gold), expression) for gold in accepted_answers(item.gold)
+            )
         )
 
     def read(self, answer: Any) -> str | None:
@@ -85,7 +87,7 @@ class MathScorer(msgspec.Struct, frozen=True):
         if not gold:
             return False
         gold = last_boxed(gold, None) or gold
-        if _plain(gold) == _plain(answer):
+        if _strip_formatting(gold) == _strip_formatting(answer):
             return True
         numbers = _integer(gold), _integer(answer)
         if None not in numbers:
@@ -93,7 +95,7 @@ class MathScorer(msgspec.Struct, frozen=True):
         return _same_in_time(gold, answer, self.timeout_s)
 
 
-def _plain(text: str) -> str:
+def _strip_formatting(text: str) -> str:
     r"""Remove the parts of an expression that do not change its value: dollar signs, blanks,
     LaTeX spacing such as ``\!``, and a final full stop."""
     bare = text.strip().strip("$").rstrip(".")
@@ -101,7 +103,7 @@ def _plain(text: str) -> str:
 
 
 def _integer(text: str) -> int | None:
-    plain = _plain(text)
+    plain = _strip_formatting(text)
     if _GROUPED.fullmatch(plain):
         plain = plain.replace(",", "")
     return int(plain) if _INTEGER.fullmatch(plain) else None
@@ -122,7 +124,7 @@ def _start_worker() -> subprocess.Popen[str]:
         text=True,
         encoding="utf-8",
     )
-    if _line(worker, _START_S) != "ready\n":
+    if _read_line(worker, _START_S) != "ready\n":
         kill_and_reap(worker)
         raise RamifyError(
             "the process that compares mathematical answers did not start: check the installation "
@@ -131,7 +133,7 @@ def _start_worker() -> subprocess.Popen[str]:
     return worker
 
 
-def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
+def _read_line(worker: subprocess.Popen[str], timeout_s: float) -> str:
     """Return the next line from a worker process, or an empty string if none arrives in time."""
     assert worker.stdout is not None
     # select() does not support descriptors above 1023, which a host with many sessions exceeds.
@@ -153,7 +155,7 @@ def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
     try:
         with _slots, _workers.lend_process() as worker:
             print(json.dumps({"gold": gold, "answer": answer}), file=worker.stdin, flush=True)
-            line = _line(worker, timeout_s)
+            line = _read_line(worker, timeout_s)
             if not line:
                 raise TimeoutError
     except (TimeoutError, BrokenPipeError):  # too slow, or killed by its own memory limit

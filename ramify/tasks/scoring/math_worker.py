@@ -21,7 +21,7 @@ import warnings
 MEMORY_BYTES = 2 << 30
 
 
-def _forms(text: str) -> list[str]:
+def _latex_forms(text: str) -> list[str]:
     r"""Return a mathematical expression in both forms that the parser accepts: between dollar
     signs, and in a LaTeX box.
     """
@@ -36,7 +36,7 @@ def main() -> None:
     from math_verify import parse, verify
 
     def same(gold: str, answer: str) -> bool:
-        for form_gold, form_answer in zip(_forms(gold), _forms(answer), strict=True):
+        for form_gold, form_answer in zip(_latex_forms(gold), _latex_forms(answer), strict=True):
             golds = parse(form_gold, parsing_timeout=None)
             answers = parse(form_answer, parsing_timeout=None)
             # The order matters: verify() expects the gold first.

@@ -62,22 +62,26 @@ class UnitTestScorer(msgspec.Struct, frozen=True):
 
     def __call__(self, answer: Any, item: Item) -> float:
         tests = _tests(item)
-        program = code_of(answer)
+        program = extract_code(answer)
         if program is None:
             return 0.0
-        passed = _bench.run(self._passed(program, tests))
+        passed = _bench.run(self._run_tests(program, tests))
         return sum(passed) / len(tests) if self.share else float(all(passed))
 
-    async def _passed(self, program: str, tests: Sequence[str | Mapping[str, str]]) -> list[bool]:
+    async def _run_tests(
+        self, program: str, tests: Sequence[str | Mapping[str, str]]
+    ) -> list[bool]:
         sandbox = _bench.sandbox(self.sandbox)
         results = []
         for test in tests:
-            results.append(await self._passes(sandbox, program, test))
+            results.append(await self._passes_test(sandbox, program, test))
             if not results[-1] and not self.share:
                 return results
         return results
 
-    async def _passes(self, sandbox: Sandbox, program: str, test: str | Mapping[str, str]) -> bool:
+    async def _passes_test(
+        self, sandbox: Sandbox, program: str, test: str | Mapping[str, str]
+    ) -> bool:
         session = await sandbox.open()
         try:
             if isinstance(test, str):
@@ -100,7 +104,7 @@ class UnitTestScorer(msgspec.Struct, frozen=True):
         return result
 
 
-def code_of(answer: Any) -> str | None:
+def extract_code(answer: Any) -> str | None:
     """Return the program in an answer: the last fenced code block, or the whole text if there is
     none.
 

@@ -95,7 +95,7 @@ async def check_one(
     return ConformanceResult(check.name, passed, detail, time.perf_counter() - started)
 
 
-async def _report(spec: SandboxSpec) -> bool:
+async def _run_checks(spec: SandboxSpec) -> bool:
     sandbox = open_sandbox(spec)
     print(f"sandbox '{spec.provider}'   {msgspec.json.encode(sandbox.caps).decode()}")
     if sandbox.warning:
@@ -124,7 +124,7 @@ def main(arguments: list[str]) -> int:
         spec = SandboxSpec(
             provider=arguments[0] if arguments else SandboxSpec().provider, memory_bytes=512 << 20
         )
-        return 0 if asyncio.run(_report(spec)) else 1
+        return 0 if asyncio.run(_run_checks(spec)) else 1
     except RamifyError as error:
         print(error, file=sys.stderr)
         return 2

@@ -71,7 +71,7 @@ checks_by_module: dict[str, list[ConformanceCheck]] = {}
 """Module name -> the checks that it defines."""
 
 
-def check(
+def register_check(
     name: str, *needs: str
 ) -> Callable[
     [Callable[[SandboxUnderTest], Awaitable[None]]], Callable[[SandboxUnderTest], Awaitable[None]]
@@ -98,7 +98,7 @@ class ConformanceError(AssertionError):
     """
 
 
-def same(got: Any, expected: Any, what: str = "") -> None:
+def assert_same(got: Any, expected: Any, what: str = "") -> None:
     """Raise ConformanceError unless both values are equal and of the same type."""
     if got != expected or type(got) is not type(expected):
         raise ConformanceError(
@@ -106,7 +106,7 @@ def same(got: Any, expected: Any, what: str = "") -> None:
         )
 
 
-def true(fact: object, what: str) -> None:
+def assert_true(fact: object, what: str) -> None:
     """Raise ConformanceError with the message ``what`` unless ``fact`` is true."""
     if not fact:
         raise ConformanceError(what)
@@ -139,11 +139,11 @@ async def open_with_host(probe: SandboxUnderTest) -> Session:
     return session
 
 
-def clean(cells: list[Cell]) -> list[Cell]:
+def assert_no_errors(cells: list[Cell]) -> list[Cell]:
     for cell in cells:
-        true(cell.error is None, f"{cell.code!r} failed: {cell.error}")
+        assert_true(cell.error is None, f"{cell.code!r} failed: {cell.error}")
     return cells
 
 
 def cell_values(cells: list[Cell]) -> list[str | None]:
-    return [cell.value for cell in clean(cells)]
+    return [cell.value for cell in assert_no_errors(cells)]

@@ -9,36 +9,36 @@ import asyncio
 
 from ramify.testing.sandbox_conformance.base import (
     SandboxUnderTest,
+    assert_no_errors,
+    assert_same,
+    assert_true,
     cell_values,
-    check,
-    clean,
     open_with_host,
-    same,
-    true,
+    register_check,
 )
 
 
-@check("functions see updated globals")
+@register_check("functions see updated globals")
 async def check_updated_globals(probe: SandboxUnderTest) -> None:
-    same(
+    assert_same(
         cell_values(await probe.cells("n = 1\ndef f(): return n", "n = 2", "f()")),
         [None, None, "2"],
     )
 
 
-@check("names bound before an error stay", "full_python")
+@register_check("names bound before an error stay", "full_python")
 async def check_names_kept_after_error(probe: SandboxUnderTest) -> None:
     failed, after = await probe.cells("a = 1\n_b = 2\n1/0\nc = 3", "(a, _b, 'c' in globals())")
-    true(failed.error and "ZeroDivisionError" in failed.error, f"no error: {failed}")
-    same(after.value, "(1, 2, False)")
+    assert_true(failed.error and "ZeroDivisionError" in failed.error, f"no error: {failed}")
+    assert_same(after.value, "(1, 2, False)")
 
 
-@check("del deletes", "full_python")
+@register_check("del deletes", "full_python")
 async def check_del_statement(probe: SandboxUnderTest) -> None:
-    same(cell_values(await probe.cells("a = 1", "del a", "'a' in globals()"))[-1], "False")
+    assert_same(cell_values(await probe.cells("a = 1", "del a", "'a' in globals()"))[-1], "False")
 
 
-@check("classes, decorators, dataclasses and imports work", "full_python")
+@register_check("classes, decorators, dataclasses and imports work", "full_python")
 async def check_full_python(probe: SandboxUnderTest) -> None:
     code = """
 from __future__ import annotations
@@ -61,13 +61,13 @@ squares = [[i * k for i in range(j)] for j in range(3)]
     ran = await probe.cells(
         code, "B().hi(), Point(1), fib(50), list(count()), squares[2], __name__"
     )
-    same(
+    assert_same(
         cell_values(ran)[-1],
         "('hi!', Point(x=1, y=[]), 12586269025, [0, 1, 2], [0, 10], '__main__')",
     )
 
 
-@check("annotations and pickle find __main__", "full_python", "kill")
+@register_check("annotations and pickle find __main__", "full_python", "kill")
 async def check_main_module(probe: SandboxUnderTest) -> None:
     code = """
 import typing, pickle, inspect
@@ -80,18 +80,18 @@ found = typing.get_type_hints(Node)['child'] == (Node | None)
     ran = await probe.cells(
         code, "found, type(pickle.loads(pickle.dumps(Node()))) is Node, inspect.getsource(Node.f)"
     )
-    same(cell_values(ran)[-1], "(True, True, '    def f(self):\\n        return 1\\n')")
+    assert_same(cell_values(ran)[-1], "(True, True, '    def f(self):\\n        return 1\\n')")
 
 
-@check("the last expression is echoed", "full_python")
+@register_check("the last expression is echoed", "full_python")
 async def check_last_expression_echo(probe: SandboxUnderTest) -> None:
     ran = await probe.cells(
         "x = 1\nx + 1", "_ * 10", "None", "x = 5", "def f(): pass", "'é\\ud800'", "# nothing", ""
     )
-    same(cell_values(ran), ["2", "20", None, None, None, "'é\\ud800'", None, None])
+    assert_same(cell_values(ran), ["2", "20", None, None, None, "'é\\ud800'", None, None])
 
 
-@check("a repr that raises or is huge is safe", "full_python")
+@register_check("a repr that raises or is huge is safe", "full_python")
 async def check_unsafe_reprs(probe: SandboxUnderTest) -> None:
     ran = await probe.cells(
         "class R:\n    def __repr__(self): raise ValueError('no')\nR()",
@@ -99,15 +99,17 @@ async def check_unsafe_reprs(probe: SandboxUnderTest) -> None:
         "list(range(500_000))",
     )
     shown = cell_values(ran)
-    true(shown[0] and "ValueError" in shown[0], f"{shown[0]}")
-    true(all(value is not None and len(value) < 500_000 for value in shown), "an echo is too long")
-    true(
+    assert_true(shown[0] and "ValueError" in shown[0], f"{shown[0]}")
+    assert_true(
+        all(value is not None and len(value) < 500_000 for value in shown), "an echo is too long"
+    )
+    assert_true(
         shown[2] and shown[2].startswith("[0, 1,") and shown[2].endswith("499999]"),
         "a list's echo lacks head or tail",
     )
 
 
-@check("tracebacks carry the cell's lines")
+@register_check("tracebacks carry the cell's lines")
 async def check_tracebacks(probe: SandboxUnderTest) -> None:
     _, cell = await probe.cells("def f(x):\n    y = 1\n    return y / x", "\nf(0)")
     error = cell.error or ""
@@ -117,33 +119,35 @@ async def check_tracebacks(probe: SandboxUnderTest) -> None:
         'File "<cell 2>", line 2',
         "ZeroDivisionError: div",
     ):
-        true(part in error, f"{part!r} is not in {error}")
-    same(error.count("File "), 2, "frames")
+        assert_true(part in error, f"{part!r} is not in {error}")
+    assert_same(error.count("File "), 2, "frames")
 
 
-@check("syntax errors are shown and harm nothing", "full_python")
+@register_check("syntax errors are shown and harm nothing", "full_python")
 async def check_syntax_errors(probe: SandboxUnderTest) -> None:
     bad, after = await probe.cells("x = 1\ny = = 2", "'x' in globals()")
-    true(
+    assert_true(
         bad.error and 'File "<cell 1>", line 2' in bad.error and "SyntaxError" in bad.error,
         f"{bad.error}",
     )
-    true(bad.error and "    ^" in bad.error and "Traceback" not in bad.error, f"{bad.error}")
-    same(after.value, "False")
+    assert_true(bad.error and "    ^" in bad.error and "Traceback" not in bad.error, f"{bad.error}")
+    assert_same(after.value, "False")
 
 
-@check("exit ends the cell, not the session", "full_python")
+@register_check("exit ends the cell, not the session", "full_python")
 async def check_exit_ends_cell(probe: SandboxUnderTest) -> None:
     a, b, c, d = await probe.cells(
         "x = 1\nexit()\nx = 2", "import sys; sys.exit('why')", "raise SystemExit(3)", "x"
     )
-    same([a.error, b.error, c.error, d.value], [None, "SystemExit: why", "SystemExit: 3", "1"])
+    assert_same(
+        [a.error, b.error, c.error, d.value], [None, "SystemExit: why", "SystemExit: 3", "1"]
+    )
 
 
-@check("await works at the top of a cell")
+@register_check("await works at the top of a cell")
 async def check_top_level_await(probe: SandboxUnderTest) -> None:
     code = "import asyncio\nr = await asyncio.gather(asyncio.sleep(0, 1), asyncio.sleep(0, 2))\nr"
-    same(
+    assert_same(
         cell_values(
             await probe.cells(code, "await asyncio.sleep(0, 3)", "asyncio.run(asyncio.sleep(0, 4))")
         ),
@@ -151,7 +155,7 @@ async def check_top_level_await(probe: SandboxUnderTest) -> None:
     )
 
 
-@check("random is seeded", "kill")
+@register_check("random is seeded", "kill")
 async def check_seeded_random(probe: SandboxUnderTest) -> None:
     async def draw(seed: str) -> str | None:
         session = await probe.open(seed=seed)
@@ -162,20 +166,20 @@ async def check_seeded_random(probe: SandboxUnderTest) -> None:
         )[0].value
 
     first, again, other = await draw("a"), await draw("a"), await draw("b")
-    true(first == again != other, f"{first} {again} {other}")
+    assert_true(first == again != other, f"{first} {again} {other}")
 
 
-@check("stdout and stderr are one ordered stream", "full_python")
+@register_check("stdout and stderr are one ordered stream", "full_python")
 async def check_output_order(probe: SandboxUnderTest) -> None:
     code = (
         "import sys\nprint('a')\nprint('b', file=sys.stderr)\nsys.stdout.write('c\\n')\n"
         "sys.stdout.buffer.write(b'd\\n')\n"
     )
-    [cell] = clean(await probe.cells(code + "print('é\\ud800')"))
-    same((cell.stdout, cell.stdout_chars), ("a\nb\nc\nd\né\\ud800\n", 16))
+    [cell] = assert_no_errors(await probe.cells(code + "print('é\\ud800')"))
+    assert_same((cell.stdout, cell.stdout_chars), ("a\nb\nc\nd\né\\ud800\n", 16))
 
 
-@check("other processes' output is in order", "full_python", "kill", "starts_processes")
+@register_check("other processes' output is in order", "full_python", "kill", "starts_processes")
 async def check_subprocess_output(probe: SandboxUnderTest) -> None:
     code = """
 import os, subprocess
@@ -185,31 +189,33 @@ subprocess.run(['echo', '3'])
 print(4)
 os.write(2, b'5\\xff')
 """
-    first, second = clean(await probe.cells(code, "print('next')"))
-    same((first.stdout, second.stdout), ("1\n2\n3\n4\n5\ufffd", "next\n"))
+    first, second = assert_no_errors(await probe.cells(code, "print('next')"))
+    assert_same((first.stdout, second.stdout), ("1\n2\n3\n4\n5\ufffd", "next\n"))
 
 
-@check("long output keeps head, tail and length")
+@register_check("long output keeps head, tail and length")
 async def check_long_output(probe: SandboxUnderTest) -> None:
     limit, session = probe.spec.max_output_bytes, await open_with_host(probe)
     count = limit // 4
-    [cell] = clean(await probe.cells(f"for i in range({count}): print('é', i)", session=session))
-    true(
+    [cell] = assert_no_errors(
+        await probe.cells(f"for i in range({count}): print('é', i)", session=session)
+    )
+    assert_true(
         len(cell.stdout.encode()) <= limit + 200,
         f"{len(cell.stdout.encode()):,} bytes kept of at most {limit:,}",
     )
-    true(cell.stdout.startswith("é 0\né 1\n"), "no head")
-    true(cell.stdout.endswith(f"é {count - 2}\né {count - 1}\n"), "no tail")
+    assert_true(cell.stdout.startswith("é 0\né 1\n"), "no head")
+    assert_true(cell.stdout.endswith(f"é {count - 2}\né {count - 1}\n"), "no tail")
     expected = sum(len(f"é {i}\n") for i in range(count))
-    same(cell.stdout_chars, expected)
+    assert_same(cell.stdout_chars, expected)
     head, tail = cell.stdout.split("\n[… ")[0], cell.stdout.split(" …]\n")[1]
     gap = f"\n[… {expected - len(head) - len(tail):,} characters left out …]\n"
-    true(gap in cell.stdout, f"the output lacks the correct gap message {gap!r}")
+    assert_true(gap in cell.stdout, f"the output lacks the correct gap message {gap!r}")
     last, after = await probe.cells("t = last_output(); len(t)", "print(end='')", session=session)
-    same((last.value, after.stdout), (str(expected), ""))
+    assert_same((last.value, after.stdout), (str(expected), ""))
 
 
-@check("sessions do not mix their output", "full_python")
+@register_check("sessions do not mix their output", "full_python")
 async def check_output_isolation(probe: SandboxUnderTest) -> None:
     async def one(number: int) -> str:
         session = await open_with_host(probe)
@@ -218,7 +224,9 @@ from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(4) as t:
     list(t.map(lambda i: (host('sleep', .001), print('{number}')), range(50)))
 """
-        return clean(await probe.cells(code, session=session))[0].stdout
+        return assert_no_errors(await probe.cells(code, session=session))[0].stdout
 
     outputs = await asyncio.gather(*(one(number) for number in range(4)))
-    same([sorted(text) for text in outputs], [sorted(f"{number}\n" * 50) for number in range(4)])
+    assert_same(
+        [sorted(text) for text in outputs], [sorted(f"{number}\n" * 50) for number in range(4)]
+    )

@@ -16,12 +16,12 @@ from ramify.testing.sandbox_conformance.base import (
     ConformanceError,
     SandboxUnderTest,
     answer_host_call,
+    assert_no_errors,
+    assert_same,
+    assert_true,
     cell_values,
-    check,
-    clean,
     open_with_host,
-    same,
-    true,
+    register_check,
 )
 
 ZONE = datetime.timezone(datetime.timedelta(hours=-3))
@@ -37,61 +37,63 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@check("values survive a round trip", "full_python")
+@register_check("values survive a round trip", "full_python")
 async def check_value_round_trip(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     await session.set("v", VALUES)
-    same(repr(await session.get("v")), repr(VALUES), "set, get")
-    [cell] = clean(await probe.cells("w = host('echo', v)\nrepr(w) == repr(v)", session=session))
-    same(cell.value, "True", "call")
+    assert_same(repr(await session.get("v")), repr(VALUES), "set, get")
+    [cell] = assert_no_errors(
+        await probe.cells("w = host('echo', v)\nrepr(w) == repr(v)", session=session)
+    )
+    assert_same(cell.value, "True", "call")
     await session.set("nan", {"n": math.nan})
-    true(math.isnan((await session.get("nan"))["n"]), "nan")
+    assert_true(math.isnan((await session.get("nan"))["n"]), "nan")
 
 
-@check("other values are refused, with type and path", "full_python")
+@register_check("other values are refused, with type and path", "full_python")
 async def check_refused_values(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     code = "class Foo: pass\nx = {'a': [1, (Foo(),)]}\nloop = []\nloop.append(loop)"
     _, called, cyclic, after = await probe.cells(
         code, "host('echo', x)", "host('echo', loop)", "1", session=session
     )
-    true(
+    assert_true(
         called.error and "TypeError" in called.error and "type Foo" in called.error,
         f"{called.error}",
     )
-    true(called.error and "['a'][1][0]" in called.error, f"no path: {called.error}")
-    true(cyclic.error and "nested deeper" in cyclic.error, f"{cyclic.error}")
-    same(after.value, "1")
+    assert_true(called.error and "['a'][1][0]" in called.error, f"no path: {called.error}")
+    assert_true(cyclic.error and "nested deeper" in cyclic.error, f"{cyclic.error}")
+    assert_same(after.value, "1")
     for name, kind in (("x", "TypeError"), ("nothing", "NameError")):
         try:
             await session.get(name)
         except HostCallError as error:
-            same(error.kind, kind)
+            assert_same(error.kind, kind)
         else:
             raise ConformanceError(f"get({name!r}) did not fail")
     try:
         await session.set("y", {"a": object()})
     except SandboxError as error:
-        true("type object" in str(error) and "['a']" in str(error), str(error))
+        assert_true("type object" in str(error) and "['a']" in str(error), str(error))
     else:
         raise ConformanceError("set of an object did not fail")
 
 
-@check("large values survive a round trip")
+@register_check("large values survive a round trip")
 async def check_large_values(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     text = "é" * 1_000_000
     await session.set("text", text)
-    [cell] = clean(
+    [cell] = assert_no_errors(
         await probe.cells(
             "host('echo', text) == text, host('echo', [text] * 8) == [text] * 8", session=session
         )
     )
-    same(cell.value, "(True, True)")
-    same(await session.get("text"), text)
+    assert_same(cell.value, "(True, True)")
+    assert_same(await session.get("text"), text)
 
 
-@check("reserved names are restored and reported", "full_python")
+@register_check("reserved names are restored and reported", "full_python")
 async def check_reserved_names(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     await session.set("given", [1], reserved=True)
@@ -104,13 +106,13 @@ async def check_reserved_names(probe: SandboxUnderTest) -> None:
         "given",
         session=session,
     )
-    same([ran[0].restored, ran[1].value], [("given", "other"), "([1], 1, 2)"])
-    same([ran[1].restored, ran[2].restored, ran[3].value], [(), (), "[1, 2]"])
+    assert_same([ran[0].restored, ran[1].value], [("given", "other"), "([1], 1, 2)"])
+    assert_same([ran[1].restored, ran[2].restored, ran[3].value], [(), (), "[1, 2]"])
     await session.set("given", 7)
-    same(cell_values(await probe.cells("given = 8", "given", session=session))[-1], "8")
+    assert_same(cell_values(await probe.cells("given = 8", "given", session=session))[-1], "8")
 
 
-@check("modules bind names and send notes", "full_python")
+@register_check("modules bind names and send notes", "full_python")
 async def check_modules(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     source = """
@@ -126,15 +128,15 @@ def after_cell():
 """
     await session.install("tools", source)
     ran = await session.run("a = double(4)\nprint(a)\ndouble = 3", answer=answer_host_call)
-    same(
+    assert_same(
         (ran.cell.stdout, ran.cell.restored, ran.note),
         ("8\n", ("double",), {"tools": {"has": ["a", "double"], "out": "8\n"}}),
     )
     cells = await probe.cells(
         "'hidden' in globals(), double('x'), double.__doc__", "double(None)", session=session
     )
-    same(cells[0].value, "(False, 'xx', 'Twice x.')")
-    true(
+    assert_same(cells[0].value, "(False, 'xx', 'Twice x.')")
+    assert_true(
         cells[1].error
         and cells[1].error.count("File ") == 1
         and "Failure: none given" in cells[1].error,
@@ -143,21 +145,21 @@ def after_cell():
     try:
         await session.install("broken", "x = 1\n1/0")
     except SandboxError as error:
-        true("ZeroDivisionError" in str(error) and "line 2" in str(error), str(error))
+        assert_true("ZeroDivisionError" in str(error) and "line 2" in str(error), str(error))
     else:
         raise ConformanceError("a module that fails was installed")
 
 
-@check("errors of the host are raised in the cell", "full_python")
+@register_check("errors of the host are raised in the cell", "full_python")
 async def check_host_errors(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     code = "try:\n    host('fail')\nexcept HostError as e:\n    r = (e.kind, str(e), e.data)\nr"
     caught, raised = await probe.cells(code, "\nhost('fail')", session=session)
-    same(
+    assert_same(
         caught.value,
         "('SubcallError', 'two failed', {'results': ['a', None], 'failures': {1: 'no'}})",
     )
-    true(
+    assert_true(
         raised.error
         and 'File "<cell 2>", line 2' in raised.error
         and raised.error.count("File ") == 1,
@@ -165,7 +167,7 @@ async def check_host_errors(probe: SandboxUnderTest) -> None:
     )
 
 
-@check("a bug of the host is raised by run")
+@register_check("a bug of the host is raised by run")
 async def check_host_bugs(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
 
@@ -178,10 +180,10 @@ async def check_host_bugs(probe: SandboxUnderTest) -> None:
         pass
     else:
         raise ConformanceError("the host's bug was not raised")
-    same(cell_values(await probe.cells("1", session=session)), ["1"])
+    assert_same(cell_values(await probe.cells("1", session=session)), ["1"])
 
 
-@check("calls from threads run at once", "full_python")
+@register_check("calls from threads run at once", "full_python")
 async def check_concurrent_calls(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     code = """
@@ -192,12 +194,14 @@ with ThreadPoolExecutor(16) as pool:
 got == [1] * 16, big
 """
     started = time.perf_counter()
-    [cell] = clean(await probe.cells(code, session=session))
-    same(cell.value, f"(True, {[100_000] * 10})")
-    true(time.perf_counter() - started < 12, "16 calls of 1 s took as long as one after the other")
+    [cell] = assert_no_errors(await probe.cells(code, session=session))
+    assert_same(cell.value, f"(True, {[100_000] * 10})")
+    assert_true(
+        time.perf_counter() - started < 12, "16 calls of 1 s took as long as one after the other"
+    )
 
 
-@check("a call outside its cell fails clearly", "full_python")
+@register_check("a call outside its cell fails clearly", "full_python")
 async def check_calls_outside_cell(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     code = """
@@ -211,12 +215,12 @@ for args in ((1.2, 'echo', 1), (0, 'sleep', 30)):
     threading.Thread(target=late, args=args, daemon=True).start()
 time.sleep(.2)
 """
-    clean(await probe.cells(code, session=session))
+    assert_no_errors(await probe.cells(code, session=session))
     await asyncio.sleep(2.5)  # the first call is made meanwhile, even on a busy machine
     wait = "for _ in range(300):\n    if len(caught) < 2: time.sleep(.05)"
     ran = await probe.cells(wait, "len(caught), caught", session=session)
     value = cell_values(ran)[-1] or ""
-    true(
+    assert_true(
         value.startswith("(2, ")
         and "after its cell had ended" in value
         and "still waiting" in value,
@@ -224,7 +228,7 @@ time.sleep(.2)
     )
 
 
-@check("a forked process is not the session", "full_python", "kill", "starts_processes")
+@register_check("a forked process is not the session", "full_python", "kill", "starts_processes")
 async def check_forked_process(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     code = """
@@ -236,6 +240,8 @@ if not pid:
 else:
     status = os.waitpid(pid, 0)[1]
 """
-    first, second = clean(await probe.cells(code, "status, host('echo', 2)", session=session))
-    true("forked process" in first.stdout, first.stdout)
-    same(second.value, "(0, 2)")
+    first, second = assert_no_errors(
+        await probe.cells(code, "status, host('echo', 2)", session=session)
+    )
+    assert_true("forked process" in first.stdout, first.stdout)
+    assert_same(second.value, "(0, 2)")

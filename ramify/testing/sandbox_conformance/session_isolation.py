@@ -16,16 +16,16 @@ from ramify.testing.sandbox_conformance.base import (
     ConformanceError,
     SandboxUnderTest,
     answer_host_call,
+    assert_no_errors,
+    assert_same,
+    assert_true,
     cell_values,
-    check,
-    clean,
     open_with_host,
-    same,
-    true,
+    register_check,
 )
 
 
-@check("a context is bound, reserved and complete", "full_python")
+@register_check("a context is bound, reserved and complete", "full_python")
 async def check_context_binding(probe: SandboxUnderTest) -> None:
     for value in (
         "short é\ud800",
@@ -35,13 +35,13 @@ async def check_context_binding(probe: SandboxUnderTest) -> None:
     ):
         context = SharedContext(value)
         session = await probe.open(context=context)
-        same(await session.get("context"), value)
+        assert_same(await session.get("context"), value)
         ran = await probe.cells("context = None", "type(context).__name__", session=session)
-        same((ran[0].restored, ran[1].value), (("context",), repr(type(value).__name__)))
-        same(SharedContext.from_encoded(context.buffer()).digest, context.digest)
+        assert_same((ran[0].restored, ran[1].value), (("context",), repr(type(value).__name__)))
+        assert_same(SharedContext.from_encoded(context.buffer()).digest, context.digest)
 
 
-@check("sessions over a context share its memory", "shares_context")
+@register_check("sessions over a context share its memory", "shares_context")
 async def check_shared_context_memory(probe: SandboxUnderTest) -> None:
     context = SharedContext("some text of some length " * 2_000_000)
     sessions = [await probe.open(context=context) for _ in range(3)]
@@ -54,34 +54,34 @@ def private():
 context.count('text'), private()
 """
     for session in sessions:
-        [cell] = clean(await probe.cells(code, session=session))
+        [cell] = assert_no_errors(await probe.cells(code, session=session))
         count, private = (int(part) for part in (cell.value or "").strip("()").split(","))
-        true(count == 2_000_000 and private < 20 << 20, f"{private:,} private bytes")
+        assert_true(count == 2_000_000 and private < 20 << 20, f"{private:,} private bytes")
 
 
-@check("a branch and its origin are independent", "fork")
+@register_check("a branch and its origin are independent", "fork")
 async def check_branching(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     await probe.cells("x = [1]\nprint('before')", session=session)
     branch = await session.fork()
     try:
         ran = await probe.cells("x.append(2)\nprint('branch')", "host('echo', x)", session=branch)
-        same((ran[0].stdout, ran[1].value), ("branch\n", "[1, 2]"))
-        same(cell_values(await probe.cells("x", session=session)), ["[1]"])
+        assert_same((ran[0].stdout, ran[1].value), ("branch\n", "[1, 2]"))
+        assert_same(cell_values(await probe.cells("x", session=session)), ["[1]"])
         draw = "import random\nrandom.random()"
-        same(
+        assert_same(
             cell_values(await probe.cells(draw, session=branch)),
             cell_values(await probe.cells(draw, session=session)),
         )
         await session.close()
-        same(cell_values(await probe.cells("x", session=branch)), ["[1, 2]"])
+        assert_same(cell_values(await probe.cells("x", session=branch)), ["[1, 2]"])
         ran2 = await branch.run("while True: pass", answer=answer_host_call, timeout_s=0.2)
-        same(ran2.interrupted, "time")
+        assert_same(ran2.interrupted, "time")
     finally:
         await branch.close_tree()
 
 
-@check("a waiting cell continues in every branch", "fork")
+@register_check("a waiting cell continues in every branch", "fork")
 async def check_branching_within_cell(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     has_called, first = asyncio.Event(), asyncio.get_running_loop().create_future()
@@ -106,17 +106,17 @@ async def check_branching_within_cell(probe: SandboxUnderTest) -> None:
         )
         first.set_result("late")
         ran.append(await origin)
-        same(
+        assert_same(
             [result.cell.value for result in ran],
             ["['0a', '1a']", "['0b', '1b']", "['late', 'late']"],
         )
-        same([result.cell.stdout for result in ran], ["once\n"] * 3)
-        same(cell_values(await probe.cells("got", session=branches[0])), ["['0a', '1a']"])
+        assert_same([result.cell.stdout for result in ran], ["once\n"] * 3)
+        assert_same(cell_values(await probe.cells("got", session=branches[0])), ["['0a', '1a']"])
     finally:
         await session.close_tree()
 
 
-@check("a fork that would lose something is refused", "fork")
+@register_check("a fork that would lose something is refused", "fork")
 async def check_unsafe_forks_refused(probe: SandboxUnderTest) -> None:
     for code, sign in (
         (
@@ -127,31 +127,31 @@ async def check_unsafe_forks_refused(probe: SandboxUnderTest) -> None:
         ("import os\nends = os.pipe()", "close them"),
     ):
         session = await probe.open()
-        clean(await probe.cells(code, session=session))
+        assert_no_errors(await probe.cells(code, session=session))
         try:
             await session.fork()
         except SandboxError as error:
-            true(sign in str(error), str(error))
+            assert_true(sign in str(error), str(error))
         else:
             raise ConformanceError(f"the session was forked after {code!r}")
-        same(cell_values(await probe.cells("1", session=session)), ["1"])
+        assert_same(cell_values(await probe.cells("1", session=session)), ["1"])
     session = await probe.open()
     task = asyncio.ensure_future(session.run("import time; time.sleep(2)", answer=answer_host_call))
     await asyncio.sleep(0.05)
     try:
         await session.fork()
     except SandboxError as error:
-        true("working" in str(error), str(error))
+        assert_true("working" in str(error), str(error))
     else:
         raise ConformanceError("the session was forked while it worked")
     await task
 
 
-@check("the host's environment is not visible", "full_python", "kill")
+@register_check("the host's environment is not visible", "full_python", "kill")
 async def check_environment_isolation(probe: SandboxUnderTest) -> None:
     import os
 
-    [cell] = clean(
+    [cell] = assert_no_errors(
         await probe.cells("""
 import os, sys
 try: found = sorted(os.listdir('.'))
@@ -168,14 +168,14 @@ sorted(os.environ), found, sys.stdin.read()
         for name in visible & set(os.environ)
         if name not in allowed and not name.endswith("_NUM_THREADS")
     }
-    true(not foreign, f"it sees {sorted(foreign)}")
-    true(
+    assert_true(not foreign, f"it sees {sorted(foreign)}")
+    assert_true(
         (cell.value or "").endswith("], [], '')"),
         f"its folder or its standard input is not empty: {cell.value}",
     )
 
 
-@check("no descriptor of the host is inherited", "full_python", "kill")
+@register_check("no descriptor of the host is inherited", "full_python", "kill")
 async def check_descriptor_isolation(probe: SandboxUnderTest) -> None:
     code = """
 import os
@@ -186,11 +186,11 @@ opened = {n: kind(n) for n in range(3, 4096)} if os.path.isdir('/proc/self/fd') 
 own = ('/memfd:ramify-output (deleted)', '/memfd:ramify-shared (deleted)')
 sorted(k.split(':')[0] for k in opened.values() if k and k not in own)
 """
-    [cell] = clean(await probe.cells(code))
-    true(cell.value in ("[]", "['socket']"), f"open descriptors: {cell.value}")
+    [cell] = assert_no_errors(await probe.cells(code))
+    assert_true(cell.value in ("[]", "['socket']"), f"open descriptors: {cell.value}")
 
 
-@check("files of the host are out of reach", "isolates_files")
+@register_check("files of the host are out of reach", "isolates_files")
 async def check_file_isolation(probe: SandboxUnderTest) -> None:
     """Check that code in a session cannot read files of the host.
 
@@ -216,10 +216,10 @@ def reach(path):
         return False
 [reach(path) for path in {paths!r}]
 """
-        same(cell_values(await probe.cells(code)), [str([False] * len(paths))])
+        assert_same(cell_values(await probe.cells(code)), [str([False] * len(paths))])
 
 
-@check("the network is out of reach", "full_python", "isolates_network")
+@register_check("the network is out of reach", "full_python", "isolates_network")
 async def check_network_isolation(probe: SandboxUnderTest) -> None:
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with server:
@@ -232,10 +232,10 @@ except OSError:
     r = None
 r is None
 """
-        same(cell_values(await probe.cells(code)), ["True"])
+        assert_same(cell_values(await probe.cells(code)), ["True"])
 
 
-@check("other processes are out of reach", "full_python", "isolates_processes")
+@register_check("other processes are out of reach", "full_python", "isolates_processes")
 async def check_process_isolation(probe: SandboxUnderTest) -> None:
     import os
 
@@ -248,10 +248,10 @@ def fails(f, *a):
         return True
 fails(os.kill, {os.getpid()}, 0), {probe.sandbox.caps.starts_processes} or fails(os.fork)
 """
-    same(cell_values(await probe.cells(code)), ["(True, True)"])
+    assert_same(cell_values(await probe.cells(code)), ["(True, True)"])
 
 
-@check("a closed session has ended")
+@register_check("a closed session has ended")
 async def check_use_after_close(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     await session.close()

@@ -13,12 +13,12 @@ from ramify.testing.sandbox_conformance.base import (
     ConformanceError,
     SandboxUnderTest,
     answer_host_call,
+    assert_no_errors,
+    assert_same,
+    assert_true,
     cell_values,
-    check,
-    clean,
     open_with_host,
-    same,
-    true,
+    register_check,
 )
 
 SOON_S = 20.0
@@ -27,46 +27,46 @@ enough for a busy machine.
 """
 
 
-@check("an endless loop stops, variables stay", "interrupt")
+@register_check("an endless loop stops, variables stay", "interrupt")
 async def check_endless_loop_interrupt(probe: SandboxUnderTest) -> None:
     session = await probe.open()
     started = time.perf_counter()
     ran = await session.run(
         "x = 41\nprint('so far')\nwhile True: pass", answer=answer_host_call, timeout_s=0.3
     )
-    true(time.perf_counter() - started < SOON_S, "it took too long")
-    same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
-    true(
+    assert_true(time.perf_counter() - started < SOON_S, "it took too long")
+    assert_same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
+    assert_true(
         ran.cell.error and "KeyboardInterrupt" in ran.cell.error and "line 3" in ran.cell.error,
         f"{ran.cell.error}",
     )
-    same(cell_values(await probe.cells("x + 1", session=session)), ["42"])
+    assert_same(cell_values(await probe.cells("x + 1", session=session)), ["42"])
 
 
-@check("time waiting for the host does not count")
+@register_check("time waiting for the host does not count")
 async def check_host_wait_excluded_from_timeout(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     ran = await session.run(
         "for _ in range(3): host('sleep', 1)\n'done'", answer=answer_host_call, timeout_s=2.0
     )
-    same((ran.cell.value, ran.interrupted), ("'done'", None))
-    true(ran.cell.seconds < 2.0, f"{ran.cell.seconds} s of work")
+    assert_same((ran.cell.value, ran.interrupted), ("'done'", None))
+    assert_true(ran.cell.seconds < 2.0, f"{ran.cell.seconds} s of work")
 
 
-@check("interrupt stops a waiting cell", "interrupt")
+@register_check("interrupt stops a waiting cell", "interrupt")
 async def check_cell_interrupt(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     started = time.perf_counter()
     ran = await session.run("x = 1\nhost('sleep', 30)", answer=answer_host_call)
-    true(time.perf_counter() - started < SOON_S, "it took too long")
-    same(ran.interrupted, "deadline")
-    true(ran.cell.error, "no error")
+    assert_true(time.perf_counter() - started < SOON_S, "it took too long")
+    assert_same(ran.interrupted, "deadline")
+    assert_true(ran.cell.error, "no error")
     session.interrupt("idle")  # harmless
-    same(cell_values(await probe.cells("x", session=session)), ["1"])
+    assert_same(cell_values(await probe.cells("x", session=session)), ["1"])
 
 
-@check("interrupt stops a pool of waiting threads", "interrupt")
+@register_check("interrupt stops a pool of waiting threads", "interrupt")
 async def check_thread_pool_interrupt(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
@@ -77,12 +77,12 @@ with ThreadPoolExecutor(4) as t:
 """
     started = time.perf_counter()
     ran = await session.run(code, answer=answer_host_call)
-    true(time.perf_counter() - started < SOON_S, "it took too long")
-    same(ran.interrupted, "deadline")
-    same(cell_values(await probe.cells("1", session=session)), ["1"])
+    assert_true(time.perf_counter() - started < SOON_S, "it took too long")
+    assert_same(ran.interrupted, "deadline")
+    assert_same(cell_values(await probe.cells("1", session=session)), ["1"])
 
 
-@check("a cancelled run leaves a usable session", "interrupt")
+@register_check("a cancelled run leaves a usable session", "interrupt")
 async def check_cell_cancellation(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     before = asyncio.all_tasks()
@@ -91,15 +91,15 @@ async def check_cell_cancellation(probe: SandboxUnderTest) -> None:
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.wait((task,))
-        true(task.cancelled(), "run did not raise the cancellation")
-    same(cell_values(await probe.cells("x", session=session)), ["1"])
+        assert_true(task.cancelled(), "run did not raise the cancellation")
+    assert_same(cell_values(await probe.cells("x", session=session)), ["1"])
     left = asyncio.all_tasks() - before
     if left:  # perhaps a moment's work of the provider
         await asyncio.wait(left, timeout=1.0)
-    true(all(task.done() for task in left), f"tasks are left: {left}")
+    assert_true(all(task.done() for task in left), f"tasks are left: {left}")
 
 
-@check("one request at a time")
+@register_check("one request at a time")
 async def check_one_request_at_a_time(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     task = asyncio.ensure_future(session.run("host('sleep', .2)", answer=answer_host_call))
@@ -107,14 +107,14 @@ async def check_one_request_at_a_time(probe: SandboxUnderTest) -> None:
     try:
         await session.run("1", answer=answer_host_call)
     except SandboxError as error:
-        true("busy" in str(error), str(error))
+        assert_true("busy" in str(error), str(error))
     else:
         raise ConformanceError("two cells ran at once")
     ran: CellResult = await task
-    same(ran.cell.value, "0.2")
+    assert_same(ran.cell.value, "0.2")
 
 
-@check("a cell that cannot be stopped is killed", "full_python", "kill")
+@register_check("a cell that cannot be stopped is killed", "full_python", "kill")
 async def check_unstoppable_cell_killed(probe: SandboxUnderTest) -> None:
     session, other = await probe.open(), await probe.open()
     await session.run("import time; said = False", answer=answer_host_call)
@@ -126,7 +126,7 @@ async def check_unstoppable_cell_killed(probe: SandboxUnderTest) -> None:
     try:
         await session.run(code, answer=answer_host_call, timeout_s=0.5)
     except SessionDied as error:
-        same(error.stdout, "written\n")
+        assert_same(error.stdout, "written\n")
     else:
         raise ConformanceError("the session was not killed")
     try:
@@ -135,10 +135,10 @@ async def check_unstoppable_cell_killed(probe: SandboxUnderTest) -> None:
         pass
     else:
         raise ConformanceError("a dead session answered")
-    same(cell_values(await probe.cells("1", session=other)), ["1"])
+    assert_same(cell_values(await probe.cells("1", session=other)), ["1"])
 
 
-@check("a crash is reported, with the output so far", "full_python", "kill")
+@register_check("a crash is reported, with the output so far", "full_python", "kill")
 async def check_crash_report(probe: SandboxUnderTest) -> None:
     for code, sign in (
         ("import os\nos._exit(7)", "status 7"),
@@ -148,23 +148,23 @@ async def check_crash_report(probe: SandboxUnderTest) -> None:
         try:
             await session.run(f"print('written')\n{code}", answer=answer_host_call)
         except SessionDied as error:
-            same(error.stdout, "written\n")
-            true(sign in str(error), str(error))
+            assert_same(error.stdout, "written\n")
+            assert_true(sign in str(error), str(error))
         else:
             raise ConformanceError("the session survived")
 
 
-@check("memory runs out as MemoryError", "limits_memory")
+@register_check("memory runs out as MemoryError", "limits_memory")
 async def check_memory_limit(probe: SandboxUnderTest) -> None:
     limit = probe.spec.memory_bytes
     codes = (f"x = 1\nb = 'a' * {2 * limit}", "many = []\nwhile True: many.append('a' * 100_000)")
     big, many, after = await probe.cells(*codes, "many = None\nx")
     for cell in (big, many):
-        true(cell.error and "MemoryError" in cell.error, f"{cell.error}")
-    same(after.value, "1")
+        assert_true(cell.error and "MemoryError" in cell.error, f"{cell.error}")
+    assert_same(after.value, "1")
 
 
-@check("a misbehaving cell does not break the next", "full_python", "kill")
+@register_check("a misbehaving cell does not break the next", "full_python", "kill")
 async def check_misbehaving_cells(probe: SandboxUnderTest) -> None:
     session = await open_with_host(probe)
     for code in (
@@ -185,11 +185,11 @@ async def check_misbehaving_cells(probe: SandboxUnderTest) -> None:
         "import sys\nsys.stdout.close()",
     ):
         await session.run(code, answer=answer_host_call)
-        [cell] = clean(
+        [cell] = assert_no_errors(
             await probe.cells(
                 "import os\nprint(len('abc'), host('echo', 1))\nos.getpid() > 0", session=session
             )
         )
-        same((cell.stdout, cell.value), ("3 1\n", "True"), f"after {code!r}")
+        assert_same((cell.stdout, cell.value), ("3 1\n", "True"), f"after {code!r}")
     ran = await session.run("while True: pass", answer=answer_host_call, timeout_s=0.2)
-    same(ran.interrupted, "time")
+    assert_same(ran.interrupted, "time")

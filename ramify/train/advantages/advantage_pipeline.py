@@ -44,10 +44,10 @@ from ramify.train.advantages.credit import (
     RolloutLength,
     compared_call_ids,
     ends_in_cut_reply,
-    length_penalty,
-    num_sampled,
+    num_sampled_tokens,
     sampled_turns,
     soft_overlong,
+    subtract_length_penalty,
     token_and_turn_counts,
     tree_of,
     why_unscored,
@@ -72,7 +72,7 @@ _MOST_REASONS = 3
 """Maximum number of reasons per step for which unusable rollouts are reported."""
 
 
-_credit_of = functools.cache(CREDITS.of)
+_credit_of = functools.cache(CREDITS.resolve)
 """Resolves the name of a credit function. Called when the options are checked."""
 
 
@@ -181,14 +181,14 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for group in step.groups:
             group.advantages = credit(group.trees, self.compare, self.gamma_tree)
             _check_numbers(self.credit, group)
-        return step.assigned(every_token)
+        return step.build_step_advantages(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         """Subtract the KL penalty from the advantages if ``kl_reward`` is set.
 
         Then normalise them, if that had to wait for the penalty. Returns metrics.
         """
-        return row_math.add_kl(
+        return row_math.subtract_kl_penalty(
             rows, self.kl_reward, 1.0, normalise=self.normalise, epsilon=self.normalise_epsilon
         )
 
@@ -251,10 +251,10 @@ class StepAdvantageBuilder:
     """Builds the advantages of one optimizer step.
 
     Create it from scored groups, let the estimator set ``advantages`` on each of ``groups``, and
-    call ``assigned``.
+    call ``build_step_advantages``.
 
-    The constructor computes the reward of each call. ``assigned`` gives each token its advantage
-    and its weight.
+    The constructor computes the reward of each call. ``build_step_advantages`` gives each token its
+    advantage and its weight.
     """
 
     def __init__(
@@ -266,14 +266,14 @@ class StepAdvantageBuilder:
         """
         self._given = groups
         self._options = options
-        self._scored = [_scored(group, weights, options) for group in groups]
+        self._scored = [_score_group(group, weights, options) for group in groups]
 
     @property
     def groups(self) -> list[ScoredGroup]:
         """Groups with at least one usable rollout."""
         return [each for each in self._scored if each.trees]
 
-    def assigned(
+    def build_step_advantages(
         self,
         every_token: bool,
         *,
@@ -289,13 +289,13 @@ class StepAdvantageBuilder:
         together. Without it, advantages are normalised by token if ``options.normalise`` is set."""
         options = self._options
         rollouts = [each.rollouts() for each in self._scored]
-        teaches = [not has_baseline or _teaches(group) for group in rollouts]
+        teaches = [not has_baseline or _has_group_signal(group) for group in rollouts]
         if rescale is not None:
-            rollouts = _rescaled(rollouts, rescale)
+            rollouts = _rescale_groups(rollouts, rescale)
         with_signal = [group for group, does in zip(rollouts, teaches, strict=True) if does]
         kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
-        counts = [[_counts(rollout, options) for rollout in group] for group in kept]
-        mean_tokens = RolloutTokenDivisor.of_memory(options.memory)
+        counts = [[_loss_token_counts(rollout, options) for rollout in group] for group in kept]
+        mean_tokens = RolloutTokenDivisor.from_saved_state(options.memory)
         divisor = options.rollout_tokens or mean_tokens.divisor(counts)
         weights, denominator = token_weights(counts, options.reduction, options.share, divisor)
         shares: dict[str, Sequence[Sequence[Weights]]] = {}
@@ -323,7 +323,7 @@ class StepAdvantageBuilder:
             every_token or options.normalise or bool(options.kl_reward) or not has_baseline
         )
         assigned = [
-            _assigned(
+            _assign_advantages(
                 rollout,
                 weights[place][index],
                 by_token[place][index],
@@ -342,11 +342,11 @@ class StepAdvantageBuilder:
                 self._given, self._scored, with_signal, assigned, options.has_group_baseline
             ),
             _notes(self._given),
-            {**options.memory, **mean_tokens.after(counts).memory()},
+            {**options.memory, **mean_tokens.updated_with_step(counts).saved_state()},
         )
 
 
-def _teaches(group: Sequence[_Rollout]) -> bool:
+def _has_group_signal(group: Sequence[_Rollout]) -> bool:
     return has_signal(
         [
             rollout.numbers
@@ -357,7 +357,7 @@ def _teaches(group: Sequence[_Rollout]) -> bool:
     )
 
 
-def _rescaled(
+def _rescale_groups(
     groups: Sequence[Sequence[_Rollout]], rescale: Callable[[Sequence[Numbers]], Sequence[Numbers]]
 ) -> list[list[_Rollout]]:
     scaled = iter(rescale([rollout.numbers for group in groups for rollout in group]))
@@ -389,7 +389,7 @@ def _check_numbers(credit: str, group: ScoredGroup) -> None:
                 )
 
 
-def _usable(group: Group) -> Group:
+def _usable_rollouts(group: Group) -> Group:
     """Return a copy of ``group`` without the rollouts that cannot be learned from."""
     kept = [trajectory for trajectory in group.trajectories if not why_unscored(trajectory)]
     return msgspec.structs.replace(group, trajectories=kept)
@@ -429,12 +429,14 @@ def _short_name(id: str) -> str:
     return name if name and step.startswith("step=") else id
 
 
-def _scored(group: Group, task_weights: Mapping[str, float], options: GroupOptions) -> ScoredGroup:
+def _score_group(
+    group: Group, task_weights: Mapping[str, float], options: GroupOptions
+) -> ScoredGroup:
     """Return the usable rollouts of ``group`` with the rewards to compare.
 
     These include the length penalties.
     """
-    group = _usable(group)
+    group = _usable_rollouts(group)
     trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
     lengths = [token_and_turn_counts(trajectory) for trajectory in trajectories]
@@ -460,7 +462,7 @@ def _for_length(
         longest = LengthPenaltyScale(
             *(max(1, *(length[index] for length in lengths)) for index in range(3))
         )
-        rewards = length_penalty(rewards, lengths, longest, options.length_weight)
+        rewards = subtract_length_penalty(rewards, lengths, longest, options.length_weight)
     if options.max_rollout_tokens and options.overlong_buffer:
         limit, buffer = options.max_rollout_tokens, options.overlong_buffer
         rewards = [
@@ -478,7 +480,7 @@ def _is_trained(call: Call, options: GroupOptions) -> bool:
     return options.children if call.kind == "rlm" else options.llm_calls
 
 
-def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
+def _loss_token_counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
     """Return how many tokens of each call may carry loss, by call id.
 
     If turns have separate weights, each token counts with its turn's weight.
@@ -499,7 +501,7 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, float]:
     is_root_cut = ends_in_cut_reply(trajectory.root)
     only = options.drop_zero_variance == "calls"
     return {
-        call.id: num_sampled(call)
+        call.id: num_sampled_tokens(call)
         if _is_trained(call, options)
         and not (masks and (is_root_cut or ends_in_cut_reply(call)))
         and not (only and abs(rollout.numbers[call.id]) <= NO_ADVANTAGE)
@@ -533,7 +535,7 @@ def _per_token(
 _UNTRAINED = TurnCredit(0.0, 0.0)
 
 
-def _assigned(
+def _assign_advantages(
     rollout: _Rollout,
     weights: Weights,
     values: Mapping[str, list[float]],

@@ -175,17 +175,17 @@ def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str
     return metrics
 
 
-def with_memory(algorithm: T, memory: Mapping[str, float]) -> T:
+def with_saved_state(algorithm: T, memory: Mapping[str, float]) -> T:
     """Return a copy of ``algorithm`` with its saved state restored.
 
     An algorithm without state is returned unchanged.
     """
     fields = getattr(algorithm, "__struct_fields__", ())
     if "memory" in fields and memory:
-        return _replaced(algorithm, "memory", dict(memory))
+        return _replace_unvalidated(algorithm, "memory", dict(memory))
     if "outcome" in fields and memory:
-        inner = with_memory(algorithm.outcome, memory)  # type: ignore[attr-defined]
-        return _replaced(algorithm, "outcome", inner)
+        inner = with_saved_state(algorithm.outcome, memory)  # type: ignore[attr-defined]
+        return _replace_unvalidated(algorithm, "outcome", inner)
     return algorithm
 
 
@@ -200,15 +200,15 @@ def with_reduction(algorithm: T, reduction: str | None) -> T:
         return algorithm
     fields = getattr(algorithm, "__struct_fields__", ())
     if "reduction" in fields:
-        algorithm = _replaced(algorithm, "reduction", reduction)
+        algorithm = _replace_unvalidated(algorithm, "reduction", reduction)
     for field in {"outcome", "other"} & set(fields):
-        algorithm = _replaced(
+        algorithm = _replace_unvalidated(
             algorithm, field, with_reduction(getattr(algorithm, field), reduction)
         )
     if "tasks" in fields:
         tasks: Mapping[str, Any] = algorithm.tasks  # type: ignore[attr-defined]
         own = {name: with_reduction(each, reduction) for name, each in tasks.items()}
-        algorithm = _replaced(algorithm, "tasks", own)
+        algorithm = _replace_unvalidated(algorithm, "tasks", own)
     return algorithm
 
 
@@ -246,7 +246,7 @@ def _of_inner(algorithm: Any, function: Any, default: Any) -> Any:
     return default if inner is None else function(inner)
 
 
-def _replaced(struct: T, field: str, value: object) -> T:
+def _replace_unvalidated(struct: T, field: str, value: object) -> T:
     """Return a copy of ``struct`` with a new value for ``field``.
 
     The copy is not validated again.

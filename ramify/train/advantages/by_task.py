@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
-from ramify.tasks.mixture import part_of
+from ramify.tasks.mixture import item_part_name
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import (
     Algorithm,
@@ -35,7 +35,7 @@ from ramify.train.advantages.base import (
     fill_missing_streams,
     finish_advantages,
     needs_of,
-    with_memory,
+    with_saved_state,
 )
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.types.training_sequences import TokenSequence
@@ -129,16 +129,16 @@ class PerTaskAlgorithm(
             if name.startswith(prefix)
         }
         initial = getattr(algorithm, "memory", {})
-        restored: Algorithm = with_memory(algorithm, {**initial, **own} if own else {})
+        restored: Algorithm = with_saved_state(algorithm, {**initial, **own} if own else {})
         return restored
 
     @property
     def has_group_baseline(self) -> bool:
-        return any(each.has_group_baseline for each in self._all)
+        return any(each.has_group_baseline for each in self._all_algorithms)
 
     @property
     def needs(self) -> AlgorithmNeeds:
-        needs = [needs_of(each) for each in self._all]
+        needs = [needs_of(each) for each in self._all_algorithms]
         return AlgorithmNeeds(
             any(each.greedy for each in needs),
             any(each.values for each in needs),
@@ -147,7 +147,7 @@ class PerTaskAlgorithm(
         )
 
     @property
-    def _all(self) -> list[Algorithm]:
+    def _all_algorithms(self) -> list[Algorithm]:
         return [*self.tasks.values(), self.other]
 
     def assign_advantages(
@@ -155,7 +155,7 @@ class PerTaskAlgorithm(
     ) -> StepAdvantages:
         by_part: dict[str, list[Group]] = defaultdict(list)
         for group in groups:
-            by_part[part_of(group.task)].append(group)
+            by_part[item_part_name(group.task)].append(group)
         steps = {
             part: self.of(part).assign_advantages(own, weights, every_token=every_token)
             for part, own in by_part.items()
@@ -163,7 +163,7 @@ class PerTaskAlgorithm(
         counts = {part: self._num_learnt(part, own, steps[part]) for part, own in by_part.items()}
         shares = {part: count / (sum(counts.values()) or 1) for part, count in counts.items()}
         scaled = {
-            rollout.trajectory.id: _scaled(rollout, shares[part], step.denominators)
+            rollout.trajectory.id: _scale_weights(rollout, shares[part], step.denominators)
             for part, step in steps.items()
             for rollout in step.rollouts
         }
@@ -174,7 +174,7 @@ class PerTaskAlgorithm(
         return StepAdvantages(
             rollouts,
             {name: 1.0 for step in steps.values() for name in step.denominators},
-            _metrics(steps, by_part),
+            _combine_metrics(steps, by_part),
             "" if rollouts else "; ".join(reasons) or "the step has no group",
             [note for step in steps.values() for note in step.notes],
             {
@@ -194,7 +194,7 @@ class PerTaskAlgorithm(
         """
         by_part: dict[str, list[TokenSequence]] = defaultdict(list)
         for row in rows:
-            by_part[part_of(row.item)].append(row)
+            by_part[item_part_name(row.item)].append(row)
         found = {part: finish_advantages(self.of(part), own) for part, own in by_part.items()}
         means = _means(found, {part: len(own) for part, own in by_part.items()})
         return means | _by_name(found)
@@ -209,7 +209,7 @@ class PerTaskAlgorithm(
         return sum(any(each.id in learnt for each in group.trajectories) for group in groups)
 
 
-def _scaled(
+def _scale_weights(
     rollout: RolloutAdvantages, share: float, denominators: Mapping[str, float]
 ) -> RolloutAdvantages:
     """Rescale a rollout's token weights so that the losses of all mixture parts can simply be
@@ -237,7 +237,7 @@ def _scaled(
     return RolloutAdvantages(rollout.trajectory, credits)
 
 
-def _metrics(
+def _combine_metrics(
     steps: Mapping[str, StepAdvantages], by_part: Mapping[str, Sequence[Group]]
 ) -> dict[str, float]:
     """Combine the metrics of all tasks: sum the counts, and average other metrics over rollouts.

@@ -82,7 +82,9 @@ each tree.
 """
 
 
-def root(trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0) -> list[Numbers]:
+def root_credit(
+    trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
+) -> list[Numbers]:
     """Give every call the advantage of the root call of its tree, as trainers without call trees
     do.
 
@@ -97,7 +99,7 @@ def root(trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0)
     if any(len(compared_call_ids(tree)) > 1 for tree in trees):
         return _by_agent(trees, baseline)
     rewards = [tree[_root(tree)].reward for tree in trees]
-    advantages = checked(baseline, rewards, baseline(rewards, lengths))
+    advantages = validate_advantages(baseline, rewards, baseline(rewards, lengths))
     return [dict.fromkeys(tree, value) for tree, value in zip(trees, advantages, strict=True)]
 
 
@@ -112,7 +114,9 @@ def _by_agent(trees: Sequence[Tree], baseline: AdvantageFunction) -> list[Number
     places = [(index, id) for index, tree in enumerate(trees) for id in compared_call_ids(tree)]
     agents = [trees[index][id] for index, id in places]
     rewards = [node.reward for node in agents]
-    values = checked(baseline, rewards, baseline(rewards, [node.num_tokens for node in agents]))
+    values = validate_advantages(
+        baseline, rewards, baseline(rewards, [node.num_tokens for node in agents])
+    )
     by_place = dict(zip(places, values, strict=True))
     numbers: list[Numbers] = []
     for index, tree in enumerate(trees):
@@ -124,7 +128,7 @@ def _by_agent(trees: Sequence[Tree], baseline: AdvantageFunction) -> list[Number
     return numbers
 
 
-def per_role(
+def per_role_credit(
     trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
 ) -> list[Numbers]:
     """Compare each call's own reward with the rewards of calls of the same role and depth in the
@@ -140,7 +144,7 @@ def per_role(
     return _advantages(trees, baseline, gamma, by_role.across)
 
 
-def hierarchical(
+def subtask_credit(
     trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
 ) -> list[Numbers]:
     """Compare each call's own reward with those of attempts at the same sub-task (the same question
@@ -193,9 +197,9 @@ CREDITS = Registry(
     "credit",
     "ramify.credits",
     {
-        "root": root,
-        "per_role": per_role,
-        "hierarchical": hierarchical,
+        "root": root_credit,
+        "per_role": per_role_credit,
+        "hierarchical": subtask_credit,
         "leave_one_child_out": leave_one_child_out,
     },
 )
@@ -281,14 +285,14 @@ def _advantages(
             ]
         numbers.append(
             {
-                id: checked(baseline, row, baseline(row, lengths))[index]
+                id: validate_advantages(baseline, row, baseline(row, lengths))[index]
                 for id, row in returns.items()
             }
         )
     return numbers
 
 
-def checked(
+def validate_advantages(
     baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
 ) -> Sequence[float]:
     """Return ``advantages`` unchanged if there is one finite number for each of ``returns``.
@@ -325,7 +329,7 @@ def own_advantages(
             own = by_role.across(index, id) or [
                 node.reward if place == index else 0.0 for place in range(len(trees))
             ]
-            numbers[-1][id] = checked(compare, own, compare(own, lengths))[index]
+            numbers[-1][id] = validate_advantages(compare, own, compare(own, lengths))[index]
     return numbers
 
 
@@ -451,7 +455,7 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
     return min(0.0, max(-1.0, (max_tokens - buffer - num_tokens) / buffer))
 
 
-def length_penalty(
+def subtract_length_penalty(
     rewards: Sequence[float],
     lengths: Sequence[RolloutLength],
     most: LengthPenaltyScale,
@@ -518,12 +522,12 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, C
     """
     tree: dict[str, CreditNode] = {}
     agents = _agents(trajectory)
-    for call in in_order(trajectory):
+    for call in calls_parent_first(trajectory):
         is_agent = call.id in agents
         is_whole = not tree and not is_agent
         rewards = trajectory.rewards if is_whole else trajectory.call_rewards.get(call.id, {})
         subtask = (call.question, call.context.digest if call.context else None)
-        own, num = total(rewards, weights), num_sampled(call)
+        own, num = total(rewards, weights), num_sampled_tokens(call)
         tree[call.id] = CreditNode(
             parent_id_of(trajectory, call), call.depth, own, call.kind, subtask, num, is_agent
         )
@@ -545,7 +549,7 @@ def _agents(trajectory: Trajectory) -> set[str]:
     return agents if len(agents) > 1 else set()
 
 
-def in_order(trajectory: Trajectory) -> list[Call]:
+def calls_parent_first(trajectory: Trajectory) -> list[Call]:
     """Return the calls of a trajectory, with the root first and each other call after its parent.
 
     Calls to judge models are left out.
@@ -576,7 +580,7 @@ def sampled_turns(call: Call) -> Iterator[tuple[int, Turn, int]]:
             yield index, turn, len(turn.reply.token_ids)
 
 
-def num_sampled(call: Call) -> int:
+def num_sampled_tokens(call: Call) -> int:
     """Return the number of tokens of ``call`` that can carry a policy-gradient loss."""
     return sum(num for _, _, num in sampled_turns(call))
 

@@ -36,9 +36,9 @@ from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages
 from ramify.train.advantages.credit import (
     CreditNode,
     Numbers,
-    checked,
     ends_in_cut_reply,
     own_advantages,
+    validate_advantages,
 )
 from ramify.train.advantages.group_estimators import RLOO
 from ramify.types.fork_segment import ForkSegment, root_segment
@@ -68,7 +68,7 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
                 "rollout, which an estimator with one advantage per turn does not use: remove them"
             )
 
-    def of_roots(
+    def root_turn_advantages(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
         """Return the advantage and weight of each turn of the root call and its continuations.
@@ -77,23 +77,30 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
 
         ``rewards`` maps each reward name to the task's weight for it.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no formula: define of_roots()")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no formula: define root_turn_advantages()"
+        )
 
     def assign_advantages(
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
         step = StepAdvantageBuilder(groups, weights, self)
         for scored in step.groups:
-            found = self.of_roots(scored.group, weights)
-            rows = zip(scored.group.trajectories, found, self._own(scored.trees), strict=True)
+            found = self.root_turn_advantages(scored.group, weights)
+            rows = zip(
+                scored.group.trajectories,
+                found,
+                self._advantages_below_root(scored.trees),
+                strict=True,
+            )
             scored.turns = [self._with_children(*row) for row in rows]
             scored.advantages = [dict.fromkeys(tree, 0.0) for tree in scored.trees]
-        return step.assigned(every_token)
+        return step.build_step_advantages(every_token)
 
-    def _compared(self, values: Sequence[float]) -> Sequence[float]:
-        return checked(self.compare, values, self.compare(values))
+    def _compare_values(self, values: Sequence[float]) -> Sequence[float]:
+        return validate_advantages(self.compare, values, self.compare(values))
 
-    def _own(self, trees: Trees) -> Sequence[Numbers]:
+    def _advantages_below_root(self, trees: Trees) -> Sequence[Numbers]:
         """Return the advantages of all calls below the root, for each tree.
 
         They come from comparing the calls' own rewards with those of other calls. With
@@ -150,7 +157,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
     def needs(self) -> AlgorithmNeeds:
         return msgspec.structs.replace(super().needs, branches=True)
 
-    def of_roots(
+    def root_turn_advantages(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
         trees = [root_segment(trajectory) for trajectory in group.trajectories]
@@ -159,7 +166,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
             for trajectory, tree in zip(group.trajectories, trees, strict=True)
         ]
         known = [own.of(tree) for tree, own in zip(trees, values, strict=True)]
-        of_trees = self._compared(known)
+        of_trees = self._compare_values(known)
         return [
             dict(self._credits(tree, own, known, index, of_trees[index], 1.0))
             for index, (tree, own) in enumerate(zip(trees, values, strict=True))
@@ -214,7 +221,7 @@ class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name"
 
     def _of_fork(self, values: list[float], trees: Sequence[float], index: int) -> Sequence[float]:
         """Return the advantages of the continuations of one fork, given their ``values``."""
-        return self._compared(values)
+        return self._compare_values(values)
 
     def _share(self, place: int, num: int) -> float:
         """Return the fraction of a segment's loss weight that continuation number ``place`` of the
@@ -272,7 +279,7 @@ class EntropyBranchEstimator(
         found = []
         for value in values:
             others[index] = value
-            found.append(self._compared(others)[index])
+            found.append(self._compare_values(others)[index])
         return found
 
 
@@ -300,7 +307,7 @@ class StateGroupEstimator(
     ``observation``: the messages since the model's last reply are the same.
     """
 
-    def of_roots(
+    def root_turn_advantages(
         self, group: Group, rewards: Mapping[str, float]
     ) -> Sequence[dict[tuple[str, int], TurnCredit]]:
         returns = [total(trajectory.rewards, rewards) for trajectory in group.trajectories]
@@ -309,7 +316,7 @@ class StateGroupEstimator(
         for index, own in enumerate(states):
             for state in own:
                 visitors[state].add(index)
-        of_group = self._compared(returns)
+        of_group = self._compare_values(returns)
         found = []
         for index, (trajectory, own) in enumerate(zip(group.trajectories, states, strict=True)):
             masked = self.overlong == "mask" and ends_in_cut_reply(trajectory.root)
@@ -317,7 +324,7 @@ class StateGroupEstimator(
             for turn, state in enumerate(own):
                 peers = [index, *sorted(visitors[state] - {index})]
                 advantage = (
-                    self._compared([returns[peer] for peer in peers])[0]
+                    self._compare_values([returns[peer] for peer in peers])[0]
                     if len(peers) > 1
                     else of_group[index]
                 )

@@ -50,10 +50,10 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
         self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
     ) -> StepAdvantages:
         step = StepAdvantageBuilder(groups, weights, self)
-        credit = CREDITS.of(self.credit)
+        credit = CREDITS.resolve(self.credit)
         for scored in step.groups:
             sums = [dict.fromkeys(tree, 0.0) for tree in scored.trees]
-            names = _names(scored.group)
+            names = _reward_names(scored.group)
             for name in names:
                 only = {other: float(other == name) for other in names}
                 trees = [tree_of(trajectory, only) for trajectory in scored.group.trajectories]
@@ -63,9 +63,11 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
                         total[call] += weights.get(name, 1.0) * value
             scored.advantages = sums
         by_rollout = self.normalise and self.over == "rollouts"
-        return step.assigned(every_token, rescale=self._whitened if by_rollout else None)
+        return step.build_step_advantages(
+            every_token, rescale=self._whiten_numbers if by_rollout else None
+        )
 
-    def _whitened(self, numbers: Sequence[Numbers]) -> list[Numbers]:
+    def _whiten_numbers(self, numbers: Sequence[Numbers]) -> list[Numbers]:
         roots = [next(iter(each.values())) for each in numbers]
         centre, std = (fmean(roots), stdev(roots)) if len(roots) > 1 else (0.0, 0.0)
         return [
@@ -75,12 +77,12 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         is_late = self.normalise and self.over == "tokens"
-        return row_math.add_kl(
+        return row_math.subtract_kl_penalty(
             rows, self.kl_reward, 1.0, normalise=is_late, epsilon=self.normalise_epsilon
         )
 
 
-def _names(group: Group) -> list[str]:
+def _reward_names(group: Group) -> list[str]:
     """Return the sorted names of all rewards in a group, of whole rollouts and of single calls."""
     return sorted(
         {

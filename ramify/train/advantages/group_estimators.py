@@ -31,7 +31,7 @@ from ramify.train.advantages.token_loss_weights import Reduction
 from ramify.types.training_sequences import TokenSequence, rollout_of
 
 
-def above_mean(returns: Sequence[float]) -> list[float]:
+def subtract_mean(returns: Sequence[float]) -> list[float]:
     """Subtract the mean from each return: R_i - mean(R).
 
     The result is exactly 0 if all returns are equal, regardless of rounding.
@@ -51,7 +51,7 @@ class DrGRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="dr_
     Without the division, advantages keep their scale on both hard and easy tasks."""
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        return above_mean(returns)
+        return subtract_mean(returns)
 
 
 class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
@@ -67,7 +67,7 @@ class GRPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"
     epsilon: float = EPSILON
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        centred = above_mean(returns)
+        centred = subtract_mean(returns)
         if not any(centred):
             return centred
         std = statistics.stdev(returns)
@@ -108,7 +108,7 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         scale = len(returns) / max(len(returns) - 1, 1)
-        return [value * scale for value in above_mean(returns)]
+        return [value * scale for value in subtract_mean(returns)]
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
         if self.kl_over == "token" or not self.kl_reward:
@@ -119,7 +119,9 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
         for line in calls:
             row = line.parts[0][0]
             group = charges.setdefault(row.item, {})
-            kl = float((line.read("old_logprobs") - line.read("ref_logprobs")).sum())
+            kl = float(
+                (line.stream_values("old_logprobs") - line.stream_values("ref_logprobs")).sum()
+            )
             name = rollout_of(row.name)
             group[name] = group.get(name, 0.0) + kl
         extra = {
@@ -129,7 +131,7 @@ class RLOO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="rloo"
         }
         for line in calls:
             name = rollout_of(line.parts[0][0].name)
-            line.write("advantages", line.read("advantages") - extra[name])
+            line.write_stream("advantages", line.stream_values("advantages") - extra[name])
         if self.normalise:
             row_math.normalise_advantages(calls, self.normalise_epsilon)
         num = sum(len(tokens) for line in calls for _, tokens in line.parts)
@@ -151,7 +153,7 @@ class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxr
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         centre = statistics.fmean(returns) if returns else 0.0
         shift = centre + self.epsilon
-        return [value / shift if centre > 0 else 0.0 for value in above_mean(returns)]
+        return [value / shift if centre > 0 else 0.0 for value in subtract_mean(returns)]
 
 
 class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
@@ -164,7 +166,7 @@ class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
     the baseline of least variance gives them more weight."""
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        centred = above_mean(returns)
+        centred = subtract_mean(returns)
         if not any(centred) or not sum(lengths):
             return centred
         weighted = sum(size * value for size, value in zip(lengths, returns, strict=True))
@@ -183,7 +185,7 @@ class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pa
     """
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        if not any(above_mean(returns)):
+        if not any(subtract_mean(returns)):
             return [0.0] * len(returns)
         first, second = sorted(returns, reverse=True)[:2]
         ahead = (first - second) / (statistics.stdev(returns) + EPSILON)

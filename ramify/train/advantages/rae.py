@@ -61,17 +61,17 @@ class RAE(
         for group in step.groups:
             numbers = []
             for tree in group.trees:
-                numbers.append(self._against(means, tree, returns_by_role))
+                numbers.append(self._advantages_against_means(means, tree, returns_by_role))
                 if self.update == "rollout":
-                    means.update(self._updated(means, returns_by_role))
+                    means.update(self._update_means(means, returns_by_role))
                     returns_by_role.clear()
             group.advantages = numbers
-        assigned = step.assigned(every_token)
-        means.update(self._updated(means, returns_by_role))
+        assigned = step.build_step_advantages(every_token)
+        means.update(self._update_means(means, returns_by_role))
         assigned.memory |= {role: mean for role, mean in means.items() if "@" in role}
         return assigned
 
-    def _updated(
+    def _update_means(
         self, means: Mapping[str, float], returns_by_role: Mapping[str, Sequence[float]]
     ) -> dict[str, float]:
         return {
@@ -79,7 +79,7 @@ class RAE(
             for role, returns in returns_by_role.items()
         }
 
-    def _against(
+    def _advantages_against_means(
         self,
         means: Mapping[str, float],
         tree: Mapping[str, CreditNode],

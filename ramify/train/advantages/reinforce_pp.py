@@ -51,10 +51,10 @@ class ReinforcePP(
         step = StepAdvantageBuilder(groups, weights, self)
         for group in step.groups:
             group.advantages = [inherited_returns(tree, self.gamma_tree) for tree in group.trees]
-        return step.assigned(every_token, gamma=self.gamma, has_baseline=False)
+        return step.build_step_advantages(every_token, gamma=self.gamma, has_baseline=False)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        return row_math.add_kl(
+        return row_math.subtract_kl_penalty(
             rows,
             self.kl_reward,
             self.gamma,

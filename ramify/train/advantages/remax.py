@@ -56,7 +56,7 @@ class ReMax(
             scored.advantages = [
                 dict.fromkeys(tree, _root_reward(tree) - baseline) for tree in scored.trees
             ]
-        assigned = step.assigned(every_token)
+        assigned = step.build_step_advantages(every_token)
         assigned.notes += [
             f"item {group.task} is left out: {why}"
             for group in groups

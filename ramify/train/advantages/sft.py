@@ -70,7 +70,10 @@ class SFT(
             [trajectory for trajectory in group.trajectories if self._is_good(trajectory, weights)]
             for group in groups
         ]
-        counts = [[self._counts(trajectory, weights) for trajectory in group] for group in kept]
+        counts = [
+            [self._trained_token_counts(trajectory, weights) for trajectory in group]
+            for group in kept
+        ]
         per_token, denominator = token_weights(counts, self.reduction, self.share)
         rollouts = [
             RolloutAdvantages(trajectory, _credits(trajectory, weight))
@@ -102,7 +105,9 @@ class SFT(
             return True
         return bool(trajectory.rewards) and total(trajectory.rewards, weights) >= self.min_reward
 
-    def _counts(self, trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, int]:
+    def _trained_token_counts(
+        self, trajectory: Trajectory, weights: Mapping[str, float]
+    ) -> dict[str, int]:
         return {
             call.id: sum(num for _, num in _replies_with_ids(call))
             if self._is_trained(trajectory, call, weights)

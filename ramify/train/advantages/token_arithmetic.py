@@ -49,7 +49,7 @@ class SampledCallTokens(NamedTuple):
     parts: list[tuple[TokenSequence, Ints]]
     """Pairs of a token sequence and the indices of its sampled tokens."""
 
-    def read(self, name: str) -> Doubles:
+    def stream_values(self, name: str) -> Doubles:
         """Return the values [N] of a named stream, or of ``advantages``.
 
         Raises TrainError if a token sequence lacks the stream.
@@ -58,7 +58,7 @@ class SampledCallTokens(NamedTuple):
             [_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts]
         )
 
-    def write(self, name: str, values: Doubles) -> None:
+    def write_stream(self, name: str, values: Doubles) -> None:
         """Write ``values`` [N] for this call's tokens to the stream ``name``, or to the advantages
         if it is ``advantages``.
 
@@ -86,7 +86,7 @@ def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[SampledCallTokens]
     return map(SampledCallTokens, by_call.values())
 
 
-def to_go(rewards: Doubles, gamma: float) -> Doubles:
+def returns_to_go(rewards: Doubles, gamma: float) -> Doubles:
     """Compute the discounted returns-to-go G_t = r_t + γ G_{t+1} of a series of rewards.
 
     rewards 1, 0, 2 with γ = 0.5: returns 1.5, 1, 2"""
@@ -103,10 +103,10 @@ def gae(rewards: Doubles, values: Doubles, gamma: float, lam: float) -> Doubles:
     and V the critic's value. The value after the last token is 0.
     """
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
-    return to_go(deltas, gamma * lam)
+    return returns_to_go(deltas, gamma * lam)
 
 
-def starts_of(turns: Doubles) -> Ints:
+def turn_start_indices(turns: Doubles) -> Ints:
     """Return the index of the first token of each turn, given the turn of every token.
 
     For example, turns 0, 0, 1, 3, 3 give 0, 2, 3.
@@ -144,7 +144,7 @@ def whiten_all(parts: Sequence[list[float]], epsilon: float | None = None) -> No
         start += len(part)
 
 
-def add_kl(
+def subtract_kl_penalty(
     rows: Sequence[TokenSequence],
     beta: float,
     gamma: float,
@@ -163,8 +163,11 @@ def add_kl(
     charges: list[Doubles] = []
     calls = list(tokens_by_call(rows))
     for line in calls:
-        charges.append(line.read("old_logprobs") - line.read("ref_logprobs"))
-        line.write("advantages", line.read("advantages") + to_go(-beta * charges[-1], gamma))
+        charges.append(line.stream_values("old_logprobs") - line.stream_values("ref_logprobs"))
+        line.write_stream(
+            "advantages",
+            line.stream_values("advantages") + returns_to_go(-beta * charges[-1], gamma),
+        )
     if normalise:
         normalise_advantages(calls, epsilon)
     num = sum(map(len, charges))
@@ -177,11 +180,11 @@ def normalise_advantages(calls: Sequence[SampledCallTokens], epsilon: float | No
     """
     if not calls:
         return
-    whitened = whiten(np.concatenate([line.read("advantages") for line in calls]), epsilon)
+    whitened = whiten(np.concatenate([line.stream_values("advantages") for line in calls]), epsilon)
     start = 0
     for line in calls:
         num = sum(len(tokens) for _, tokens in line.parts)
-        line.write("advantages", whitened[start : start + num])
+        line.write_stream("advantages", whitened[start : start + num])
         start += num
 
 
@@ -214,7 +217,10 @@ def normalise_by_step(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]
     for row in rows:
         for step, value in row.items():
             buckets[step].append(value)
-    return [{step: _scaled(value, buckets[step]) for step, value in row.items()} for row in rows]
+    return [
+        {step: _standardize_value(value, buckets[step]) for step, value in row.items()}
+        for row in rows
+    ]
 
 
 def subtract_group_mean(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
@@ -257,7 +263,7 @@ def weight_early_tokens(values: Sequence[float], gamma: float) -> list[float]:
     return weighted
 
 
-def _scaled(value: float, bucket: Sequence[float]) -> float:
+def _standardize_value(value: float, bucket: Sequence[float]) -> float:
     if len(bucket) < 2 or min(bucket) == max(bucket):
         return 0.0
     return (value - statistics.fmean(bucket)) / (statistics.pstdev(bucket) + 1e-6)

@@ -150,11 +150,11 @@ class RolloutTokenDivisor(NamedTuple):
     """Number of steps in the mean. If it is 0, ``value`` has no meaning."""
 
     @classmethod
-    def of_memory(cls, memory: Mapping[str, float]) -> RolloutTokenDivisor:
+    def from_saved_state(cls, memory: Mapping[str, float]) -> RolloutTokenDivisor:
         steps = int(memory.get("rollout_tokens_steps", 0))
         return cls(memory["rollout_tokens"], steps) if steps else cls()
 
-    def memory(self) -> dict[str, float]:
+    def saved_state(self) -> dict[str, float]:
         return {"rollout_tokens": self.value, "rollout_tokens_steps": float(self.steps)}
 
     def divisor(self, groups: Sequence[Sequence[Counts]]) -> float:
@@ -162,9 +162,9 @@ class RolloutTokenDivisor(NamedTuple):
 
         ``groups`` holds the rollouts of that step, which are used only if it is the first.
         """
-        return self.value if self.steps else self.after(groups).value
+        return self.value if self.steps else self.updated_with_step(groups).value
 
-    def after(self, groups: Sequence[Sequence[Counts]]) -> RolloutTokenDivisor:
+    def updated_with_step(self, groups: Sequence[Sequence[Counts]]) -> RolloutTokenDivisor:
         """Return the running mean updated with the rollouts of one more step, ``groups``."""
         sizes = [_size(group) for group in groups]
         num = sum(size.rollouts for size in sizes)

@@ -33,11 +33,13 @@ def activation_room(memory: int) -> int:
     return 2 * memory // 5 if memory else 4 << 30
 
 
-def max_logits(is_cuda: bool) -> int:
+def max_logit_elements(is_cuda: bool) -> int:
     return 1 << 26 if is_cuda else 1 << 22
 
 
-def activation_bytes(width: int, mlp: int, layers: int, recompute: bool, itemsize: int) -> int:
+def activation_bytes_per_token(
+    width: int, mlp: int, layers: int, recompute: bool, itemsize: int
+) -> int:
     """Estimate how many bytes of activations one token needs until its backward pass.
 
     Each layer stores about ten vectors of the model's width and four of the MLP's. With activation
@@ -57,7 +59,7 @@ def total_gpu_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def most_tokens(config: Any, device: torch.device, recompute: bool, precision: str) -> int:
+def max_tokens_in_memory(config: Any, device: torch.device, recompute: bool, precision: str) -> int:
     """Return the number of tokens whose activations fit into the memory of the device.
 
     ``precision`` is the precision of matrix products, ``fp32`` or ``bf16``.
@@ -65,7 +67,7 @@ def most_tokens(config: Any, device: torch.device, recompute: bool, precision: s
     itemsize = 2 if precision == "bf16" else 4
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     layers = config.num_hidden_layers
-    token = activation_bytes(config.hidden_size, mlp, layers, recompute, itemsize)
+    token = activation_bytes_per_token(config.hidden_size, mlp, layers, recompute, itemsize)
     return max(LEAST_TOKENS, activation_room(total_gpu_bytes(device)) // token)
 
 
@@ -79,7 +81,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(longest)
 
 
-def recompute_layers(model: nn.Module, enabled: bool) -> None:
+def set_activation_checkpointing(model: nn.Module, enabled: bool) -> None:
     """Turn activation checkpointing on or off for each layer of a model.
 
     Off must be set too, since an earlier backend of the same model may have turned it on.
@@ -116,7 +118,7 @@ def keep_malloc_memory() -> bool:
     reallocation: 5 to 10 % of a step of a small model. The price is that the process keeps its peak
     memory.
     """
-    return _configured(_LARGE, _LARGE, 1 << 26)
+    return _configure_malloc(_LARGE, _LARGE, 1 << 26)
 
 
 def disable_malloc_retention() -> bool:
@@ -129,10 +131,10 @@ def disable_malloc_retention() -> bool:
     shrinking. With a model of 264 MB on two ranks, memory peaked at 2.6 times what the ranks hold,
     and at 1.02 times with this setting.
     """
-    return _configured(_BLOCK, _BLOCK, 0)
+    return _configure_malloc(_BLOCK, _BLOCK, 0)
 
 
-def _configured(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
+def _configure_malloc(mmap_threshold: int, trim_threshold: int, top_pad: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:

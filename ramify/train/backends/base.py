@@ -184,7 +184,7 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
         Raises ConfigError if the number of ranks does not fit the options.
         """
-        return MeshSizes.of(num_ranks, self.replicas, self.tensor, self.experts)
+        return MeshSizes.from_rank_count(num_ranks, self.replicas, self.tensor, self.experts)
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -225,10 +225,12 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         sizes = {"max_tokens": self.max_tokens, "max_logits": self.max_logits}
         check_none_or_positive("compute", "the size that fits the device", **sizes)
         if self.backend == "fsdp2":
-            _log.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
+            _log.issue_python_warning(
+                "compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3
+            )
             msgspec.structs.force_setattr(self, "backend", "fsdp")
         if self.shard.compile and not self.compile:
-            _log.warn(
+            _log.issue_python_warning(
                 "compute.shard.compile is called compute.compile here", OldNameWarning, stacklevel=3
             )
             msgspec.structs.force_setattr(self, "compile", True)

@@ -35,7 +35,7 @@ from ramify.train.backends.fsdp_model import (
     Source,
     check_optimizer,
 )
-from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.meta_model import build_meta_model
 from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.tensor_parallel import TensorParallelPlan
 from ramify.train.backends.trained_model import PolicyWithSeparateCritic
@@ -151,7 +151,7 @@ class FsdpTrainedModel:
 
         Pass ``elsewhere=True`` if some ranks run on other machines.
         """
-        launch.check(compute.shard, device, elsewhere=elsewhere)
+        launch.check_ranks(compute.shard, device, elsewhere=elsewhere)
 
     @staticmethod
     def check_model(
@@ -196,7 +196,7 @@ class FsdpTrainedModel:
 
     def stack_traces(self) -> str:
         """Return the stack traces of all other ranks, as text."""
-        return self._ranks.rank_group.stacks()
+        return self._ranks.rank_group.rank_stack_traces()
 
     def release_memory(self) -> None:
         self._ranks.rank_group.call("release_memory")
@@ -211,7 +211,7 @@ def check_source_tensors(config: Any, source: Source) -> None:
 
     The error names the first tensor that does not fit.
     """
-    model = on_meta(config)
+    model = build_meta_model(config)
     if isinstance(source, Path):
         check_weights(model, stored_tensors(source, model), str(source))
     elif not isinstance(source, FsdpModel):

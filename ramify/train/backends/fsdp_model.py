@@ -35,8 +35,14 @@ from ramify.models.weights import check_weights
 from ramify.train.backends import launch, sharded_checkpoint, sharded_lora
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.mesh import MeshSizes
-from ramify.train.backends.meta_model import on_meta
-from ramify.train.backends.rank import ModelConfigText, RankModelSpec, dealt, idle, is_of_critic
+from ramify.train.backends.meta_model import build_meta_model
+from ramify.train.backends.rank import (
+    ModelConfigText,
+    RankModelSpec,
+    distribute_batches,
+    idle_batch,
+    is_of_critic,
+)
 from ramify.train.backends.safetensors_export import export_model
 from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.single import check_window
@@ -80,7 +86,7 @@ class FsdpBackend:
 
     @property
     def packing(self) -> PackingSpec:
-        packing: PackingSpec = self._own.packing
+        packing: PackingSpec = self._own_backend.packing
         return msgspec.structs.replace(packing, multiple=self._mesh.num_batches)
 
     @property
@@ -89,14 +95,17 @@ class FsdpBackend:
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
-            losses.check_whole(batches, loss.sequence)
-        if losses.chooses(loss) and batches:
-            batches = losses.choose(batches, loss, self.logprobs(batches))
+            losses.check_sequences_unsplit(batches, loss.sequence)
+        if losses.selects_tokens(loss) and batches:
+            batches = losses.mark_selected_tokens(batches, loss, self.logprobs(batches))
         tally = LossTally()
         if batches:
-            _, each = self._shares(batches)
+            _, each = self._divide_batches(batches)
             formula = loss.stored()
-            measured = self._call("add", each=[(part, formula, idle(batches[0])) for part in each])
+            measured = self._call(
+                "accumulate_gradient",
+                each=[(part, formula, idle_batch(batches[0])) for part in each],
+            )
             for one in measured[:: self._mesh.tensor]:
                 tally.merge(one)
         return tally.metrics()
@@ -105,7 +114,7 @@ class FsdpBackend:
         try:
             metrics: dict[str, float] = self._call("optim_step")[0]
         finally:
-            self._steps = self._own.version
+            self._steps = self._own_backend.version
         return metrics
 
     def check_gradient(self) -> None:
@@ -124,7 +133,7 @@ class FsdpBackend:
     def values(self, batches: Many[Batch]) -> list[Floats]:
         if not self._critic:
             raise ConfigError("this backend has no critic: create it with one, as rl.critic does")
-        return self._collect("values", batches)
+        return self._run_on_ranks("values", batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and a copy of each full tensor.
@@ -166,8 +175,8 @@ class FsdpBackend:
             ) from None
         there, here = msgspec.json.decode(state["optim"]), self._optim.kind
         packed = self._model.own.model(self._model.key).sharded.packed
-        weights, optimizers = self._own.trained_parameters_and_optimizer
-        sharded_checkpoint.check(
+        weights, optimizers = self._own_backend.trained_parameters_and_optimizer
+        sharded_checkpoint.check_shapes_match(
             folder, sharded_checkpoint.ShardedState(weights, optimizers, packed)
         )
         if there["kind"] != here:
@@ -184,23 +193,25 @@ class FsdpBackend:
 
         With ``base``, they are computed without the model's adapters.
         """
-        return self._collect("logprobs", batches, base)
+        return self._run_on_ranks("logprobs", batches, base)
 
-    def _collect(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
+    def _run_on_ranks(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
         """Distribute the batches over the ranks and call the method ``verb`` on each rank.
 
         Returns one result per batch, in the order of ``batches``.
         """
         if not batches:
             return []
-        shares, each = self._shares(batches)
+        shares, each = self._divide_batches(batches)
         by_index: dict[int, Floats] = {}
-        values = self._call(verb, each=[(part, idle(batches[0]), *options) for part in each])
+        values = self._call(verb, each=[(part, idle_batch(batches[0]), *options) for part in each])
         for share, columns in zip(shares, values[:: self._mesh.tensor], strict=True):
             by_index |= zip(share, columns, strict=True)
         return [by_index[index] for index in range(len(batches))]
 
-    def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
+    def _divide_batches(
+        self, batches: Many[Batch]
+    ) -> tuple[list[list[int]], list[list[Batch | None]]]:
         """Divide the batches among the ranks.
 
         All ranks of a tensor-parallel group get the same batches.
@@ -210,7 +221,7 @@ class FsdpBackend:
         """
         for batch in batches:
             check_window(batch, self._model.policy.window)
-        shares = dealt(batches, self._mesh.num_batches)
+        shares = distribute_batches(batches, self._mesh.num_batches)
         rounds = max(map(len, shares))
         return shares, [
             [batches[index] for index in each] + [None] * (rounds - len(each))
@@ -219,7 +230,7 @@ class FsdpBackend:
         ]
 
     @property
-    def _own(self) -> Any:
+    def _own_backend(self) -> Any:
         return self._model.own.backend_of(self._model.key)
 
     @property
@@ -281,7 +292,7 @@ class FsdpModel:
             "make",
             key,
             RankModelSpec(
-                ModelConfigText.of(config),
+                ModelConfigText.from_config(config),
                 compute,
                 folder,
                 lora,
@@ -298,11 +309,11 @@ class FsdpModel:
         self._named = {*self.shapes, *self._buffers}
         self.policy: Policy = model.policy
         if isinstance(source, FsdpModel):
-            self.rank_group.call("copy", key, source.key)
+            self.rank_group.call("copy_weights", key, source.key)
         elif not isinstance(source, Path):
             self._put(source)
         self._own_names = {
-            sharded_lora.plain(name): name
+            sharded_lora.base_parameter_name(name): name
             for name in self._shapes
             if not sharded_lora.is_adapter(name)
         }
@@ -311,7 +322,9 @@ class FsdpModel:
         if lora is not None and holds_base:
             assert not isinstance(source, FsdpModel)
             initial: Mapping[str, Any] = (
-                stored_tensors(source, on_meta(config)) if isinstance(source, Path) else source
+                stored_tensors(source, build_meta_model(config))
+                if isinstance(source, Path)
+                else source
             )
             self._frozen = {
                 name: nn.Parameter(initial[name][...].float().clone(), requires_grad=False)
@@ -326,7 +339,7 @@ class FsdpModel:
         """
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
         return {
-            sharded_lora.plain(n): tuple(s)
+            sharded_lora.base_parameter_name(n): tuple(s)
             for n, s in policy.items()
             if not sharded_lora.is_adapter(n)
         }
@@ -345,7 +358,7 @@ class FsdpModel:
         hold are gathered from the ranks.
         """
         if self.lora is None:
-            yield from self._gathered(list(self.shapes))
+            yield from self._gather_tensors(list(self.shapes))
             return
         for name, base, make in self.base_tensors_and_adapters():
             yield name, base.detach() if make is None else make()
@@ -362,20 +375,26 @@ class FsdpModel:
         for name, shape in self.shapes.items():
             blank = torch.empty(shape, device="meta")
             if self.lora is None:
-                yield name, blank, partial(self._one, name)
+                yield name, blank, partial(self._gather_one, name)
             elif name in matrices:
                 yield name, self._frozen.get(name, blank), self._with_adapter(name)
             elif name in self._frozen:
                 yield name, self._frozen[name], None
             else:
-                yield name, blank, LazyFrozenWeight(partial(self._base, name), (id(self), name))
+                yield (
+                    name,
+                    blank,
+                    LazyFrozenWeight(partial(self._base_weight, name), (id(self), name)),
+                )
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the full tensor of each adapter matrix (A and B).
 
         In a model with adapters, no other weights are trained.
         """
-        yield from self._gathered([name for name in self._shapes if sharded_lora.is_adapter(name)])
+        yield from self._gather_tensors(
+            [name for name in self._shapes if sharded_lora.is_adapter(name)]
+        )
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the full accumulated gradient of every trained parameter.
@@ -383,7 +402,7 @@ class FsdpModel:
         This is meant for debugging.
         """
         trained = self.own.backend_of(self.key).trained_parameters_and_optimizer[0]
-        yield from self._gathered(list(trained), gradients=True)
+        yield from self._gather_tensors(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the weights on all ranks with full tensors of this process.
@@ -394,7 +413,7 @@ class FsdpModel:
             raise ConfigError(
                 "a model with adapters keeps its initial base weights: it accepts no others"
             )
-        check_weights(on_meta(self.config), weights, "the update")
+        check_weights(build_meta_model(self.config), weights, "the update")
         self._put(weights)
 
     def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
@@ -407,7 +426,7 @@ class FsdpModel:
         buffers = {name: tuple(each.shape) for name, each in self._buffers.items()}
         tensors = itertools.chain(self.weights(), self._buffers.items())
         shapes = {**self.shapes, **buffers}
-        export_model(folder, self.config, on_meta(self.config), shapes, tensors, dtype)
+        export_model(folder, self.config, build_meta_model(self.config), shapes, tensors, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if self.lora is not None:
@@ -418,35 +437,39 @@ class FsdpModel:
         self.rank_group.call("drop", self.key)
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
-        for names in _groups({name: each for name, each in weights.items() if name in self._named}):
+        for names in _groups_to_gather(
+            {name: each for name, each in weights.items() if name in self._named}
+        ):
             named = [(name, weights[name]) for name in names]
             blank: list[tuple[str, Tensor | None]] = [(name, None) for name in names]
             each = [(named,), *[(blank,)] * (self.rank_group.size - 1)]
-            self.rank_group.call("put", self.key, each=each)
+            self.rank_group.call("store_weight_shards", self.key, each=each)
 
-    def _one(self, name: str) -> Tensor:
-        ((_, tensor),) = self._gathered([name])
+    def _gather_one(self, name: str) -> Tensor:
+        ((_, tensor),) = self._gather_tensors([name])
         return tensor
 
     def _with_adapter(self, name: str) -> AdaptedMatrix:
         assert self.lora is not None
 
         def pair() -> tuple[Tensor, Tensor]:
-            (_, a), (_, b) = self._gathered(list(sharded_lora.matrix_names(name)))
+            (_, a), (_, b) = self._gather_tensors(list(sharded_lora.matrix_names(name)))
             return a, b
 
         scale = self.lora.alpha / self.lora.rank
-        return AdaptedMatrix(partial(self._base, name), pair, scale, torch.float32)
+        return AdaptedMatrix(partial(self._base_weight, name), pair, scale, torch.float32)
 
-    def _base(self, name: str) -> Tensor:
+    def _base_weight(self, name: str) -> Tensor:
         """Return the weight ``name`` of the model without its adapters."""
         if name in self._frozen:
             return self._frozen[name].detach()
-        return self._one(self._own_names[name])
+        return self._gather_one(self._own_names[name])
 
-    def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def _gather_tensors(
+        self, names: list[str], gradients: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
-        for group in _groups(empty):
+        for group in _groups_to_gather(empty):
             yield from zip(
                 group,
                 self.rank_group.call("gather", self.key, group, gradients)[0],
@@ -454,7 +477,7 @@ class FsdpModel:
             )
 
 
-def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def _groups_to_gather(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Split the names of ``tensors`` into groups that are small enough to gather in one
     operation."""
     group: list[str] = []

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 
-from ramify.actors.child_process import ChildProcess, ProcessHandle, import_path
+from ramify.actors.child_process import ChildProcess, ProcessHandle, pythonpath_environment
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket, read_ticket
 from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstanceId
 from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
@@ -72,7 +72,7 @@ class RankSettings(msgspec.Struct, frozen=True):
     """True if all ranks are on one machine."""
 
 
-def follow_if_told() -> None:
+def run_follower_rank() -> None:
     """Execute rank 0's commands until the run ends, then exit, if torchrun started this process as
     another rank.
 
@@ -80,7 +80,7 @@ def follow_if_told() -> None:
     """
     world = RankInfo.of_environment()
     if world is not None and world.rank > 0:
-        follow(world)
+        serve_follower_rank(world)
 
 
 def is_restarted() -> bool:
@@ -106,7 +106,7 @@ def num_ranks(shard: ShardSpec, device: str) -> int:
     return shard.ranks or (world.size if world is not None else max(1, num_gpus))
 
 
-def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
+def check_ranks(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
     """Check that the configured ranks can be started, and return their number.
 
     ``elsewhere`` means that some ranks run on other machines, so that the number of local GPUs does
@@ -171,7 +171,7 @@ class JoinedRanks(NamedTuple):
 
 
 @contextlib.contextmanager
-def _unfinished(processes: Sequence[ProcessHandle]) -> Iterator[None]:
+def _kill_on_failure(processes: Sequence[ProcessHandle]) -> Iterator[None]:
     """Kill all started ranks if the ``with`` block raises an exception, so that a failed start
     leaves no processes behind."""
     import torch.distributed as dist
@@ -200,12 +200,12 @@ def start_ranks(
     from ramify.actors.rank_watch import RankConnection, RankProgress
     from ramify.train.backends.rank import RankModels
 
-    size = check(shard, device, elsewhere=hosts is not None)
+    size = check_ranks(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
     pulse = RankProgress()
     processes: list[ProcessHandle] = []
     meeting: TorchrunRendezvous | None = None
-    with _unfinished(processes):
+    with _kill_on_failure(processes):
         if world is None:
             address = LOOPBACK if hosts is None else hosts.address
             is_local = address == LOOPBACK
@@ -215,7 +215,7 @@ def start_ranks(
             is_local, listener = world.is_local, meeting.listen()
         with listener:
             for other in range(1, size) if world is None else ():
-                processes.append(_started(hosts, other, size, listener, stacks))
+                processes.append(_start_rank(hosts, other, size, listener, stacks))
             channels = _accept_ranks(listener, size, lambda rank: _check_alive(processes, rank))
         settings = RankSettings(size, 0, device, shard.timeout_s, is_local)
         for rank in range(1, size):
@@ -229,7 +229,7 @@ def start_ranks(
         )
         members = AuthenticatedGroupFactory(listener.key, is_local)
         local_rank = 0 if world is None else world.local_rank
-        _enter(store.store, 0, settings, members, local_rank)
+        _join_process_group(store.store, 0, settings, members, local_rank)
         own = RankModels(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
     mesh = shard.mesh(size)
     connections = [
@@ -237,7 +237,7 @@ def start_ranks(
             rank,
             channels[rank, "talk"].channel,
             channels[rank, "watch"].channel,
-            f"{mesh.place(rank)}, {channels[rank, 'talk'].place}",
+            f"{mesh.rank_coordinates(rank)}, {channels[rank, 'talk'].place}",
         )
         for rank in range(1, size)
     ]
@@ -246,7 +246,7 @@ def start_ranks(
     def close() -> None:
         store.close()
         if meeting is not None:
-            meeting.forget()
+            meeting.withdraw_address()
 
     return JoinedRanks(group, own, close)
 
@@ -275,7 +275,7 @@ def _forget_meshes() -> None:
         clear()
 
 
-def follow(world: RankInfo) -> NoReturn:
+def serve_follower_rank(world: RankInfo) -> NoReturn:
     """Run this process as a torchrun rank other than 0.
 
     It executes the commands of rank 0 until rank 0 ends, and then exits. Raises TrainError if rank
@@ -284,10 +284,10 @@ def follow(world: RankInfo) -> NoReturn:
     meeting = TorchrunRendezvous(world)
     until = time.monotonic() + _torch_timeout(ShardSpec().timeout_s)
     while True:
-        ticket = meeting.find()
+        ticket = meeting.find_rank_zero_address()
         try:
             if ticket is not None:
-                _follow(world.rank, world.local_rank, _channels(ticket, world.rank))
+                _run_follower(world.rank, world.local_rank, _open_channels(ticket, world.rank))
         except (OSError, EOFError):  # rank 0 of an earlier attempt, which is gone
             pass
         if time.monotonic() > until:
@@ -295,14 +295,14 @@ def follow(world: RankInfo) -> NoReturn:
         time.sleep(_POLL_S)
 
 
-def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
+def _run_follower(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
     """Join the process group, execute the commands of rank 0 until rank 0 ends, and exit.
 
     Raises EOFError or OSError if rank 0 ends before the group is complete.
     """
     import torch.distributed as dist
 
-    from ramify.actors.rank_group import follow
+    from ramify.actors.rank_group import serve_rank_zero
     from ramify.actors.rank_store import RankStoreClient
     from ramify.actors.rank_watch import RankProgress
     from ramify.train.backends.rank import RankModels
@@ -312,12 +312,12 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
     join_parent_run_log(f"rank {rank}")
     members = AuthenticatedGroupFactory(channels["store"].key, settings.is_local)
     store = RankStoreClient(channels["store"])  # torch does not keep it alive
-    _enter(store, rank, settings, members, local_rank)
+    _join_process_group(store, rank, settings, members, local_rank)
     pulse = RankProgress()
     device, timeout_s = _device(settings.device, local_rank), settings.timeout_s
     own = RankModels(rank, settings.size, device, timeout_s, pulse, members)
     _log.info("rank_ready", f"rank {rank} of {settings.size} is ready", rank=rank)
-    follow(own, pulse, channels["talk"], channels["watch"], rank, timeout_s)
+    serve_rank_zero(own, pulse, channels["talk"], channels["watch"], rank, timeout_s)
     own.wait()
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -329,7 +329,7 @@ def _follow(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) 
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _started(
+def _start_rank(
     hosts: Launcher | None, rank: int, size: int, listener: ConnectBackListener, stacks: Path
 ) -> ProcessHandle:
     """Start the process of one rank and return it.
@@ -340,9 +340,9 @@ def _started(
     import torch
 
     threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
-    environment = {**threads, **import_path()}
+    environment = {**threads, **pythonpath_environment()}
     log = stacks.resolve() / "ranks" / f"rank-{rank}.log"
-    ticket = listener.ticket(str(rank))
+    ticket = listener.create_ticket(str(rank))
     if hosts is not None:
         return hosts.start(RoleInstanceId("trainer", rank), _COMMAND, environment, log, ticket)
     return ChildProcess(
@@ -404,7 +404,7 @@ def _accept_ranks(
     return joined
 
 
-def _channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
+def _open_channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
     """Open this rank's three connections to rank 0, and return them by kind."""
     place = f"process {os.getpid()} on {socket.gethostname()}"
     kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")
@@ -422,7 +422,7 @@ def _torch_timeout(timeout_s: float) -> float:
     return 2 * timeout_s + 30
 
 
-def _enter(
+def _join_process_group(
     store: Any,
     rank: int,
     settings: RankSettings,
@@ -455,7 +455,7 @@ def _enter(
         return dist.group.WORLD
 
     try:
-        members.formed(group, *(("cpu", "cuda") if is_cuda else ("cpu",)))
+        members.create_group(group, *(("cpu", "cuda") if is_cuda else ("cpu",)))
     except dist.DistError as error:
         raise TrainError(str(error).partition("\n")[0]) from None
 
@@ -483,4 +483,4 @@ def _check_port(port: int | None) -> None:
 if __name__ == "__main__":
     own_ticket = read_ticket()
     number = int(own_ticket.name)
-    _follow(number, None, _channels(own_ticket, number))
+    _run_follower(number, None, _open_channels(own_ticket, number))

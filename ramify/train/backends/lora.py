@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import AdaptedMatrix, add_adapter
+from ramify.inference.weight_sync.base import AdaptedMatrix, merge_adapter
 
 _ORIGINAL = "parametrizations.weight.original"
 
@@ -46,7 +46,7 @@ class LoraParametrization(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         if self.is_off:
             return weight
-        return add_adapter(weight, self.A, self.B, self.scale)
+        return merge_adapter(weight, self.A, self.B, self.scale)
 
 
 def attach(
@@ -65,7 +65,9 @@ def attach(
     """
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    chosen = [module for name, module in model.named_modules() if is_chosen(name, module, targets)]
+    chosen = [
+        module for name, module in model.named_modules() if is_adapter_target(name, module, targets)
+    ]
     if not chosen:
         linear = {
             name.rpartition(".")[2]
@@ -83,7 +85,7 @@ def attach(
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each weight of a model with adapters.
 
     Each adapter is merged into the weight that it adapts.
@@ -109,10 +111,14 @@ def base_tensors_and_adapters(
         if owner == name:
             yield name, parameter, None
         elif name.endswith(_ORIGINAL):
-            yield f"{owner}.weight", parameter, _adapted(model.get_submodule(owner), parameter)
+            yield (
+                f"{owner}.weight",
+                parameter,
+                _adapted_matrix(model.get_submodule(owner), parameter),
+            )
 
 
-def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
+def _adapted_matrix(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
     (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
     assert isinstance(adapter, LoraParametrization)
     return AdaptedMatrix(
@@ -124,7 +130,7 @@ def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
 
 
 @contextlib.contextmanager
-def without(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the ``with`` block, so that the model computes as it did before
     they were added.
 
@@ -144,7 +150,7 @@ def has_adapters(model: nn.Module) -> bool:
     return any(isinstance(module, LoraParametrization) for module in model.modules())
 
 
-def is_chosen(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:
+def is_adapter_target(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:
     if not isinstance(module, nn.Linear):
         return False
     last = name.rpartition(".")[2]

@@ -44,7 +44,7 @@ class MeshSizes(NamedTuple):
     experts: int
 
     @classmethod
-    def of(cls, num_ranks: int, replicas: int, tensor: int, experts: int) -> MeshSizes:
+    def from_rank_count(cls, num_ranks: int, replicas: int, tensor: int, experts: int) -> MeshSizes:
         """Compute the sizes of a mesh of ``num_ranks`` ranks.
 
         The number of shards follows from the other sizes. Raises ConfigError if the ranks cannot
@@ -84,7 +84,7 @@ class MeshSizes(NamedTuple):
         its weights."""
         return self.tensor > 1 or self.experts > 1
 
-    def place(self, rank: int) -> str:
+    def rank_coordinates(self, rank: int) -> str:
         """Return the coordinates of a rank in the mesh as text, such as ``shard 1, tensor 0``."""
         axes = {"replicate": self.replicas, "shard": self.shard, "tensor": self.tensor}
         found, rest = [], rank

@@ -15,24 +15,24 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ramify.models.dense import DenseModel, unsupported
+from ramify.models.dense import DenseModel, unsupported_reason
 
 
-def on_meta(config: Any, *, splits_layers: bool = False) -> nn.Module:
+def build_meta_model(config: Any, *, splits_layers: bool = False) -> nn.Module:
     """Build the model of a Hugging Face configuration on the meta device, without allocating its
     weights.
 
     Computed buffers, such as rotary frequencies, hold their real values. ``splits_layers`` selects
     the class from ``transformers``, which comes with plans for splitting its layers.
     """
-    if unsupported(config) is None and not splits_layers:
+    if unsupported_reason(config) is None and not splits_layers:
         with torch.device("meta"):
             return DenseModel(config).eval()
     from transformers import AutoModelForCausalLM
 
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    if unsupported(config) is None:  # the padding token learns as it does in our own model
+    if unsupported_reason(config) is None:  # the padding token learns as it does in our own model
         model.get_input_embeddings().padding_idx = None
     return cast(nn.Module, model.eval())
 

@@ -70,16 +70,18 @@ class Muon(torch.optim.Optimizer):
                 self._step(parameters, group, 0.2 * max(shape) ** 0.5)
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any], scale: float) -> None:
-        updates = self._orthogonal([self._momentum(each, group["momentum"]) for each in parameters])
+        updates = self._orthogonalize_matrices(
+            [self._update_momentum(each, group["momentum"]) for each in parameters]
+        )
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(
             parameters, list(updates.to(parameters[0].dtype)), alpha=-group["lr"] * scale
         )
 
-    def _orthogonal(self, matrices: list[Tensor]) -> Tensor:
-        return orthogonal(torch.stack(matrices))
+    def _orthogonalize_matrices(self, matrices: list[Tensor]) -> Tensor:
+        return orthogonalize(torch.stack(matrices))
 
-    def _momentum(self, parameter: Tensor, beta: float) -> Tensor:
+    def _update_momentum(self, parameter: Tensor, beta: float) -> Tensor:
         """Update the Nesterov momentum of a parameter's gradient, and return it."""
         gradient = parameter.grad
         assert gradient is not None
@@ -122,7 +124,7 @@ class CombinedOptimizer:
             optimizer.step()
 
     @property
-    def each(self) -> list[torch.optim.Optimizer]:
+    def optimizers(self) -> list[torch.optim.Optimizer]:
         return self._all
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -139,7 +141,7 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (inside if is_inside(name, parameter) else others).append(parameter)
+            (inside if is_hidden_matrix(name, parameter) else others).append(parameter)
     return inside, others
 
 
@@ -151,7 +153,7 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
-def is_inside(name: str, parameter: nn.Parameter) -> bool:
+def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Return True if a parameter is a matrix inside a layer.
 
     Embeddings, norms and the output matrix are not.
@@ -159,7 +161,7 @@ def is_inside(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)
 
 
-def orthogonal(matrices_nRC: Tensor) -> Tensor:
+def orthogonalize(matrices_nRC: Tensor) -> Tensor:
     """Approximate the nearest orthogonal matrix to each of n matrices, given as a tensor of shape
     [n, R, C].
 
@@ -201,11 +203,11 @@ class ShardedWeights(Protocol):
         """
         ...
 
-    def agree(self, is_well: bool) -> bool:
+    def all_ranks_agree(self, is_well: bool) -> bool:
         """Return True if every rank passes True, so that all ranks reach the same decision."""
         ...
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the data-parallel ranks, which compute different batches."""
         ...
 
@@ -235,20 +237,20 @@ class SingleProcessWeightSharding:
     def run_with_weights(self, work: Callable[[], T]) -> T:
         return work()
 
-    def agree(self, is_well: bool) -> bool:
+    def all_ranks_agree(self, is_well: bool) -> bool:
         return is_well
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        return float(squares(tensors).sqrt()) if tensors else 0.0
+        return float(sum_of_squares(tensors).sqrt()) if tensors else 0.0
 
     def scale(self, tensors: Many[Tensor], factor: float) -> None:
         torch._foreach_mul_(list(tensors), factor)
 
 
-def squares(tensors: Many[Tensor]) -> Tensor:
+def sum_of_squares(tensors: Many[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements, computed in fp64.
 
     In fp32 the rounding, and so the factor of gradient clipping, would depend on the layout of the

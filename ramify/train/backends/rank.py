@@ -37,9 +37,9 @@ from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.train.backends import sharded_checkpoint, sharded_lora
-from ramify.train.backends.activation_memory import most_tokens
+from ramify.train.backends.activation_memory import max_tokens_in_memory
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.meta_model import on_meta
+from ramify.train.backends.meta_model import build_meta_model
 from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.sharding import FsdpWeightSharding
 from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
@@ -60,7 +60,7 @@ class ModelConfigText(msgspec.Struct, frozen=True):
     """The implementation of attention, which ``config.json`` does not store."""
 
     @classmethod
-    def of(cls, config: Any) -> ModelConfigText:
+    def from_config(cls, config: Any) -> ModelConfigText:
         """Convert a configuration to text.
 
         Raises ConfigError if parsing the text would give a different configuration.
@@ -68,14 +68,14 @@ class ModelConfigText(msgspec.Struct, frozen=True):
         stored = cls(
             config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)
         )
-        if stored.restored().to_dict() != config.to_dict():
+        if stored.restore_config().to_dict() != config.to_dict():
             raise ConfigError(
                 f"a {type(config).__name__} changes when it is saved to config.json and loaded "
                 "again: it cannot be sent to other ranks"
             )
         return stored
 
-    def restored(self) -> Any:
+    def restore_config(self) -> Any:
         from transformers import AutoConfig
 
         fields = msgspec.json.decode(self.text)
@@ -95,7 +95,7 @@ class RankModelSpec(NamedTuple):
     compute: ComputeSpec
     folder: str
     """Folder from which each rank reads its shard. If it is empty, rank 0 sends the weights with
-    ``put``."""
+    ``store_weight_shards``."""
     lora: AdapterSpec | None
     dumps: str
     """Folder that receives batches with a non-finite loss."""
@@ -155,7 +155,7 @@ class RankModels:
         self._pulse = pulse
         self._models: dict[str, _Model] = {}
         self._members = members
-        self._saving = members.formed(
+        self._saving = members.create_group(
             lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), "cpu"
         )
         self._pending: sharded_checkpoint.CheckpointWrite | None = None
@@ -183,12 +183,12 @@ class RankModels:
         """
         shard = making.compute.shard
         mesh_sizes = shard.mesh(self.size)
-        config = making.config.restored()
-        model = on_meta(config, splits_layers=mesh_sizes.splits_layers)
-        plan = TensorParallelPlan.of(model, mesh_sizes, shard)
+        config = making.config.restore_config()
+        model = build_meta_model(config, splits_layers=mesh_sizes.splits_layers)
+        plan = TensorParallelPlan.from_model(model, mesh_sizes, shard)
         names: list[str] = []
         if making.lora is not None:
-            names = sharded_lora.chosen(model, making.lora)
+            names = sharded_lora.target_module_names(model, making.lora)
             plan = plan.with_adapters(names)
             sizes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
             sharded_lora.inject(model, making.lora, names)
@@ -202,7 +202,10 @@ class RankModels:
         made = self._models[key] = _Model(making, config, model, names, sharded)
         values: dict[str, Any] = {}
         if making.folder:
-            base = {name: sharded_lora.plain(name) for name in self._base(made)}
+            base = {
+                name: sharded_lora.base_parameter_name(name)
+                for name in self._base_tensor_names(made)
+            }
             stored = stored_tensors(Path(making.folder), model, list(base.values()))
             values = {name: stored[own] for name, own in base.items()}
         if making.lora is not None:
@@ -212,20 +215,22 @@ class RankModels:
             for name, each in sharded.parameters.items()
             if is_of_critic(name)
         }
-        sharded.fill(values)
+        sharded.load_shard(values)
 
-    def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
+    def store_weight_shards(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
         """Receive full weights from rank 0 and store this rank's shards of them.
 
         The names are those of the model without adapters.
         """
         made = self._models[key]
         made.sharded.reshard()
-        here = {sharded_lora.plain(name): name for name in self._base(made)}
+        here = {
+            sharded_lora.base_parameter_name(name): name for name in self._base_tensor_names(made)
+        }
         for name, tensor in named:
             made.sharded.scatter_weight(here[name], tensor)
 
-    def copy(self, key: str, source: str) -> None:
+    def copy_weights(self, key: str, source: str) -> None:
         """Copy the weights of another model to the model ``key``.
 
         Both must have the same mesh, and the source must have no adapters.
@@ -269,7 +274,9 @@ class RankModels:
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
         plain = ComputeSpec(
             max_tokens=compute.max_tokens
-            or most_tokens(made.policy.config, self.device, compute.recompute, compute.precision),
+            or max_tokens_in_memory(
+                made.policy.config, self.device, compute.recompute, compute.precision
+            ),
             precision="fp32",
             compile=compute.compile,
             recompute=compute.recompute,
@@ -282,7 +289,7 @@ class RankModels:
 
     # --- verbs: learning
 
-    def add(
+    def accumulate_gradient(
         self, key: str, batches: list[Batch | None], formula: dict[str, Any], idle: Batch
     ) -> SerializableLossTally:
         """Add the gradient of this rank's batches to the accumulated gradient.
@@ -301,7 +308,7 @@ class RankModels:
             if batch is not None:
                 tally.merge(measured)
             self._pulse.tick()
-        return tally.plain()
+        return tally.to_serializable()
 
     def optim_step(self, key: str) -> dict[str, float]:
         return self.backend_of(key).optim_step()
@@ -322,7 +329,7 @@ class RankModels:
         others, and returns nothing for it. ``base`` disables the model's adapters.
         """
         made = self._models[key]
-        with sharded_lora.without(made.model) if base else nullcontext():
+        with sharded_lora.adapters_disabled(made.model) if base else nullcontext():
             found = [
                 made.backend.logprobs([idle if batch is None else batch])[0] for batch in batches
             ]
@@ -376,7 +383,7 @@ class RankModels:
         if self.index < len(random):
             sharded_checkpoint.set_random_state(self.device, random[self.index])
 
-    def _base(self, made: _Model) -> list[str]:
+    def _base_tensor_names(self, made: _Model) -> list[str]:
         """Return the names of the tensors of the model without its adapters and value head."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
         return [
@@ -394,7 +401,7 @@ def is_of_critic(name: str) -> bool:
     return name.startswith(f"{VALUE_HEAD}.")
 
 
-def idle(batch: Batch) -> Batch:
+def idle_batch(batch: Batch) -> Batch:
     """Return a batch of one token without loss weight.
 
     A rank computes it when it has no batch left, to stay in step with other ranks. It has streams
@@ -419,7 +426,7 @@ def idle(batch: Batch) -> Batch:
     )
 
 
-def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
+def distribute_batches(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
     """Distribute batches over ranks, and return the indices of each rank's batches.
 
     Batches are assigned greedily, the longest first, each to the rank with the fewest tokens so

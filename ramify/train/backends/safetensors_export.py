@@ -52,7 +52,7 @@ def export(
     """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = weights.dtype or torch.float32
-    parts = _parts(weights.shapes, dtype.itemsize, max_bytes)
+    parts = _split_into_files(weights.shapes, dtype.itemsize, max_bytes)
     remaining = iter(tensors)
     for index, part in enumerate(parts):
         with (folder / _name(index, len(parts))).open("wb") as file:
@@ -112,7 +112,9 @@ def convert_checkpoint_dtype(source: Path, folder: Path, config: Any, dtype: tor
     export(folder, config, weights, ((name, each[...]) for name, each in stored.items()))
 
 
-def _parts(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
+def _split_into_files(
+    shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int
+) -> list[list[str]]:
     parts: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():

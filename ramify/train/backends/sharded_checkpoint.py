@@ -73,7 +73,7 @@ class CheckpointWrite:
             self._thread.join()
         if self._error is not None:
             raise StoreError(
-                f"a rank's shards cannot be written: {_reason(self._error)}"
+                f"a rank's shards cannot be written: {_error_text(self._error)}"
             ) from self._error
 
     def _run(self) -> None:
@@ -91,7 +91,7 @@ def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -
     state = _state(trained, trained.weights, _moments(trained.weights, trained.optimizers))
     if in_background:
         state = {
-            kind: {name: _copied(each) for name, each in part.items()}
+            kind: {name: _copy_to_cpu(each) for name, each in part.items()}
             for kind, part in state.items()
         }
     return CheckpointWrite(
@@ -103,10 +103,10 @@ def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -
 def load(folder: Path, trained: ShardedState, group: Any) -> None:
     """Read this rank's shard of a checkpoint into the weights and the optimizer.
 
-    Call ``check`` first to make sure that the checkpoint fits.
+    Call ``check_shapes_match`` first to make sure that the checkpoint fits.
     """
     weights, optimizers, packed = trained
-    shapes = sizes(folder)
+    shapes = tensor_shapes(folder)
     parameters = {name: owner.detach() for name, owner in weights.items()}
     moments: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
     for name, moment in moments.items():
@@ -126,7 +126,7 @@ def load(folder: Path, trained: ShardedState, group: Any) -> None:
     read_shards(state, checkpoint_id=folder / FOLDER, process_group=group)
     owners = {
         parameter: owner
-        for owner in optimizers.each
+        for owner in optimizers.optimizers
         for group in owner.param_groups
         for parameter in group["params"]
     }
@@ -136,7 +136,7 @@ def load(folder: Path, trained: ShardedState, group: Any) -> None:
             owners[weights[name]].state[weights[name]] = dict(moment)
 
 
-def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor in a checkpoint, by name.
 
     Scalars have an empty shape. Raises ConfigError if the folder holds no checkpoint.
@@ -153,7 +153,7 @@ def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check(folder: Path, trained: ShardedState) -> None:
+def check_shapes_match(folder: Path, trained: ShardedState) -> None:
     """Raise ConfigError if the weights in a checkpoint and those in ``trained`` differ in names or
     shapes.
 
@@ -162,12 +162,12 @@ def check(folder: Path, trained: ShardedState) -> None:
     shapes = {
         stored: tuple(part.shape)
         for name, each in trained.weights.items()
-        for stored, part in _parts(name, each, trained.packed.get(name)).items()
+        for stored, part in _stored_tensors(name, each, trained.packed.get(name)).items()
     }
     prefix = f"{_WEIGHTS}."
     there = {
         name.removeprefix(prefix): size
-        for name, size in sizes(folder).items()
+        for name, size in tensor_shapes(folder).items()
         if name.startswith(prefix)
     }
     for name in sorted(there.keys() | shapes.keys()):
@@ -196,7 +196,9 @@ def _moments(
 ) -> dict[str, dict[str, Tensor]]:
     """Return the optimizer state of each parameter, by the parameter's name."""
     states = {
-        parameter: state for each in optimizers.each for parameter, state in each.state.items()
+        parameter: state
+        for each in optimizers.optimizers
+        for parameter, state in each.state.items()
     }
     return {name: dict(states.get(parameter, {})) for name, parameter in weights.items()}
 
@@ -207,13 +209,13 @@ def _state(
     stored: dict[str, dict[str, Any]] = {_WEIGHTS: {}, _OPTIM: {}}
     for name, weight in weights.items():
         dim = trained.packed.get(name)
-        stored[_WEIGHTS] |= _parts(name, weight.detach(), dim)
+        stored[_WEIGHTS] |= _stored_tensors(name, weight.detach(), dim)
         for key, each in moments[name].items():
-            stored[_OPTIM] |= _parts(f"{name}.{key}", each, dim if each.dim() else None)
+            stored[_OPTIM] |= _stored_tensors(f"{name}.{key}", each, dim if each.dim() else None)
     return stored
 
 
-def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
+def _stored_tensors(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
     """Return the tensors that a checkpoint stores for one parameter, by name.
 
     This is the parameter itself, or its two matrices if it joins two along the dimension
@@ -243,12 +245,12 @@ def _parts(name: str, tensor: Any, packed: int | None) -> dict[str, Any]:
     }
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy_to_cpu(tensor: Tensor) -> Tensor:
     """Copy a tensor to the CPU, so that later updates of the weights do not change the copy."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 
-def _reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (found, _) = sorted(error.failures.items())[0]
         return f"rank {rank}: {type(found).__name__}: {found}"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError
 from ramify.install_command import install_command
-from ramify.train.backends.lora import is_chosen
+from ramify.train.backends.lora import is_adapter_target
 
 _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"
 
@@ -44,7 +44,7 @@ def need_peft() -> None:
         raise ConfigError(f"adapters on the backend fsdp need peft: {install_command('lora')}")
 
 
-def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
+def target_module_names(model: nn.Module, lora: AdapterSpec) -> list[str]:
     """Return the names of the linear modules that ``lora.targets`` selects for an adapter, in the
     model's order.
 
@@ -53,7 +53,9 @@ def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    matches = [name for name, module in linear.items() if is_chosen(name, module, lora.targets)]
+    matches = [
+        name for name, module in linear.items() if is_adapter_target(name, module, lora.targets)
+    ]
     if not matches:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ConfigError(
@@ -86,7 +88,7 @@ def initial_weights(
         yield f"{name}.{_B}", torch.zeros(rows, lora.rank)
 
 
-def plain(name: str) -> str:
+def base_parameter_name(name: str) -> str:
     """Return the name that a parameter has in the model without adapters."""
     return name.replace("base_layer.", "")
 
@@ -103,7 +105,7 @@ def matrix_names(name: str) -> tuple[str, str]:
 
 
 @contextmanager
-def without(model: nn.Module) -> Iterator[None]:
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside the ``with`` block, so that the model computes with its base
     weights."""
     from peft.tuners.tuners_utils import BaseTunerLayer

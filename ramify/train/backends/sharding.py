@@ -2,7 +2,8 @@
 
 The model is created on the meta device, so that no rank ever holds all of its weights.
 
-    on_meta ── adapters ── split layers and experts (``mesh.py``) ── fully_shard: each layer, rest
+    build_meta_model ── adapters ── split layers and experts (``mesh.py``)
+            ── fully_shard: each layer, rest
             ── allocate this rank's part ── fill, tensor by tensor
 
     mesh of 6 ranks, 2 replicas       shard ──>
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from ramify.train.backends.activation_memory import layers_of
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.optimizers import Muon, orthogonal, squares
+from ramify.train.backends.optimizers import Muon, orthogonalize, sum_of_squares
 from ramify.train.backends.single import VALUE_HEAD
 from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
 
@@ -56,8 +57,8 @@ class ShardedMuon(Muon):
     def _step(self, parameters: list[Tensor], group: dict[str, Any], scale: float) -> None:
         assert all(isinstance(parameter, DTensor) for parameter in parameters)
         spread: list[Any] = list(parameters)
-        rows = [self._rows(parameter, group["momentum"]) for parameter in spread]
-        updates = _orthogonal(rows, spread[0].device_mesh, spread[0].shape[0])
+        rows = [self._update_local_momentum(parameter, group["momentum"]) for parameter in spread]
+        updates = _orthogonalize_rows(rows, spread[0].device_mesh, spread[0].shape[0])
         local = [parameter.to_local() for parameter in spread]
         torch._foreach_mul_(local, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(
@@ -66,7 +67,7 @@ class ShardedMuon(Muon):
             alpha=-group["lr"] * scale,
         )
 
-    def _rows(self, parameter: Any, beta: float) -> Tensor:
+    def _update_local_momentum(self, parameter: Any, beta: float) -> Tensor:
         """Compute the Nesterov momentum of the gradient for this rank's rows of a matrix.
 
         The optimizer's state is sharded like the parameter.
@@ -100,8 +101,8 @@ class FsdpWeightSharding:
     ) -> None:
         """Shard ``model``, which is on the meta device, and allocate memory for this rank's shard.
 
-        The values are undefined until ``scatter_weight`` or ``fill`` sets them. ``tick`` is called
-        whenever a layer is entered, which shows other ranks that this rank makes progress.
+        The values are undefined until ``scatter_weight`` or ``load_shard`` sets them. ``tick`` is
+        called whenever a layer is entered, which shows other ranks that this rank makes progress.
         """
         self.device = device
         self.packed = plan.packed
@@ -115,12 +116,12 @@ class FsdpWeightSharding:
         layers = layers_of(model)
         self._root = _Root(model)
         everywhere: dict[str, Any] = {
-            "mesh": mesh.storage(),
+            "mesh": mesh.storage_mesh(),
             "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
         }
         options = {"mp_policy": self._precision(compute), **everywhere}
         for name in plan.expert_modules:
-            own = {**options, "mesh": mesh.storage("expert_shard")}
+            own = {**options, "mesh": mesh.storage_mesh("expert_shard")}
             fully_shard(
                 model.get_submodule(name), reshard_after_forward=shard.gather == "layer", **own
             )
@@ -141,7 +142,9 @@ class FsdpWeightSharding:
         self.parameters = dict(model.named_parameters())
         """Map the name of each parameter to this rank's rows."""
         self.buffers = {
-            name: each for name, each in model.state_dict().items() if name not in _names(model)
+            name: each
+            for name, each in model.state_dict().items()
+            if name not in _parameter_names(model)
         }
         """Map the name of each buffer that checkpoints store to its full tensor, which every rank
         holds."""
@@ -154,12 +157,12 @@ class FsdpWeightSharding:
             self.reshard()
         return found
 
-    def agree(self, is_well: bool) -> bool:
+    def all_ranks_agree(self, is_well: bool) -> bool:
         flag = torch.tensor(float(is_well), device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         summed = tensor.clone()
         dist.all_reduce(summed)
         return summed / self._copies
@@ -167,13 +170,13 @@ class FsdpWeightSharding:
     def norm(self, tensors: Many[Tensor]) -> float:
         total = torch.zeros((), dtype=torch.float64)
         for num, parts in _by_copies(tensors).items():
-            total = total + squares(parts).cpu() / num
+            total = total + sum_of_squares(parts).cpu() / num
         total = total.to(self.device)
         dist.all_reduce(total)
         return float(total.sqrt())
 
     def scale(self, tensors: Many[Tensor], factor: float) -> None:
-        torch._foreach_mul_([_local(each) for each in tensors], factor)
+        torch._foreach_mul_([_to_local(each) for each in tensors], factor)
 
     # --- when weights are gathered
 
@@ -199,7 +202,7 @@ class FsdpWeightSharding:
 
     # --- weights
 
-    def fill(self, weights: Mapping[str, Any]) -> None:
+    def load_shard(self, weights: Mapping[str, Any]) -> None:
         """Set this rank's shard of the weights from full tensors.
 
         Of tensors on disk, only the shard is read.
@@ -210,7 +213,7 @@ class FsdpWeightSharding:
                     self.buffers[name].copy_(tensor[...])
                 else:
                     parameter = self.parameters[name]
-                    _local(parameter).copy_(part_of(parameter, tensor))
+                    _to_local(parameter).copy_(local_shard(parameter, tensor))
 
     def scatter_weight(self, name: str, tensor: Tensor | None) -> None:
         """Send a full tensor from rank 0 to all ranks, each of which stores its shard.
@@ -222,7 +225,7 @@ class FsdpWeightSharding:
         if tensor is not None:
             whole.copy_(tensor)
         dist.broadcast(whole, 0)
-        self.fill({name: whole})
+        self.load_shard({name: whole})
 
     def gather(self, name: str, gradient: bool = False) -> Tensor:
         """Gather a full tensor, or its gradient, from all ranks and return it on the CPU.
@@ -276,11 +279,11 @@ def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.devic
                 module._buffers[name] = buffer.to(buffers)
 
 
-def _names(model: nn.Module) -> set[str]:
+def _parameter_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def part_of(parameter: Tensor, whole: Any) -> Tensor:
+def local_shard(parameter: Tensor, whole: Any) -> Tensor:
     """Return this rank's shard of a full tensor in memory or in a safetensors file.
 
     ``parameter`` is the sharded parameter that the shard is for.
@@ -295,10 +298,10 @@ def part_of(parameter: Tensor, whole: Any) -> Tensor:
         return cast(Tensor, DtensorShardOperation(parameter).shard_tensor(whole))
     if parameter.placements[-1].is_replicate():
         return cast(Tensor, whole[...])
-    return cast(Tensor, whole[_rows(parameter)])
+    return cast(Tensor, whole[_local_row_range(parameter)])
 
 
-def _rows(parameter: DTensor) -> slice:
+def _local_row_range(parameter: DTensor) -> slice:
     """Return the range of rows of a parameter that this rank holds.
 
     FSDP2 divides rows as ``torch.chunk`` does.
@@ -321,7 +324,7 @@ def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
             sizes = [mesh.size(dim) for dim in range(mesh.ndim)]
             for size, placement in zip(sizes, each.placements, strict=True):
                 parts *= 1 if placement.is_replicate() else size
-        found.setdefault(dist.get_world_size() // parts, []).append(_local(each))
+        found.setdefault(dist.get_world_size() // parts, []).append(_to_local(each))
     return found
 
 
@@ -339,11 +342,11 @@ def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
             model.get_submodule(owner)._parameters[leaf] = after[kept]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
+def _orthogonalize_rows(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
     """Orthogonalize several matrices whose rows are distributed over ranks.
 
     ``rows`` has this rank's rows of each matrix, and ``num_rows`` is the total number of rows of
@@ -366,7 +369,7 @@ def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
         for part, height in zip(torch.split(parts, received), heights, strict=True)
     ]
     whole = torch.cat(pieces, 1)
-    done = orthogonal(whole) if owned[rank] else whole
+    done = orthogonalize(whole) if owned[rank] else whole
     back = torch.cat([piece.flatten() for piece in torch.split(done.to(rows[0].dtype), heights, 1)])
     flat = _exchange(back, received, sent, group).view(len(rows), heights[rank], columns)
     updates = [flat[0]] * len(rows)

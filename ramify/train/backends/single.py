@@ -32,21 +32,21 @@ from ramify.actors.rank_group import PeerRankFailedError
 from ramify.errors import ConfigError, TrainError
 from ramify.models.dense import ARCHITECTURES, DenseModel, compile_layers
 from ramify.models.load import Policy
-from ramify.models.routing import MixtureRouters, RouterLoadBalancingLoss, configured_weight
+from ramify.models.routing import MixtureRouters, RouterLoadBalancingLoss, configured_balance_weight
 from ramify.models.training_forward import (
     LmHeadRequest,
     compute_logprobs_and_entropies,
     fixed_shape_trunk,
-    trunk_of,
+    wrap_for_training,
 )
 from ramify.models.weights import load_weights
 from ramify.progress import heartbeat
 from ramify.train.backends.activation_memory import (
     keep_malloc_memory,
-    max_logits,
-    most_tokens,
+    max_logit_elements,
+    max_tokens_in_memory,
     packing_cost_model,
-    recompute_layers,
+    set_activation_checkpointing,
 )
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, resolve_precision
 from ramify.train.backends.optimizers import (
@@ -107,13 +107,15 @@ class SingleBackend:
         if self._device.type == "cpu" and spread is None:  # a rank does the opposite
             keep_malloc_memory()
         with torch.no_grad():
-            trunk = trunk_of if not self.compute.deterministic else fixed_shape_trunk
+            trunk = wrap_for_training if not self.compute.deterministic else fixed_shape_trunk
             self.trunk = self._spread.run_with_weights(lambda: trunk(self.model))
             """The network in two halves: hidden states, and their logits."""
-        self._router_weight = configured_weight(policy.config)
-        routers = MixtureRouters.of(self.model)
+        self._router_weight = configured_balance_weight(policy.config)
+        routers = MixtureRouters.of_model(self.model)
         self._balance = (
-            None if routers is None else RouterLoadBalancingLoss(routers, self._spread.total)
+            None
+            if routers is None
+            else RouterLoadBalancingLoss(routers, self._spread.sum_over_ranks)
         )
         if isinstance(self.model, DenseModel):
             compile_layers(self.model, "inductor" if self.compute.compile else None)
@@ -122,24 +124,24 @@ class SingleBackend:
                 f"compute.compile=true supports only {', '.join(ARCHITECTURES)}, but this model "
                 f"is a {type(self.model).__name__}: remove it"
             )
-        recompute_layers(self.model, self.compute.recompute)
+        set_activation_checkpointing(self.model, self.compute.recompute)
         self.value_head: nn.Module | None = None
         if critic and spread is None:
             self.value_head = value_head(policy.config.hidden_size).to(self._device)
         elif critic:
             self.value_head = self.model.get_submodule(VALUE_HEAD)
-        self.trained_modules = _trained(self.model, self.value_head)
+        self.trained_modules = _trained_module(self.model, self.value_head)
         """The network with its value head, if there is one."""
         self._optimizers = CombinedOptimizer(
             self.trained_modules, self._optim, self._spread.muon_class
         )
         self._num_steps = 0
         is_cuda = self._device.type == "cuda"
-        self._max_logits = self.compute.max_logits or max_logits(is_cuda)
+        self._max_logits = self.compute.max_logits or max_logit_elements(is_cuda)
         self._window = policy.window
         self.packing = PackingSpec(
             self.compute.max_tokens
-            or most_tokens(
+            or max_tokens_in_memory(
                 policy.config, self._device, self.compute.recompute, self.compute.precision
             ),
             self.compute.share and self.trunk.can_share_prefixes,
@@ -153,9 +155,9 @@ class SingleBackend:
 
     def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
-            losses.check_whole(batches, loss.sequence)
-        if losses.chooses(loss):
-            batches = losses.choose(batches, loss, self.logprobs(batches))
+            losses.check_sequences_unsplit(batches, loss.sequence)
+        if losses.selects_tokens(loss):
+            batches = losses.mark_selected_tokens(batches, loss, self.logprobs(batches))
         self.prepare_expert_loads(batches, loss)
         tally = LossTally()
         for batch in batches:
@@ -172,8 +174,11 @@ class SingleBackend:
         weight = self._router_weight if given is None else given
         if self._balance is not None:
             with self.trunk.forward_context():
-                self._balance.count(
-                    batches, weight, self._device, lambda each: self._entries(each, "values alone")
+                self._balance.count_expert_choices(
+                    batches,
+                    weight,
+                    self._device,
+                    lambda each: self._loss_inputs(each, "values alone"),
                 )
         elif weight:
             raise ConfigError(
@@ -187,12 +192,12 @@ class SingleBackend:
 
         Call ``prepare_expert_loads`` with all batches of the step first.
         """
-        with self.trunk.forward_context(), self._routed(batch):
-            entries = self._entries(batch, _output_of(loss, batch), loss.sequence)
+        with self.trunk.forward_context(), self._routing_context(batch):
+            entries = self._loss_inputs(batch, _output_of(loss, batch), loss.sequence)
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
-            if not self._spread.agree(is_finite):
-                self._fail(batch, entries, loss, is_finite)
+            if not self._spread.all_ranks_agree(is_finite):
+                self._raise_non_finite(batch, entries, loss, is_finite)
             if self._balance is not None:
                 measured.add_experts(self._balance.finish_forward())
             value.backward()  # type: ignore[no-untyped-call]
@@ -236,8 +241,8 @@ class SingleBackend:
         found = []
         with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
-                with self._routed(batch):
-                    found.append(self._entries(batch, "no").logprobs.cpu().numpy())
+                with self._routing_context(batch):
+                    found.append(self._loss_inputs(batch, "no").logprobs.cpu().numpy())
         return found
 
     def top_logprobs(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
@@ -253,9 +258,9 @@ class SingleBackend:
             for batch in batches:
                 if top:
                     heartbeat()
-                    columns = self._top(batch, top)
+                    columns = self._top_logprobs(batch, top)
                 else:
-                    entries = self._entries(batch, "no")
+                    entries = self._loss_inputs(batch, "no")
                     columns = {"logprobs": entries.logprobs}
                     if entries.teacher_ids_logprobs is not None:
                         columns["candidates"] = entries.teacher_ids_logprobs
@@ -268,7 +273,7 @@ class SingleBackend:
         results = []
         with torch.no_grad(), self.trunk.forward_context():
             for batch in batches:
-                values = self._entries(batch, "values alone").values
+                values = self._loss_inputs(batch, "values alone").values
                 assert values is not None
                 results.append(values.cpu().numpy())
         return results
@@ -324,14 +329,14 @@ class SingleBackend:
 
     # --- one batch
 
-    def _routed(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
+    def _routing_context(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         return (
             contextlib.nullcontext()
             if self._balance is None
             else self._balance.batch_pass(batch, self._device)
         )
 
-    def _entries(
+    def _loss_inputs(
         self, batch: Batch, entropy: EntryOutput, unit: SequenceUnit = "call"
     ) -> BatchLossInputs:
         check_window(batch, self._window)
@@ -386,7 +391,7 @@ class SingleBackend:
             None if self.value_head is None else self.value_head(h_ED.float()),
         )
 
-    def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
+    def _top_logprobs(self, batch: Batch, num: int) -> dict[str, Tensor]:
         """Return log-probabilities at each token with loss, at its sampling temperature.
 
         They are those of the token itself, of the ``num`` likeliest tokens at its position, and of
@@ -433,7 +438,7 @@ class SingleBackend:
             kept = (self._tensor(batch.kept.offsets), self._tensor(batch.kept.ids))
         return LmHeadRequest(targets, temperature, kept, entropy)
 
-    def _fail(
+    def _raise_non_finite(
         self, batch: Batch, entries: BatchLossInputs, loss: LossSpec, is_finite: bool
     ) -> NoReturn:
         """Write a batch with a non-finite loss to a file, and raise TrainError, which names the
@@ -532,7 +537,7 @@ def value_head(width: int) -> nn.Linear:
     return head
 
 
-def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
+def _trained_module(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
     """Return one module with everything that the optimizer updates: the model and its value head,
     if there is one."""
     return (

@@ -3,7 +3,8 @@ parallelism).
 
 The plans come from the model's class.
 
-    TensorParallelPlan.of(model)  name of a module or parameter -> style ("colwise", "rowwise", …)
+    TensorParallelPlan.from_model(model)
+                                  name of a module or parameter -> style ("colwise", "rowwise", …)
       .with_adapters(names)       the same, for linear modules that peft has wrapped
     RankMesh.split_layers(model, plan)
                                   on the meta device: parameters become this rank's parts, modules
@@ -26,7 +27,7 @@ from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
 from ramify.errors import ConfigError
 from ramify.train.backends.base import ShardSpec
 from ramify.train.backends.mesh import MeshSizes, check_model
-from ramify.train.backends.sharded_lora import AdapterSpec, chosen
+from ramify.train.backends.sharded_lora import AdapterSpec, target_module_names
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _ADAPTED = {"colwise": "lora_B", "colwise_gather_output": "lora_B", "rowwise": "lora_A"}
@@ -49,13 +50,13 @@ class TensorParallelPlan(NamedTuple):
     """
 
     @classmethod
-    def of(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
+    def from_model(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
         """Return the plan for a ``transformers`` model.
 
         It consists of the rules that the model's class defines and of the recipe's additional
         rules. Raises ConfigError if a rule is invalid.
         """
-        packed = _packed(model)
+        packed = _packed_dimensions(model)
         if not sizes.splits_layers:
             return cls({}, {}, packed)
         from transformers.distributed.configuration_utils import DistributedConfig
@@ -114,14 +115,14 @@ class TensorParallelPlan(NamedTuple):
 
         The check starts no process and allocates no memory.
         """
-        from ramify.train.backends.meta_model import on_meta
+        from ramify.train.backends.meta_model import build_meta_model
 
         sizes = shard.mesh(num_ranks)
         check_model(config, sizes, shard.tensor_plan, shard.expert_plan)
         if sizes.splits_layers:
-            model = on_meta(config, splits_layers=True)
-            plan = TensorParallelPlan.of(model, sizes, shard)
-            plan.with_adapters([] if adapted is None else chosen(model, adapted))
+            model = build_meta_model(config, splits_layers=True)
+            plan = TensorParallelPlan.from_model(model, sizes, shard)
+            plan.with_adapters([] if adapted is None else target_module_names(model, adapted))
 
     @property
     def expert_modules(self) -> list[str]:
@@ -143,7 +144,7 @@ class RankMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         def mesh(shape: tuple[int, ...], *names: str) -> Any:
-            return members.formed_mesh(
+            return members.create_mesh(
                 lambda: init_device_mesh(device, shape, mesh_dim_names=names), device
             )
 
@@ -158,7 +159,7 @@ class RankMesh:
             shape = sizes.replicas, sizes.expert_shard, sizes.experts
             self._experts = mesh(shape, "replicate", "expert_shard", "experts")
 
-    def storage(self, axis: str = "shard") -> Any:
+    def storage_mesh(self, axis: str = "shard") -> Any:
         """Return the part of the mesh over which FSDP2 distributes the rows of tensors.
 
         ``axis`` is ``shard``, or ``expert_shard`` for the weights of experts.
@@ -191,7 +192,7 @@ class RankMesh:
                 _own_output(model.get_submodule(name))
 
 
-def _packed(model: Any) -> dict[str, int]:
+def _packed_dimensions(model: Any) -> dict[str, int]:
     """Find parameters that hold two matrices side by side, such as the gate and up projections of
     experts.
 

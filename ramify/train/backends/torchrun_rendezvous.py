@@ -27,7 +27,7 @@ import msgspec
 
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.message_encoding import decode, encode
-from ramify.actors.run_channel import KEY, KEY_FILE, given_key
+from ramify.actors.run_channel import KEY, KEY_FILE, run_key_from_environment
 from ramify.errors import ConfigError, TrainError
 from ramify.store.durable_files import make_folder
 from ramify.store.store import default_root
@@ -75,7 +75,7 @@ class TorchrunRendezvous:
         Raises ConfigError if ranks are on several machines and no secret key is set.
         """
         self._world = world
-        self._key = given_key()
+        self._key = run_key_from_environment()
         if not world.is_local and self._key is None:
             raise ConfigError(
                 "torchrun started ranks on several machines, which must authenticate each other: "
@@ -103,10 +103,10 @@ class TorchrunRendezvous:
             return ConnectBackListener(host, world.port, key=self._key)
         listener = ConnectBackListener(host, key=self._key)
         signature = _signature(self._key, listener.address)
-        self._store().set(_PUBLISHED, f"{listener.address} {signature}")
+        self._connect_store().set(_PUBLISHED, f"{listener.address} {signature}")
         return listener
 
-    def find(self) -> ConnectBackTicket | None:
+    def find_rank_zero_address(self) -> ConnectBackTicket | None:
         """Return the published address of rank 0, or None if there is none yet.
 
         The address may be left from an earlier attempt. All ranks except rank 0 call this.
@@ -118,7 +118,7 @@ class TorchrunRendezvous:
             except (FileNotFoundError, msgspec.MsgspecError):
                 return None
         assert self._key is not None
-        address = self._published() if _is_agents() else f"{world.address}:{world.port}"
+        address = self._published_address() if _is_agents() else f"{world.address}:{world.port}"
         return ConnectBackTicket(address, self._key, "") if address else None
 
     def has_earlier_attempt(self) -> bool:
@@ -129,9 +129,9 @@ class TorchrunRendezvous:
         is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")
         if self._world.is_local:
             return is_restarted and self._file.exists()
-        return bool(self._published()) if _is_agents() else is_restarted
+        return bool(self._published_address()) if _is_agents() else is_restarted
 
-    def forget(self) -> None:
+    def withdraw_address(self) -> None:
         """Remove the address that ``listen`` published.
 
         Rank 0 calls this when no further attempt follows.
@@ -145,13 +145,13 @@ class TorchrunRendezvous:
         name = re.sub(r"\W", "_", f"{run}-{self._world.port}")
         return make_folder(default_root() / "torchrun") / name
 
-    def _published(self) -> str:
+    def _published_address(self) -> str:
         """Return rank 0's address from torchrun's store.
 
         Returns an empty string if the store has no address with a valid signature of this run.
         """
         assert self._key is not None
-        store = self._store()
+        store = self._connect_store()
         if not store.check([_PUBLISHED]):
             return ""
         text = store.get(_PUBLISHED).decode(errors="replace")
@@ -159,7 +159,7 @@ class TorchrunRendezvous:
         is_ours = hmac.compare_digest(signature.encode(), _signature(self._key, address).encode())
         return address if is_ours else ""
 
-    def _store(self) -> Any:
+    def _connect_store(self) -> Any:
         from torch._C._distributed_c10d import TCPStore
 
         world = self._world

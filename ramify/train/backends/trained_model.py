@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from ramify.errors import ConfigError, TrainError
 from ramify.models.load import Policy, load_policy
 from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec, resolve_precision
-from ramify.train.backends.lora import base_tensors_and_adapters, has_adapters, merged, without
+from ramify.train.backends.lora import (
+    adapters_disabled,
+    base_tensors_and_adapters,
+    has_adapters,
+    merged_weights,
+)
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.torchrun_rendezvous import RankInfo
 from ramify.train.data.pack import PackingSpec
@@ -82,7 +87,7 @@ class LocalTrainedModel:
         return SingleBackend(policy, None, self._compute, dumps=self._dumps)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return merged(self._policy.model)
+        return merged_weights(self._policy.model)
 
     def base_tensors_and_adapters(
         self,
@@ -112,7 +117,7 @@ class AdapterFreeReference:
         return self._trained.packing
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        with without(self._model):
+        with adapters_disabled(self._model):
             return self._trained.logprobs(batches)
 
 

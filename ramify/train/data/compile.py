@@ -122,7 +122,7 @@ def _sequence(
             f"{temperature:g}, which must be above 0"
         )
     columns = {name: _column(length, credits, name) for name in ("advantages", *_WEIGHTS)}
-    columns["ce"] = _observed(columns["ce"], length, credits, path)
+    columns["ce"] = _add_observed_weights(columns["ce"], length, credits, path)
     for weight in _WEIGHTS:
         values = columns[weight]
         if values is not None and length and values[0]:
@@ -142,8 +142,8 @@ def _sequence(
         ce=columns["ce"],
         kd=columns["kd"],
         versions=np.array(path.versions, np.int64),
-        streams=_named(length, credits),
-        kept=None if path.kept is None else _kept(path.kept),
+        streams=_named_columns(length, credits),
+        kept=None if path.kept is None else _build_sampling_mask(path.kept),
         routes=None if path.routes is None else _routes(path.routes),
         temperature=temperature,
         item=item,
@@ -167,7 +167,7 @@ def _column(
     return column
 
 
-def _observed(
+def _add_observed_weights(
     column: Floats | None,
     length: int,
     credits: list[tuple[SampledTokenSpan, TokenCredit]],
@@ -191,7 +191,9 @@ def _observed(
     return column
 
 
-def _named(length: int, credits: list[tuple[SampledTokenSpan, TokenCredit]]) -> dict[str, Floats]:
+def _named_columns(
+    length: int, credits: list[tuple[SampledTokenSpan, TokenCredit]]
+) -> dict[str, Floats]:
     """Return the additional named per-token arrays of a path, each of shape [T] or [T, k].
 
     Tokens outside the given turns have 0.
@@ -217,7 +219,7 @@ def _routes(routes: tuple[tuple[int, ...], ...]) -> Ints:
     return table
 
 
-def _kept(kept: tuple[tuple[int, ...], ...]) -> SamplingMask:
+def _build_sampling_mask(kept: tuple[tuple[int, ...], ...]) -> SamplingMask:
     offsets = np.fromiter(
         accumulate((len(ids) for ids in kept), initial=0), np.int64, len(kept) + 1
     )

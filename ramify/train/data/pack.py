@@ -123,7 +123,7 @@ def pack(
         return []
     writer = BatchBuilder(sequences, learning, denominators)
     found = forest([sequences[index] for index in learning])
-    trees = _shared(found, packing)
+    trees = _build_shared_trees(found, packing)
     units = [
         index if whole is None else sequence_group_key(sequences[index].name, index, whole)
         for index in learning
@@ -133,7 +133,9 @@ def pack(
     copies = NodeComputationCounts(
         found, [stretch for piece in pieces for stretch in piece.stretches]
     )
-    return [writer.batch(bin, copies) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
+    return [
+        writer.batch(bin, copies) for bin in _balance_batches(pieces, fill_tokens, packing.multiple)
+    ]
 
 
 def copy_to_sequences(
@@ -171,7 +173,7 @@ def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
     return is_drawn
 
 
-def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
+def packing_statistics(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
     """Return packing statistics: the number of batches, of tokens to compute, and of tokens in the
     sequences.
 
@@ -202,7 +204,7 @@ class _Tree(NamedTuple):
     """Pairs of a sequence and the stretch in which it ends, in preorder."""
 
 
-def _shared(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
+def _build_shared_trees(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
     """Return the trees of the prefix forest, in which only those prefixes are shared for which
     sharing saves computation.
 
@@ -317,18 +319,20 @@ def _cut(
     leaves: list[tuple[int, int]] = []
     size = 0
     for unit in units:
-        new, num_new = _missing(tree, unit, present)
+        new, num_new = _missing_nodes(tree, unit, present)
         if leaves and size + num_new > packing.max_tokens:
-            pieces.append(_piece(tree, present, leaves, packing.cost))
+            pieces.append(_extract_piece(tree, present, leaves, packing.cost))
             present, leaves, size = set(), [], 0
-            new, num_new = _missing(tree, unit, present)
+            new, num_new = _missing_nodes(tree, unit, present)
         present |= new
         leaves += unit
         size += num_new
-    return [*pieces, _piece(tree, present, leaves, packing.cost)] if leaves else pieces
+    return [*pieces, _extract_piece(tree, present, leaves, packing.cost)] if leaves else pieces
 
 
-def _missing(tree: _Tree, leaves: list[tuple[int, int]], present: set[int]) -> tuple[set[int], int]:
+def _missing_nodes(
+    tree: _Tree, leaves: list[tuple[int, int]], present: set[int]
+) -> tuple[set[int], int]:
     """Return the nodes on the paths from ``leaves`` to the root that the current piece
     (``present``) does not contain yet, and their total number of tokens.
     """
@@ -355,7 +359,7 @@ def _side_by_side(pieces: list[PackableTree]) -> PackableTree:
     return PackableTree(stretches, leaves, num_tokens, cost)
 
 
-def _piece(
+def _extract_piece(
     tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: PackingCostModel
 ) -> PackableTree:
     """Return a part of ``tree`` as a separate tree, with the nodes whose indices are in
@@ -393,7 +397,7 @@ def _piece(
     )
 
 
-def _balanced(
+def _balance_batches(
     pieces: list[PackableTree], fill_tokens: int, multiple: int
 ) -> list[list[PackableTree]]:
     """Distribute pieces over batches of about equal cost.

@@ -92,7 +92,7 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
     before: Ints | None = None
     for index in order:
         ids = sequences[index].token_ids
-        shared = 0 if before is None else _common(before, ids)
+        shared = 0 if before is None else _common_prefix_length(before, ids)
         ends[index] = growing.add(index, shared, len(ids))
         before = ids
     return Forest(*growing.grown(ends), order)
@@ -113,7 +113,7 @@ class NodeComputationCounts:
         self._nodes = radix_forest.nodes
         self._num = [0] * len(self._nodes)
         for stretch in stretches:
-            for node in self._within(stretch):
+            for node in self._nodes_in_stretch(stretch):
                 self._num[node] += 1
 
     def inverse_computation_counts(self, stretch: ForestNode) -> Floats:
@@ -122,12 +122,12 @@ class NodeComputationCounts:
         A token that is computed c times in the step has weight 1 / c, so that copies do not count
         twice.
         """
-        within = self._within(stretch)[::-1]
+        within = self._nodes_in_stretch(stretch)[::-1]
         sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
         weights = np.array([1 / self._num[node] for node in within], np.float32)
         return weights.repeat(sizes)
 
-    def _within(self, stretch: ForestNode) -> list[int]:
+    def _nodes_in_stretch(self, stretch: ForestNode) -> list[int]:
         """Return the indices of the nodes that ``stretch`` covers, from the last to the first."""
         found, node = [stretch.last], self._nodes[stretch.last]
         while node.begin > stretch.begin:
@@ -160,7 +160,7 @@ class _GrowingForest:
             self._split(self.path.pop(), shared)
         if length > shared:
             self.path.append(
-                self._new(shared, length, self.path[-1] if self.path else -1, sequence)
+                self._new_node(shared, length, self.path[-1] if self.path else -1, sequence)
             )
         return self.path[-1]
 
@@ -192,7 +192,7 @@ class _GrowingForest:
             stack.extend(children[node][::-1])
         return nodes, [rank[end] for end in ends]
 
-    def _new(self, begin: int, end: int, parent: int, sequence: int) -> int:
+    def _new_node(self, begin: int, end: int, parent: int, sequence: int) -> int:
         self.begin.append(begin)
         self.end.append(end)
         self.parent.append(parent)
@@ -205,12 +205,12 @@ class _GrowingForest:
         The existing node keeps the tail, so that indices of its children and of sequences that end
         in it stay valid.
         """
-        head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
+        head = self._new_node(self.begin[node], at, self.parent[node], self.sequence[node])
         self.begin[node], self.parent[node] = at, head
         self.path.append(head)
 
 
-def _common(a: Ints, b: Ints) -> int:
+def _common_prefix_length(a: Ints, b: Ints) -> int:
     """Return the length of the common prefix of ``a`` and ``b``."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
@@ -271,7 +271,7 @@ class BatchBuilder:
         self._sequences = sequences
         self._learning = learning
         chosen = [sequences[index] for index in learning]
-        self._named = _names(chosen)
+        self._named = _stream_names(chosen)
         self._denominators = _denominators(chosen, denominators)
         self._has_versions = all(sequence.versions is not None for sequence in chosen)
         self._has_kept = any(sequence.kept is not None for sequence in chosen)
@@ -303,7 +303,7 @@ class BatchBuilder:
             for place, leaf in piece.leaves:
                 index = self._learning[place]
                 present[index] = self._sequences[index].name
-                self._add_entries(columns, index, _places(piece, leaf, segments[first:]))
+                self._add_entries(columns, index, _position_map(piece, leaf, segments[first:]))
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
@@ -318,7 +318,7 @@ class BatchBuilder:
         plain = np.zeros(len(tokens), np.bool_)
         if sequence.ce is not None and (sequence.temperature != 1 or sequence.kept is not None):
             imitated = tokens[sequence.ce[tokens] != 0]
-            reinforced = tokens[_others(sequence)[tokens]]
+            reinforced = tokens[_non_ce_mask(sequence)[tokens]]
             plain = np.repeat([False, True], [len(reinforced), len(imitated)])
             tokens = np.concatenate([reinforced, imitated])
         begins, shifts = places
@@ -394,7 +394,7 @@ class _Columns:
         )
 
 
-def _places(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
+def _position_map(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
     """Map positions in a sequence to positions in the batch, given the last node of its path
     (``leaf``).
 
@@ -433,14 +433,14 @@ def _weights(
     return columns
 
 
-def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
+def _non_ce_mask(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
     """Return a mask [T] of the tokens with policy-gradient or distillation weight."""
     return np.not_equal(sequence.rl, 0) | (
         False if sequence.kd is None else np.not_equal(sequence.kd, 0)
     )
 
 
-def _names(sequences: list[TokenSequence]) -> list[str]:
+def _stream_names(sequences: list[TokenSequence]) -> list[str]:
     """Return the names of the extra per-token arrays of the sequences.
 
     Raises ValueError if the sequences do not all have the same ones.

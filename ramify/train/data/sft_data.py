@@ -82,7 +82,7 @@ def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Traject
     dropped, since nothing is learned from them.
     """
     root = conversations[0]
-    calls = [_call(each) for each in conversations]
+    calls = [_conversation_to_call(each) for each in conversations]
     return Trajectory(
         f"demo/{root.item}",
         root.messages[0].content,
@@ -94,7 +94,7 @@ def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Traject
     )
 
 
-def _call(conversation: DemonstrationConversation) -> Call:
+def _conversation_to_call(conversation: DemonstrationConversation) -> Call:
     messages, turns, begin = conversation.messages, [], 0
     for index, message in enumerate(messages):
         if message.role == "assistant":
@@ -179,7 +179,7 @@ class TrajectoryTokenizer:
             else:
                 prompt = [*conversation[: turn.reused], *turn.prompt]
                 reused, given = 0, self._renderer.prompt(prompt, self._tools)
-            sampled = self._reply(turn.reply.message)
+            sampled = self._reply_ids(turn.reply.message)
             reply = msgspec.structs.replace(
                 turn.reply, prompt_ids=tuple(given), token_ids=tuple(sampled), logprobs=None
             )
@@ -209,7 +209,7 @@ class TrajectoryTokenizer:
             for reply in replies
         )
 
-    def _reply(self, message: Message) -> list[int]:
+    def _reply_ids(self, message: Message) -> list[int]:
         """Return the token ids that the policy would sample to produce ``message``, including the
         end-of-message token."""
         ids = self._cached_ids.get(message)
@@ -245,7 +245,7 @@ def read(path: Path) -> Iterator[Trajectory]:
     malformed.
     """
     if is_store(path):
-        yield from _stored(path)
+        yield from _completed_runs(path)
         return
     if path.is_dir():
         for file_path in sorted(path.glob("*.jsonl")):
@@ -278,7 +278,7 @@ def is_store(path: Path) -> bool:
     return (path / _RUNS).is_dir()
 
 
-def _stored(root: Path) -> Iterator[Trajectory]:
+def _completed_runs(root: Path) -> Iterator[Trajectory]:
     """Yield the completed runs of a store.
 
     Rewards come from the store's evaluations, or from a reviewer's corrections if there are any.
@@ -367,7 +367,9 @@ SHORTEST, LONGEST = 6, 40
 """Bounds of the length of a random string in tokens: at least SHORTEST and less than LONGEST."""
 
 
-def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[TokenSequence]:
+def induction_warmup_sequences(
+    step: int, ids: Many[int], num_tokens: int, seed: int = 0
+) -> list[TokenSequence]:
     """Return the training sequences of one warm-up step.
 
     Each repeats a random string of the tokens ``ids``, and the model learns to predict the second

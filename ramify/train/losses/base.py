@@ -188,7 +188,7 @@ def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 
-def nowhere(tokens: PolicyLossInputs) -> Tensor:
+def empty_token_mask(tokens: PolicyLossInputs) -> Tensor:
     """Return False for every token.
 
     This is the ``clipped`` of a loss that never cuts off a gradient.

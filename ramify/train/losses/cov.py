@@ -23,9 +23,9 @@ from ramify.train.losses.base import (
     PolicyLossInputs,
     TokenSelectionInputs,
     clipped_surrogate,
+    empty_token_mask,
     importance_ratio,
     is_clipped,
-    nowhere,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
         _check_share(self.share)
 
     def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
-        cov = covariance(step)
+        cov = covariance_terms(step)
         r = np.exp(np.clip(step.now - step.old, -20, 20))
         is_free = ~np.where(step.advantages > 0, r > 1 + self.clip_high, r < 1 - self.clip_low)
         candidates = np.flatnonzero((cov > self.cov_low) & (cov < self.cov_high) & is_free)
@@ -72,7 +72,7 @@ class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
             self.clip_low,
             self.clip_high,
         )
-        return loss.masked_fill(_chosen(tokens), 0.0)
+        return loss.masked_fill(_require_chosen(tokens), 0.0)
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
         by_ratio = is_clipped(
@@ -81,7 +81,7 @@ class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
             self.clip_low,
             self.clip_high,
         )
-        return by_ratio | _chosen(tokens)
+        return by_ratio | _require_chosen(tokens)
 
 
 class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
@@ -102,20 +102,20 @@ class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
         _check_share(self.share)
 
     def choose(self, step: TokenSelectionInputs) -> npt.NDArray[np.bool_]:
-        cov = covariance(step)
+        cov = covariance_terms(step)
         chosen = np.zeros(len(cov), np.bool_)
         chosen[np.lexsort((step.keys, -cov))[: max(1, int(self.share * len(cov)))]] = True
         return chosen
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
-        penalty = (tokens.now - tokens.old).abs().masked_fill(~_chosen(tokens), 0.0)
+        penalty = (tokens.now - tokens.old).abs().masked_fill(~_require_chosen(tokens), 0.0)
         return -importance_ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * penalty
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        return nowhere(tokens)
+        return empty_token_mask(tokens)
 
 
-def covariance(step: TokenSelectionInputs) -> Doubles:
+def covariance_terms(step: TokenSelectionInputs) -> Doubles:
     """Return the contribution of each token of a step to the covariance of advantage and
     log-probability.
 
@@ -126,7 +126,7 @@ def covariance(step: TokenSelectionInputs) -> Doubles:
     return cov
 
 
-def _chosen(tokens: PolicyLossInputs) -> Tensor:
+def _require_chosen(tokens: PolicyLossInputs) -> Tensor:
     if tokens.chosen is None:
         raise ConfigError(
             "clip_cov and kl_cov first choose among all tokens of a step, but the batch has no "

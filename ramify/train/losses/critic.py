@@ -8,7 +8,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.train.config_redaction import check_none_or_positive
-from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, nowhere
+from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, empty_token_mask
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.weight <= 0:
             raise ConfigError(f"loss.value.weight={self.weight} must be above 0")
 
-    def per_token(self, values: CriticLossInputs) -> Tensor:
+    def per_token_loss(self, values: CriticLossInputs) -> Tensor:
         """Return the critic's loss for each token, as a tensor of shape [E] for the E tokens of the
         batch."""
         squared_error = (values.now - values.returns).square()
@@ -65,4 +65,4 @@ class CriticOnlyLoss(BaseLossFormula, frozen=True, kw_only=True, tag="critic"):
         return tokens.now * 0.0
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        return nowhere(tokens)
+        return empty_token_mask(tokens)

@@ -121,16 +121,16 @@ class ProxApprox(BaseLossFormula, frozen=True, kw_only=True, tag="prox_approx"):
     cap: float = 5.0
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
-        proximal = self._proximal(tokens)
+        proximal = self._proximal_logprobs(tokens)
         weight = importance_ratio(proximal, tokens.sampler).clamp(max=self.cap)
         r = importance_ratio(tokens.now, proximal)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        r = importance_ratio(tokens.now, self._proximal(tokens))
+        r = importance_ratio(tokens.now, self._proximal_logprobs(tokens))
         return is_clipped(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def _proximal(self, tokens: PolicyLossInputs) -> Tensor:
+    def _proximal_logprobs(self, tokens: PolicyLossInputs) -> Tensor:
         if tokens.staleness is None:
             raise ConfigError(
                 "prox_approx interpolates by staleness: the batch has no stream 'staleness'"

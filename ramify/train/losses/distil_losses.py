@@ -49,7 +49,7 @@ def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.404978
     """
-    rest, rest_teacher = _rest(now), _rest(teacher)
+    rest, rest_teacher = _remaining_probability(now), _remaining_probability(teacher)
     return (now.exp() * (now - teacher)).sum(-1) + rest * (rest.log() - rest_teacher.log())
 
 
@@ -77,7 +77,7 @@ def surrogate(
     return losses.sum(-1)
 
 
-def _rest(logprobs: Tensor) -> Tensor:
+def _remaining_probability(logprobs: Tensor) -> Tensor:
     """Return the total probability of all tokens outside the k candidates.
 
     It is at least ``LEAST``, so that its logarithm is finite.

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio, nowhere
+from ramify.train.losses.base import (
+    BaseLossFormula,
+    PolicyLossInputs,
+    empty_token_mask,
+    importance_ratio,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,4 +29,4 @@ class ImportanceSampling(BaseLossFormula, frozen=True, kw_only=True, tag="import
         return -importance_ratio(tokens.now, tokens.sampler) * tokens.advantages
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        return nowhere(tokens)
+        return empty_token_mask(tokens)

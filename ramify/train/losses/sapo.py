@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio, nowhere
+from ramify.train.losses.base import (
+    BaseLossFormula,
+    PolicyLossInputs,
+    empty_token_mask,
+    importance_ratio,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,4 +45,4 @@ class Sapo(BaseLossFormula, frozen=True, kw_only=True, tag="sapo"):
         return -(4 / tau) * (tau * (r - 1)).sigmoid() * advantages
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        return nowhere(tokens)
+        return empty_token_mask(tokens)

@@ -20,7 +20,7 @@ batches, and added to the batch:
                   (``LossSpec.sequence``). A call whose history was cut or rendered again has
                   several paths; its sequence is then all its sampled tokens, each counted once, on
                   whichever path it carries weight
-    check_whole   for such a loss: each sequence is whole, in one batch
+    check_sequences_unsplit   for such a loss: each sequence is whole, in one batch
 
 Log-probabilities are computed in ``models/training_forward.py``, and weights and advantages in
 ``advantages/``.
@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import ConfigError, TrainError
-from ramify.plugins import check_methods, replace_plugin_names
+from ramify.plugins import check_methods, names_to_import_locations
 from ramify.train.losses import (
     POLICY_LOSSES,
     DppoTv,
@@ -187,8 +187,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 f"rl.loss: {error}: make the formula a BaseLossFormula, which can be sent to "
                 "other processes"
             ) from None
-        replace_plugin_names(self.policy, data["policy"])
-        replace_plugin_names(self.corrections, data["corrections"])
+        names_to_import_locations(self.policy, data["policy"])
+        names_to_import_locations(self.corrections, data["corrections"])
         return data
 
     @classmethod
@@ -289,7 +289,7 @@ def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
 
 def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Tensor:
     policy: PolicyLoss = loss.policy
-    streams, tokens = entries.streams, _tokens(loss, entries)
+    streams, tokens = entries.streams, _policy_loss_inputs(loss, entries)
     now, has_weight = tokens.now, streams["rl"] != 0
     value = policy.per_token(tokens)
     clipped = policy.clipped(tokens)
@@ -326,7 +326,7 @@ def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Te
                 "a critic learns from returns, but the batch has no stream 'returns'; see the "
                 "algorithm 'ppo'"
             )
-        value_loss = loss.value.per_token(
+        value_loss = loss.value.per_token_loss(
             CriticLossInputs(entries.values, streams["values"], streams["returns"])
         )
         tally.add_mean("value_loss", value_loss.detach(), has_weight)
@@ -334,7 +334,7 @@ def _reinforce(loss: LossSpec, entries: BatchLossInputs, tally: LossTally) -> Te
     return value
 
 
-def _tokens(loss: LossSpec, entries: BatchLossInputs) -> PolicyLossInputs:
+def _policy_loss_inputs(loss: LossSpec, entries: BatchLossInputs) -> PolicyLossInputs:
     streams, now = entries.streams, entries.logprobs
     sampler, old = streams["sampler_logprobs"], streams.get("old_logprobs")
     if old is None and (loss.old == "pass" or (loss.old == "auto" and "fresh_old" in loss.reads)):
@@ -441,7 +441,7 @@ class LossTally:
         ).abs()
         mismatch = mismatch.masked_fill(~has_weight, 0.0)
         self.add("mismatch", mismatch.sum(), has_weight.sum())
-        self._raise("mismatch_max", mismatch.max())
+        self._update_maximum("mismatch_max", mismatch.max())
         r = importance_ratio(now, tokens.old)
         self.add_mean("clip_fraction", clipped.to(now.dtype), has_weight)
         self.add_mean(
@@ -459,14 +459,14 @@ class LossTally:
         for name, (total, count) in other.sums.items():
             self.add(name, total, count)
         for name, value in other.maxima.items():
-            self._raise(name, value)
+            self._update_maximum(name, value)
         if other.experts is not None:
             from ramify.models.routing import ExpertLoad, RoutedCounts
 
             counts, weight = other.experts
             self.add_experts(ExpertLoad(RoutedCounts(*counts), weight))
 
-    def _raise(self, name: str, value: Tensor | float) -> None:
+    def _update_maximum(self, name: str, value: Tensor | float) -> None:
         """Update the recorded maximum of a metric with ``value``.
 
         Once a NaN occurs, the maximum stays NaN. Tensors stay on their device, since copying them
@@ -481,7 +481,7 @@ class LossTally:
         else:
             self.maxima[name] = before.maximum(value)
 
-    def plain(self) -> SerializableLossTally:
+    def to_serializable(self) -> SerializableLossTally:
         """Convert this tally to plain numbers, which can be sent to another process."""
         return SerializableLossTally(
             {name: (float(total), float(count)) for name, (total, count) in self.sums.items()},
@@ -516,15 +516,17 @@ class LossTally:
         return {**metrics, **means, **maxima, **experts}
 
 
-def chooses(loss: LossSpec) -> bool:
+def selects_tokens(loss: LossSpec) -> bool:
     """Return True if the loss selects tokens from the whole step.
 
-    If so, call ``choose`` on the step's batches before training on them.
+    If so, call ``mark_selected_tokens`` on the step's batches before training on them.
     """
     return isinstance(loss.policy, TokenSelectingLoss)
 
 
-def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
+def mark_selected_tokens(
+    batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]
+) -> list[Batch]:
     """Select the tokens that the policy loss treats differently.
 
     Returns the batches with an additional per-token array ``chosen`` that marks these tokens.
@@ -532,7 +534,7 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
     """
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     with_mask = list(zip(batches, weighs, strict=True))
-    now = _joined(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
+    now = _concatenate_parts(column[mask] for column, mask in zip(logprobs, weighs, strict=True))
     old_name = (
         "old_logprobs"
         if all("old_logprobs" in batch.streams for batch in batches)
@@ -541,10 +543,10 @@ def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list
     old = (
         now
         if loss.old == "now"
-        else _joined(batch.streams[old_name][mask] for batch, mask in with_mask)
+        else _concatenate_parts(batch.streams[old_name][mask] for batch, mask in with_mask)
     )
-    advantages = _joined(batch.streams["advantages"][mask] for batch, mask in with_mask)
-    keys = np.concatenate([_keys(batch)[mask] for batch, mask in with_mask])
+    advantages = _concatenate_parts(batch.streams["advantages"][mask] for batch, mask in with_mask)
+    keys = np.concatenate([_random_token_keys(batch)[mask] for batch, mask in with_mask])
     chosen = loss.policy.choose(TokenSelectionInputs(now, old, advantages, keys))
     chosen_batches, start = [], 0
     for batch, mask in with_mask:
@@ -573,7 +575,7 @@ def sequence_index_of_entries(batch: Batch, unit: SequenceUnit = "call") -> tupl
     return np.array(found, np.int64)[places], len(numbers)
 
 
-def check_whole(batches: Many[Batch], unit: SequenceUnit = "call") -> None:
+def check_sequences_unsplit(batches: Many[Batch], unit: SequenceUnit = "call") -> None:
     """Raise TrainError if a call or rollout (``unit``) with policy-gradient weight is split over
     two batches."""
     places = Counter[str | int]()
@@ -588,11 +590,11 @@ def check_whole(batches: Many[Batch], unit: SequenceUnit = "call") -> None:
             )
 
 
-def _joined(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
+def _concatenate_parts(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
     return np.concatenate([part.astype(np.float64) for part in parts])
 
 
-def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
+def _random_token_keys(batch: Batch) -> npt.NDArray[np.uint64]:
     """Return a pseudorandom number for each token with loss.
 
     It depends only on the name of the token's sequence and on its position there.

@@ -68,7 +68,7 @@ def placement_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[NodeRes
     for name, pool in spec.pools.items():
         inside = [(index, slot) for index, slot in enumerate(unplaced) if slot.pool == name]
         _check_sums(name, pool, [slot for _, slot in inside])
-        placed |= _placed(name, pool, inside)
+        placed |= _place_slots(name, pool, inside)
     return [placed[index] for index in range(len(unplaced))]
 
 
@@ -171,7 +171,7 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
             )
 
 
-def _placed(
+def _place_slots(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
     """Assign the slots of one pool to its machines, and return the placed slots by index.
@@ -191,15 +191,16 @@ def _placed(
             members = " and ".join(f"{role} {number}" for role, number in slot.members)
             raise ConfigError(
                 f"placement: the roles fit the pool '{name}' in total, but not node by node: "
-                f"{members} needs {_described(needs)} on one node, and of its {pool.nodes} nodes "
-                f"the emptiest has {_described(max(free))} left"
+                f"{members} needs {_describe_resources(needs)} on one node, and of its "
+                f"{pool.nodes} nodes "
+                f"the emptiest has {_describe_resources(max(free))} left"
             )
         node = (
             fitting[0]
             if pool.order == "pack"
             else max(fitting, key=lambda node: (free[node], -node))
         )
-        free[node] = free[node].without(needs)
+        free[node] = free[node].subtract(needs)
         slots[index] = NodeResourceSlot(name, node, needs, slot.members, slot.offsets)
     return slots
 
@@ -216,7 +217,7 @@ def _resources(pool: NodePool) -> SlotResources:
     return SlotResources(pool.gpus, pool.cpus, memory_gb)
 
 
-def _described(needs: SlotResources) -> str:
+def _describe_resources(needs: SlotResources) -> str:
     parts = [f"{needs.gpus:g} GPUs", f"{needs.cpus:g} CPUs"]
     return ", ".join(
         [*parts, *([f"{needs.memory_gb:g} GB"] if 0 < needs.memory_gb < float("inf") else [])]

@@ -110,10 +110,10 @@ class RewardServices:
             started = time.monotonic()
             why = await service.ended()
             if time.monotonic() - started >= service.spec.start_s:
-                restarts.succeeded(service.name)
+                restarts.record_success(service.name)
             if not failed(why) or not await retry_until_started(restarted, failed):
                 return
-            restarts.back(service.name, f"{service.description} is back")
+            restarts.record_recovery(service.name, f"{service.description} is back")
 
 
 class _RunningService:
@@ -141,7 +141,7 @@ class _RunningService:
         Raises ConfigError if the service ends first or does not accept them in time.
         """
         await asyncio.to_thread(self._start)
-        await self._reached()
+        await self._wait_until_reachable()
 
     async def opened(self) -> str:
         """Open access to the service and return its URL, which stays valid for the whole run.
@@ -150,7 +150,9 @@ class _RunningService:
         """
         host, port = self._host, self._port
         if host != self._hosts.address:
-            self._forwarder = await asyncio.start_server(self._pass, self._hosts.address, 0)
+            self._forwarder = await asyncio.start_server(
+                self._forward_connection, self._hosts.address, 0
+            )
             host, port = self._forwarder.sockets[0].getsockname()[:2]
         return f"http://{host}:{port}{self.spec.path}"
 
@@ -175,15 +177,15 @@ class _RunningService:
     def _start(self) -> None:
         if self._process is not None:
             self._process.end(0.0)
-            self._hosts.renew(self._member)
+            self._hosts.ensure_slot(self._member)
         host = self._hosts.address_of(self._member)
         if host != self._host:
             self._host, self._port = host, self._hosts.free_port(self._member)
         address = {"{host}": host, "{port}": str(self._port)}
-        command = [_filled(word, address) for word in self.spec.command]
+        command = [_fill_placeholders(word, address) for word in self.spec.command]
         self._process = self._hosts.start(self._member, command, {}, self._log)
 
-    async def _reached(self) -> None:
+    async def _wait_until_reachable(self) -> None:
         process, until = self._process, time.monotonic() + self.spec.start_s
         assert process is not None
         while True:
@@ -201,23 +203,27 @@ class _RunningService:
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Forward one connection to the machine on which the service currently runs."""
         # If forwarding fails, the caller sees a closed connection, as from the service itself.
         with contextlib.closing(writer), contextlib.suppress(OSError):
             from_service, to_service = await asyncio.open_connection(self._host, self._port)
             with contextlib.closing(to_service):
-                await asyncio.gather(_copied(reader, to_service), _copied(from_service, writer))
+                await asyncio.gather(
+                    _copy_stream(reader, to_service), _copy_stream(from_service, writer)
+                )
 
 
-async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while block := await reader.read(_BLOCK):
         writer.write(block)
         await writer.drain()
     writer.write_eof()
 
 
-def _filled(word: str, address: Mapping[str, str]) -> str:
+def _fill_placeholders(word: str, address: Mapping[str, str]) -> str:
     for name, value in address.items():
         word = word.replace(name, value)
     return word

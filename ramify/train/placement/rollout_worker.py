@@ -26,14 +26,14 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.connect_back import beat, connect_back
+from ramify.actors.connect_back import connect_back, start_heartbeat_thread
 from ramify.actors.run_channel import Channel
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.log_outputs import ForwardedLogRecord, ForwardingLogHandler
-from ramify.logging import attach
+from ramify.logging import attach_handler
 from ramify.sandbox.base import AnySandboxSpec, SharedContext, provider_spec
 from ramify.sandbox.guest.frames import pack_value, unpack_value
 from ramify.sandbox.guest.values import CodecError
@@ -92,7 +92,7 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
     """Context, right answers, metadata and messages."""
 
     @classmethod
-    def of(cls, item: Item) -> SerializedTaskItem:
+    def from_item(cls, item: Item) -> SerializedTaskItem:
         """Encode a task item for a worker.
 
         Raises ConfigError if it has a value that cannot be sent to a session either.
@@ -111,7 +111,7 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
             ) from None
         return cls(item.question, item.kind, item.id, b"".join(parts))
 
-    def restored(self) -> Item:
+    def to_item(self) -> Item:
         values, _ = unpack_value(self.values)
         values["messages"] = msgspec.convert(values["messages"], tuple[Message, ...])
         return Item(self.question, kind=self.kind, id=self.id, **values)
@@ -191,7 +191,7 @@ class _RolloutWorker:
         self._spec = spec
         self._is_ended = threading.Event()
         self._rollouts: dict[int, asyncio.Task[None]] = {}
-        attach(ForwardingLogHandler(self._forward))
+        attach_handler(ForwardingLogHandler(self._forward))
 
     async def serve(self) -> None:
         """Sample rollouts on request until the run ends.
@@ -231,7 +231,7 @@ class _RolloutWorker:
         try:
             async with self._rlm:
                 await self._rlm.prepare()
-                beat(lambda: self._send(WorkerMessage("beat")), self._is_ended)
+                start_heartbeat_thread(lambda: self._send(WorkerMessage("beat")), self._is_ended)
                 self._send(WorkerMessage("ready"))
                 await self._until_closed()
         finally:
@@ -256,18 +256,18 @@ class _RolloutWorker:
         while not isinstance(request := await requests.get(), EndWorker):
             match request:
                 case RolloutRequest():
-                    self._rollouts[request.id] = asyncio.create_task(self._roll(request))
+                    self._rollouts[request.id] = asyncio.create_task(self._run_rollout(request))
                 case AvailableEnginesMessage():
-                    self._engines.set_listed(request.urls)
+                    self._engines.set_usable_urls(request.urls)
                 case CancelRollout():
                     if task := self._rollouts.get(request.id):
                         task.cancel()
 
-    async def _roll(self, request: RolloutRequest) -> None:
+    async def _run_rollout(self, request: RolloutRequest) -> None:
         from ramify.evaluate.attempt import attempt
 
         self._engines.record_external_update(request.version)
-        item = request.item.restored()
+        item = request.item.to_item()
         try:
             trajectory = await attempt(
                 self._rlm,

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.actors.child_process import ProcessHandle, import_path, wait_then_kill
+from ramify.actors.child_process import ProcessHandle, pythonpath_environment, wait_then_kill
 from ramify.actors.connect_back import ConnectBackListener, MissedHeartbeatDetector
 from ramify.actors.launcher import Launcher, RoleInstanceId
 from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, retry_until_started
@@ -165,7 +165,7 @@ class RolloutWorkers:
             raise
         self._run_task(self._watch())
 
-    async def attempt(
+    async def sample_rollout(
         self, item: Item, name: str, sampling: Sampling, branch: BranchOptions | None = None
     ) -> Trajectory:
         """Sample one rollout on the least busy worker.
@@ -173,7 +173,7 @@ class RolloutWorkers:
         ``branch`` sets where the rollout forks into several continuations; None: it does not fork.
         Raises TrainError if no worker is left, and RuntimeError for a bug in the worker.
         """
-        stored, version = SerializedTaskItem.of(item), self._engines.version
+        stored, version = SerializedTaskItem.from_item(item), self._engines.version
         request = RolloutRequest(next(self._ids), stored, name, sampling, version, branch)
         future: asyncio.Future[Trajectory] = self._loop.create_future()
         self._futures[request.id] = future
@@ -252,15 +252,15 @@ class RolloutWorkers:
         member = RoleInstanceId("rollouts", number)
         if before := self._processes.get(number):
             before.end(0.0)
-            self._hosts.renew(member)
+            self._hosts.ensure_slot(member)
         with ConnectBackListener(self._hosts.address) as listener:
             environment = {
                 "OMP_NUM_THREADS": "1",
-                **import_path(),
+                **pythonpath_environment(),
                 **{name: os.environ[name] for name in names if name in os.environ},
             }
             process = self._processes[number] = self._hosts.start(
-                member, command, environment, log, listener.ticket(str(number))
+                member, command, environment, log, listener.create_ticket(str(number))
             )
 
             def look() -> None:
@@ -289,17 +289,19 @@ class RolloutWorkers:
         """
         try:
             worker = await retry_until_started(
-                partial(self._start_worker, number), partial(self._failed, number), _PAUSE_S
+                partial(self._start_worker, number),
+                partial(self._note_failed_restart, number),
+                _PAUSE_S,
             )
             if worker is not None:
                 text = f"rollout worker {number} is back ({worker.process.where})"
-                self._restarts.back(number, text)
+                self._restarts.record_recovery(number, text)
         finally:
             self._restarting.pop(number, None)
             if not self._is_closing and not self._alive and not self._restarting:
                 self._fail_waiting()
 
-    def _failed(self, number: int, error: Exception) -> bool:
+    def _note_failed_restart(self, number: int, error: Exception) -> bool:
         self._reasons.append(f"rollout worker {number} did not restart: {error}")
         return self._restarts.record_loss(number, self._reasons[-1])
 
@@ -321,9 +323,9 @@ class RolloutWorkers:
                     worker.urls = urls
                     worker.send(AvailableEnginesMessage(urls))
                 if await asyncio.to_thread(worker.process.poll) is not None:
-                    self._lost(worker, await asyncio.to_thread(_why_lost, worker))
+                    self._handle_lost_worker(worker, await asyncio.to_thread(_why_lost, worker))
                 elif worker.heartbeats.is_overdue():
-                    self._lost(
+                    self._handle_lost_worker(
                         worker,
                         f"rollout worker {worker.number} ({worker.process.where}) is lost: no "
                         f"heartbeat for {worker.heartbeats.limit_s:g} s",
@@ -345,7 +347,7 @@ class RolloutWorkers:
         with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
                 message: WorkerMessage = worker.channel.receive(WorkerMessage)
-                worker.heartbeats.heard()
+                worker.heartbeats.record_message()
                 self._loop.call_soon_threadsafe(self._on_message, worker, message, ready)
         why = _why_lost(worker)  # takes a while if it asks another machine
         with contextlib.suppress(RuntimeError):
@@ -367,11 +369,11 @@ class RolloutWorkers:
                 )
             case "said":
                 sent = msgspec.json.decode(message.data, type=ForwardedLogRecord)
-                _log.forward(sent, f"rollout worker {worker.number}")
+                _log.log_forwarded_record(sent, f"rollout worker {worker.number}")
             case "gone" if not self._is_closing:
                 self._run_task(self._check_engine(worker, text))
             case "done" if request is not None and future is not None and not future.done():
-                self._restarts.succeeded(worker.number)
+                self._restarts.record_success(worker.number)
                 future.set_result(msgspec.json.decode(message.data, type=Trajectory))
             case "broke" if future is not None and not future.done():
                 future.set_exception(RuntimeError(f"in rollout worker {worker.number}: {text}"))
@@ -379,9 +381,9 @@ class RolloutWorkers:
     def _on_end(self, worker: _Worker, ready: asyncio.Future[None], why: str) -> None:
         if not ready.done():
             ready.set_exception(ConfigError(why))
-        self._lost(worker, why)
+        self._handle_lost_worker(worker, why)
 
-    def _lost(self, worker: _Worker, why: str) -> None:
+    def _handle_lost_worker(self, worker: _Worker, why: str) -> None:
         if self._is_closing or worker not in self._alive:
             return
         self._alive.remove(worker)

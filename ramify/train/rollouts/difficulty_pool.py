@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from ramify.tasks.mixture import part_of
+from ramify.tasks.mixture import item_part_name
 from ramify.train.metrics import GROUPS, GroupRecord
 from ramify.types.trajectory import GroupFate
 
@@ -61,31 +61,31 @@ class DifficultyPool:
         """Read the outcomes of all earlier groups from the run's folder."""
         self._items = {}
         self._parts = defaultdict(lambda: deque(maxlen=_LATEST))
-        self.note(GROUPS.read(self._folder))
+        self.record_outcomes(GROUPS.read(self._folder))
 
-    def note(self, records: Iterable[GroupRecord]) -> None:
+    def record_outcomes(self, records: Iterable[GroupRecord]) -> None:
         """Record the outcomes of groups, in the order in which they occurred."""
         for record in records:
             if record.outcome in _DECIDED:
                 self._items[record.item] = record.outcome
                 if self._has_parts:
-                    self._parts[part_of(record.item)].append(record.outcome)
+                    self._parts[item_part_name(record.item)].append(record.outcome)
 
-    def passes_over(self, number: int, item: str) -> bool:
+    def should_skip(self, number: int, item: str) -> bool:
         """Return True if the item with this number and id should be skipped this time."""
-        if not self.is_settled(item):
+        if not self.has_no_signal(item):
             return False
         digest = hashlib.blake2b(f"{self._seed}/settled/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >= self._share * 2**64
 
-    def is_settled(self, item: str) -> bool:
+    def has_no_signal(self, item: str) -> bool:
         """Return True if the item with this id currently gives no training signal.
 
         Either its latest group had none, or nearly all of the latest groups of its task had none.
         """
         if self._items.get(item) is GroupFate.NO_SIGNAL:
             return True
-        latest = self._parts.get(part_of(item), ()) if self._has_parts else ()
+        latest = self._parts.get(item_part_name(item), ()) if self._has_parts else ()
         if len(latest) < _LATEST:
             return False
         return latest.count(GroupFate.NO_SIGNAL) >= _NEARLY_ALL * len(latest)

@@ -50,7 +50,12 @@ from ramify.tasks.base import Item
 from ramify.train.config_redaction import check_bounds, check_none_or_positive
 from ramify.train.metrics import GroupRecord, group_record
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
-from ramify.train.rollouts.rollouter import GroupInProgress, RolloutAttempt, Rollouter, close
+from ramify.train.rollouts.rollouter import (
+    GroupInProgress,
+    RolloutAttempt,
+    Rollouter,
+    close_attempts,
+)
 from ramify.types.trajectory import Group, GroupFate
 
 _MAX_SKIPPED = 10_000
@@ -253,15 +258,19 @@ class GroupQueue:
             while True:
                 self._find_complete()
                 self._report_progress()
-                self._begin()
-                if not suffice(self._sample, self.open_groups, self._whole(), self._step):
+                self._begin_groups()
+                if not has_enough_groups(
+                    self._sample, self.open_groups, self._completed_groups(), self._step
+                ):
                     await self._wait()
-                elif unscored := self._unscored():  # scores may show that groups have no signal
+                elif (
+                    unscored := self._groups_to_score()
+                ):  # scores may show that groups have no signal
                     await self._score(unscored)
                 else:
                     break
             self._work = None
-        return self._taken()
+        return self._choose_groups()
 
     def note_new_weights(self, step: int) -> None:
         """Begin the groups that are allowed once the engine has the weights after ``step`` steps.
@@ -270,9 +279,9 @@ class GroupQueue:
         """
         if self._sample.max_staleness:
             self._set_step(step)
-            self._begin()
+            self._begin_groups()
 
-    def state(self) -> tuple[int, list[int]]:
+    def resume_position(self) -> tuple[int, list[int]]:
         """Return the state that a resumed run needs: the index of the first item that has never
         begun, and the indices of the items with open groups."""
         return self._next_item, sorted(
@@ -305,7 +314,7 @@ class GroupQueue:
         tasks = [entry.task for entry in self.open_groups]
         for task in tasks:
             task.cancel()
-        await close(
+        await close_attempts(
             [a for entry in self.open_groups for a in entry.rolling.attempts] + self._given_up
         )
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -323,9 +332,11 @@ class GroupQueue:
             if entry.step is None and entry.rolling.has_begun:
                 entry.step = self._step
 
-    def _begin(self) -> None:
-        for _ in range(room(self._sample, self.open_groups, self._step, self._num_steps)):
-            number, item = self._next()
+    def _begin_groups(self) -> None:
+        for _ in range(
+            num_groups_to_begin(self._sample, self.open_groups, self._step, self._num_steps)
+        ):
+            number, item = self._take_next_item()
             name = (
                 f"item={number}"
                 if self._sample.max_staleness
@@ -333,12 +344,12 @@ class GroupQueue:
             )
             self._begun_in_step += 1
             self.by_id[item.id] = item
-            rolling = self._rollouts.begin(item, name, self._over)
+            rolling = self._rollouts.begin(item, name, self._on_attempt_end)
             self.open_groups.append(
-                QueuedGroup(number, rolling, asyncio.create_task(self._rolled(rolling)))
+                QueuedGroup(number, rolling, asyncio.create_task(self._await_group(rolling)))
             )
 
-    def _next(self) -> tuple[int, Item]:
+    def _take_next_item(self) -> tuple[int, Item]:
         """Return the next item to roll out, with its number.
 
         Items that the difficulty pool skips are recorded as skipped.
@@ -352,7 +363,7 @@ class GroupQueue:
             number, self._next_item = self._next_item, self._next_item + 1
             item = self._items[number % len(self._items)]
             pool = self._pool
-            if pool is None or number >= last or not pool.passes_over(number, item.id):
+            if pool is None or number >= last or not pool.should_skip(number, item.id):
                 return number, item
             self._skipped.append(
                 GroupRecord(
@@ -364,13 +375,13 @@ class GroupQueue:
                 )
             )
 
-    async def _rolled(self, rolling: GroupInProgress) -> Group:
-        group = await rolling.whole()
+    async def _await_group(self, rolling: GroupInProgress) -> Group:
+        group = await rolling.wait_for_group()
         if self._read is not None and not self._rollouts.is_scored_by_step(rolling.item):
             await self._read(group)
         return group
 
-    def _over(self, attempt: RolloutAttempt) -> None:
+    def _on_attempt_end(self, attempt: RolloutAttempt) -> None:
         if attempt.took_s is not None:
             self._took_s.append(attempt.took_s)
         self._report_progress()
@@ -381,14 +392,14 @@ class GroupQueue:
         """
         if self._work is not None:
             over = sorted(
-                (entry.rolling.num_over for entry in self.open_groups if not entry.has_no_signal),
+                (entry.rolling.num_ended for entry in self.open_groups if not entry.has_no_signal),
                 reverse=True,
             )
-            self._work.at(sum(over[: self._sample.items]))
+            self._work.set_progress(sum(over[: self._sample.items]))
 
     # --- waiting for groups
 
-    def _whole(self) -> list[QueuedGroup]:
+    def _completed_groups(self) -> list[QueuedGroup]:
         return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
@@ -407,13 +418,13 @@ class GroupQueue:
         entry.is_scored = True
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
 
-    def _unscored(self) -> list[QueuedGroup]:
+    def _groups_to_score(self) -> list[QueuedGroup]:
         """Return the complete groups that still have to be scored.
 
         If rollouts run ahead of the steps, only the groups that the next step will take are
         returned.
         """
-        ready = [entry for entry in self._whole() if not entry.has_no_signal]
+        ready = [entry for entry in self._completed_groups() if not entry.has_no_signal]
         if self._sample.max_staleness:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
         return [entry for entry in ready if not entry.is_scored]
@@ -445,7 +456,7 @@ class GroupQueue:
         left_s = [_time_left(each, bound) for each in self.open_groups]
         slow, wait_s = groups_to_give_up(self._sample, self.open_groups, left_s, self._step)
         for each in slow:
-            for attempt in _unfinished(each):
+            for attempt in _unfinished_attempts(each):
                 self._give_up(attempt, bound)
         return wait_s
 
@@ -459,13 +470,13 @@ class GroupQueue:
         self._given_up.append(attempt)
         attempt.give_up(why)
 
-    def _taken(self) -> StepGroups:
+    def _choose_groups(self) -> StepGroups:
         """Choose the groups that the step learns from.
 
         Close them, and the groups that no step can take any more.
         """
         sample = self._sample
-        whole = sorted(self._whole(), key=lambda entry: entry.number)
+        whole = sorted(self._completed_groups(), key=lambda entry: entry.number)
         zero_variance, with_signal = (
             [entry for entry in whole if entry.has_no_signal],
             [entry for entry in whole if not entry.has_no_signal],
@@ -494,7 +505,7 @@ class GroupQueue:
             metrics["in_flight"] = float(len(self.open_groups))
         if sample.straggler_factor:
             metrics["stragglers"] = float(len(self._notes))
-        if self._rollouts.room.follows:
+        if self._rollouts.room.is_adaptive:
             metrics["concurrency"] = float(self._rollouts.room.limit)
         self._given_up = [entry for entry in self._given_up if not entry.has_stopped]
         notes, self._notes = self._notes, []
@@ -506,7 +517,7 @@ class GroupQueue:
         return StepGroups(groups, given_up, metrics, notes, stragglers)
 
 
-def _unfinished(group: QueuedGroup) -> list[RolloutAttempt]:
+def _unfinished_attempts(group: QueuedGroup) -> list[RolloutAttempt]:
     return [attempt for attempt in group.rolling.attempts if not attempt.result.done()]
 
 
@@ -516,7 +527,7 @@ def _time_left(group: QueuedGroup, bound: float) -> float | None:
 
     Returns None if no rollout is running, or if one has not begun yet.
     """
-    began = [attempt.began_at for attempt in _unfinished(group)]
+    began = [attempt.began_at for attempt in _unfinished_attempts(group)]
     if not began or None in began:
         return None
     return max(at for at in began if at is not None) + bound - time.monotonic()
@@ -564,7 +575,7 @@ class StartedGroup(Protocol):
 G = TypeVar("G", bound=StartedGroup)
 
 
-def room(
+def num_groups_to_begin(
     rules: RolloutAdmissionOptions, begun: Sequence[StartedGroup], step: int, num_steps: int
 ) -> int:
     """Return how many more groups may begin while the engine has the weights after ``step`` of the
@@ -580,10 +591,10 @@ def room(
     # Without staleness, groups begin in rounds; each round is as large as should be enough.
     if not all(group.is_whole for group in begun):
         return 0
-    return num_more(rules.items, len(begun) - num_zero_variance, len(begun), rules.max_items)
+    return num_more_groups(rules.items, len(begun) - num_zero_variance, len(begun), rules.max_items)
 
 
-def suffice(
+def has_enough_groups(
     rules: RolloutAdmissionOptions,
     begun: Sequence[StartedGroup],
     whole: Sequence[StartedGroup],
@@ -634,17 +645,21 @@ def groups_to_give_up(
     ]
     others = [group for group in begun if not any(group is slow_group for slow_group in slow)]
     whole = [group for group in begun if group.is_whole]
-    if suffice(rules, begun, others, step) or not suffice(rules, begun, [*whole, *slow], step):
+    if has_enough_groups(rules, begun, others, step) or not has_enough_groups(
+        rules, begun, [*whole, *slow], step
+    ):
         return [], min(
             (left for left in left_s if left is not None and left > _MOMENT_S), default=None
         )
     num = next(
-        num for num in range(len(slow) + 1) if suffice(rules, begun, [*whole, *slow[:num]], step)
+        num
+        for num in range(len(slow) + 1)
+        if has_enough_groups(rules, begun, [*whole, *slow[:num]], step)
     )
     return slow[:num], None
 
 
-def num_more(wanted: int, kept: int, tried: int, max_tried: int) -> int:
+def num_more_groups(wanted: int, kept: int, tried: int, max_tried: int) -> int:
     """Return how many more groups to roll out in dynamic sampling (DAPO, 2503.14476).
 
     Of ``tried`` groups, ``kept`` had a training signal, and ``wanted`` are needed. It assumes that

@@ -43,7 +43,7 @@ from ramify.evaluate.attempt import (
     GRACE_S,
     AttemptAwaitingScore,
     attempt,
-    root_kind,
+    attempt_start_kind,
     score_attempts,
 )
 from ramify.inference.base import CachePressure
@@ -87,7 +87,7 @@ class ConcurrencyController:
         self._looking: asyncio.Task[None] | None = None
 
     @property
-    def follows(self) -> bool:
+    def is_adaptive(self) -> bool:
         """True if the limit adapts to the engine's cache, False if it is fixed."""
         return self._gauge is not None
 
@@ -116,7 +116,7 @@ class ConcurrencyController:
         self._is_paused = False
         self._let_in()
 
-    async def look(self) -> None:
+    async def adjust_limit(self) -> None:
         """Measure the pressure on the engine's cache, and adjust the limit accordingly."""
         pressure = None if self._gauge is None else await self._gauge()
         if pressure is None:
@@ -136,7 +136,7 @@ class ConcurrencyController:
         now = time.monotonic()
         if self._gauge is not None and now - self._looked >= self._every_s:
             self._looked = now
-            self._looking = asyncio.get_running_loop().create_task(self.look())
+            self._looking = asyncio.get_running_loop().create_task(self.adjust_limit())
 
     def _let_in(self) -> None:
         while self._waiting and self.used < self.limit and not self._is_paused:
@@ -238,7 +238,7 @@ class RolloutAttempt:
         self._run_it = run
         self._over = over
         self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_task_end)
 
     @property
     def has_stopped(self) -> bool:
@@ -288,7 +288,7 @@ class RolloutAttempt:
             self.took_s = time.monotonic() - self.began_at
             return trajectory
 
-    def _ended(self, task: asyncio.Task[Trajectory]) -> None:
+    def _on_task_end(self, task: asyncio.Task[Trajectory]) -> None:
         error = None if task.cancelled() else task.exception()
         if self.result.done():
             return
@@ -311,7 +311,7 @@ class GroupInProgress:
         self.attempts = [*attempts, *([greedy] if greedy is not None else [])]
         self._greedy = greedy
 
-    async def whole(self) -> Group:
+    async def wait_for_group(self) -> Group:
         """Wait for all attempts, and return them as a group.
 
         Attempts that were given up are left out. An unexpected error of an attempt is raised as
@@ -351,7 +351,7 @@ class GroupInProgress:
         ]
 
     @property
-    def num_over(self) -> int:
+    def num_ended(self) -> int:
         """The number of rollouts in the group that have ended."""
         return sum(attempt.result.done() for attempt in self.attempts)
 
@@ -407,7 +407,7 @@ class Rollouter:
         """Begin a group of attempts at ``item``.
 
         Each attempt starts when a slot is free. ``over`` is called after each attempt. The attempts
-        must be ended with ``close``.
+        must be ended with ``close_attempts``.
         """
 
         def one(number: int | str) -> RolloutAttempt:
@@ -415,7 +415,7 @@ class Rollouter:
             if isinstance(task, TrafficTask) and is_recorded(item) and isinstance(number, int):
                 run = functools.partial(task.recorded_rollout, item, rollout_name, number)
             else:
-                run = functools.partial(self._rollout, item, rollout_name, number == "greedy")
+                run = functools.partial(self._run_rollout, item, rollout_name, number == "greedy")
             return RolloutAttempt(rollout_name, item, self.room, run, over)
 
         return GroupInProgress(
@@ -457,7 +457,9 @@ class Rollouter:
         # Without plain calls, all items of a task begin alike.
         looked_at = items if options.direct else items[:1]
         checks = (
-            root_kind(self._rlm, self._task, item, direct=options.direct, grace_s=options.grace_s)
+            attempt_start_kind(
+                self._rlm, self._task, item, direct=options.direct, grace_s=options.grace_s
+            )
             for item in looked_at
         )
         kinds = await asyncio.gather(*checks)
@@ -482,7 +484,7 @@ class Rollouter:
         """
 
         async def whole(rolling: GroupInProgress) -> Group:
-            group = await rolling.whole()
+            group = await rolling.wait_for_group()
             if after is not None and not self.is_scored_by_step(rolling.item):
                 await after(group)
             return group
@@ -490,7 +492,7 @@ class Rollouter:
         with report_progress(what, len(items) * self.per_item, "attempts") as work:
             names = (f"step={step}/group={index}" for index in range(len(items)))
             begun = [
-                self.begin(item, name, lambda _: work.more())
+                self.begin(item, name, lambda _: work.advance())
                 for item, name in zip(items, names, strict=True)
             ]
             try:
@@ -500,21 +502,23 @@ class Rollouter:
                 late = [each for each in begun if self.is_scored_by_step(each.item)]
                 await self.score(late)
                 if after is not None:
-                    await asyncio.gather(*[after(await pending.whole()) for pending in late])
+                    await asyncio.gather(
+                        *[after(await pending.wait_for_group()) for pending in late]
+                    )
             except BaseExceptionGroup as errors:  # the first error cancelled the other tasks
                 raise errors.exceptions[0] from None
             finally:
-                await close([attempt for pending in begun for attempt in pending.attempts])
+                await close_attempts([attempt for pending in begun for attempt in pending.attempts])
         return [pending.result() for pending in found]
 
-    async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
+    async def _run_rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
         sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
         branch = None if greedy else self._options.branch
         is_late = self.is_scored_by_step(item)
         if self._rollout_worker is not None:
             return self._unless_cut(
-                await self._rollout_worker.attempt(item, name, sampling, branch)
+                await self._rollout_worker.sample_rollout(item, name, sampling, branch)
             )
         rollout = await attempt(
             self._rlm,
@@ -552,7 +556,7 @@ class Rollouter:
         return rollout
 
 
-async def close(attempts: Iterable[RolloutAttempt]) -> None:
+async def close_attempts(attempts: Iterable[RolloutAttempt]) -> None:
     """Cancel running attempts, and wait until they have stopped."""
     await asyncio.gather(*(each.close() for each in attempts))
 

@@ -281,17 +281,17 @@ class Signal(Protocol):
 NO_ITEM = Item("")
 
 
-def steps_of(call: Call) -> tuple[JudgeTurnView, ...]:
+def judge_turn_views(call: Call) -> tuple[JudgeTurnView, ...]:
     """Return the turns of ``call`` as a judge sees them, in order."""
     turns = call.turns
     after = [*turns[1:], None]
     return tuple(
-        JudgeTurnView((call.id, index), _reply_text(turn), _observed(following), _error(turn))
+        JudgeTurnView((call.id, index), _reply_text(turn), _observed_text(following), _error(turn))
         for index, (turn, following) in enumerate(zip(turns, after, strict=True))
     )
 
 
-def view_of(
+def build_judge_view(
     trajectory: Trajectory,
     call: Call,
     turn: int | None = None,
@@ -302,7 +302,7 @@ def view_of(
 
     If ``turn`` is None, the judge sees the whole finished call.
     """
-    steps = steps_of(call)
+    steps = judge_turn_views(call)
     last = len(steps) - 1 if turn is None else turn
     place: TurnId = (call.id, last)
     return JudgeView(trajectory, steps[: last + 1], place, item or NO_ITEM, ask)
@@ -318,7 +318,7 @@ def _reply_text(turn: Turn) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _observed(following: Turn | None) -> str:
+def _observed_text(following: Turn | None) -> str:
     if following is None:
         return ""
     return "\n".join(

@@ -162,13 +162,14 @@ class HybridWithStepScores:
                 judged, self._readings.get(part.term.signal, {}), weights, hybrid.passed
             )
         # The wrapped algorithm must not drop a group in which only a term has a signal.
-        kept = [group for group in judged if self._teaches(group, weights, parts)]
+        kept = [group for group in judged if self._has_group_signal(group, weights, parts)]
         alpha = weight_at(hybrid.observe, self._step)
         assigned: StepAdvantages = _keeping_zero_variance(hybrid.outcome).assign_advantages(
             kept, weights, every_token=True
         )
         rollouts = [
-            self._composed(rollout, parts, alpha, every_token) for rollout in assigned.rollouts
+            self._compose_rollout(rollout, parts, alpha, every_token)
+            for rollout in assigned.rollouts
         ]
         rollouts = [rollout for rollout in rollouts if rollout.credits]
         fill_missing_streams(rollouts)
@@ -202,7 +203,7 @@ class HybridWithStepScores:
             replaced.append(msgspec.structs.replace(trajectory, rewards=rewards))
         return msgspec.structs.replace(group, trajectories=replaced)
 
-    def _teaches(
+    def _has_group_signal(
         self, group: Group, weights: Mapping[str, float], parts: Sequence[HybridTermValues]
     ) -> bool:
         if any(
@@ -216,7 +217,7 @@ class HybridWithStepScores:
         assigned: StepAdvantages = self._hybrid.outcome.assign_advantages([group], weights)
         return not assigned.no_signal
 
-    def _composed(
+    def _compose_rollout(
         self,
         rollout: RolloutAdvantages,
         parts: Sequence[HybridTermValues],
@@ -224,7 +225,7 @@ class HybridWithStepScores:
         every_token: bool,
     ) -> RolloutAdvantages:
         trajectory = rollout.trajectory
-        reference = self._reference(trajectory.id)
+        reference = self._reference_logprobs(trajectory.id)
         credits: Stamps = {}
         for place, credit in rollout.credits.items():
             num = len(credit.rl) or len(credit)
@@ -259,7 +260,7 @@ class HybridWithStepScores:
                 )
         return RolloutAdvantages(trajectory, credits)
 
-    def _reference(self, id: str) -> dict[TurnId, list[float]]:
+    def _reference_logprobs(self, id: str) -> dict[TurnId, list[float]]:
         """Return the log-probabilities of a trajectory under the reference policy, by turn.
 
         They cover all turns of a call or none. Returns an empty dict if no signal has computed any.

@@ -37,7 +37,7 @@ from ramify.train.signals.base import (
     JudgeView,
     SignalContext,
     SignalScore,
-    view_of,
+    build_judge_view,
 )
 from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message, Reply
@@ -104,7 +104,8 @@ def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
     """
     question = view.trajectory.question
     steps = [
-        _step(index, step.reply, step.observed, step.error) for index, step in enumerate(view.steps)
+        _format_step(index, step.reply, step.observed, step.error)
+        for index, step in enumerate(view.steps)
     ]
     chars_per_step = max(
         200, (max_chars - min(len(question), max_chars // 4)) // max(1, len(steps))
@@ -119,7 +120,7 @@ def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
     )
 
 
-def _step(index: int, reply: str, observed: str, error: str) -> str:
+def _format_step(index: int, reply: str, observed: str, error: str) -> str:
     result = observed or error
     return f"Step {index}:\n{reply}" + (
         f"\nWhat came back for step {index}:\n{result}" if result else ""
@@ -171,7 +172,7 @@ class StepJudge(
     async def judge(self, view: JudgeView) -> JudgeVerdict:
         place = view.place
         request = f"{transcript(view, max_chars=self.max_chars)}\n\nJudge step {place[1]}."
-        texts = await _replies(self, view, _STEP, request)
+        texts = await _ask_votes(self, view, _STEP, request)
         votes = [read_vote(text) for text in texts]
         valid = tuple(vote for vote in votes if vote is not None)
         return JudgeVerdict(
@@ -198,7 +199,7 @@ class HintWritingJudge(
     """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        texts = await _replies(self, view, _FINISHED, transcript(view, max_chars=self.max_chars))
+        texts = await _ask_votes(self, view, _FINISHED, transcript(view, max_chars=self.max_chars))
         parsed = [read_hint(text) for text in texts]
         valid = [vote for vote in parsed if vote is not None]
         hints = tuple(dict.fromkeys(vote.hint for vote in valid if vote.vote == 1))
@@ -214,7 +215,7 @@ class HintWritingJudge(
         )
 
 
-async def _replies(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
+async def _ask_votes(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
     """Ask the judge's model once for each vote and return the texts of the replies.
 
     A vote without a reply becomes an empty string, which counts as invalid.
@@ -257,7 +258,7 @@ JUDGES = Registry(
 """Maps a name to the class that implements ``Judge``."""
 
 
-def judge_of(spec: Any) -> Judge:
+def build_judge(spec: Any) -> Judge:
     """Return the judge that a recipe describes.
 
     ``spec`` is an instance, a name, ``module:Class``, or a mapping with ``name`` and options.
@@ -278,14 +279,14 @@ def checked_judge_spec(spec: Any) -> Any:
     returned as it is, but its judge is created once, so that an unknown name fails at the start of
     the run.
     """
-    judge = judge_of(spec)
+    judge = build_judge(spec)
     return spec if isinstance(spec, str) else judge
 
 
 Merge = Literal["mean", "majority"]
 
 
-def merged(votes: Sequence[int], merge: Merge) -> float | None:
+def merge_votes(votes: Sequence[int], merge: Merge) -> float | None:
     """Merge a judge's valid votes into one number, either their mean or the majority.
 
     Returns None if there are no votes. A majority tie gives 0.
@@ -325,7 +326,7 @@ class ProcessRewardSignal(
         msgspec.structs.force_setattr(self, "judge", checked_judge_spec(self.judge))
 
     async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
-        judge = judge_of(self.judge)
+        judge = build_judge(self.judge)
         return list(
             await asyncio.gather(
                 *(
@@ -342,22 +343,24 @@ class ProcessRewardSignal(
         item = context.items.get(task)
         ask = context.asking(trajectory, "process", reading) if context.asking is not None else None
         turns = [
-            (call, index) for call in self._calls(trajectory) for index in range(len(call.turns))
+            (call, index)
+            for call in self._judged_calls(trajectory)
+            for index in range(len(call.turns))
         ]
-        views = [view_of(trajectory, call, index, item, ask) for call, index in turns]
+        views = [build_judge_view(trajectory, call, index, item, ask) for call, index in turns]
         verdicts = await asyncio.gather(*(verdict_or_invalid(judge, view) for view in views))
         for (call, index), verdict in zip(turns, verdicts, strict=True):
-            value = merged(verdict.votes, self.merge)
+            value = merge_votes(verdict.votes, self.merge)
             if value is not None:
                 reading.turns[call.id, index] = value
-            _count(reading, "votes", len(verdict.votes))
-            _count(reading, "invalid", verdict.invalid)
+            _add_to_count(reading, "votes", len(verdict.votes))
+            _add_to_count(reading, "invalid", verdict.invalid)
         if not reading.turns:
             reasons = (verdict.reason for verdict in verdicts if verdict.reason)
             reading.abstained = next(reasons, "no vote")
         return reading
 
-    def _calls(self, trajectory: Trajectory) -> list[Call]:
+    def _judged_calls(self, trajectory: Trajectory) -> list[Call]:
         if not trajectory.calls:
             return []
         return (
@@ -380,5 +383,5 @@ async def verdict_or_invalid(judge: Judge, view: JudgeView) -> JudgeVerdict:
         return JudgeVerdict(reason=type(error).__name__, invalid=1)
 
 
-def _count(reading: SignalScore, name: str, num: int) -> None:
+def _add_to_count(reading: SignalScore, name: str, num: int) -> None:
     reading.counts[name] = reading.counts.get(name, 0.0) + num

@@ -185,7 +185,7 @@ class JudgeRequestReservation:
             reservation.release()
 
 
-def put_on_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
+def attach_signals_to_tree(trajectory: Trajectory, readings: Mapping[str, SignalScore]) -> None:
     """Add the judges' calls and the signals' numbers to a trajectory.
 
     Each judge call becomes the last child of the call that it judged. The numbers become

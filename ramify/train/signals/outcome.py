@@ -34,7 +34,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.rubric import Rubric
-from ramify.train.signals.base import ModelCaller, SignalContext, SignalScore, steps_of
+from ramify.train.signals.base import ModelCaller, SignalContext, SignalScore, judge_turn_views
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _ERROR = re.compile(
@@ -44,7 +44,7 @@ _ERROR = re.compile(
 )
 
 
-def has_tool(call: Call, turn: int) -> bool:
+def used_tool(call: Call, turn: int) -> bool:
     """Return True if the turn used a tool: it ran code cells, made native tool calls, or is
     followed by a tool message."""
     used = call.turns[turn]
@@ -56,7 +56,7 @@ def has_tool(call: Call, turn: int) -> bool:
 
 def num_observations(call: Call) -> int:
     """Return the number of turns of a call that used a tool and observed its result."""
-    return sum(has_tool(call, index) for index in range(len(call.turns)))
+    return sum(used_tool(call, index) for index in range(len(call.turns)))
 
 
 class ToolUseSignal(
@@ -87,8 +87,8 @@ class ToolUseSignal(
             reading.abstained = "empty"
             return reading
         call = trajectory.root
-        for index, step in enumerate(steps_of(call)):
-            if has_tool(call, index):
+        for index, step in enumerate(judge_turn_views(call)):
+            if used_tool(call, index):
                 failed = bool(step.error or _ERROR.search(step.observed))
                 reading.turns[step.place] = self.raised if failed else self.ran
         reading.counts = {
@@ -153,11 +153,14 @@ class OutcomeSignal(
         item = context.items.get(group.task)
         return list(
             await asyncio.gather(
-                *(self._outcome(trajectory, item, context) for trajectory in group.trajectories)
+                *(
+                    self._score_outcome(trajectory, item, context)
+                    for trajectory in group.trajectories
+                )
             )
         )
 
-    async def _outcome(
+    async def _score_outcome(
         self, trajectory: Trajectory, item: Item | None, context: SignalContext
     ) -> SignalScore:
         reading = SignalScore()
@@ -186,15 +189,15 @@ class OutcomeSignal(
                     "a rubric needs a judge to ask, but this run has no clients for models"
                 )
             ask = context.asking(trajectory, "outcome", reading)
-            return await self._graded(self.rubric, trajectory, item, ask)
+            return await self._grade_by_rubric(self.rubric, trajectory, item, ask)
         if not self.verifier:
             return total(trajectory.rewards, context.weights)
         from ramify.tasks.scoring import SCORERS
 
-        score = await asyncio.to_thread(SCORERS.of(self.verifier), trajectory.answer, item)
+        score = await asyncio.to_thread(SCORERS.resolve(self.verifier), trajectory.answer, item)
         return float(score)
 
-    async def _graded(
+    async def _grade_by_rubric(
         self, rubric: Rubric, trajectory: Trajectory, item: Item, ask: ModelCaller
     ) -> float:
         place = (trajectory.root.id, len(trajectory.root.turns) - 1)
@@ -252,7 +255,7 @@ class FormatSignal(
         if not trajectory.calls or not trajectory.root.turns:
             reading.abstained = "empty"
             return reading
-        steps = steps_of(trajectory.root)
+        steps = judge_turn_views(trajectory.root)
         for step in steps:
             pattern = self.last if self.last and step is steps[-1] else self.pattern
             is_good = re.search(pattern, step.reply[-MAX_CHARS:], re.DOTALL) is not None

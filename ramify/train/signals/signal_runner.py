@@ -42,7 +42,12 @@ from ramify.train.signals.base import (
     SignalScore,
 )
 from ramify.train.signals.compose import Hybrid, abstentions
-from ramify.train.signals.judge_calls import BUDGET, POLICY, JudgeModelAccess, put_on_tree
+from ramify.train.signals.judge_calls import (
+    BUDGET,
+    POLICY,
+    JudgeModelAccess,
+    attach_signals_to_tree,
+)
 from ramify.train.signals.teacher_logprobs import RunTeachers
 from ramify.types.trajectory import Group
 
@@ -101,7 +106,7 @@ class TrainingSignalSet:
         )
 
     @contextlib.asynccontextmanager
-    async def opened(self) -> AsyncIterator[SignalRunner]:
+    async def open_runner(self) -> AsyncIterator[SignalRunner]:
         """Open a ``SignalRunner`` as a context manager.
 
         Its resources are closed when the context ends.
@@ -161,12 +166,12 @@ class SignalRunner:
         scoring ended.
         """
 
-    async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
+    async def begin_step(self, step: int, items: Mapping[str, Item]) -> None:
         """Prepare the signals for training step ``step``.
 
         ``items`` maps ids to the task items of all groups that may be scored in this step.
         """
-        scorers = await self._teachers.at(step) if self._teachers is not None else {}
+        scorers = await self._teachers.teachers_at_step(step) if self._teachers is not None else {}
         self.context = msgspec.structs.replace(
             self.context, step=step, items=items, scorers=scorers
         )
@@ -180,7 +185,7 @@ class SignalRunner:
         self._seconds = dict.fromkeys(self._signals, 0.0)
         self._complete_at = self._read_at = time.perf_counter()
 
-    async def group(self, group: Group) -> None:
+    async def score_group(self, group: Group) -> None:
         """Have every active signal score ``group``.
 
         A signal that has already scored all of its rollouts is skipped.
@@ -197,7 +202,7 @@ class SignalRunner:
         self._read_at = time.perf_counter()
 
     @property
-    def readings(self) -> dict[str, dict[str, SignalScore]]:
+    def active_signal_scores(self) -> dict[str, dict[str, SignalScore]]:
         """Scores of the active signals, by signal name and then by trajectory id."""
         return {name: self._scores[name] for name in self._active}
 
@@ -208,12 +213,12 @@ class SignalRunner:
                 for trajectory in group.trajectories:
                     scores.pop(trajectory.id, None)
 
-    def composed(self, algorithm: Algorithm) -> Algorithm:
+    def with_step_scores(self, algorithm: Algorithm) -> Algorithm:
         """Return the recipe's hybrid algorithm with the scores of this training step filled in."""
         assert isinstance(algorithm, Hybrid)
-        return algorithm.with_readings(self.readings, self.context.step)
+        return algorithm.with_readings(self.active_signal_scores, self.context.step)
 
-    def put_on_trees(self, groups: Sequence[Group]) -> None:
+    def attach_signals_to_trees(self, groups: Sequence[Group]) -> None:
         """Record the judges' calls and each signal's scores in the rollouts' call trees.
 
         Call this only after the training data has been extracted, so that judges' calls are not
@@ -221,11 +226,11 @@ class SignalRunner:
         """
         for group in groups:
             for trajectory in group.trajectories:
-                put_on_tree(
+                attach_signals_to_tree(
                     trajectory,
                     {
                         name: scores[trajectory.id]
-                        for name, scores in self.readings.items()
+                        for name, scores in self.active_signal_scores.items()
                         if trajectory.id in scores
                     },
                 )
@@ -236,7 +241,7 @@ class SignalRunner:
         ids = {trajectory.id for group in groups for trajectory in group.trajectories}
         wait_s = max(0.0, self._read_at - self._complete_at)
         metrics: dict[str, float] = {"signals_wait_s": wait_s}
-        for name, all_readings in self.readings.items():
+        for name, all_readings in self.active_signal_scores.items():
             readings = {id: reading for id, reading in all_readings.items() if id in ids}
             metrics |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
             self._report_without_judge(name, list(readings.values()))
@@ -260,7 +265,7 @@ class SignalRunner:
 
     def _totals(self) -> dict[str, float]:
         """Return the teachers' and judges' counters since the run began."""
-        totals = dict(self._teachers.measured()) if self._teachers is not None else {}
+        totals = dict(self._teachers.metrics()) if self._teachers is not None else {}
         if self._judges is not None:
             totals["judge_calls"] = float(self._judges.ledger.spent.calls)
             if self._judges.ledger.cost is not None:
@@ -319,7 +324,7 @@ configuration (``my_judges:Strict``).
 """
 
 
-def signals_of(specs: Mapping[str, Any]) -> dict[str, Signal]:
+def build_signals(specs: Mapping[str, Any]) -> dict[str, Signal]:
     """Build the signals that a recipe names.
 
     Raises ConfigError for an unknown name, and suggests the nearest known one.

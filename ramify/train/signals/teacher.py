@@ -118,7 +118,7 @@ class TeacherSignal(
                 f"overlap={self.overlap} at least 1, ema_decay={self.ema_decay} in (0, 1]"
             )
         if self.source == "live" and self.hints is not None:
-            _log.warn(
+            _log.issue_python_warning(
                 "a live teacher (the policy itself, with a hint) degraded or collapsed the policy "
                 "in two of five seeds of our tests: source=reference or source=ema is safer",
                 stacklevel=2,
@@ -150,7 +150,7 @@ class TeacherSignal(
         rows = [
             row
             for index, (trajectory, own) in enumerate(zip(group.trajectories, hints, strict=True))
-            for row in self._rows(index, trajectory, own, context.writing)
+            for row in self._hinted_rows(index, trajectory, own, context.writing)
         ]
         try:
             await self._score(rows, scorer, group, hints, context)
@@ -172,7 +172,7 @@ class TeacherSignal(
             hints.at[trajectory.root.id, 0] = [""]
         return hints
 
-    def _rows(
+    def _hinted_rows(
         self,
         index: int,
         trajectory: Trajectory,
@@ -199,7 +199,9 @@ class TeacherSignal(
                             index,
                             place,
                             hint,
-                            *self._row(trajectory, call, paths[0], spans, hint, writing),
+                            *self._build_scoring_requests(
+                                trajectory, call, paths[0], spans, hint, writing
+                            ),
                         )
                     )
                 except _CannotInsert as error:
@@ -219,7 +221,7 @@ class TeacherSignal(
             spans = [span for span in spans if span.turn <= max(about)] or spans[:1]
         return spans[:1] if len(hints.at) > 1 else spans
 
-    def _row(
+    def _build_scoring_requests(
         self,
         trajectory: Trajectory,
         call: Call,
@@ -237,7 +239,9 @@ class TeacherSignal(
         plain = list(path.ids[:end])
         prompt = plain[:begin]
         hinted = (
-            self._hinted(trajectory, call, spans[0].turn, prompt, hint, writing) if hint else prompt
+            self._insert_hint(trajectory, call, spans[0].turn, prompt, hint, writing)
+            if hint
+            else prompt
         )
         row = TokenScoringRequest(
             [*hinted, *plain[begin:]],
@@ -251,7 +255,7 @@ class TeacherSignal(
                 )
         return row, TokenScoringRequest(plain, [(s.start, s.end) for s in spans]), spans
 
-    def _hinted(
+    def _insert_hint(
         self,
         trajectory: Trajectory,
         call: Call,
@@ -305,10 +309,13 @@ class TeacherSignal(
         compares = self.choose == "overlap" and len(
             {(row.number, row.place) for row in rows}
         ) < len(rows)
-        student = await self._student(rows, compares, context)
+        student = await self._student_scores(rows, compares, context)
         hinted = [
             TokenScoringRequest(
-                row.row.ids, row.row.spans, _first(scores.top_ids, self._num_support), temperature
+                row.row.ids,
+                row.row.spans,
+                _first_candidates(scores.top_ids, self._num_support),
+                temperature,
             )
             for row, scores in zip(rows, student, strict=True)
         ]
@@ -326,13 +333,17 @@ class TeacherSignal(
         scores = await scorer.score(requested, top=top)
         for root, values in zip(roots, scores[len(requested) - len(roots) :], strict=True):
             hints[root.number].reading.reference |= _by_place(root.spans, values.logprobs)
-        for index in self._chosen(rows, scores, student):
+        for index in self._choose_hints(rows, scores, student):
             row = rows[index]
             reading = hints[row.number].reading
             if compares and row.hint and len(reading.notes) == 1:
                 reading.notes = dict.fromkeys(reading.notes, row.hint)
             evidence = scores[len(rows) + index].logprobs if self.evidence else None
-            old = student[index].logprobs if self.student == "recomputed" else _sampled(row, group)
+            old = (
+                student[index].logprobs
+                if self.student == "recomputed"
+                else _sampler_logprobs(row, group)
+            )
             self._write(reading, row, scores[index], student[index], old, evidence)
 
     @property
@@ -343,7 +354,7 @@ class TeacherSignal(
         """
         return (self.top or 0) if self.support == "student" else 0
 
-    async def _student(
+    async def _student_scores(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
         """Return the policy's scores of the token sequences without hints.
@@ -392,7 +403,7 @@ class TeacherSignal(
                     list(spans),
                 )
 
-    def _chosen(
+    def _choose_hints(
         self,
         rows: Sequence[_HintedRow],
         teacher: Sequence[TokenScores],
@@ -451,13 +462,14 @@ class TeacherSignal(
             reading.tokens[place], reading.logprobs[place] = differences, scores.logprobs[at]
             if num := self._num_support:
                 reading.top[place] = TopKCandidates(
-                    _first(student.top_ids[at], num),
+                    _first_candidates(student.top_ids[at], num),
                     scores.candidates[at],
-                    _first(student.top[at], num),
+                    _first_candidates(student.top[at], num),
                 )
             elif self.top:
                 reading.top[place] = TopKCandidates(
-                    _first(scores.top_ids[at], self.top), _first(scores.top[at], self.top)
+                    _first_candidates(scores.top_ids[at], self.top),
+                    _first_candidates(scores.top[at], self.top),
                 )
 
 
@@ -492,7 +504,7 @@ class _SampledRoot(NamedTuple):
 T = TypeVar("T")
 
 
-def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
+def _first_candidates(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
     """Return the first ``num`` candidates of each position.
 
     The candidates of a position are sorted by probability. The result is empty if ``num`` is 0. All
@@ -517,7 +529,7 @@ def _by_place(
     }
 
 
-def _sampled(row: _HintedRow, group: Group) -> list[float]:
+def _sampler_logprobs(row: _HintedRow, group: Group) -> list[float]:
     """Return the sampler's log-probabilities (ℓ_o) of the scored tokens of ``row``."""
     turns = {
         (c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ramify.errors import ConfigError, RamifyError, TrainError
-from ramify.train.data.pack import describe, pack
+from ramify.train.data.pack import pack, packing_statistics
 from ramify.train.signals.base import TokenScorer, TokenScores, TokenScoringRequest
 from ramify.types.training_sequences import TokenSequence
 
@@ -109,11 +109,11 @@ class LocalModelScorer:
                 width = len(row.candidates[0]) if row.candidates else 0
                 by_top.setdefault((top, width), []).append((row, future))
             for (top, _), together in by_top.items():
-                await self._pass(
+                await self._run_pass(
                     [row for row, _ in together], top, [future for _, future in together]
                 )
 
-    async def _pass(
+    async def _run_pass(
         self, rows: list[TokenScoringRequest], top: int, futures: list[asyncio.Future[TokenScores]]
     ) -> None:
         try:
@@ -137,7 +137,7 @@ class LocalModelScorer:
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
         batches = pack(sequences, self._backend.packing)
-        self._count(rows, sequences, describe(batches, sequences)["packed_tokens"])
+        self._count(rows, sequences, packing_statistics(batches, sequences)["packed_tokens"])
         logprobs = [np.zeros(len(sequence), np.float64) for sequence in sequences]
         columns: list[dict[str, Any]] = [{} for _ in sequences]
         for batch, scores in zip(batches, self._backend.top_logprobs(batches, top), strict=True):
@@ -158,7 +158,9 @@ class LocalModelScorer:
     ) -> None:
         plain = [sequence for row, sequence in zip(rows, sequences, strict=True) if row.is_plain]
         num_plain = (
-            describe(pack(plain, self._backend.packing), plain)["packed_tokens"] if plain else 0.0
+            packing_statistics(pack(plain, self._backend.packing), plain)["packed_tokens"]
+            if plain
+            else 0.0
         )
         self.row_tokens += sum(len(row.ids) for row in rows if not row.is_plain)
         self.packed_tokens += packed - num_plain
@@ -321,7 +323,7 @@ class RunTeachers:
             ):
                 self.models[name] = self._from_checkpoint(name)
 
-    async def at(self, step: int) -> Mapping[str, TokenScorer]:
+    async def teachers_at_step(self, step: int) -> Mapping[str, TokenScorer]:
         """Return the teachers for the given step of the stage, by name.
 
         A teacher that is a moving average of the policy's weights is updated first.
@@ -330,7 +332,7 @@ class RunTeachers:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, step)
         return self._scorers
 
-    def measured(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return metrics of all teachers since the run began: compute time in seconds, tokens to
         score, and tokens actually computed."""
         names = {

@@ -186,27 +186,31 @@ class HybridTermValues:
 
     def _add_group(self, scored: Sequence[ScoredTrajectory], passed: float) -> None:
         term = self.term
-        turns = _normalised(term, scored)
+        turns = _normalise_in_group(term, scored)
         for (trajectory, reading, reward), numbers in zip(scored, turns, strict=True):
             if term.route == "failed" and reward >= passed:
                 continue
             if term.route == "hinted" and not reading.notes:
                 continue
             if term.into == "loss":
-                if streams := dict(_streams(trajectory, reading)):
+                if streams := dict(_distillation_inputs(trajectory, reading)):
                     self.losses[trajectory.id] = streams
                 continue
-            by_turn = on_tokens(trajectory, numbers)
+            by_turn = broadcast_to_tokens(trajectory, numbers)
             for place, values in reading.tokens.items():
                 check_length(
-                    trajectory, place, term.signal, len(values), num_sampled_in(trajectory, place)
+                    trajectory,
+                    place,
+                    term.signal,
+                    len(values),
+                    num_sampled_tokens(trajectory, place),
                 )
                 before = by_turn.get(place, [0.0] * len(values))
                 by_turn[place] = [a + b for a, b in zip(before, values, strict=True)]
             if by_turn:
-                self.numbers[trajectory.id] = self._shaped(by_turn)
+                self.numbers[trajectory.id] = self._shape_values(by_turn)
 
-    def _shaped(self, by_turn: Numbers) -> Numbers:
+    def _shape_values(self, by_turn: Numbers) -> Numbers:
         bound, gamma = self.term.clip, self.term.early
         if bound is not None:
             by_turn = {
@@ -236,7 +240,9 @@ class HybridTermValues:
             )
 
 
-def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[dict[TurnId, float]]:
+def _normalise_in_group(
+    term: HybridTerm, scored: Sequence[ScoredTrajectory]
+) -> list[dict[TurnId, float]]:
     """Add the outcome's reward to each turn's number and normalise the sums within the group.
 
     A turn is compared with the same turn of the same call in the other trajectories.
@@ -248,7 +254,7 @@ def _normalised(term: HybridTerm, scored: Sequence[ScoredTrajectory]) -> list[di
     return normalise_turns(rows, term.norm)
 
 
-def on_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
+def broadcast_to_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
     """Repeat the number of each turn for every token that was sampled in it."""
     by_turn: Numbers = {}
     for call in trajectory.calls:
@@ -258,7 +264,7 @@ def on_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Number
     return by_turn
 
 
-def num_sampled_in(trajectory: Trajectory, place: TurnId) -> int:
+def num_sampled_tokens(trajectory: Trajectory, place: TurnId) -> int:
     return len(trajectory.call(place[0]).turns[place[1]].reply.token_ids or ())
 
 
@@ -296,7 +302,7 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     return statistics.correlation(*zip(*pairs, strict=True))
 
 
-def _streams(
+def _distillation_inputs(
     trajectory: Trajectory, reading: SignalScore
 ) -> Iterator[tuple[TurnId, dict[str, Any]]]:
     """Yield the inputs of the distillation loss ``kd`` for each scored turn.
@@ -305,7 +311,7 @@ def _streams(
     the sampled tokens.
     """
     for place, logprobs in reading.logprobs.items():
-        num = num_sampled_in(trajectory, place)
+        num = num_sampled_tokens(trajectory, place)
         top = reading.top.get(place)
         check_length(
             trajectory, place, "teacher", len(top.ids if top is not None else logprobs), num

@@ -29,7 +29,7 @@ from ramify.errors import ConfigError, did_you_mean
 from ramify.install_command import install_command
 from ramify.logging import ComponentLogger
 from ramify.plugins import Registry
-from ramify.train.config_redaction import redacted
+from ramify.train.config_redaction import redact_config
 from ramify.train.metrics import StepMetrics
 
 _log = ComponentLogger("train")
@@ -127,7 +127,7 @@ class RunTrackers:
         self._queue.put(measured)
 
     @contextlib.contextmanager
-    def opened(
+    def open_all(
         self, name: str, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None
     ) -> Iterator[None]:
         """Open all trackers for the duration of a ``with`` block.
@@ -139,8 +139,10 @@ class RunTrackers:
             yield
             return
         folder.mkdir(parents=True, exist_ok=True)
-        stored_ids = _ids(folder) if resumed_at is not None else {}
-        about = TrackerRunInfo(name=name, folder=folder, config=flat(config), step=resumed_at or 0)
+        stored_ids = _read_ids(folder) if resumed_at is not None else {}
+        about = TrackerRunInfo(
+            name=name, folder=folder, config=flatten_config(config), step=resumed_at or 0
+        )
         sender = threading.Thread(target=self._send, daemon=True, name="ramify trackers")
         # Cleared only if the block ends without an error.
         self._failed = True
@@ -165,7 +167,8 @@ class RunTrackers:
             tracker: Tracker = kind(about, **self._options.get(name, {}))
         except Exception as error:
             raise ConfigError(
-                f"tracker '{name}' cannot be opened: {_short(error)}; remove it from the recipe to "
+                f"tracker '{name}' cannot be opened: {_short_error(error)}; remove it "
+                "from the recipe to "
                 "run without it"
             ) from error
         return tracker
@@ -199,7 +202,7 @@ class RunTrackers:
                     _log.warning(
                         "tracker_failed",
                         f"tracker '{name}' failed and is no longer used; the run continues: "
-                        f"{_short(error)}",
+                        f"{_short_error(error)}",
                         shown=True,
                         tracker=name,
                     )
@@ -215,7 +218,7 @@ class RunTrackers:
             tracker.close(self._failed or is_reported)
         except Exception as error:  # noqa: BLE001 -- as above
             if not is_reported:
-                text = f"tracker '{name}' failed to close: {_short(error)}"
+                text = f"tracker '{name}' failed to close: {_short_error(error)}"
                 _log.warning("tracker_failed", text, shown=True, tracker=name)
 
 
@@ -236,7 +239,10 @@ def send_folder(
     if not hasattr(kind, "send_folder"):
         raise ConfigError(f"tracker '{name}' cannot store files: use wandb or mlflow")
     about = TrackerRunInfo(
-        name=title, folder=run_folder, config=flat(config), id=_ids(run_folder).get(name, "")
+        name=title,
+        folder=run_folder,
+        config=flatten_config(config),
+        id=_read_ids(run_folder).get(name, ""),
     )
     try:
         tracker = kind(about, **options)
@@ -245,18 +251,22 @@ def send_folder(
         finally:
             tracker.close(failed=False)
     except Exception as error:  # noqa: BLE001 (each service has its own errors)
-        raise ConfigError(f"tracker '{name}' could not store {folder}: {_short(error)}") from None
+        raise ConfigError(
+            f"tracker '{name}' could not store {folder}: {_short_error(error)}"
+        ) from None
     return name
 
 
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a nested configuration to dotted names.
 
     For example, ``{"rl": {"steps": 3}}`` becomes ``{"rl.steps": 3}``. Secrets and the trackers' own
     options are left out.
     """
     return dict(
-        _leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"}))
+        _leaves(
+            redact_config({key: value for key, value in config.items() if key != "tracker_options"})
+        )
     )
 
 
@@ -275,7 +285,7 @@ def _leaves(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, An
 
 
 def _class_of(name: str, options: Mapping[str, Any]) -> Any:
-    kind = TRACKERS.of(name)
+    kind = TRACKERS.resolve(name)
     if not callable(kind):
         raise ConfigError(f"tracker '{name}' is a {type(kind).__name__}, not a class")
     modules = getattr(kind, "modules", ())
@@ -293,12 +303,12 @@ def _class_of(name: str, options: Mapping[str, Any]) -> Any:
     return kind
 
 
-def _ids(folder: Path) -> dict[str, str]:
+def _read_ids(folder: Path) -> dict[str, str]:
     try:
         return msgspec.json.decode((folder / FILE).read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError):
         return {}
 
 
-def _short(error: BaseException) -> str:
+def _short_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

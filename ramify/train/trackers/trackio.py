@@ -42,18 +42,18 @@ class TrackioTracker:
             **run_options,
         )
         # In a separate context, or the run would be finished again when the process ends.
-        with _silenced():
+        with _suppress_output():
             self._run: Any = contextvars.copy_context().run(begin)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
-        with _silenced():
+        with _suppress_output():
             self._run.finish()
 
 
-def _silenced() -> contextlib.AbstractContextManager[Any]:
+def _suppress_output() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that suppresses Trackio's usage hints, since standard output is
     reserved for the command's own output.
     """

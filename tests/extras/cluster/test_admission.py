@@ -32,8 +32,8 @@ class _RecordingQueue(simulated_rollout.SimulatedGroupQueue):
 
     events: list[Event]
 
-    def _over(self, attempt: Any, _: Any) -> None:
-        super()._over(attempt, _)
+    def _record_duration(self, attempt: Any, _: Any) -> None:
+        super()._record_duration(attempt, _)
         self.events.append(
             ("whole", next(each.number for each in self._open if attempt in each.attempts))
         )

@@ -31,7 +31,12 @@ def test_sessions_share_the_cores() -> None:
     last has 3 s left and a core to itself."""
     env = Environment()
     cores = SimulatedCores(env, 2, None)
-    found = ends(env, a=cores.session(2.0), b=cores.session(2.0), c=cores.session(5.0))
+    found = ends(
+        env,
+        a=cores.run_session_work(2.0),
+        b=cores.run_session_work(2.0),
+        c=cores.run_session_work(5.0),
+    )
     assert found == pytest.approx({"a": 3, "b": 3, "c": 6})
     cores.settle()
     assert cores.used_s == pytest.approx(9)
@@ -44,7 +49,10 @@ def test_engine_and_event_loop_share_one_core() -> None:
     engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
     cores = SimulatedCores(env, 2, engine)
     found = ends(
-        env, reply=engine.sample(0, 0, 10), loop=cores.loop(2.0), session=cores.session(3.0)
+        env,
+        reply=engine.request_reply(0, 0, 10),
+        loop=cores.queue_loop_work(2.0),
+        session=cores.run_session_work(3.0),
     )
     assert found == pytest.approx({"session": 3, "loop": 4, "reply": 12})
     assert not engine.wants
@@ -56,9 +64,9 @@ def test_engine_and_session_share_a_single_core() -> None:
     env = Environment()
     engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
     cores = SimulatedCores(env, 1, engine)
-    assert ends(env, reply=engine.sample(0, 0, 5), session=cores.session(2.0)) == pytest.approx(
-        {"session": 4, "reply": 7}
-    )
+    assert ends(
+        env, reply=engine.request_reply(0, 0, 5), session=cores.run_session_work(2.0)
+    ) == pytest.approx({"session": 4, "reply": 7})
 
 
 def test_simulated_slots_reuse_prefixes_like_real_ones() -> None:
@@ -77,7 +85,7 @@ def test_simulated_slots_reuse_prefixes_like_real_ones() -> None:
     assert tokens_to_prefill(np.append(first[:15], np.array([70, 71], np.int32)), "0") == 2
     assert tokens_to_prefill(np.arange(100, 110, dtype=np.int32), "0") == 10
     assert tokens_to_prefill(np.append(first, np.array([99, 5, 6, 7], np.int32)), "0") == 24 - 15
-    kept.forget()
+    kept.clear()
     assert tokens_to_prefill(first, "0") == 20
 
 
@@ -85,28 +93,28 @@ def test_sequences_wait_for_cache_space() -> None:
     """64 tokens: two sequences of up to 32 at a time, one of up to 64."""
     env = Environment()
     engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 8, cache_tokens=64)
-    found = ends(env, a=engine.sample(0, 10, 10), b=engine.sample(0, 20, 10), c=engine.sample(0, 40, 10),
-                 d=engine.sample(0, 10, 5))  # fmt: skip
+    found = ends(env, a=engine.request_reply(0, 10, 10), b=engine.request_reply(0, 20, 10), c=engine.request_reply(0, 40, 10),
+                 d=engine.request_reply(0, 10, 5))  # fmt: skip
     assert found == {"a": 10, "b": 10, "c": 20, "d": 25}
 
 
 def test_step_timings_are_grouped_by_kind() -> None:
     paces = EngineStepTimingRecorder()
     for sequences, read, cpu_s in ((5, 0, 0.5), (8, 0, 1.0), (3, 40, 2.0), (0, 7, 0.25)):
-        paces.note(sequences, read, cpu_s)
-    assert [(each.sequences, each.reads, each.steps, each.tokens, each.read, each.cpu_s) for each in paces.taken()] == [
+        paces.record_step(sequences, read, cpu_s)
+    assert [(each.sequences, each.reads, each.steps, each.tokens, each.read, each.cpu_s) for each in paces.take_totals()] == [
         (0, True, 1, 0, 7, 0.25), (4, True, 1, 3, 40, 2.0), (8, False, 2, 13, 0, 1.5)
     ]  # fmt: skip
-    assert paces.taken() == []
+    assert paces.take_totals() == []
 
 
 def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
     paces = EngineStepTimingRecorder()
-    meter = CpuMeter(paces.taken)
-    paces.note(9, 9, 9.0)
+    meter = CpuMeter(paces.take_totals)
+    paces.record_step(9, 9, 9.0)
     meter.restart()
     for sequences, read, cpu_s in ((1, 0, 0.5), (12, 0, 0.25), (3, 40, 2.0), (3, 2, 1.0)):
-        paces.note(sequences, read, cpu_s)
+        paces.record_step(sequences, read, cpu_s)
     sum(range(200_000))
     spent = meter.measure_and_restart()
     assert (spent["cpu/engine_s"], spent["cpu/loop_s"] > 0, spent["cpu/cores"] >= 1) == (

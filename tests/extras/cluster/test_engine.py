@@ -10,7 +10,7 @@ import pytest
 from simpy import Environment
 
 from ramify.extras.cluster.measured_engine_rate import EngineRate
-from ramify.extras.cluster.simulated_engine import SimulatedEngine, Spans, pick
+from ramify.extras.cluster.simulated_engine import SimulatedEngine, Spans, pick_least_loaded_engine
 
 STEADY = EngineRate(((1.0, 1.0),))
 """A step takes 1 s for any number of sequences."""
@@ -26,7 +26,7 @@ def ends(engine: SimulatedEngine, env: Environment, asked: list[tuple[float, int
 
     def ask(index: int, at: float, new: int, sampled: int) -> Generator[Any, Any, None]:
         yield env.timeout(at)
-        spans = yield engine.sample(new, new, sampled)
+        spans = yield engine.request_reply(new, new, sampled)
         found[index] = (
             round(env.now, 9),
             [(version, round(tokens, 9)) for version, tokens in spans],
@@ -64,7 +64,7 @@ def test_prefill_pauses_other_sequences(env: Environment) -> None:
 
 
 def test_step_time_is_extrapolated_beyond_measured_batch_sizes(env: Environment) -> None:
-    assert [SLOWER.step_s(b) for b in (0.5, 1, 1.5, 2, 3, 4)] == [1, 1, 1.25, 1.5, 2, 2.5]
+    assert [SLOWER.decode_step_s(b) for b in (0.5, 1, 1.5, 2, 3, 4)] == [1, 1, 1.25, 1.5, 2, 2.5]
     assert [at for at, _ in ends(SimulatedEngine(env, SLOWER, 9), env, [(0, 0, 2)] * 3)] == [
         4,
         4,
@@ -98,8 +98,8 @@ def test_paused_engine_samples_nothing(env: Environment) -> None:
 
 def test_cancelled_request_frees_its_slot(env: Environment) -> None:
     engine = SimulatedEngine(env, STEADY, 1)
-    first = engine.sample(0, 0, 100, "first")
-    second = engine.sample(0, 0, 5, "first")
+    first = engine.request_reply(0, 0, 100, "first")
+    second = engine.request_reply(0, 0, 5, "first")
     at(env, 4, lambda: engine.cancel_requests_of("first"))
     assert ends(engine, env, [(1, 0, 2)]) == [(6, [(0, 2)])]
     assert (first.value, second.value, engine.sampled) == ([(0, 4)], [], 6)
@@ -107,8 +107,8 @@ def test_cancelled_request_frees_its_slot(env: Environment) -> None:
 
 def test_new_tree_goes_to_least_loaded_engine(env: Environment) -> None:
     engines = [SimulatedEngine(env, STEADY, 1) for _ in range(3)]
-    engines[0].sample(0, 0, 1)
-    assert [engines.index(pick(engines)) for _ in range(4)] == [1, 2, 1, 2]
+    engines[0].request_reply(0, 0, 1)
+    assert [engines.index(pick_least_loaded_engine(engines)) for _ in range(4)] == [1, 2, 1, 2]
 
 
 def test_simulated_engine_obeys_littles_law(env: Environment) -> None:
@@ -118,7 +118,7 @@ def test_simulated_engine_obeys_littles_law(env: Environment) -> None:
 
     def one() -> Generator[Any, Any, None]:
         came = env.now
-        yield engine.sample(draw.randrange(20), 0, draw.randrange(1, 20))
+        yield engine.request_reply(draw.randrange(20), 0, draw.randrange(1, 20))
         stays.append(env.now - came)
 
     def arrive() -> Generator[Any, Any, None]:

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from ramify.extras.cluster import memory
-from ramify.extras.cluster.model_and_device_specs import ModelShape, config_of, device_of, shape_of
+from ramify.extras.cluster.model_and_device_specs import (
+    ModelShape,
+    device_of,
+    model_shape_from_config,
+    policy_config,
+)
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.generation_request import GenerationState
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
@@ -58,11 +63,11 @@ def stepped(optim: OptimizerSpec) -> SingleBackend:
 def test_trainer_memory_matches_real_backend(kind: Any) -> None:
     optim = OptimizerSpec(kind=kind)
     run = small(warmup=None, sft=None, rl=RlSpec(optim=optim))
-    found = memory.estimate_rank_memory(run, shape_of(CONFIG), CPU, ranks=1).parts
+    found = memory.estimate_rank_memory(run, model_shape_from_config(CONFIG), CPU, ranks=1).parts
     single = stepped(optim)
     weights = sum(tensor.nbytes for _, tensor in single.weights())
     state = 0
-    for each in single.trained_parameters_and_optimizer[1].each:
+    for each in single.trained_parameters_and_optimizer[1].optimizers:
         for of_one in each.state.values():
             state += sum(
                 value.nbytes
@@ -78,17 +83,17 @@ def test_engine_cache_memory_matches_real_engine() -> None:
     running.add(GenerationState([5, 6, 7], max_tokens=helpers.WINDOW - 3))
     running.step()
     real = running.runner.cache_bytes  # type: ignore[attr-defined]
-    shape = shape_of(model.config)
-    assert memory.cache_bytes(shape, CPU, 4, slots, None) == real
+    shape = model_shape_from_config(model.config)
+    assert memory.kv_cache_bytes(shape, CPU, 4, slots, None) == real
     run = small(policy=msgspec.structs.replace(small().policy, slots=slots))
     assert memory.estimate_rank_memory(run, shape, CPU, 1).parts["keys and values"] == real
 
 
 def test_memory_limit_reduces_the_number_of_full_window_slots() -> None:
-    shape = shape_of(CONFIG)
+    shape = model_shape_from_config(CONFIG)
     one = shape.cache_bytes_per_token(4) * shape.window
-    assert memory.cache_bytes(shape, CPU, 4, 128, 5 * one + 1) == 5 * one
-    assert memory.cache_bytes(shape, CPU, 4, 3, 5 * one) == 3 * one
+    assert memory.kv_cache_bytes(shape, CPU, 4, 128, 5 * one + 1) == 5 * one
+    assert memory.kv_cache_bytes(shape, CPU, 4, 3, 5 * one) == 3 * one
 
 
 def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
@@ -104,7 +109,7 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
                                                                              494,032,768
     """
     run = half(compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4), max_tokens=16_384))
-    shape = shape_of(config_of(run))
+    shape = model_shape_from_config(policy_config(run))
     assert shape == ModelShape(
         parameters=494_032_768, inside=24 * 14_909_440, products=24 * 14_909_440 + 136_134_656,
         largest_layer=14_912_384, outside=136_135_552, layers=24, width=896, mlp=4864, heads=14, head_size=64, kv_heads=2,
@@ -135,7 +140,7 @@ def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
     """Rank 8 on q of every layer: 8 x (896 + 896) in each of 24 layers."""
     spec = LoraSpec(rank=8, targets=("q_proj",))
     run = half(policy=PolicySpec(shape=QWEN_05B, lora=spec))
-    shape = shape_of(config_of(run), spec)
+    shape = model_shape_from_config(policy_config(run), spec)
     assert shape.adapters == 24 * 8 * (896 + 896)
     found = memory.estimate_rank_memory(run, shape, CPU, 1).parts
     assert found["gradients"] == shape.adapters * 4
@@ -145,7 +150,7 @@ def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
 def test_kl_reference_model_is_counted() -> None:
     rl = RlSpec(loss=LossSpec(kl_beta=0.1))
     with_kl, without = (
-        memory.estimate_rank_memory(small(rl=each), shape_of(CONFIG), CPU, 1).parts
+        memory.estimate_rank_memory(small(rl=each), model_shape_from_config(CONFIG), CPU, 1).parts
         for each in (rl, RlSpec())
     )
     assert with_kl["reference"] == with_kl["weights"]

@@ -11,25 +11,25 @@ import msgspec
 import pytest
 from transformers import Qwen3MoeConfig
 
-from ramify.cli.main import command
+from ramify.cli.main import load_subcommand
 from ramify.cli.parser import UsageError
 from ramify.errors import ConfigError
 from ramify.extras.cluster import step_time_estimate
-from ramify.extras.cluster.meshes import meshes
+from ramify.extras.cluster.meshes import estimate_meshes
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
     ModelShape,
     device_of,
-    shape_of,
+    model_shape_from_config,
 )
-from ramify.extras.cluster.plan import ClusterPlanOptions, lines, plan
+from ramify.extras.cluster.plan import ClusterPlanOptions, format_plan_lines, plan
 from ramify.extras.cluster.step_time_estimate import StepTokens
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.checkpoint import CheckpointStore, TrainingProgress
-from ramify.train.config import Run, plain
+from ramify.train.config import Run, to_plain_data
 from ramify.train.metrics import MetricsFile
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
@@ -79,7 +79,7 @@ def test_plan_shows_placement_and_memory_of_each_role() -> None:
         ("engine", 2, "h100"),
         ("sessions", 1, "cpu"),
     ]
-    text = "\n".join(lines(found))
+    text = "\n".join(format_plan_lines(found))
     assert (
         "pool main node 0 (2 GPUs, 8 CPUs)\n  placement slot 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n"
         in text
@@ -121,7 +121,7 @@ def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
     over_two = msgspec.structs.replace(COLOCATED, inference=RoleSpec(gpus=2))
     one = InferenceSpec(num=1, engine="vllm")
     found = plan(placed(placement=over_two, inference=one), ClusterPlanOptions(device="l4"))
-    text = "\n".join(lines(found))
+    text = "\n".join(format_plan_lines(found))
     assert "  placement slot 0: 2 GPUs, 3 CPUs: trainer 0, trainer 1, inference 0\n" in text
     rank, engine = found.parts[0].memory, found.parts[2].memory
     assert engine.room == 2 * rank.room == 48 * 10**9
@@ -148,7 +148,7 @@ def test_step_time_matches_hand_calculation() -> None:
         ),
     )
     tokens, shares = StepTokens(400, 600, 10, "given"), DeviceEfficiency(0.5, 0.5, 0.5)
-    found = step_time_estimate.seconds(
+    found = step_time_estimate.estimate_step_seconds(
         run, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
     )
     assert (found.learning, found.sampling, found.sync) == pytest.approx((18.0, 8.4, 0.4))
@@ -156,11 +156,11 @@ def test_step_time_matches_hand_calculation() -> None:
     apart = msgspec.structs.replace(
         run, rl=msgspec.structs.replace(run.rl, sample=RolloutBatchSpec(max_staleness=1))
     )
-    assert step_time_estimate.seconds(
+    assert step_time_estimate.estimate_step_seconds(
         apart, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
     ).step == pytest.approx(18.4)
     again = msgspec.structs.replace(run, compute=ComputeSpec(recompute=True))
-    assert step_time_estimate.seconds(
+    assert step_time_estimate.estimate_step_seconds(
         again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares
     ).learning == pytest.approx(24.0)
 
@@ -169,7 +169,7 @@ def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
     """One rank trained on 300 tokens per second and one engine sampled 50; two of each halve the
     time."""
     checkpoints = CheckpointStore(tmp_path, 1, 0)
-    checkpoints.save(TrainingProgress(step=3, config=plain(small())), {})
+    checkpoints.save(TrainingProgress(step=3, config=to_plain_data(small())), {})
     written = MetricsFile(tmp_path)
     for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is an outlier
         values = {
@@ -184,7 +184,7 @@ def test_step_time_is_scaled_from_a_measured_run(tmp_path: Path) -> None:
     assert found.seconds is not None
     assert (found.seconds.sampling, found.seconds.learning) == (2.0, 1.0)
     assert found.tokens.rollouts == 10
-    assert f"measured over 2 steps of {tmp_path}" in "\n".join(lines(found))
+    assert f"measured over 2 steps of {tmp_path}" in "\n".join(format_plan_lines(found))
     (tmp_path / "metrics.jsonl").write_text("")
     zero_variance = MetricsFile(tmp_path)
     for step in range(3):
@@ -215,7 +215,7 @@ def test_thousand_ranks_are_limited_by_rollouts_and_weight_traffic() -> None:
     )
     tokens = StepTokens(20_000, 20_000, 20, "given")
     found = plan(run, ClusterPlanOptions(tokens=tokens))
-    text = list(lines(found))
+    text = list(format_plan_lines(found))
     assert text[1] == (
         "pool main: 125 nodes of 8 GPUs and 96 CPUs, 1000 placement slots: 1000 x trainer"
     )
@@ -238,13 +238,13 @@ def test_moe_mesh_traffic_matches_hand_calculation() -> None:
         vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_experts=4, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2, tie_word_embeddings=True,
     )  # fmt: skip
-    shape = shape_of(config)
+    shape = model_shape_from_config(config)
     assert (shape.experts, shape.experts_per_token) == (2 * 4 * 3 * 16 * 32, 2)
     run = placed(compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2)))
     tokens = StepTokens(400, 600, 10, "given")
     found = {
         (each.fields["replicas"], each.fields["tensor"], each.fields["experts"]): each
-        for each in meshes(run, shape, config, 2, SLOW, tokens, DeviceEfficiency())
+        for each in estimate_meshes(run, shape, config, 2, SLOW, tokens, DeviceEfficiency())
     }
     assert sorted(found) == [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1)]
     dense, experts = shape.parameters - shape.experts, shape.experts
@@ -270,7 +270,7 @@ def test_plan_command_prints_json_or_text(
 ) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    plan_command = command("cluster plan")
+    plan_command = load_subcommand("cluster plan")
     assert plan_command.call([str(recipe), "--json", "--device", "h200", "--mfu", "0.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parts"][0]["device"] == "h200"

@@ -18,8 +18,8 @@ from ramify.extras.cluster.measured_engine_rate import (
     MeasuredRequest,
     delay_to_free_slots,
     fit,
-    from_steps,
     measure_engine_rate,
+    rate_from_steps,
 )
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
 
@@ -36,7 +36,7 @@ def served(rate: EngineRate, slots: int, num: int = 400, engines: int = 1) -> li
             yield env.timeout(draw.expovariate(0.5))
             began, new, sampled = env.now, draw.randrange(500), draw.randrange(1, 200)
             yield env.timeout(rate.request_s)
-            yield engine.sample(new, new, sampled)
+            yield engine.request_reply(new, new, sampled)
             found.append(MeasuredRequest(began, env.now, new, sampled))
 
     for engine in servers:
@@ -49,8 +49,8 @@ def served(rate: EngineRate, slots: int, num: int = 400, engines: int = 1) -> li
 @pytest.mark.parametrize("engines", [1, 2])
 def test_fit_recovers_the_rate(engines: int) -> None:
     found = fit(served(TRUE, 32, 1600, engines), engines, slots=32)
-    assert found.step_s(4) == pytest.approx(TRUE.step_s(4), rel=0.12)
-    assert found.step_s(32) == pytest.approx(TRUE.step_s(32), rel=0.2)
+    assert found.decode_step_s(4) == pytest.approx(TRUE.decode_step_s(4), rel=0.12)
+    assert found.decode_step_s(32) == pytest.approx(TRUE.decode_step_s(32), rel=0.2)
     assert found.prompt_token_s == pytest.approx(TRUE.prompt_token_s, rel=0.5)
 
 
@@ -65,8 +65,8 @@ def test_time_waiting_for_a_slot_is_excluded() -> None:
     assert [each.begun_s for each in delay_to_free_slots(asked, 2)] == [0, 1, 4, 6]
     assert delay_to_free_slots(asked, None) == asked
     crowded = fit(served(TRUE, 4, 1600), slots=4)
-    assert [crowded.step_s(b) for b in (2, 4)] == pytest.approx(
-        [TRUE.step_s(b) for b in (2, 4)], rel=0.15
+    assert [crowded.decode_step_s(b) for b in (2, 4)] == pytest.approx(
+        [TRUE.decode_step_s(b) for b in (2, 4)], rel=0.15
     )
     with pytest.raises(
         ConfigError,
@@ -82,7 +82,7 @@ def test_fitted_rates_are_never_negative() -> None:
     ]
     found = fit(asked)
     assert min(found.points[0][1], found.prompt_token_s, found.request_s) >= 0
-    assert from_steps([(4, 0.02), (1, 0.01), (2, 0.009)], 0.0).points == (
+    assert rate_from_steps([(4, 0.02), (1, 0.01), (2, 0.009)], 0.0).points == (
         (1, 0.01),
         (2, 0.01),
         (4, 0.02),

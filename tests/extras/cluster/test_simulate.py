@@ -18,10 +18,10 @@ from ramify.extras.cluster.simulate import (
     DeviceSplit,
     SimulationSetting,
     best,
-    predict,
     quantile,
     setting_combinations,
     simulate,
+    simulate_settings,
     splits,
 )
 from ramify.extras.cluster.simulation_inputs import MeasuredRunSettings, SimulationInputs
@@ -184,12 +184,12 @@ def test_best_device_split_is_chosen() -> None:
         splits(1, 2)
     measured = inputs_for(*[[20] * 8] * 3, learn_s=1.0)
     measured.sizes = msgspec.structs.replace(SIZES, items=4, group=8, slots=4, concurrency=32)
-    found = predict(
+    found = simulate_settings(
         measured, list(setting_combinations(measured, splits(4), staleness=[0, 1])), steps=6
     )
     assert len(found) == 8
     assert best(found).setting.engines >= 3
-    one = predict(
+    one = simulate_settings(
         inputs_for([10]),
         list(setting_combinations(inputs_for([10]), splits(3), staleness=[0])),
         steps=4,

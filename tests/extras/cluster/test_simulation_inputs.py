@@ -13,7 +13,7 @@ from ramify.cli.parser import ExitCode, UsageError
 from ramify.errors import ConfigError
 from ramify.extras.cluster.plan_and_simulate_commands import SIMULATE
 from ramify.extras.cluster.simulate import SimulationSetting, simulate
-from ramify.extras.cluster.simulation_inputs import measured
+from ramify.extras.cluster.simulation_inputs import read_measured_run
 from ramify.train.checkpoint import CheckpointStore, TrainingProgress
 from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import append_trajectories
@@ -94,7 +94,7 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
 
 
 def test_measured_inputs_match_the_run_folder(tmp_path: Path) -> None:
-    found = measured(folder(tmp_path / "run"))
+    found = read_measured_run(folder(tmp_path / "run"))
     assert (len(found.groups), {len(group) for group in found.groups}) == (12, {2})
     sizes = found.sizes
     assert (
@@ -113,20 +113,20 @@ def test_measured_inputs_match_the_run_folder(tmp_path: Path) -> None:
         1,
     )
     assert (sizes.staleness, sizes.max_items, sizes.straggler_factor) == (0, 9, 3.0)
-    assert found.rate.step_s(3) == pytest.approx(TOKEN_S)
+    assert found.rate.decode_step_s(3) == pytest.approx(TOKEN_S)
     assert found.rate.prompt_token_s == pytest.approx(0, abs=1e-9)
     assert found.step_s == pytest.approx([1.3 + 3.5] * 3)
     assert found.publish_s == pytest.approx([0.5] * 3)
     assert found.prepare_s == pytest.approx([READY_S] * 4)
-    assert found.learn(
+    assert found.draw_learning_times(
         random.Random(0), sum(each.trainer_tokens for each in found.groups[0]) * 3, 1
     )[0] == pytest.approx(3, rel=0.5)
     assert found.zero_variance == pytest.approx(1 / 3)
-    assert len(measured(tmp_path / "run", last=1).groups) == 3
+    assert len(read_measured_run(tmp_path / "run", last=1).groups) == 3
 
 
 def test_simulation_of_the_same_setting_predicts_the_run(tmp_path: Path) -> None:
-    found = measured(folder(tmp_path / "run"))
+    found = read_measured_run(folder(tmp_path / "run"))
     found.zero_variance = 0.0
     same = SimulationSetting(items=3, group=2, concurrency=64, slots=32)
     steps = [
@@ -149,7 +149,7 @@ def test_inputs_are_measured_from_a_real_run(tmp_path: Path) -> None:
         ),
         tmp_path / "run",
     )
-    found = measured(tmp_path / "run")
+    found = read_measured_run(tmp_path / "run")
     assert (found.sizes.items, found.sizes.group, found.sizes.concurrency, found.sizes.slots) == (
         2,
         3,
@@ -197,7 +197,7 @@ def test_run_folder_without_needed_data_is_refused(tmp_path: Path, lacks: str, s
     elif lacks == "sense":
         (run / "rollouts/step-000002.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=says):
-        measured(tmp_path / "nowhere" if lacks == "all" else run)
+        read_measured_run(tmp_path / "nowhere" if lacks == "all" else run)
 
 
 def test_simulate_command_prints_predictions(
@@ -268,7 +268,7 @@ def test_impossible_or_too_many_settings_are_refused(tmp_path: Path) -> None:
 
 def test_evaluations_reduce_steps_per_hour_but_not_step_time(tmp_path: Path) -> None:
     """An evaluation of 7 s follows every second step of 4.8 s."""
-    found = measured(folder(tmp_path / "run"))
+    found = read_measured_run(folder(tmp_path / "run"))
     found.zero_variance = 0.0
     plain, evaluated = (
         simulate(

@@ -7,7 +7,7 @@ from ramify.extras.cluster.rollout_shapes import (
     CellWorkload,
     RolloutWorkload,
     TurnWorkload,
-    shape_of,
+    workload_of_trajectory,
 )
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, CallSite, Cell, Trajectory, Turn
@@ -54,7 +54,7 @@ def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
             call("0.3", 9.2, 9.4, turn(99, 1), parent=CallSite("0", 1, 0), kind="judge"),
         ],
     )  # fmt: skip
-    shape = shape_of(tree)
+    shape = workload_of_trajectory(tree)
     leaf = [
         CallWorkload((TurnWorkload(new, 7, sampled, 0.1 * sampled),), host_s)
         for new, sampled, host_s in [(4, 10, 0.0), (7, 4, 2.0), (7, 10, 0.0)]
@@ -70,7 +70,7 @@ def test_overlapping_children_form_waves_and_waits_become_host_time() -> None:
         (5, 35, 6),
     ]
     assert round(root.host_s, 9) == 3.4
-    assert (shape.sampled, shape.trainer_tokens) == (40, 41 + 17 + 11 + 17)
+    assert (shape.num_sampled_tokens, shape.trainer_tokens) == (40, 41 + 17 + 11 + 17)
 
 
 def test_rollout_shape_iterates_over_its_calls() -> None:
@@ -78,5 +78,5 @@ def test_rollout_shape_iterates_over_its_calls() -> None:
     root = CallWorkload(
         (TurnWorkload(1, 1, 2, cells=(CellWorkload(0.0, ((leaf, leaf), (leaf,))),)),)
     )
-    assert RolloutWorkload((root,)).sampled == 5
+    assert RolloutWorkload((root,)).num_sampled_tokens == 5
     assert list(RolloutWorkload((root,)).calls()) == [root, leaf, leaf, leaf]

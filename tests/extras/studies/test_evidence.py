@@ -17,7 +17,7 @@ from ramify.evaluate.attempt import attempt
 from ramify.extras.studies.paper_evidence_task import evidence
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import items_of
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.testing.scripted import ScriptedClient
 from ramify.train.recipe import load_recipe
 from ramify.train.sft_training_data import demonstrations_of
@@ -44,7 +44,7 @@ def test_evidence_task_is_valid_and_scores_spans_by_f1(options: dict[str, Any]) 
     for item in items_of(task, "train")[:40]:
 
         def f1(answer: Any) -> float:
-            return task.score(item, answered(item, answer)).rewards["f1"]  # noqa: B023
+            return task.score(item, answer_only_trajectory(item, answer)).rewards["f1"]  # noqa: B023
 
         gold, context = item.gold, item.context
         assert f1(gold) == f1(json.dumps(gold)) == 1.0
@@ -123,7 +123,10 @@ def test_qasper_items_get_papers_of_other_questions_as_distractors() -> None:
 def test_judge_adds_a_second_reward() -> None:
     task = evidence(judge=lambda: ScriptedClient([r"\boxed{4, 2}"] * 9), judge_weight=0.25)
     item = items_of(task, "train")[0]
-    assert task.score(item, answered(item, item.gold)).rewards == {"f1": 1.0, "judged": 0.75}
+    assert task.score(item, answer_only_trajectory(item, item.gold)).rewards == {
+        "f1": 1.0,
+        "judged": 0.75,
+    }
     assert task.weights == {"f1": 0.75, "judged": 0.25}
 
 

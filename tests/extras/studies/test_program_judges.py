@@ -13,14 +13,14 @@ from ramify.extras.studies.programs.toy_program_language import (
     NUM_CHECKED,
     NUM_WORDS,
     ToyProgramExercise,
-    library,
+    generate_word_functions,
 )
 from ramify.tasks.base import Item, task_of
-from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, view_of
+from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, build_judge_view
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Cell, Group, Stop, Trajectory, Turn
 
-RIGHT = dict(enumerate(library().right))
+RIGHT = dict(enumerate(generate_word_functions().right))
 
 
 def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
@@ -49,14 +49,14 @@ def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
 
 
 def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -> JudgeVerdict:
-    view: JudgeView = view_of(found, found.root, turn, item)
+    view: JudgeView = build_judge_view(found, found.root, turn, item)
     return asyncio.run(judge.judge(view))  # type: ignore[no-any-return]
 
 
 def checked_problem(index: int = 0) -> tuple[Item, str, int]:
     """Return an item, a program with the wrong function for one checked word, and that word."""
     for item in task_of("programs").splits["train"][index : index + 100]:
-        problem = ToyProgramExercise.read(item.question)
+        problem = ToyProgramExercise.parse(item.question)
         assert problem is not None
         word = next(
             (w for w, _ in problem.steps if w < NUM_CHECKED and RIGHT[w] not in IMPORTED), None
@@ -110,7 +110,7 @@ def test_shuffled_hints_come_from_another_problem() -> None:
     (hint,) = first.at["0", 0]
     assert hint.startswith("use @w")
     about = int(hint.removeprefix("use @w").partition("@")[0])
-    assert about in {w for w, _ in ToyProgramExercise.read(other.question).steps}  # type: ignore[union-attr]
+    assert about in {w for w, _ in ToyProgramExercise.parse(other.question).steps}  # type: ignore[union-attr]
     assert first.reading.notes == {("0", 0): hint}  # on the turn that raised
     assert not second.at
     again, _ = asyncio.run(ShuffledHints(source).hints(group, context))

@@ -18,8 +18,8 @@ from ramify.extras.studies.programs.scripted_demonstrator import (
     RuleInHint,
     broken_rules,
     demonstrate,
-    from_errors,
     hint_text,
+    rules_from_errors,
 )
 from ramify.extras.studies.programs.task import programs
 from ramify.extras.studies.programs.toy_program_language import (
@@ -33,7 +33,7 @@ from ramify.extras.studies.programs.toy_program_language import (
     BrokenRule,
     ToyProgram,
     ToyProgramExercise,
-    library,
+    generate_word_functions,
 )
 from ramify.models.renderer import renderer_of
 from ramify.models.tokenizer_training import UNKNOWN, word_tokenizer
@@ -43,7 +43,7 @@ from ramify.tasks.validation import validate
 from ramify.train.data.sft_data import prompt_format
 from ramify.types.message import Message
 
-KNOWN = library()
+KNOWN = generate_word_functions()
 BARE = prompt_format(SCAFFOLDS["bare"])
 EVALUATOR = SandboxSpec(provider="ramify.extras.studies.programs.program_interpreter")
 RIGHT = dict(enumerate(KNOWN.right))
@@ -62,20 +62,20 @@ def some_program(rng: random.Random) -> ToyProgram:
 
 
 def test_programs_and_problems_are_parsed_and_run() -> None:
-    program = ToyProgram.read("from ops import f10;50@w3@f7@5@w9@f0@2")
+    program = ToyProgram.parse("from ops import f10;50@w3@f7@5@w9@f0@2")
     assert program is not None
     assert program.text == "from ops import f10;50@w3@f7@5@w9@f0@2"
-    assert ToyProgramExercise.read("50@w3@5@w9@2\nhint: use @w3@f9") == ToyProgramExercise(
+    assert ToyProgramExercise.parse("50@w3@5@w9@2\nhint: use @w3@f9") == ToyProgramExercise(
         50, ((3, 5), (9, 2))
     )
     word, right = 2, KNOWN.right[2]
     imports = "".join(f"from ops import f{right};" for _ in [0] if right in IMPORTED)
     a, b, c = KNOWN.maps[right]
-    found = ToyProgram.read(f"{imports}50@w{word}@f{right}@5")
+    found = ToyProgram.parse(f"{imports}50@w{word}@f{right}@5")
     assert found is not None
     assert KNOWN.run(found) == (a * 50 + b * 5 + c) % 97
     other = next(each for each in range(NUM_WORDS) if each != right and each not in IMPORTED)
-    wrong = ToyProgram.read(f"50@w{word}@f{other}@5")
+    wrong = ToyProgram.parse(f"50@w{word}@f{other}@5")
     assert wrong is not None
     broken = KNOWN.run(wrong)
     assert broken == BrokenRule(word, right)
@@ -99,7 +99,7 @@ def test_programs_and_problems_are_parsed_and_run() -> None:
     ],
 )
 def test_invalid_program_texts_are_rejected(text: str) -> None:
-    assert ToyProgram.read(text) is None
+    assert ToyProgram.parse(text) is None
 
 
 def test_evaluator_gives_the_same_output_as_python() -> None:
@@ -111,7 +111,7 @@ def test_evaluator_gives_the_same_output_as_python() -> None:
         session = await sandbox.open()
         try:
             await session.install("prelude", prelude)
-            await session.install("ops", KNOWN.source())
+            await session.install("ops", KNOWN.python_module_source())
             await session.install("not_imported", NOT_IMPORTED)
             rans = [await session.run(code, answer=nobody) for code in codes]
             return [(BARE.report(ran.cell), ran.note["prelude"].get("final")) for ran in rans]
@@ -139,7 +139,7 @@ def test_evaluator_runs_no_python_and_rejects_other_libraries() -> None:
             await session.run("50@w3@f7@5", answer=None)  # type: ignore[arg-type]
         with pytest.raises(SandboxError, match="not the source of a library"):
             await session.install("ops", "import os")
-        await session.install("ops", KNOWN.source())
+        await session.install("ops", KNOWN.python_module_source())
         for code in ("open('/etc/passwd')", "50@w3@f7@5 or 1/0", "FINAL(1/0)"):
             assert (await session.run(code, answer=None)).cell.error == NO_PROGRAM  # type: ignore[arg-type]
 
@@ -166,7 +166,7 @@ def test_splits_share_the_secret_but_no_problem() -> None:
     assert len({question for questions in splits.values() for question in questions}) == 1200
     assert all(item.metadata["secret"] == 0 for items in task.splits.values() for item in items[:3])
     assert programs(secret=1).splits["test"][0].gold != KNOWN.correct_answer(
-        ToyProgramExercise.read(programs(secret=1).splits["test"][0].question)
+        ToyProgramExercise.parse(programs(secret=1).splits["test"][0].question)
     )  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="steps=25 must be from 1 to 24"):
         programs(steps=25)
@@ -175,7 +175,7 @@ def test_splits_share_the_secret_but_no_problem() -> None:
 def test_rollout_scores_the_same_in_both_sandboxes() -> None:
     task = task_of("programs")
     item = task.splits["test"][0]
-    problem = ToyProgramExercise.read(item.question)
+    problem = ToyProgramExercise.parse(item.question)
     assert problem is not None
     needed = tuple(sorted({RIGHT[word] for word, _ in problem.steps} & set(IMPORTED)))
     right = problem.build_program(RIGHT, needed).text
@@ -254,7 +254,7 @@ def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_hints_are_wr
     assert 0.4 < len(wrong) / len(hinted) < 0.6
     for each in hinted:
         hint = each.messages[0].content.partition(PROGRAM_HINT)[2].removeprefix("use ")
-        program = ToyProgram.read(each.messages[1].content)
+        program = ToyProgram.parse(each.messages[1].content)
         assert program is not None
         for rule in hint.partition("from")[0].split("@w")[1:]:
             assert f"@w{rule}@" in program.text  # the program follows the hint
@@ -283,13 +283,13 @@ def test_hints_from_errors_and_from_the_library() -> None:
         "ImportError: from ops import f10;",
         "TypeError: not @w9@f20 but @w9@f4",
     ]
-    assert from_errors(seen) == [RuleInHint(9, 4), RuleInHint(None, 10)]
-    assert hint_text(from_errors(seen)) == "use @w9@f4from ops import f10;"
+    assert rules_from_errors(seen) == [RuleInHint(9, 4), RuleInHint(None, 10)]
+    assert hint_text(rules_from_errors(seen)) == "use @w9@f4from ops import f10;"
     assert hint_text([]) == ""
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
     problem = ToyProgramExercise(5, ((silent, 1),))
     wrong = problem.build_program({silent: (RIGHT[silent] + 1) % 10})
-    assert from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
+    assert rules_from_errors([str(KNOWN.run(wrong))]) == []  # no error mentions it
     assert broken_rules(problem, ["no program", wrong.text], KNOWN) == [
         RuleInHint(silent, RIGHT[silent])
     ]

@@ -16,10 +16,10 @@ from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SourceError
 from ramify.evaluate.evaluation_report import report, table
 from ramify.evaluate.run import EvaluationPlan, evaluate
-from ramify.extras.studies.toolmath.retool_sft_conversion import conversation, demonstrations
-from ramify.extras.studies.toolmath.task import item_of, score_auto, toolmath
+from ramify.extras.studies.toolmath.retool_sft_conversion import demonstrations, row_to_messages
+from ramify.extras.studies.toolmath.task import row_to_item, score_auto, toolmath
 from ramify.tasks.base import Item, score_trajectory, task_of
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from ramify.train.data.sft_data import prompt_format, trajectory_of
 from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message
@@ -88,7 +88,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 @pytest.mark.parametrize("name", AIME)
 def test_public_datasets_are_read_in_their_own_formats(name: str) -> None:
-    item = item_of(AIME[name])
+    item = row_to_item(AIME[name])
     assert (item.question, item.gold, item.wrong) == ("Find x.", "204", "205")
 
 
@@ -182,7 +182,7 @@ def row(solution: str, asked: str = ASKED) -> dict[str, Any]:
 
 
 def test_demonstration_is_split_into_turns() -> None:
-    system, *messages = conversation(row(SOLVED), prompt_format(SCAFFOLDS["retool"]))
+    system, *messages = row_to_messages(row(SOLVED), prompt_format(SCAFFOLDS["retool"]))
     assert system.content == SCAFFOLDS["retool"].system_prompt()
     assert messages == [
         Message("user", "What is 7!?\n\nPut the final answer into \\boxed{}."),
@@ -197,7 +197,7 @@ def test_demonstration_is_split_into_turns() -> None:
 
 
 def test_demonstration_with_native_tool_calls() -> None:
-    messages = conversation(row(SOLVED), prompt_format(SCAFFOLDS["retool_native"]))[2:]
+    messages = row_to_messages(row(SOLVED), prompt_format(SCAFFOLDS["retool_native"]))[2:]
     assert [message.role for message in messages] == [
         "assistant",
         "tool",
@@ -219,7 +219,7 @@ def test_demonstrations_match_the_engine() -> None:
     """Replies and observations of a demonstration have the form that the engine parses and
     writes."""
     scaffold = SCAFFOLDS["retool"]
-    messages = conversation(row(SOLVED), prompt_format(scaffold))
+    messages = row_to_messages(row(SOLVED), prompt_format(scaffold))
     replies = [message for message in messages if message.role == "assistant"]
     model = ScriptedClient([reply.content for reply in replies], name="scripted:retool")
     with RLM(model, scaffold=scaffold) as rlm:
@@ -309,4 +309,6 @@ def test_evaluation_reports_accuracy_and_tool_use() -> None:
 def test_plain_answer_is_scored_without_a_run() -> None:
     task = toolmath(test=[{"problem": "?", "answer": "7"}])
     item = task.splits["test"][0]
-    assert score_trajectory(task, item, answered(item, "7")).rewards == {"correct": 1.0}
+    assert score_trajectory(task, item, answer_only_trajectory(item, "7")).rewards == {
+        "correct": 1.0
+    }

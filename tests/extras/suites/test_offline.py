@@ -94,7 +94,7 @@ def test_every_suite_is_tested_here() -> None:
 
 @pytest.mark.parametrize(("suite", "family"), ROWS)
 def test_a_strategy_with_perfect_leaves_is_right(suite: str, family: str) -> None:
-    task, solve = suite_task(suite, family), session(OFFLINE_SUITES.of(suite))
+    task, solve = suite_task(suite, family), session(OFFLINE_SUITES.resolve(suite))
     for item in items_of(task, "test")[:4]:
         asked: list[str] = []
         answer = solve(item.question, item.context, leaf(PERFECT, asked), 4_000)
@@ -123,7 +123,7 @@ def test_a_wrong_reading_is_plausible_and_scores_less_than_1(suite: str, family:
 
 @pytest.mark.parametrize(("suite", "family"), ROWS)
 def test_a_strategy_survives_leaves_that_fail(suite: str, family: str) -> None:
-    task, solve = suite_task(suite, family), session(OFFLINE_SUITES.of(suite))
+    task, solve = suite_task(suite, family), session(OFFLINE_SUITES.resolve(suite))
     for reply in ("", "Error: the limit is reached", "unknown"):
         item = items_of(task, "test")[0]
         answer = solve(
@@ -157,19 +157,19 @@ def test_a_session_of_ramify_runs_the_strategy(suite: str) -> None:
 def test_spoiled_labels_differ_in_a_few_lines() -> None:
     question = "Which label has each line? 0 = a, 1 = b, 2 = c. Reply with one number a line."
     right = "\n".join(["0", "1", "2"] * 20)
-    wrong = OFFLINE_SUITES.of("oolong").spoil(question, "", right, random.Random(0))
+    wrong = OFFLINE_SUITES.resolve("oolong").spoil(question, "", right, random.Random(0))
     differ = sum(a != b for a, b in zip(right.split("\n"), wrong.split("\n"), strict=True))
     assert 1 <= differ <= 4
 
 
 PUBLISHED = {
-    "code_qa": "994c67e69bb7bd81",
-    "mrcr": "a12a43c2359f38e3",
-    "multihop": "715b3e10dc01f4d4",
-    "niah": "376372b23972a72e",
-    "oolong": "9bcb061f5e98ec9f",
-    "oolong_pairs": "8b9e4f66590c05ab",
-    "planted": "ca0172c48a043ff7",
+    "code_qa": "5af619ab213718f3",
+    "mrcr": "324403fb973368eb",
+    "multihop": "9d4d3b58efd7f13d",
+    "niah": "8c6554d35c9b3221",
+    "oolong": "eb460900ef7ac1c2",
+    "oolong_pairs": "28f0039123af6f46",
+    "planted": "efae1be93e128a50",
 }
 """Suite -> hash of its strategy and of how a leaf reads and errs, without docstrings of the leaf.
 Scores that were published with the model for offline use hold only for these."""
@@ -189,7 +189,7 @@ def without_docstring(function: Callable[..., Any]) -> str:
 
 @pytest.mark.parametrize("suite", PUBLISHED)
 def test_published_strategies_and_leaves_have_not_changed(suite: str) -> None:
-    known = OFFLINE_SUITES.of(suite)
+    known = OFFLINE_SUITES.resolve(suite)
     texts = [known.asks, known.code(), *map(without_docstring, (known.read, known.spoil))]
     assert hashlib.sha256("".join(texts).encode()).hexdigest()[:16] == PUBLISHED[suite]
 

@@ -21,7 +21,7 @@ from ramify.extras.suites.niah import NeedleScorer
 from ramify.extras.suites.oolong_pairs import PairScorer
 from ramify.extras.suites.planted import FactScorer
 from ramify.tasks.base import SPLITS, Item, SimpleTask, items_of, task_of, total
-from ramify.tasks.validation import answered, validate
+from ramify.tasks.validation import answer_only_trajectory, validate
 from tests.extras.suites.readers import READERS, read
 
 PAGE = Path(__file__).parents[3] / "docs/suites.md"
@@ -40,7 +40,7 @@ NUM = 200
 
 
 def score(task: SimpleTask, item: Item, answer: Any) -> float:
-    return total(task.score(item, answered(item, answer)).rewards, task.weights)
+    return total(task.score(item, answer_only_trajectory(item, answer)).rewards, task.weights)
 
 
 @functools.cache

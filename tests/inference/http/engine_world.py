@@ -16,7 +16,7 @@ from ramify.clients.base import Request, Sampling
 from ramify.inference.http.http_engines import HttpEngines
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import LazyWeight, sources
+from ramify.inference.weight_sync.base import LazyWeight, to_lazy_weights
 from ramify.models.load import Policy
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import Message
@@ -40,7 +40,7 @@ class World:
         self.engines: HttpEngines
 
     def sources(self) -> list[LazyWeight]:
-        return sources(self.trained.model.named_parameters(), torch.float32)
+        return to_lazy_weights(self.trained.model.named_parameters(), torch.float32)
 
     async def train(self, version: int) -> None:
         """Change the trainer's weights and give them to the engines."""

@@ -23,9 +23,9 @@ from ramify.inference.http.engine_client import (
     parse_kv_cache_pressure,
 )
 from ramify.inference.local.local_client import LocalClient
-from ramify.inference.weight_sync.base import WeightPiece, source
+from ramify.inference.weight_sync.base import WeightPiece, to_lazy_weight
 from ramify.models.weights import fingerprint, tensors_fingerprint
-from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged
+from ramify.train.backends.lora import attach, base_tensors_and_adapters, merged_weights
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
 from tests.inference.http.engine_world import USER, engine_session, request, run, world
@@ -99,9 +99,9 @@ def test_engines_merge_adapters_bit_exactly_even_after_a_restart() -> None:
                             parameter += 0.1 * torch.randn(parameter.shape)
                 named = base_tensors_and_adapters(made.trained.model)
                 await made.engines.update(
-                    [source(*each[:2], torch.float32, each[2]) for each in named], version
+                    [to_lazy_weight(*each[:2], torch.float32, each[2]) for each in named], version
                 )
-                expected = tensors_fingerprint(merged(made.trained.model))
+                expected = tensors_fingerprint(merged_weights(made.trained.model))
                 assert {fingerprint(local.policy.model) for local in made.locals} == {expected}
 
             await update(1)

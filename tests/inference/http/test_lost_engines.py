@@ -83,7 +83,7 @@ def test_requests_wait_for_the_only_engine_and_use_the_newest_weights() -> None:
 
 
 async def _rejoin(made: World, version: int) -> None:
-    assert await made.engines.rejoin(made.sources(), version)
+    assert await made.engines.update_returned_engines(made.sources(), version)
 
 
 @pytest.mark.parametrize("weight_sync", ["shared", "gloo"])
@@ -152,7 +152,7 @@ class EnginesInThisLoop:
     def free_port(self, member: RoleInstanceId) -> int:
         return free_port(self._host)
 
-    def renew(self, member: RoleInstanceId) -> None:
+    def ensure_slot(self, member: RoleInstanceId) -> None:
         self._host = "127.0.0.2"
 
     def start(
@@ -213,7 +213,7 @@ def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
             launcher.may_come.set()
             while not ours.up_to_date_urls:
                 await asyncio.sleep(0)  # wait until it can be used
-            theirs.set_listed(ours.up_to_date_urls)
+            theirs.set_usable_urls(ours.up_to_date_urls)
 
         theirs = HttpEngines(
             policy(),

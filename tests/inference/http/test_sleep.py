@@ -468,15 +468,15 @@ def test_sleeping_weights_are_kept_or_dropped() -> None:
     model = policy().model
     before = {name: each.clone() for name, each in model.state_dict().items()}
     resting = SleepingWeights(model)
-    resting.give_back(keep=True)  # in main memory already
-    assert (resting.is_away, resting.num_bytes > 0) == (False, True)
-    resting.give_back(keep=False)
-    assert (resting.is_away, resting.num_bytes, resting.missing) == (True, 0, [])
+    resting.release_memory(keep=True)  # in main memory already
+    assert (resting.is_released, resting.num_bytes > 0) == (False, True)
+    resting.release_memory(keep=False)
+    assert (resting.is_released, resting.num_bytes, resting.missing_names) == (True, 0, [])
     resting.wake()
-    assert len(resting.missing) == len(dict(model.named_parameters()))
+    assert len(resting.missing_names) == len(dict(model.named_parameters()))
     held = model.state_dict()
     for name, each in before.items():
         assert torch.equal(held[name].copy_(each), each)
-        resting.arrived(model.get_parameter(name))
-    assert resting.missing == []
+        resting.mark_received(model.get_parameter(name))
+    assert resting.missing_names == []
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError, StoreError
-from ramify.inference.weight_sync.base import MEMORY, source, sources
+from ramify.inference.weight_sync.base import MEMORY, to_lazy_weight, to_lazy_weights
 from ramify.inference.weight_sync.file_sync import FileSync, FileWeightReceiver, read_pointer
 
 WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
@@ -19,7 +19,9 @@ WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
 def written(folder: Path, version: int = 1) -> tuple[FileWeightReceiver, dict[str, object]]:
     weight_sync = FileSync(folder=str(folder), file_bytes=1000)
     info = weight_sync.open(1)[0]
-    (chunk,) = weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False)
+    (chunk,) = weight_sync.chunks(
+        to_lazy_weights(WEIGHTS.items(), torch.float32), version, whole=False
+    )
     return weight_sync.receiver(info), chunk.info
 
 
@@ -30,7 +32,11 @@ def test_last_two_versions_are_kept_and_loadable(tmp_path: Path) -> None:
     weight_sync.open(1)
     (tmp_path / "v000009").mkdir()  # left by an earlier run
     for version in (1, 2, 3):
-        list(weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False))
+        list(
+            weight_sync.chunks(
+                to_lazy_weights(WEIGHTS.items(), torch.float32), version, whole=False
+            )
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "current.json",
         "v000002",
@@ -77,7 +83,7 @@ def test_tensors_of_odd_lengths_round_trip(tmp_path: Path) -> None:
         "many": torch.randn(700_001),
         "b": torch.ones(2, 3).T,
     }
-    given = [source(name, tensor, tensor.dtype) for name, tensor in odd.items()]
+    given = [to_lazy_weight(name, tensor, tensor.dtype) for name, tensor in odd.items()]
     weight_sync = FileSync(folder=str(tmp_path))
     info = weight_sync.open(1)[0]
     (chunk,) = weight_sync.chunks(given, 1, whole=False)
@@ -100,7 +106,11 @@ def test_version_in_memory_is_overwritten_unless_it_is_open() -> None:
         weight_sync.open(1)
 
         def write(version: int, weights: dict[str, torch.Tensor]) -> Path:
-            list(weight_sync.chunks(sources(weights.items(), torch.float32), version, whole=False))
+            list(
+                weight_sync.chunks(
+                    to_lazy_weights(weights.items(), torch.float32), version, whole=False
+                )
+            )
             read = {
                 piece.name: piece.tensor
                 for piece in weight_sync.receiver({"folder": below}).unpack_chunk(
@@ -134,7 +144,7 @@ def test_kill_while_writing_leaves_the_previous_version(tmp_path: Path) -> None:
     receiver, info = written(tmp_path)
     weight_sync = FileSync(folder=str(tmp_path))
     weight_sync.open(1)
-    each = sources(WEIGHTS.items(), torch.float32)
+    each = to_lazy_weights(WEIGHTS.items(), torch.float32)
 
     def killed() -> torch.Tensor:
         raise Killed
@@ -170,7 +180,7 @@ def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
 def test_temporary_folder_is_removed_on_close() -> None:
     weight_sync = FileSync()
     folder = Path(weight_sync.open(1)[0]["folder"])
-    list(weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), 1, whole=False))
+    list(weight_sync.chunks(to_lazy_weights(WEIGHTS.items(), torch.float32), 1, whole=False))
     weight_sync.close()
     assert not folder.exists()
 

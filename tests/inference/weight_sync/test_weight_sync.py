@@ -24,9 +24,9 @@ from ramify.inference.weight_sync.base import (
     WeightReceiver,
     WeightSync,
     reserve_file_space,
-    source,
-    sources,
     to_checkpoint_names,
+    to_lazy_weight,
+    to_lazy_weights,
 )
 from ramify.models.weights import read_weights
 
@@ -50,7 +50,7 @@ def weights(seed: int = 0) -> Weights:
 def opened_sync(
     name: str, num_engines: int = 1, **options: Any
 ) -> Iterator[tuple[WeightSync, list[WeightReceiver]]]:
-    weight_sync: WeightSync = WEIGHT_SYNCS.of(name.split()[0])(
+    weight_sync: WeightSync = WEIGHT_SYNCS.resolve(name.split()[0])(
         **{**({"chunk_bytes": 600} if name != "file" else {}), **options}
     )
     receivers: list[WeightReceiver | None] = [None] * num_engines
@@ -60,7 +60,9 @@ def opened_sync(
         ]
 
         def make(index: int) -> None:
-            receivers[index] = WEIGHT_SYNCS.of(infos[index]["weight_sync"]).receiver(infos[index])
+            receivers[index] = WEIGHT_SYNCS.resolve(infos[index]["weight_sync"]).receiver(
+                infos[index]
+            )
 
         threads = [threading.Thread(target=make, args=(index,)) for index in range(num_engines)]
         for thread in threads:
@@ -96,7 +98,9 @@ def sync(
             else:
                 into[piece.name].view(-1)[piece.places] = piece.tensor
 
-    chunks = weight_sync.chunks(sources(trained.items(), torch.float32), version, whole=whole)
+    chunks = weight_sync.chunks(
+        to_lazy_weights(trained.items(), torch.float32), version, whole=whole
+    )
     ahead = next(chunks, None)
     while ahead is not None:
         info = msgspec.json.decode(msgspec.json.encode(ahead.info))
@@ -141,7 +145,9 @@ def test_every_engine_receives_the_weights_that_were_sent(name: str) -> None:
 def test_weights_are_sent_in_the_engines_precision() -> None:
     with opened_sync("shared") as (weight_sync, receivers):
         have: Weights = {}
-        for chunk in weight_sync.chunks(sources(weights().items(), torch.bfloat16), 1, whole=False):
+        for chunk in weight_sync.chunks(
+            to_lazy_weights(weights().items(), torch.bfloat16), 1, whole=False
+        ):
             have |= {
                 piece.name: piece.tensor.clone() for piece in receivers[0].unpack_chunk(chunk.info)
             }
@@ -194,7 +200,9 @@ def test_small_tensors_of_a_delta_are_bundled() -> None:
                 weight_sync.num_bytes == 4 * expected
             )  # 'c' is no longer frozen: it is sent in any case
         trained["a"] += 1
-        chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 3, whole=False))
+        chunk = next(
+            weight_sync.chunks(to_lazy_weights(trained.items(), torch.float32), 3, whole=False)
+        )
         assert chunk.info["names"] == ["::together-0"]
         assert chunk.info["together"] == {"::together-0": {"names": ["a"], "shapes": [(4,)]}}
         for wrong in (
@@ -227,7 +235,7 @@ def test_only_the_adapter_of_an_adapted_matrix_is_sent(by: str, dtype: torch.dty
         version: int,
     ) -> Weights:
         found: Weights = {}
-        both = [source("held", held, dtype), source("w", base, dtype, given)]
+        both = [to_lazy_weight("held", held, dtype), to_lazy_weight("w", base, dtype, given)]
 
         def take(info: dict[str, Any]) -> None:
             found.update(
@@ -310,9 +318,11 @@ def test_engine_with_another_base_gets_all_weights() -> None:
     with opened_sync("delta") as (weight_sync, receivers):
         trained, have = weights(), [{}]
         sync(weight_sync, receivers, trained, have, 1)
-        fresh = WEIGHT_SYNCS.of("delta").receiver(weight_sync.open(1)[0])
+        fresh = WEIGHT_SYNCS.resolve("delta").receiver(weight_sync.open(1)[0])
         trained["a"] += 1
-        chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False))
+        chunk = next(
+            weight_sync.chunks(to_lazy_weights(trained.items(), torch.float32), 2, whole=False)
+        )
         with pytest.raises(
             FullWeightsRequiredError,
             match=r"builds on the weights '\w+', but this engine has 'none of them'",
@@ -329,7 +339,7 @@ def test_aborted_sync_is_not_used_as_base() -> None:
         sync(weight_sync, receivers, trained, have, 1)
         for tensor in trained.values():
             tensor += 1
-        broken = weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False)
+        broken = weight_sync.chunks(to_lazy_weights(trained.items(), torch.float32), 2, whole=False)
         list(receivers[0].unpack_chunk(next(broken).info))
         del broken
         sync(weight_sync, receivers, trained, have, 3)
@@ -348,7 +358,7 @@ def test_chunks_are_produced_on_demand() -> None:
 
         return full
 
-    each = sources(((f"p{index}", torch.ones(100)) for index in range(6)), torch.float32)
+    each = to_lazy_weights(((f"p{index}", torch.ones(100)) for index in range(6)), torch.float32)
     tracking = [source._replace(full=tracked(source.name, source.full())) for source in each]
     with opened_sync("shared") as (weight_sync, _):
         chunks = weight_sync.chunks(tracking, 1, whole=False)
@@ -360,12 +370,14 @@ def test_chunks_are_produced_on_demand() -> None:
 
 def test_receiver_reports_unreachable_or_inconsistent_chunks() -> None:
     with opened_sync("shared") as (weight_sync, receivers):
-        chunk = next(weight_sync.chunks(sources(weights().items(), torch.float32), 1, whole=False))
+        chunk = next(
+            weight_sync.chunks(to_lazy_weights(weights().items(), torch.float32), 1, whole=False)
+        )
         with pytest.raises(
             ValueError, match="shared memory is for engines on the trainer's machine"
         ):
             list(
-                WEIGHT_SYNCS.of("shared")
+                WEIGHT_SYNCS.resolve("shared")
                 .receiver({"folder": "/nowhere", "name": "ramify-weights-x"})
                 .unpack_chunk(chunk.info)
             )
@@ -382,37 +394,37 @@ def test_receiver_reports_unreachable_or_inconsistent_chunks() -> None:
                 )
             )
     with pytest.raises(ValueError, match="is not the name of a weights buffer"):
-        WEIGHT_SYNCS.of("shared").receiver({"folder": "/etc", "name": "../passwd"})
+        WEIGHT_SYNCS.resolve("shared").receiver({"folder": "/etc", "name": "../passwd"})
 
 
 def test_joining_an_incomplete_group_times_out() -> None:
-    weight_sync = WEIGHT_SYNCS.of("gloo")(timeout_s=0.3)
+    weight_sync = WEIGHT_SYNCS.resolve("gloo")(timeout_s=0.3)
     info = weight_sync.open(1)[0]
     with pytest.raises(RuntimeError):
         weight_sync.join()
     weight_sync.close()
     with pytest.raises(ValueError, match=r"the trainer's group at \S+ could not be joined"):
-        WEIGHT_SYNCS.of("gloo").receiver(info)
+        WEIGHT_SYNCS.resolve("gloo").receiver(info)
 
 
 def test_weight_syncs_are_found_by_name() -> None:
-    assert all(WEIGHT_SYNCS.of(name).__doc__ for name in WEIGHT_SYNCS)
-    assert WEIGHT_SYNCS.of(
+    assert all(WEIGHT_SYNCS.resolve(name).__doc__ for name in WEIGHT_SYNCS)
+    assert WEIGHT_SYNCS.resolve(
         "ramify.inference.weight_sync.shared_memory:SharedMemorySync"
-    ) is WEIGHT_SYNCS.of("shared")
+    ) is WEIGHT_SYNCS.resolve("shared")
     with pytest.raises(ConfigError, match=r"unknown weight sync 'shred': did you mean 'shared'\?"):
-        WEIGHT_SYNCS.of("shred")
+        WEIGHT_SYNCS.resolve("shred")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        WEIGHT_SYNCS.of("nowhere:Carrier")
+        WEIGHT_SYNCS.resolve("nowhere:Carrier")
     with pytest.raises(ConfigError, match="cannot send by 'file'"):
-        WEIGHT_SYNCS.of("delta")(by="file")
+        WEIGHT_SYNCS.resolve("delta")(by="file")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
 def test_gpu_weight_sync_names_its_requirement(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the weight sync '{name}' needs a"):
-        WEIGHT_SYNCS.of(name)().open(1)
+        WEIGHT_SYNCS.resolve(name)().open(1)
 
 
 @pytest.mark.parametrize("options", [{}, {"allocate": None}])
@@ -451,7 +463,7 @@ def test_checkpoint_format_has_one_tensor_per_expert(tmp_path: Path) -> None:
         return tensor.detach()
 
     given = [
-        source(name, tensor, torch.float32, partial(counted, name, tensor))
+        to_lazy_weight(name, tensor, torch.float32, partial(counted, name, tensor))
         for name, tensor in model.named_parameters()
     ]
     found = list(to_checkpoint_names(model, given))

@@ -271,7 +271,7 @@ async def odd_wire_numbers(arena: Arena, session: Any) -> str:
                 "    primitives._closerange(0, 1 << 20)\n"
                 "    asked = 187 if os.uname().machine == 'x86_64' else 213\n"
                 f"    libc.syscall(ctypes.c_long(asked), {number})\n"
-                "primitives.request_descriptor = odd\n"
+                "primitives.replace_all_descriptors = odd\n"
             )
             await cell(other, REWRITE + asks)
             said = str(await fork(arena, other))[:80]

@@ -18,7 +18,12 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.base import StepAdvantages, finish_advantages, needs_of, with_memory
+from ramify.train.advantages.base import (
+    StepAdvantages,
+    finish_advantages,
+    needs_of,
+    with_saved_state,
+)
 from ramify.train.advantages.by_task import PerTaskAlgorithm
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.advantages.ppo import PPO
@@ -196,7 +201,7 @@ def test_each_task_has_its_own_memory() -> None:
         "texts/rollout_tokens": 2.5,
         "texts/rollout_tokens_steps": 1.0,
     }
-    again = with_memory(algorithm, first.memory).assign_advantages(groups("texts"), {})
+    again = with_saved_state(algorithm, first.memory).assign_advantages(groups("texts"), {})
     [t0] = [each for each in again.rollouts if each.trajectory.id == "t0"]
     assert t0.credits["0", 0].advantages == [1.5] * 5
     assert again.memory["sums/rlm@0"] == first.memory["sums/rlm@0"]

@@ -17,11 +17,11 @@ from ramify.train.advantages.credit import (
     CREDITS,
     AdvantageFunction,
     CreditNode,
-    hierarchical,
     inherited_returns,
     leave_one_child_out,
-    per_role,
-    root,
+    per_role_credit,
+    root_credit,
+    subtask_credit,
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
 from ramify.types.trajectory import Fork, NewCallReason, Trajectory
@@ -49,22 +49,22 @@ def test_returns_add_discounted_rewards_of_descendants() -> None:
 
 
 def test_root_credit_gives_every_call_the_advantage_of_its_root() -> None:
-    assert root(GROUP, mean, 1) == [dict.fromkeys(FIRST, 2), dict.fromkeys(SECOND, -2)]
+    assert root_credit(GROUP, mean, 1) == [dict.fromkeys(FIRST, 2), dict.fromkeys(SECOND, -2)]
 
 
 def test_per_role_compares_calls_at_the_same_depth_across_trees() -> None:
     # γ = 1: roots 4, 0; children 5, 7 (mean 6) | 1, 5 (mean 3). Only the first tree has a
     # grandchild; its return, 9, is compared with 3, what the second has in its parent's place.
-    assert per_role(GROUP, RLOO().compare, 1) == [
+    assert per_role_credit(GROUP, RLOO().compare, 1) == [
         {"0": 4, "0.0": 2, "0.1": 4, "0.1.0": 6},
         {"0": -4, "0.0": -5, "0.1": -1},
     ]
-    assert per_role(GROUP, mean, 1) == [
+    assert per_role_credit(GROUP, mean, 1) == [
         {"0": 2, "0.0": 1, "0.1": 2, "0.1.0": 3},
         {"0": -2, "0.0": -2.5, "0.1": -0.5},
     ]
     # γ = 0: children 1, 3 (mean 2) | 1, 5 (mean 3)
-    assert per_role(GROUP, RLOO().compare, 0)[1] == {"0": -4, "0.0": -1, "0.1": 3}
+    assert per_role_credit(GROUP, RLOO().compare, 0)[1] == {"0": -4, "0.0": -1, "0.1": 3}
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_per_role_counts_a_tree_once_however_many_children_it_has(
     """Reward 1 with nine children against reward 0 with one child: the roots' advantages."""
     nine = {"0": CreditNode(None, 0, 1), **{f"0.{i}": CreditNode("0", 1) for i in range(9)}}
     one = {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1)}
-    first, second = per_role([nine, one], baseline, 1)
+    first, second = per_role_credit([nine, one], baseline, 1)
     assert first == pytest.approx(dict.fromkeys(nine, number), rel=1e-5)
     assert second == pytest.approx(dict.fromkeys(one, -number), rel=1e-5)
 
@@ -90,7 +90,7 @@ def test_per_role_advantage_does_not_depend_on_siblings() -> None:
             "0.0": CreditNode("0", 1, 5),
             **{f"0.{i}": CreditNode("0", 1, -i) for i in range(1, num)},
         }
-        assert per_role([tree, other], RLOO().compare, 1)[0]["0.0"] == 6 - 2
+        assert per_role_credit([tree, other], RLOO().compare, 1)[0]["0.0"] == 6 - 2
 
 
 def test_per_role_does_not_compare_lm_calls_with_rlm_calls() -> None:
@@ -98,8 +98,8 @@ def test_per_role_does_not_compare_lm_calls_with_rlm_calls() -> None:
         {"0": CreditNode(None, 0, 2), "0.0": CreditNode("0", 1, 8, "lm")},
         {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 1)},
     ]
-    assert per_role(trees, RLOO().compare, 0) == [{"0": 2, "0.0": 8}, {"0": -2, "0.0": 1}]
-    assert per_role(trees, RLOO().compare, 1) == [{"0": 2, "0.0": 10}, {"0": -2, "0.0": -1}]
+    assert per_role_credit(trees, RLOO().compare, 0) == [{"0": 2, "0.0": 8}, {"0": -2, "0.0": 1}]
+    assert per_role_credit(trees, RLOO().compare, 1) == [{"0": 2, "0.0": 10}, {"0": -2, "0.0": -1}]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_scale_does_not_depend_on_how_many_trees_recursed(
         for i, reward in enumerate(rewards)
     ]
     wanted = baseline(rewards)
-    for credit in (per_role, hierarchical, leave_one_child_out):
+    for credit in (per_role_credit, subtask_credit, leave_one_child_out):
         found = credit(trees, baseline, 1)
         assert found == [dict.fromkeys(tree, wanted[i]) for i, tree in enumerate(trees)]
 
@@ -171,8 +171,8 @@ def test_expected_update_of_three_trees_is_the_gradient_of_the_expected_reward(
 
 
 def test_hierarchical_compares_calls_with_the_same_subtask() -> None:
-    # γ = 1: north 5 | 1; south 7 | 5; the grandchild as in per_role
-    assert hierarchical(GROUP, RLOO().compare, 1) == [
+    # γ = 1: north 5 | 1; south 7 | 5; the grandchild as in per_role_credit
+    assert subtask_credit(GROUP, RLOO().compare, 1) == [
         {"0": 4, "0.0": 4, "0.1": 2, "0.1.0": 4},
         {"0": -4, "0.0": -4, "0.1": -2},
     ]
@@ -186,9 +186,9 @@ def test_hierarchical_compares_repeated_subtasks_of_one_parent() -> None:
         "0": CreditNode(None, 0, 1),
         **{f"0.{i}": CreditNode("0", 1, r, subtask="same") for i, r in enumerate((6, 0, 3))},
     }
-    assert hierarchical([tree], mean, 1) == [{"0": 0, "0.0": 4.5, "0.1": -4.5, "0.2": 0}]
+    assert subtask_credit([tree], mean, 1) == [{"0": 0, "0.0": 4.5, "0.1": -4.5, "0.2": 0}]
     other = {"0": CreditNode(None, 0, 0)}
-    assert hierarchical([tree, other], mean, 1) == [
+    assert subtask_credit([tree, other], mean, 1) == [
         {"0": 0.5, "0.0": 0.5 + 2.25, "0.1": 0.5 - 2.25, "0.2": 0.5},
         {"0": -0.5},
     ]
@@ -239,7 +239,7 @@ def test_agents_of_a_rollout_are_compared_by_their_own_rewards() -> None:
     won = {"0": CreditNode(None, 0, 1, is_agent=True), "1": CreditNode(None, 0, -1, is_agent=True)}
     drew = {"0": CreditNode(None, 0, 0, is_agent=True), "1": CreditNode(None, 0, 0, is_agent=True)}
     for credit in CREDITS:
-        function = CREDITS.of(credit)
+        function = CREDITS.resolve(credit)
         assert function([won, drew], mean, 1) == [
             {"0": 1.0, "1": -1.0},
             {"0": 0.0, "1": 0.0},

@@ -18,7 +18,12 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.advantages import ALGORITHMS
-from ramify.train.advantages.base import StepAdvantages, finish_advantages, needs_of, with_memory
+from ramify.train.advantages.base import (
+    StepAdvantages,
+    finish_advantages,
+    needs_of,
+    with_saved_state,
+)
 from ramify.train.advantages.gdpo import GDPO
 from ramify.train.advantages.group_estimators import (
     GRPO,
@@ -183,7 +188,7 @@ def test_advantages_of_the_known_batch(
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in ("sft", "remax")])
 def test_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
-    algorithm = ALGORITHMS.of(name)()
+    algorithm = ALGORITHMS.resolve(name)()
     there, back = batch(), batch()[::-1]
     for each in back:
         each.trajectories.reverse()
@@ -200,7 +205,7 @@ def test_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
 def test_single_rollout_or_equal_rewards_give_no_signal(name: str) -> None:
     """Two public frameworks give a single rollout its raw reward instead."""
     for rewards in ((1.0,), (0.3, 0.3, 0.3)):
-        found = ALGORITHMS.of(name)().assign_advantages(roots(*rewards), {}, every_token=True)
+        found = ALGORITHMS.resolve(name)().assign_advantages(roots(*rewards), {}, every_token=True)
         assert [value for values in advantages(found).values() for value in values] == []
         assert found.no_signal
 
@@ -239,7 +244,7 @@ def test_rae_keeps_moving_average_of_returns_per_role() -> None:
     first = RAE(decay=0.9).assign_advantages(batch(), {})
     tokens = {"rollout_tokens": 5.0, "rollout_tokens_steps": 1.0}
     assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1, **tokens})
-    again = with_memory(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
+    again = with_saved_state(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
     assert advantages(again)["a0/0"] == pytest.approx([0.925] * 3)
     assert advantages(again)["a1/0"] == pytest.approx([-0.075] * 4)
     assert again.memory == pytest.approx(
@@ -486,7 +491,9 @@ def test_every_estimator_can_mask_cut_replies() -> None:
     for name in ALGORITHMS:
         if name in ("sft", "remax", "hybrid", "by_task"):  # the last two wrap other algorithms
             continue
-        found = ALGORITHMS.of(name)(overlong="mask").assign_advantages(groups, {}, every_token=True)
+        found = ALGORITHMS.resolve(name)(overlong="mask").assign_advantages(
+            groups, {}, every_token=True
+        )
         assert "x" not in {each.trajectory.id for each in found.rollouts}, name
 
 
@@ -502,12 +509,12 @@ def test_every_estimator_can_mask_cut_replies() -> None:
 )
 def test_invalid_algorithm_options_are_rejected(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        ALGORITHMS.of(name)(**options)
+        ALGORITHMS.resolve(name)(**options)
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_algorithm_round_trips_through_json(name: str) -> None:
-    made = ALGORITHMS.of(name)()
+    made = ALGORITHMS.resolve(name)()
     stored = msgspec.json.decode(msgspec.json.encode(made))
     assert stored["name"] == name
     assert ALGORITHMS.build(stored) == made

@@ -271,10 +271,14 @@ def test_mean_tokens_is_a_slow_moving_average() -> None:
     """Starts as the plain mean (of 100 and 300); later steps weigh a tenth."""
     mean = RolloutTokenDivisor()
     for tokens in (100, 300):
-        mean = mean.after([[{"0": tokens}, {"0": 0}]])
+        mean = mean.updated_with_step([[{"0": tokens}, {"0": 0}]])
     assert mean == RolloutTokenDivisor(200, 2)
-    assert RolloutTokenDivisor(200, 50).after([[{"0": 300}]]) == RolloutTokenDivisor(210, 51)
-    assert RolloutTokenDivisor(200, 50).after([[{"0": 0}]]) == RolloutTokenDivisor(200, 50)
+    assert RolloutTokenDivisor(200, 50).updated_with_step([[{"0": 300}]]) == RolloutTokenDivisor(
+        210, 51
+    )
+    assert RolloutTokenDivisor(200, 50).updated_with_step([[{"0": 0}]]) == RolloutTokenDivisor(
+        200, 50
+    )
 
 
 @pytest.mark.parametrize(

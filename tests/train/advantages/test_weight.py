@@ -8,11 +8,11 @@ from ramify.train.advantages.advantage_pipeline import has_signal
 from ramify.train.advantages.credit import (
     LengthPenaltyScale,
     RolloutLength,
-    length_penalty,
     soft_overlong,
+    subtract_length_penalty,
 )
 from ramify.train.advantages.token_loss_weights import Reduction, Share, weights
-from ramify.train.rollouts.group_queue import num_more
+from ramify.train.rollouts.group_queue import num_more_groups
 
 ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
 
@@ -94,8 +94,8 @@ def test_length_penalty_scales_with_the_mean_reward() -> None:
         [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)],
         LengthPenaltyScale(100, 100, 10),
     )
-    assert length_penalty([1, 0], lengths, most, 0.5) == pytest.approx([1 - 0.055, -0.225])
-    assert length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
+    assert subtract_length_penalty([1, 0], lengths, most, 0.5) == pytest.approx([1 - 0.055, -0.225])
+    assert subtract_length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
 
 
 def test_length_penalty_never_rewards_length() -> None:
@@ -106,8 +106,8 @@ def test_length_penalty_never_rewards_length() -> None:
         LengthPenaltyScale(100, 100, 10),
     )
     for rewards in ([-1.1, -1.1], [-1.1, 1.0], [-0.6, 0.6]):
-        assert length_penalty(rewards, lengths, most, 0.5) == rewards
-    assert length_penalty([1.0, -0.5], lengths, most, 0.5) == pytest.approx(
+        assert subtract_length_penalty(rewards, lengths, most, 0.5) == rewards
+    assert subtract_length_penalty([1.0, -0.5], lengths, most, 0.5) == pytest.approx(
         [1 - 0.25 * 0.11, -0.5 - 0.25 * 0.45]
     )
 
@@ -119,5 +119,13 @@ def test_has_signal_needs_a_nonzero_advantage() -> None:
 
 
 def test_num_more_groups_to_request() -> None:
-    assert [num_more(8, 8, 8, 32), num_more(8, 2, 8, 32), num_more(8, 6, 8, 32)] == [0, 24, 3]
-    assert [num_more(8, 0, 8, 32), num_more(8, 1, 30, 32), num_more(8, 0, 32, 32)] == [8, 2, 0]
+    assert [
+        num_more_groups(8, 8, 8, 32),
+        num_more_groups(8, 2, 8, 32),
+        num_more_groups(8, 6, 8, 32),
+    ] == [0, 24, 3]
+    assert [
+        num_more_groups(8, 0, 8, 32),
+        num_more_groups(8, 1, 30, 32),
+        num_more_groups(8, 0, 32, 32),
+    ] == [8, 2, 0]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from ramify.models.dense import DenseModel, unsupported
+from ramify.models.dense import DenseModel, unsupported_reason
 from ramify.models.load import Policy
 from ramify.types.training_sequences import TokenSequence
 
@@ -47,7 +47,7 @@ def policy(config: Any = CONFIG, seed: int = 0) -> Policy:
     """Return a policy with random weights and no tokenizer, which backends do not use."""
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
-    if unsupported(config) is None:
+    if unsupported_reason(config) is None:
         dense = DenseModel(config)
         dense.load_state_dict(model.state_dict())
         model = dense.eval()

@@ -21,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from ramify.errors import ConfigError
 from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState
-from ramify.inference.local.model_runner import runner_of
+from ramify.inference.local.model_runner import create_runner
 from ramify.models.load import Policy
 from ramify.models.routing import MixtureRouters
 from ramify.train.backends.base import ComputeSpec
@@ -172,10 +172,10 @@ def sampled_by_engine(served: Policy, prompt: list[int], num: int) -> TokenSeque
     room = InferenceEngineLimits(
         slots=2, prefill_tokens=64, cache_bytes=1 << 24, window=64, reuse=True
     )
-    engine = LocalEngine(runner_of(served.model), room)
-    routers = engine.runner.routers = MixtureRouters.of(served.model)
+    engine = LocalEngine(create_runner(served.model), room)
+    routers = engine.runner.routers = MixtureRouters.of_model(served.model)
     assert routers is not None
-    routers.record()
+    routers.start_recording()
     engine.add(generation)
     while not engine.is_idle:
         engine.step()

@@ -27,7 +27,7 @@ from ramify.models.load import Policy
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
-from ramify.train.backends.lora import attach, merged
+from ramify.train.backends.lora import attach, merged_weights
 from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.trained_model import PolicyWithSeparateCritic
@@ -334,7 +334,7 @@ def test_lora_training_matches_single_process(ranks: FsdpRanks, tmp_path: Path):
         ours, theirs = (each.forward_backward(batches, LOSS)["loss"] for each in (fsdp, single))
         assert ours == pytest.approx(theirs, rel=1e-5)
         assert fsdp.optim_step() == pytest.approx(single.optim_step(), rel=1e-5)
-    wanted = dict(merged(adapted.model))
+    wanted = dict(merged_weights(adapted.model))
     assert [name for name, _ in model.weights()] == list(wanted)
     for name, weight in model.weights():
         torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)

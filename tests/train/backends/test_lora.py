@@ -11,7 +11,7 @@ from torch import nn
 
 from ramify.errors import ConfigError
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.lora import attach, merged
+from ramify.train.backends.lora import attach, merged_weights
 from ramify.train.backends.single import SingleBackend
 from ramify.train.backends.trained_model import LocalTrainedModel
 from ramify.train.data.pack import pack
@@ -42,7 +42,7 @@ def test_merged_weights_are_base_plus_scaled_adapter_product() -> None:
     x = torch.randn(3, 6)
     assert torch.equal(run(plain, x), run(adapted, x))
     names = dict(plain.named_parameters())
-    assert {name: tuple(weight.shape) for name, weight in merged(adapted)} == {
+    assert {name: tuple(weight.shape) for name, weight in merged_weights(adapted)} == {
         n: tuple(w.shape) for n, w in names.items()
     }
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
@@ -50,7 +50,7 @@ def test_merged_weights_are_base_plus_scaled_adapter_product() -> None:
         optimizer.zero_grad()
         run(adapted, x).square().sum().backward()
         optimizer.step()
-    sums = dict(merged(adapted))
+    sums = dict(merged_weights(adapted))
     low = adapted["up"].parametrizations.weight[0]  # type: ignore[index]
     torch.testing.assert_close(sums["up.weight"], names["up.weight"] + 3 * low.B @ low.A)
     assert not torch.equal(sums["up.weight"], names["up.weight"])
@@ -68,7 +68,7 @@ def test_targets_select_linear_layers_and_unknown_ones_are_rejected() -> None:
     ):
         attach(model(), 1, 1, targets=("q_proj",))
     untouched = model()
-    assert [name for name, _ in merged(untouched)] == [
+    assert [name for name, _ in merged_weights(untouched)] == [
         name for name, _ in untouched.named_parameters()
     ]
 

@@ -255,7 +255,7 @@ def test_mesh_that_does_not_match_its_ranks_is_rejected(fields: Any, message: st
 
 
 def test_mesh_place_of_a_rank():
-    sizes = MeshSizes.of(8, replicas=2, tensor=2, experts=4)
+    sizes = MeshSizes.from_rank_count(8, replicas=2, tensor=2, experts=4)
     assert (sizes.shard, sizes.expert_shard, sizes.num_batches) == (2, 1, 4)
-    assert sizes.place(6) == "replicate 1, shard 1, tensor 0, experts 2"
-    assert MeshSizes.of(2, 1, 1, 1).place(1) == "shard 1"
+    assert sizes.rank_coordinates(6) == "replicate 1, shard 1, tensor 0, experts 2"
+    assert MeshSizes.from_rank_count(2, 1, 1, 1).rank_coordinates(1) == "shard 1"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ramify.train.backends.optimizers import Muon, orthogonal
+from ramify.train.backends.optimizers import Muon, orthogonalize
 
 SHAPES = ((8, 8), (6, 12), (12, 6), (6, 12))
 
@@ -28,7 +28,7 @@ def naive(matrix: Tensor) -> Tensor:
 
 def test_orthogonalised_singular_values_are_near_one() -> None:
     for matrix in matrices(0):
-        values = torch.linalg.svdvals(orthogonal(matrix[None])[0])
+        values = torch.linalg.svdvals(orthogonalize(matrix[None])[0])
         assert 0.3 < values.min() < values.max() < 1.3
 
 
@@ -36,7 +36,7 @@ def test_orthogonal_matches_plain_float64_algebra() -> None:
     for matrix in matrices(1):
         expected = naive(matrix) if matrix.shape[0] <= matrix.shape[1] else naive(matrix.T).T
         torch.testing.assert_close(
-            orthogonal(matrix[None])[0].double(), expected, atol=1e-4, rtol=0
+            orthogonalize(matrix[None])[0].double(), expected, atol=1e-4, rtol=0
         )
 
 

@@ -23,7 +23,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.train.backends.base import ComputeSpec, ShardSpec, resolve_precision
 from ramify.train.backends.single import SingleBackend
-from ramify.train.build import trained_model
+from ramify.train.build import model_to_train
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
 from ramify.train.execute import train
@@ -207,7 +207,7 @@ def test_every_stage_backend_uses_the_chosen_precision(
     """The second backend gets weights that the first converted to fp32."""
     made = assemble(run_with_precision(precision, dtype))
     assert str(made.serving.dtype) == ("torch.bfloat16" if dtype == "bfloat16" else "torch.float32")
-    trained = trained_model(made, tmp_path)
+    trained = model_to_train(made, tmp_path)
     wanted = "bf16" if computed == "bf16" else "fp32"
     backends = [trained.backend(stage.optim) for stage in made.fixed]
     assert [each.compute.precision for each in backends] == [wanted, wanted]  # type: ignore[attr-defined]

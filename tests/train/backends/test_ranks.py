@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 
-from ramify.cli.train import supervise
+from ramify.cli.train import train_with_restarts
 from ramify.errors import ConfigError, TrainError
 from ramify.models.weights import read_weights
 from ramify.train import run_record
@@ -136,7 +136,7 @@ def test_two_rank_run_matches_one_process_and_restart_is_bit_identical(
 
     threading.Thread(target=kill_rank, daemon=True).start()
     with heard(messages.append):
-        assert supervise([str(recipe)], ["--plain"], killed, None, 1) == 0
+        assert train_with_restarts([str(recipe)], ["--plain"], killed, None, 1) == 0
     checkpoint = killed / "checkpoints/step-000001"
     assert messages == [
         f"the trainer ended with status 1 after step 1; restarting from {checkpoint}"

@@ -51,15 +51,15 @@ def joins(ticket: ConnectBackTicket, listener: ConnectBackListener) -> int:
 
 def test_several_machines_find_rank_0_of_each_attempt_by_its_signature(agent_store: Any) -> None:
     first, other = (member(rank, agent_store.port, False) for rank in (0, 1))
-    assert other.find() is None
+    assert other.find_rank_zero_address() is None
     assert not first.has_earlier_attempt()
     agent_store.set("ramify/rank 0", "127.0.0.1:9 " + "0" * 64)  # a stranger's
-    assert other.find() is None
+    assert other.find_rank_zero_address() is None
     assert not first.has_earlier_attempt()
     addresses = []
     for _ in range(2):
         with first.listen() as listener:
-            ticket = other.find()
+            ticket = other.find_rank_zero_address()
             assert ticket is not None
             assert (ticket.address, ticket.key) == (listener.address, KEY.encode())
             assert joins(ticket, listener) == 1
@@ -69,7 +69,7 @@ def test_several_machines_find_rank_0_of_each_attempt_by_its_signature(agent_sto
     signed = agent_store.get("ramify/rank 0").decode()
     assert KEY not in signed
     agent_store.set("ramify/rank 0", signed.replace("/socket", "/another"))
-    assert other.find() is None
+    assert other.find_rank_zero_address() is None
 
 
 def test_one_machine_meets_in_a_private_folder(
@@ -78,20 +78,20 @@ def test_one_machine_meets_in_a_private_folder(
     monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     first, other = (member(rank, 29500, True) for rank in (0, 1))
-    assert other.find() is None
+    assert other.find_rank_zero_address() is None
     with first.listen() as listener:
         (file,) = (tmp_path / "home/torchrun").iterdir()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-        ticket = other.find()
+        ticket = other.find_rank_zero_address()
         assert ticket is not None
         assert joins(ticket, listener) == 1
     assert not first.has_earlier_attempt()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert first.has_earlier_attempt()
-    first.forget()
+    first.withdraw_address()
     assert not first.has_earlier_attempt()
-    assert other.find() is None
+    assert other.find_rank_zero_address() is None
 
 
 def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="is accessible to other users: run chmod 600"):
         member(0, 1, False)
     file.chmod(0o600)
-    assert member(1, 1, False).find().key == KEY.encode()  # type: ignore[union-attr]
+    assert member(1, 1, False).find_rank_zero_address().key == KEY.encode()  # type: ignore[union-attr]
 
 
 # --- the store of a group
@@ -175,7 +175,7 @@ import os, sys
 from datetime import timedelta
 import torch
 from torch import distributed as dist
-from ramify.actors.rank_group_authentication import prove_members
+from ramify.actors.rank_group_authentication import verify_members
 from ramify.errors import TrainError
 rank, path, key = int(sys.argv[1]), sys.argv[2], sys.argv[3].encode()
 gloo = dist.ProcessGroupGloo
@@ -183,7 +183,7 @@ options = gloo._Options()
 options._timeout, options._devices = timedelta(seconds=60), [gloo.create_device(interface="lo")]
 group = gloo(dist.FileStore(path, 3), rank, 3, options)
 try:
-    prove_members(group, key)
+    verify_members(group, key)
     total = torch.ones(1)
     group.allreduce([total]).wait()
     print("proved", float(total))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ramify.train.data.sft_data import LONGEST, SHORTEST, induction
+from ramify.train.data.sft_data import LONGEST, SHORTEST, induction_warmup_sequences
 
 
 def test_each_sequence_repeats_a_string_and_trains_only_on_the_repeat() -> None:
     for step in range(20):
-        sequences = induction(step, range(4, 512), 2048, seed=3)
+        sequences = induction_warmup_sequences(step, range(4, 512), 2048, seed=3)
         length = len(sequences[0]) // 2
         assert SHORTEST <= length < LONGEST
         assert 0 <= 2048 - sum(map(len, sequences)) < 2 * length
@@ -21,6 +21,8 @@ def test_each_sequence_repeats_a_string_and_trains_only_on_the_repeat() -> None:
 
 
 def test_induction_step_is_reproducible_from_its_seed() -> None:
-    first, again, other = (induction(5, range(100), 512, seed) for seed in (1, 1, 2))
+    first, again, other = (
+        induction_warmup_sequences(5, range(100), 512, seed) for seed in (1, 1, 2)
+    )
     assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
     assert len(first) != len(other) or not np.array_equal(first[0].token_ids, other[0].token_ids)

@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.train.data.pack import PackingCostModel, PackingSpec, copy_to_sequences, describe, pack
+from ramify.train.data.pack import (
+    PackingCostModel,
+    PackingSpec,
+    copy_to_sequences,
+    pack,
+    packing_statistics,
+)
 from ramify.types.training_sequences import Batch, SamplingMask, Segment, TokenSequence
 
 FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
@@ -74,7 +80,7 @@ def test_siblings_share_prefixes_and_keep_their_entries():
         "rl": [1, 2, 4, 3], "advantages": [30, 40, 50, 30], "sampler_logprobs": [-3, -4, -5, -3],
         "temperature": [1, 1, 1, 1],
     }  # fmt: skip
-    assert describe([batch], SIBLINGS) == {
+    assert packing_statistics([batch], SIBLINGS) == {
         "batches": 1,
         "packed_tokens": 8,
         "row_tokens": 16,

@@ -19,7 +19,7 @@ from ramify.train.data.compile import token_sequences
 from ramify.train.data.sft_data import (
     TrajectoryTokenizer,
     append_trajectories,
-    induction,
+    induction_warmup_sequences,
     prompt_format,
     read,
     rows_by_step,
@@ -114,7 +114,7 @@ def test_trajectories_round_trip_through_a_file(tmp_path: Path) -> None:
 
 
 def test_order_shuffles_each_epoch_and_fills_steps() -> None:
-    rows = induction(0, range(8), 400)
+    rows = induction_warmup_sequences(0, range(8), 400)
     size = len(rows[0])
     steps = rows_by_step(rows, 3 * size, epochs=2, seed=1)
     half = len(steps) // 2

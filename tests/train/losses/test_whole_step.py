@@ -18,8 +18,8 @@ from ramify.train.losses import POLICY_LOSSES, ClipCov, KlCov
 from ramify.train.losses import total_loss as losses
 from ramify.train.losses.base import TokenSelectionInputs
 from ramify.train.losses.corrections import CORRECTIONS
-from ramify.train.losses.cov import covariance
-from ramify.train.losses.total_loss import LossSpec, chooses
+from ramify.train.losses.cov import covariance_terms
+from ramify.train.losses.total_loss import LossSpec, selects_tokens
 from ramify.types.training_sequences import TokenSequence
 from tests.train.backends.small import tree
 
@@ -42,13 +42,13 @@ def test_only_formulas_over_sequences_forbid_to_split_them() -> None:
 
 def test_losses_that_select_tokens_read_every_token_of_the_step() -> None:
     specs = {name: LossSpec(policy=name) for name in POLICY_LOSSES}
-    assert {name for name, spec in specs.items() if chooses(spec)} == {"clip_cov", "kl_cov"}
+    assert {name for name, spec in specs.items() if selects_tokens(spec)} == {"clip_cov", "kl_cov"}
     assert specs["clip_cov"].needs_zero_advantage
     assert not specs["ppo_clip"].needs_zero_advantage
 
 
 def test_covariance_of_advantage_and_logprob() -> None:
-    np.testing.assert_allclose(covariance(step([0] * 10)), COV, atol=1e-9)
+    np.testing.assert_allclose(covariance_terms(step([0] * 10)), COV, atol=1e-9)
 
 
 def test_clip_cov_draws_by_key_among_tokens_within_its_bounds() -> None:
@@ -86,7 +86,9 @@ def test_clip_cov_would_choose_nothing_if_advantages_were_prescaled() -> None:
 def chosen_places(rows: list[TokenSequence], packing: PackingSpec) -> set[tuple[str, int]]:
     batches = pack(rows, packing)
     logprobs = [-batch.targets.astype(np.float32) / 7 for batch in batches]
-    found = losses.choose(batches, LossSpec(policy=ClipCov(share=0.2, cov_low=0.01)), logprobs)
+    found = losses.mark_selected_tokens(
+        batches, LossSpec(policy=ClipCov(share=0.2, cov_low=0.01)), logprobs
+    )
     return {
         (batch.sequences[index], token)
         for batch in found
@@ -108,9 +110,9 @@ def test_paths_of_a_call_stay_together_in_one_batch() -> None:
     rows[2].name, rows[8].name = "t/call=0/path=0", "t/call=0/path=1"  # in two trees
     cut = PackingSpec(max_tokens=50)
     with pytest.raises(TrainError, match=r"reads whole calls, and t/call=0 is in 2 batches"):
-        losses.check_whole(pack(rows, cut))
+        losses.check_sequences_unsplit(pack(rows, cut))
     batches = pack(rows, cut, whole="call")
-    losses.check_whole(batches)
+    losses.check_sequences_unsplit(batches)
     assert len(batches) > 3
     (both,) = (batch for batch in batches if {2, 8} <= batch.sequences.keys())
     calls, num = losses.sequence_index_of_entries(both)
@@ -119,12 +121,12 @@ def test_paths_of_a_call_stay_together_in_one_batch() -> None:
     # With the rollout as the sequence, its other calls belong to it, too.
     rows[5].name = "t/call=0.0"
     together = pack(rows, cut, whole="rollout")
-    losses.check_whole(together, "rollout")
+    losses.check_sequences_unsplit(together, "rollout")
     (all_three,) = (batch for batch in together if {2, 5, 8} <= batch.sequences.keys())
     sequences, num = losses.sequence_index_of_entries(all_three, "rollout")
     assert num == len(all_three.sequences) - 2
     assert len(set(sequences[np.isin(all_three.owners[:, 0], [2, 5, 8])].tolist())) == 1
     with pytest.raises(TrainError, match=r"reads whole rollouts, and t is in \d batches"):
-        losses.check_whole(pack(rows, cut), "rollout")
+        losses.check_sequences_unsplit(pack(rows, cut), "rollout")
     rows[8].rl[:] = 0  # CE only, so the policy loss does not read it
-    losses.check_whole(pack(rows, cut))
+    losses.check_sequences_unsplit(pack(rows, cut))

@@ -125,7 +125,7 @@ def run_service_on_lost_nodes(cluster: Any, second: Any, folder: str) -> None:
     try:
         until = time.monotonic() + 300
         while time.monotonic() < until:  # the cluster notices the lost node after a while
-            hosts.renew(member)
+            hosts.ensure_slot(member)
             time.sleep(0.2)
     except ConfigError as error:
         print(error)

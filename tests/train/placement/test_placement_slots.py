@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ramify.actors.launcher import NodeResourceSlot, RoleInstanceId, SlotResources
-from ramify.actors.ray_launcher import bundles, check_bundles
+from ramify.actors.ray_launcher import check_bundles_fit, group_slots_by_node
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
@@ -278,21 +278,21 @@ def test_requested_bundles_are_checked_against_cluster_nodes() -> None:
         NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstanceId("trainer", 0),)), NodeResourceSlot("a", 0, SlotResources(1, 2), (RoleInstanceId("trainer", 1),)),
         NodeResourceSlot("a", 1, SlotResources(1, 2), (RoleInstanceId("trainer", 2),)), NodeResourceSlot("", 0, SlotResources(0, 1), (RoleInstanceId("rollouts", 0),)),
     ]  # fmt: skip
-    asked = bundles(found)
+    asked = group_slots_by_node(found)
     assert asked == {
         "a": [(SlotResources(2, 4), [0, 1]), (SlotResources(1, 2), [2])],
         "": [(SlotResources(0, 1), [3])],
     }
-    check_bundles(asked, [SlotResources(2, 4, 9), SlotResources(2, 4, 9)], "the cluster")
+    check_bundles_fit(asked, [SlotResources(2, 4, 9), SlotResources(2, 4, 9)], "the cluster")
     with pytest.raises(
         ConfigError, match=r"do not fit the cluster: 2 \+ 1 = 3 GPUs, but it has 1 \+ 1 = 2"
     ):
-        check_bundles(asked, [SlotResources(1, 8, 9), SlotResources(1, 8, 9)], "the cluster")
+        check_bundles_fit(asked, [SlotResources(1, 8, 9), SlotResources(1, 8, 9)], "the cluster")
     with pytest.raises(
         ConfigError,
         match="no node of the cluster has room for a slot of pool 'a', which needs 2 GPUs",
     ):
-        check_bundles(asked, [SlotResources(1, 8, 9)] * 3, "the cluster")
+        check_bundles_fit(asked, [SlotResources(1, 8, 9)] * 3, "the cluster")
 
 
 def test_placement_spec_round_trips_through_json() -> None:

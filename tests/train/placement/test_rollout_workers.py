@@ -188,10 +188,10 @@ def test_items_keep_the_types_of_their_values() -> None:
         metadata={"day": datetime.date(2026, 1, 2), "pairs": ((1, 2),)},
         messages=(Message("system", "be brief"), Message("assistant", "hm", reasoning="why")),
     )
-    assert SerializedTaskItem.of(item).restored() == item
-    assert type(SerializedTaskItem.of(item).restored().context["rows"][0]) is tuple
+    assert SerializedTaskItem.from_item(item).to_item() == item
+    assert type(SerializedTaskItem.from_item(item).to_item().context["rows"][0]) is tuple
     with pytest.raises(ConfigError, match="the item 'x/1' cannot be sent to a rollout worker: a"):
-        SerializedTaskItem.of(Item("q", id="x/1", gold=object()))
+        SerializedTaskItem.from_item(Item("q", id="x/1", gold=object()))
 
 
 SILENT = """
@@ -261,7 +261,7 @@ def test_worker_lost_more_often_than_restarts_is_given_up(
         )
         await workers.start()
         try:
-            await workers.attempt(Item("question"), "a", Sampling())
+            await workers.sample_rollout(Item("question"), "a", Sampling())
         finally:
             await workers.close()
 

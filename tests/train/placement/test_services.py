@@ -130,7 +130,7 @@ class MovingLauncher(LocalLauncher):
     def address_of(self, member: RoleInstanceId) -> str:
         return "127.0.0.3" if member in self.moved else "127.0.0.2"
 
-    def renew(self, member: RoleInstanceId) -> None:
+    def ensure_slot(self, member: RoleInstanceId) -> None:
         if member not in self.moved and len(self.moved) == self.room:
             raise ConfigError("no node has room")
         self.moved |= {member}

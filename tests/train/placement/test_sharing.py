@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.plan import lines, plan
+from ramify.extras.cluster.plan import format_plan_lines, plan
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
@@ -125,7 +125,7 @@ def test_shared_gpu_holds_the_larger_phase_with_sleep_and_both_without() -> None
     }
     assert at_once[0].bytes == {"both run": rank.total + engine.total}
     assert (taking_turns[0].sleeps, at_once[0].sleeps) == (True, False)
-    text = "\n".join(lines(planned))
+    text = "\n".join(format_plan_lines(planned))
     assert "  trainer and inference on one device: 3" in text
 
 

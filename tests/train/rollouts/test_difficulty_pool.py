@@ -99,14 +99,14 @@ def test_part_of_a_mixture_is_settled_after_many_groups_without_signal(tmp_path:
     GROUPS.append(tmp_path, [record(n, f"easy:{n}", "no_signal") for n in range(19)])
     pool = DifficultyPool(SHARE, tmp_path, has_parts=True)
     pool.load()
-    assert not pool.is_settled("easy:100")
-    pool.note([record(19, "easy:19", "learnt")])
-    assert pool.is_settled("easy:100")  # 19 of its 20 latest groups
-    assert not pool.is_settled("other:1")
-    asked = sum(not pool.passes_over(number, "easy:100") for number in range(4000))
+    assert not pool.has_no_signal("easy:100")
+    pool.record_outcomes([record(19, "easy:19", "learnt")])
+    assert pool.has_no_signal("easy:100")  # 19 of its 20 latest groups
+    assert not pool.has_no_signal("other:1")
+    asked = sum(not pool.should_skip(number, "easy:100") for number in range(4000))
     assert asked == pytest.approx(SHARE * 4000, rel=0.1)
-    pool.note([record(n, f"easy:{n}", "learnt") for n in range(20, 23)])
-    assert not pool.is_settled("easy:100")
+    pool.record_outcomes([record(n, f"easy:{n}", "learnt") for n in range(20, 23)])
+    assert not pool.has_no_signal("easy:100")
 
 
 def test_item_that_is_learned_from_again_is_no_longer_settled(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_item_that_is_learned_from_again_is_no_longer_settled(tmp_path: Path) ->
         ("lost", True),
         ("learnt", False),
     ):
-        pool.note([record(1, "a", outcome)])
-        assert pool.is_settled("a") is settled
+        pool.record_outcomes([record(1, "a", outcome)])
+        assert pool.has_no_signal("a") is settled
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])

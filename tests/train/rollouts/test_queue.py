@@ -108,18 +108,18 @@ def test_step_takes_complete_groups_and_next_step_waits_for_those_too_stale() ->
 
     async def test(queue: GroupQueue) -> None:
         assert numbers(await queue.take(0)) == [2, 3]
-        assert (sorted(gates.asked), queue.state()) == ([0, 1, 2, 3], (4, [0, 1]))
+        assert (sorted(gates.asked), queue.resume_position()) == ([0, 1, 2, 3], (4, [0, 1]))
         queue.note_new_weights(1)
-        assert queue.state() == (6, [0, 1, 4, 5])
+        assert queue.resume_position() == (6, [0, 1, 4, 5])
         gates.open(4, 5)
         taking = asyncio.create_task(queue.take(1))
         await check_blocked(taking)
         gates.open(0, 1)
         assert numbers(await taking) == [0, 1]
         queue.note_new_weights(2)  # the last step: no group is started that no step would take
-        assert queue.state() == (6, [4, 5])
+        assert queue.resume_position() == (6, [4, 5])
         assert numbers(await queue.take(2)) == [4, 5]
-        assert queue.state() == (6, [])
+        assert queue.resume_position() == (6, [])
 
     run_queue_test(gates, test, 3, items=2, max_staleness=1, grace_steps=0)
 
@@ -167,7 +167,7 @@ def test_without_staleness_groups_start_only_at_their_step() -> None:
             taken = await queue.take(step)
             assert numbers(taken) == [2 * step, 2 * step + 1]
             queue.note_new_weights(step + 1)
-            assert queue.state() == (2 * step + 2, [])
+            assert queue.resume_position() == (2 * step + 2, [])
             assert [t.id for _, group in taken.groups for t in group.trajectories] == [
                 f"step={step}/group={index}/rollout={number}"
                 for index in range(2)
@@ -205,10 +205,10 @@ def test_resumed_queue_starts_with_pending_groups() -> None:
     gates = Gates(3, 5)
 
     async def test(queue: GroupQueue) -> None:
-        assert queue.state() == (7, [3, 5])
+        assert queue.resume_position() == (7, [3, 5])
         assert numbers(await queue.take(0)) == [3, 5]
         gates.open(7, 8)
-        assert queue.state() == (9, [7, 8])
+        assert queue.resume_position() == (9, [7, 8])
         assert numbers(await queue.take(1)) == [7, 8]
 
     run_queue_test(
@@ -236,7 +236,7 @@ def test_groups_without_signal_are_replaced_by_others(max_staleness: int) -> Non
             *numbers(second),
             *(each.number for each in first.given_up + second.given_up),
         ]
-        next_item, pending = queue.state()
+        next_item, pending = queue.resume_position()
         assert sorted([*tried, *pending]) == list(range(next_item))
 
     run_queue_test(
@@ -298,7 +298,7 @@ def test_step_progress_counts_only_rollouts_the_step_needs() -> None:
         with subscribe(seen.append):
             taking = asyncio.create_task(queue.take(0))
             await wait_until(
-                lambda: [each.rolling.num_over for each in queue.open_groups] == [2, 2, 2, 2]
+                lambda: [each.rolling.num_ended for each in queue.open_groups] == [2, 2, 2, 2]
             )
             assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (
                 4,

@@ -248,7 +248,7 @@ def test_step_that_is_cancelled_scores_nothing() -> None:
 
     async def test(queue: GroupQueue) -> None:
         taking = asyncio.create_task(queue.take(0))
-        while sum(each.rolling.num_over for each in queue.open_groups) < 3:
+        while sum(each.rolling.num_ended for each in queue.open_groups) < 3:
             await asyncio.sleep(0.001)
         taking.cancel()
         with pytest.raises(asyncio.CancelledError):

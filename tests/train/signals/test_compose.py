@@ -260,14 +260,14 @@ def test_reference_logprobs_from_a_signal_become_the_ref_stream() -> None:
 
 def test_judge_calls_are_never_trained_on() -> None:
     from ramify.train.advantages.sft import SFT
-    from ramify.train.signals.judge_calls import put_on_tree
+    from ramify.train.signals.judge_calls import attach_signals_to_tree
 
     one = rollout("r0", 2, reward=1)
     turn = one.calls[0].turns[0]
     asked = Call(
         "", "judge", "test:j", 1, "process of turn 0", parent=CallSite("0", 0, 0), turns=[turn]
     )
-    put_on_tree(
+    attach_signals_to_tree(
         one,
         {"process": SignalScore(turns={("0", 0): 1.0}, notes={("0", 0): "because"}, calls=[asked])},
     )
@@ -286,14 +286,14 @@ def test_judge_calls_are_never_trained_on() -> None:
 def test_signal_scores_are_annotated_on_the_calls_and_turns_they_concern() -> None:
     """A teacher's gaps are put on the tokens, its hint on the turn, a reward on the root;
     non-finite numbers are dropped."""
-    from ramify.train.signals.judge_calls import put_on_tree
+    from ramify.train.signals.judge_calls import attach_signals_to_tree
 
     one = rollout("r0", 2, 2, reward=1)
     teacher = SignalScore(
         tokens={("0", 0): [0.123456, -0.5], ("0", 1): [math.nan, 1.0]},
         notes={("0", 1): "add first"},
     )
-    put_on_tree(
+    attach_signals_to_tree(
         one,
         {
             "teacher": teacher,

@@ -25,7 +25,7 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.single import SingleBackend
-from ramify.train.build import teachers_of, trained_model
+from ramify.train.build import model_to_train, teachers_of
 from ramify.train.config import Schedule, SftSpec
 from ramify.train.data.sft_data import read as trajectories
 from ramify.train.depth_models import DepthModels, FrozenModelBudget
@@ -48,7 +48,7 @@ from ramify.train.signals.teacher_logprobs import LocalModelScorer
 from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from ramify.train.start_rollout_resources import RolloutResources, client_of
 from ramify.viewer.run_catalog import RunCatalog
-from ramify.viewer.training import rollout_files, samples
+from ramify.viewer.training import rollout_files, saved_rollouts
 from ramify.viewer.transcript import tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 from tests.train.small import assemble, small, weights_of
@@ -177,7 +177,7 @@ def check_viewer_shows_scores(out: Path) -> None:
     score per token."""
     library = RunCatalog([out])
     step, path = max(rollout_files(out).items())
-    keys = [row["key"] for row in samples(out, step, f"p0/rollouts/{path.name}")["rows"]]
+    keys = [row["key"] for row in saved_rollouts(out, step, f"p0/rollouts/{path.name}")["rows"]]
     assert len(keys) == 6
     hints = []
     for key in keys:
@@ -314,7 +314,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
     depths = DepthModels((), FrozenModelBudget(), audited)
     parts = RolloutResources(client, audited, rlm, None, depths)
-    trained = trained_model(made, tmp_path / "out")
+    trained = model_to_train(made, tmp_path / "out")
     weights = PolicyWeightTransfer(made.policy, made.serving, client, trained)
     teachers = teachers_of(made, parts, tmp_path / "out", trained, weights)
     assert teachers is not None
@@ -337,7 +337,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
             (wanted,) = LocalModelScorer(
                 SingleBackend(policy), 512, policy.config.vocab_size, client.close
             ).compute([row])
-            scorers = asyncio.run(teachers.at(step))
+            scorers = asyncio.run(teachers.teachers_at_step(step))
             return [
                 {name: scorers[name].compute([row])[0].logprobs for name in names},
                 {"now": wanted.logprobs},

@@ -17,7 +17,7 @@ from ramify.extras.studies.hindsight_hints import (
     FeedbackHints,
     Hindsight,
     HintFilter,
-    leaks,
+    leaks_answer,
 )
 from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
@@ -29,12 +29,12 @@ from ramify.train.signals.judge import (
     HintWritingJudge,
     ProcessRewardSignal,
     StepJudge,
-    judge_of,
-    merged,
+    build_judge,
+    merge_votes,
     read_hint,
     read_vote,
 )
-from ramify.train.signals.judge_calls import BUDGET, JudgeModelAccess, put_on_tree
+from ramify.train.signals.judge_calls import BUDGET, JudgeModelAccess, attach_signals_to_tree
 from ramify.train.signals.outcome import OutcomeSignal
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Annotation, Call, Cell, Group, Stop, Trajectory, Turn
@@ -141,8 +141,8 @@ def test_hints_are_parsed_strictly(text: str, found: HintVote | None) -> None:
 def test_votes_are_merged_by_mean_or_majority(
     votes: tuple[int, ...], mean: float | None, majority: float | None
 ) -> None:
-    assert merged(votes, "mean") == (mean if mean is None else pytest.approx(mean))
-    assert merged(votes, "majority") == majority
+    assert merge_votes(votes, "mean") == (mean if mean is None else pytest.approx(mean))
+    assert merge_votes(votes, "majority") == majority
 
 
 # --- filtering of hints
@@ -169,7 +169,7 @@ def test_hint_filter_gives_the_reason_for_rejection(hint: str, reason: str) -> N
 def test_short_gold_answers_leak_only_as_whole_words() -> None:
     seven = Item("?", gold=["7", "seven"], id="t")
     assert [
-        leaks(text, seven)
+        leaks_answer(text, seven)
         for text in ("use f7 for w3", "it is 7.", "say SEVEN", "3.7 or 7.5", "17")
     ] == [
         False,
@@ -268,7 +268,7 @@ def test_every_turn_is_judged_and_malformed_votes_are_counted() -> None:
         ("judge", Stop.FINAL, 1),
         ("judge", Stop.FINAL, 1),
     ]
-    put_on_tree(one, {"process": found})
+    attach_signals_to_tree(one, {"process": found})
     assert [call.id for call in one.calls] == ["0", "0.0", "0.1", "0.2", "0.3"]
     assert [call.id for call in one.children(one.root)] == ["0.0", "0.1", "0.2", "0.3"]
     assert one.usage.calls == 4
@@ -377,11 +377,11 @@ def test_rubric_or_verifier_gives_the_outcome() -> None:
 
 def test_unknown_or_incomplete_judges_are_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown judge 'step_jugde': did you mean 'step_judge'"):
-        judge_of("step_jugde")
+        build_judge("step_jugde")
     with pytest.raises(ConfigError, match="is not a judge"):
-        judge_of(3)
+        build_judge(3)
     with pytest.raises(ConfigError, match=r"missing required field `model`"):
-        judge_of("step_judge")
+        build_judge("step_judge")
     assert isinstance(
-        judge_of({"name": "hint_judge", "model": "policy", "votes": 3}), HintWritingJudge
+        build_judge({"name": "hint_judge", "model": "policy", "votes": 3}), HintWritingJudge
     )

@@ -21,7 +21,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.lora import merged
+from ramify.train.backends.lora import merged_weights
 from ramify.train.backends.single import SingleBackend
 from ramify.train.signals.base import (
     TokenScores,
@@ -365,7 +365,7 @@ def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> Run
         backend_of,
         out,
         lambda to: save_policy(policy, to),
-        lambda: merged(policy.model),
+        lambda: merged_weights(policy.model),
     )
 
 
@@ -379,7 +379,7 @@ def test_frozen_averaged_live_and_checkpoint_teachers(policy: Policy, folder: Pa
     before = weight.detach().clone()
 
     async def scores(step: int) -> dict[str, list[float]]:
-        scorers = await found.at(step)
+        scorers = await found.teachers_at_step(step)
         return {name: (await scorers[name].score([row]))[0].logprobs for name in names}
 
     async def both() -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -411,7 +411,7 @@ def test_frozen_averaged_live_and_checkpoint_teachers(policy: Policy, folder: Pa
         again.load(
             folder / "kept"
         )  # a resumed run: both are restored, and the next step is averaged in
-        resumed = asyncio.run(again.at(2))
+        resumed = asyncio.run(again.teachers_at_step(2))
         assert asyncio.run(resumed["reference"].score([row]))[0].logprobs == second["reference"]
         wanted = averaged.lerp(weight, 0.25)
         assert torch.equal(next(iter(again.models["ema"].model.parameters())), wanted)
@@ -420,7 +420,7 @@ def test_frozen_averaged_live_and_checkpoint_teachers(policy: Policy, folder: Pa
         with pytest.raises(
             ConfigError, match="other/reference is not there: it holds the initial policy"
         ):
-            asyncio.run(elsewhere.at(2))
+            asyncio.run(elsewhere.teachers_at_step(2))
         with pytest.raises(
             ConfigError,
             match="the checkpoint does not hold the averaged weights of the teacher 'ema'",

@@ -25,13 +25,13 @@ import msgspec
 from ramify.extras.studies.programs.scripted_demonstrator import (
     RuleInHint,
     broken_rules,
-    from_errors,
     hint_text,
+    rules_from_errors,
 )
 from ramify.extras.studies.programs.toy_program_language import (
     ToyProgram,
     ToyProgramExercise,
-    library,
+    generate_word_functions,
 )
 from ramify.tasks.base import Item
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
@@ -60,8 +60,8 @@ class RuleJudge(
     """Also offer each rule separately, for a teacher that chooses among hints."""
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        rules_by_step = [from_errors([step.observed or step.error]) for step in view.steps]
-        rules = from_errors([step.observed or step.error for step in view.steps])
+        rules_by_step = [rules_from_errors([step.observed or step.error]) for step in view.steps]
+        rules = rules_from_errors([step.observed or step.error for step in view.steps])
         if not rules:
             return NOTHING
         last = max(index for index, named in enumerate(rules_by_step) if named)
@@ -87,11 +87,13 @@ class OracleJudge(
     """
 
     async def judge(self, view: JudgeView) -> JudgeVerdict:
-        problem = ToyProgramExercise.read(view.item.question)
+        problem = ToyProgramExercise.parse(view.item.question)
         if problem is None or "secret" not in view.item.metadata:
             return JudgeVerdict(reason="no problem of programs")
         replies = [step.reply for step in view.steps]
-        rules = broken_rules(problem, replies, library(view.item.metadata["secret"]))
+        rules = broken_rules(
+            problem, replies, generate_word_functions(view.item.metadata["secret"])
+        )
         return JudgeVerdict(True, hint_text(rules), (1,)) if rules else NOTHING
 
 
@@ -115,10 +117,10 @@ class StepRules(
         before = [step for step in view.steps if step.place[1] < view.place[1]]
         judged = (
             view.judged_turn
-            if ToyProgram.read(view.judged_turn.reply) is not None
+            if ToyProgram.parse(view.judged_turn.reply) is not None
             else (before[-1] if before else None)
         )
-        ran = judged is not None and ToyProgram.read(judged.reply) is not None and not judged.error
+        ran = judged is not None and ToyProgram.parse(judged.reply) is not None and not judged.error
         return JudgeVerdict(votes=(1 if ran else -1,))
 
 
@@ -156,10 +158,10 @@ class ShuffledHints(
 
 def _about_another(item: Item, hint: str, rng: random.Random) -> str:
     """Return a hint about another item, with as many rules as the given hint has."""
-    problem = ToyProgramExercise.read(item.question)
+    problem = ToyProgramExercise.parse(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]
-    secret = library(item.metadata["secret"])
+    secret = generate_word_functions(item.metadata["secret"])
     num = max(1, hint.count("@w"))
     return hint_text(
         RuleInHint(word, secret.right[word]) for word in rng.sample(words, min(num, len(words)))

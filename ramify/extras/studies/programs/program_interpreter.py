@@ -78,7 +78,7 @@ class ProgramInterpreterSession:
                 "the programs sandbox was opened for another task: its library of programs is not "
                 "installed"
             )
-        program = ToyProgram.read(code)
+        program = ToyProgram.parse(code)
         if program is None:
             return None, NO_PROGRAM
         outcome = self._library.run(program)
@@ -92,7 +92,7 @@ class ProgramInterpreterSession:
         if module != "ops":
             return  # only code can call other modules, and no code is executed
         try:
-            self._library = WordFunctionMap.of_source(source)
+            self._library = WordFunctionMap.from_source(source)
         except ValueError as error:
             raise SandboxError(
                 f"the sandbox of programs accepts only the library of programs: {error}"

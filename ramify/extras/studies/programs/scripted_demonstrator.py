@@ -19,7 +19,7 @@ produces.
 
 A hint is one to three rules that would have helped. It has one of two sources:
 
-    TypeError: not @w9@f20 but @w9@f4     from_errors: only what the tool reported     ->  use
+    TypeError: not @w9@f20 but @w9@f4     rules_from_errors: only what the tool reported     ->  use
                                                                                            @w9@f4
     a program that took f7 for w40        broken_rules: needs access to the library      ->  use
                                                                                            @w40@f31
@@ -47,7 +47,7 @@ from ramify.extras.studies.programs.toy_program_language import (
     ToyProgramExercise,
     WordFunctionMap,
     answer_reply,
-    library,
+    generate_word_functions,
 )
 from ramify.tasks.base import DemonstrationPromptFormat, Item, Task
 from ramify.types.message import Message
@@ -89,7 +89,7 @@ def hint_text(rules: Iterable[RuleInHint]) -> str:
     return USE + "".join(rule.text for rule in ordered) if ordered else ""
 
 
-def from_errors(observed: Iterable[str]) -> list[RuleInHint]:
+def rules_from_errors(observed: Iterable[str]) -> list[RuleInHint]:
     """Return the rules named in error messages, in order of appearance and at most
     ``MAX_RULES``."""
     rules: dict[RuleInHint, None] = {}
@@ -109,7 +109,7 @@ def broken_rules(
     The program is compared with the library's secret, so mistakes that raise no error are found,
     too.
     """
-    program = next(filter(None, map(ToyProgram.read, replies)), None)
+    program = next(filter(None, map(ToyProgram.parse, replies)), None)
     if program is None:
         return []
     asked = {word for word, _ in problem.steps}
@@ -195,14 +195,14 @@ class _Demonstration:
         rng: random.Random,
         texts: DemonstrationPromptFormat,
     ) -> None:
-        problem = ToyProgramExercise.read(item.question)
+        problem = ToyProgramExercise.parse(item.question)
         assert problem is not None, item.question
         self._item = item
         self._habits = habits
         self._rng = rng
         self._texts = texts
         self._problem = problem
-        self._library: WordFunctionMap = library(item.metadata["secret"])
+        self._library: WordFunctionMap = generate_word_functions(item.metadata["secret"])
         self._believed = {word: self._belief(word) for word, _ in problem.steps}
         self._imports: dict[int, None] = {}
         self._remembers = rng.random() < habits.remembers_import
@@ -221,7 +221,9 @@ class _Demonstration:
             )
         messages = [Message("user", self._question)]
         if hinted and is_wrong:
-            return self._ended([*messages, Message("assistant", self._program().text)], None)
+            return self._make_demonstration(
+                [*messages, Message("assistant", self._program().text)], None
+            )
         number = None
         for _ in range(MAX_CODE_TURNS):
             program = self._program()
@@ -234,7 +236,9 @@ class _Demonstration:
                 number = outcome
                 break
             self._mend(outcome)
-        return self._ended([*messages, Message("assistant", answer_reply(number or 0))], number)
+        return self._make_demonstration(
+            [*messages, Message("assistant", answer_reply(number or 0))], number
+        )
 
     def _belief(self, word: int) -> int:
         if self._rng.random() < self._habits.knows:
@@ -273,5 +277,7 @@ class _Demonstration:
             return Cell(program.text, error=self._library.error_message(program, outcome))
         return Cell(program.text, value=str(outcome))
 
-    def _ended(self, messages: list[Message], number: int | None) -> ProgramTaskDemonstration:
+    def _make_demonstration(
+        self, messages: list[Message], number: int | None
+    ) -> ProgramTaskDemonstration:
         return ProgramTaskDemonstration(self._item.id, tuple(messages), number == self._item.gold)

@@ -26,7 +26,7 @@ from ramify.extras.studies.programs.toy_program_language import (
     ToyProgram,
     ToyProgramExercise,
     WordFunctionMap,
-    library,
+    generate_word_functions,
 )
 from ramify.sandbox.base import Session
 from ramify.tasks.base import (
@@ -53,7 +53,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
     """
     if not 1 <= steps <= NUM_WORDS:
         raise ConfigError(f"programs: steps={steps} must be from 1 to {NUM_WORDS}")
-    ops = library(secret)
+    ops = generate_word_functions(secret)
 
     def make(rng: random.Random) -> Item:
         words = rng.sample(range(NUM_WORDS), steps)
@@ -80,7 +80,7 @@ class _InstallLibrary:
     """A hook that installs the library of functions in every new session."""
 
     def __init__(self, ops: WordFunctionMap) -> None:
-        self._source = ops.source()
+        self._source = ops.python_module_source()
 
     async def __call__(self, session: Session) -> None:
         await session.install("ops", self._source)
@@ -93,11 +93,11 @@ def score(item: Item, trajectory: Trajectory) -> Score:
     Metrics describe its turns and programs.
     """
     cells = [cell for call in trajectory.calls for turn in call.turns for cell in turn.cells]
-    written = [cell for cell in cells if ToyProgram.read(cell.code) is not None]
+    written = [cell for cell in cells if ToyProgram.parse(cell.code) is not None]
     malformed = [
         cell
         for cell in cells
-        if ToyProgram.read(cell.code) is None and not _ANSWER.fullmatch(cell.code)
+        if ToyProgram.parse(cell.code) is None and not _ANSWER.fullmatch(cell.code)
     ]
     metrics = {
         "malformed": _share(malformed, cells),

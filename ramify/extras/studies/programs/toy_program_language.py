@@ -67,7 +67,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
         )
 
     @classmethod
-    def read(cls, text: str) -> ToyProgram | None:
+    def parse(cls, text: str) -> ToyProgram | None:
         """Parse ``text`` as a program.
 
         Returns None unless all of it is a valid program.
@@ -97,7 +97,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         return f"{self.start}" + "".join(f"@w{word}@{operand}" for word, operand in self.steps)
 
     @classmethod
-    def read(cls, text: str) -> ToyProgramExercise | None:
+    def parse(cls, text: str) -> ToyProgramExercise | None:
         """Parse the problem at the beginning of ``text``.
 
         A hint may follow it. Returns None if ``text`` does not begin with a problem.
@@ -189,7 +189,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         others = [number for number in range(NUM_WORDS) if number != self.right[word]]
         return tuple(random.Random(f"programs/friends/{word}").sample(others, 3))
 
-    def source(self) -> str:
+    def python_module_source(self) -> str:
         """Return the source code of a Python module ``ops`` that implements the library in any
         sandbox."""
         return _SOURCE.format(
@@ -202,20 +202,20 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         )
 
     @staticmethod
-    def of_source(source: str) -> WordFunctionMap:
+    def from_source(source: str) -> WordFunctionMap:
         """Return the library that generated this source code.
 
         Raises ValueError for any other text.
         """
         match = _OF_SOURCE.match(source)
-        candidate = library(int(match[1])) if match else None
-        if candidate is None or candidate.source() != source:
+        candidate = generate_word_functions(int(match[1])) if match else None
+        if candidate is None or candidate.python_module_source() != source:
             raise ValueError("this is not the source of a library")
         return candidate
 
 
 @functools.cache
-def library(secret: int = 0) -> WordFunctionMap:
+def generate_word_functions(secret: int = 0) -> WordFunctionMap:
     """Return the library of words and functions that a seed generates.
 
     The result is cached.

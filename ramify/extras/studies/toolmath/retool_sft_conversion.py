@@ -90,7 +90,7 @@ def demonstrations(
     skipped, first = 0, ""
     for number in range(num_rows):
         try:
-            yield [ToolMathDemonstration(f"retool/{number}", conversation(rows[number], texts))]
+            yield [ToolMathDemonstration(f"retool/{number}", row_to_messages(rows[number], texts))]
         except ValueError as error:
             skipped, first = skipped + 1, first or f"row {number}: {error}"
     if skipped == num_rows:
@@ -106,7 +106,9 @@ def demonstrations(
         )
 
 
-def conversation(row: Mapping[str, Any], texts: DemonstrationPromptFormat) -> tuple[Message, ...]:
+def row_to_messages(
+    row: Mapping[str, Any], texts: DemonstrationPromptFormat
+) -> tuple[Message, ...]:
     """Convert a row of a ReTool file to messages.
 
     Raises ValueError with the reason if the row is in another format.
@@ -115,7 +117,7 @@ def conversation(row: Mapping[str, Any], texts: DemonstrationPromptFormat) -> tu
     question, solution = contents.get("user"), contents.get("assistant")
     if not isinstance(question, str) or not isinstance(solution, str):
         raise ValueError("it needs a message of the user and one of the assistant")
-    first = Message("user", texts.first_message(asked(question), ""))
+    first = Message("user", texts.first_message(extract_problem(question), ""))
     return (
         *([Message("system", texts.system)] if texts.system else []),
         first,
@@ -134,7 +136,7 @@ def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return messages
 
 
-def asked(text: str) -> str:
+def extract_problem(text: str) -> str:
     """Extract the math problem from a demonstration's first message.
 
     The instructions around it are dropped.
@@ -145,22 +147,24 @@ def asked(text: str) -> str:
 def _turns(solution: str, native: bool) -> Iterator[Message]:
     end = 0
     for number, match in enumerate(_ROUND.finditer(solution)):
-        yield from _round(
+        yield from _round_messages(
             solution[end : match.start()], match["code"], match["shown"], f"call_{number}", native
         )
         end = match.end()
     conclusion = _ANSWER.sub(lambda match: match[1], solution[end:]).strip()
     if not last_boxed(conclusion, None):
         raise ValueError("it ends without a boxed answer")
-    yield Message("assistant", _clean(conclusion))
+    yield Message("assistant", _check_tags(conclusion))
 
 
-def _round(thought: str, code: str, shown: str, id: str, native: bool) -> Iterator[Message]:
+def _round_messages(
+    thought: str, code: str, shown: str, id: str, native: bool
+) -> Iterator[Message]:
     fence = _FENCE.match(code)
-    code, thought = fence[1] if fence is not None else code, _clean(thought).strip()
+    code, thought = fence[1] if fence is not None else code, _check_tags(thought).strip()
     if not code.strip():
         raise ValueError("a block of code is empty")
-    observed = f"<interpreter>\n{_clean(shown)}\n</interpreter>"
+    observed = f"<interpreter>\n{_check_tags(shown)}\n</interpreter>"
     if native:
         arguments = json.dumps({"code": code}, ensure_ascii=False)
         yield Message("assistant", thought, tool_calls=(ToolCall(id, TOOL_NAME, arguments),))
@@ -170,7 +174,7 @@ def _round(thought: str, code: str, shown: str, id: str, native: bool) -> Iterat
     yield Message("user", observed)
 
 
-def _clean(text: str) -> str:
+def _check_tags(text: str) -> str:
     """Return ``text`` unchanged.
 
     Raises ValueError if it contains a tag without its partner.

@@ -62,7 +62,7 @@ _INSTRUCTIONS = (
 )
 
 
-def item_of(row: Mapping[str, Any]) -> Item:
+def row_to_item(row: Mapping[str, Any]) -> Item:
     """Convert a row of a known math dataset to an item.
 
     Raises ValueError with the row's column names if its format is unknown.
@@ -75,7 +75,7 @@ def item_of(row: Mapping[str, Any]) -> Item:
             f"are {', '.join(QUESTIONS)} and {', '.join(GOLDS)}"
         )
     kind = str(row.get("data_source") or "")
-    return Item(question, gold=gold, kind=kind, wrong=_other(gold))
+    return Item(question, gold=gold, kind=kind, wrong=_wrong_answer(gold))
 
 
 def bare_question(text: str) -> str:
@@ -108,7 +108,7 @@ def _gold(row: Mapping[str, Any]) -> str | None:
     return str(value).strip() or None if isinstance(value, str | int | float) else None
 
 
-def _other(gold: str) -> str:
+def _wrong_answer(gold: str) -> str:
     """Return a wrong answer, for checking an item's scoring."""
     return str(int(gold) + 1) if re.fullmatch(r"[-+]?\d{1,18}", gold) else f"{gold} + 1"
 
@@ -125,7 +125,7 @@ def toolmath(
     """Return a task of math problems that are solved with a Python session.
 
     Args:
-        train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of ``item_of``.
+        train: A ``.jsonl`` or ``.parquet`` file, or a list of rows, in a form of ``row_to_item``.
         validation: Likewise.
         test: Likewise.
         verifier: Name of a score, or ``auto``: integers are compared as numbers, other answers by
@@ -135,7 +135,7 @@ def toolmath(
     """
     sources = {"train": train, "validation": validation, "test": test}
     splits = {
-        split: _once(split, rows_of(source))
+        split: _deduplicate_problems(split, rows_of(source))
         for split, source in sources.items()
         if source is not None and not (isinstance(source, str) and source == "")
     }
@@ -145,8 +145,8 @@ def toolmath(
             "file"
         )
     if "train" in splits and "validation" not in splits:
-        splits |= _divided(splits["train"])
-    score = _ToolMathScorer(score_auto if verifier == "auto" else SCORERS.of(verifier))
+        splits |= _split_validation(splits["train"])
+    score = _ToolMathScorer(score_auto if verifier == "auto" else SCORERS.resolve(verifier))
     return SimpleTask("toolmath", splits, TrajectoryRewardFunction(score))
 
 
@@ -158,10 +158,10 @@ class _ToolMathScorer:
 
     def __call__(self, item: Item, trajectory: Trajectory) -> Score:
         correct = as_score(self._verifier(trajectory.answer, item)).rewards["correct"]
-        return Score({"correct": correct}, metrics=usage(trajectory))
+        return Score({"correct": correct}, metrics=tool_usage_metrics(trajectory))
 
 
-def usage(trajectory: Trajectory) -> dict[str, float]:
+def tool_usage_metrics(trajectory: Trajectory) -> dict[str, float]:
     """Return metrics of how a rollout used the Python tool.
 
     ``tool_calls`` is the number of cells that ran. ``tool_errors`` and ``tool_silent`` are the
@@ -179,13 +179,14 @@ def usage(trajectory: Trajectory) -> dict[str, float]:
         / max(1, len(cells)),
         "used_tool": float(bool(cells)),
         "malformed": float(
-            sum(not turn.cells for turn in turns) - (trajectory.answer is not None and _ends(turns))
+            sum(not turn.cells for turn in turns)
+            - (trajectory.answer is not None and _has_answered(turns))
         ),
         "truncated": float(cut or any(turn.reply.finish == "length" for turn in turns)),
     }
 
 
-def _ends(turns: Sequence[Turn]) -> bool:
+def _has_answered(turns: Sequence[Turn]) -> bool:
     """Return True if the last reply gave an answer instead of running code."""
     return bool(turns) and not turns[-1].cells
 
@@ -218,19 +219,19 @@ def parse_integer(value: Any) -> int | None:
     return int(match[1].replace(",", "")) if match is not None else None
 
 
-def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
+def _deduplicate_problems(split: str, rows: Sequence[Any]) -> DatasetItems:
     """Return the problems of a split without duplicates.
 
     The first occurrence of each is kept.
     """
     first: dict[bytes, int] = {}
-    items = DatasetItems(f"toolmath/{split}", rows, item_of)
+    items = DatasetItems(f"toolmath/{split}", rows, row_to_item)
     for number in range(len(items)):
         first.setdefault(_key(items[number]), number)
-    return DatasetItems(f"toolmath/{split}", rows, item_of, list(first.values()))
+    return DatasetItems(f"toolmath/{split}", rows, row_to_item, list(first.values()))
 
 
-def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
+def _split_validation(train: DatasetItems) -> dict[str, DatasetItems]:
     """Split off part of the training problems for validation.
 
     Returns both splits.

@@ -86,7 +86,7 @@ class RamifyWeightTransferEngine(
         from ramify.inference.weight_sync import WEIGHT_SYNCS
 
         self.shutdown()
-        self._receiver = WEIGHT_SYNCS.of(str(init_info.info["weight_sync"])).receiver(
+        self._receiver = WEIGHT_SYNCS.resolve(str(init_info.info["weight_sync"])).receiver(
             init_info.info
         )
 
