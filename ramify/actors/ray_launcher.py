@@ -255,7 +255,7 @@ class RayLauncher:
         self._agents += [self._create_agent(index) for index in range(len(self._placement_slots))]
         try:
             self._locations = ray.get(
-                [agent.about.remote() for agent in self._agents], timeout=self.start_s
+                [agent.describe_location.remote() for agent in self._agents], timeout=self.start_s
             )
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise ConfigError(
@@ -288,7 +288,7 @@ class RayLauncher:
             agent = self._create_agent(index)
             try:
                 return agent, ray.get(
-                    agent.about.remote(), timeout=max(0.0, until - time.monotonic())
+                    agent.describe_location.remote(), timeout=max(0.0, until - time.monotonic())
                 )
             except ray.exceptions.GetTimeoutError:
                 ray.kill(agent)

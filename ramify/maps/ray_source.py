@@ -90,4 +90,4 @@ class PartFileDatasink(Datasink[None]):
                 other = unfinished if is_finished else whole
                 if files.get_file_info(other).type != arrow_fs.FileType.NotFound:
                     files.delete_file(other)
-                ray.get(self._budget.written.remote(name))
+                ray.get(self._budget.mark_written.remote(name))

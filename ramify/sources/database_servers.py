@@ -141,7 +141,7 @@ def _short_repr(value: Any) -> str:
 # --- in the process -------------------------------------------------------------------------------
 
 
-def run_query_process() -> None:
+def serve() -> None:
     """Answer queries from standard input until it is closed.
 
     This is the main function of the child process.
