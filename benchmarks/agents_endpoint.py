@@ -131,7 +131,7 @@ class EngineDouble:
 
 @contextlib.asynccontextmanager
 async def _served_policy() -> AsyncIterator[tuple[EngineDouble, str, str]]:
-    from ramify.serve.policy import PolicyServer
+    from ramify.serve.policy_server import PolicyServer
 
     engine: Any = EngineDouble()
     async with PolicyServer(engine, name="double") as server:

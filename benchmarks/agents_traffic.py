@@ -27,7 +27,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import load_policy, save_policy
 from ramify.serve.redaction import RedactionRules
 from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Schedule, TaskSpec

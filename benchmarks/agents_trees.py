@@ -30,9 +30,9 @@ from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServe
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart
 from ramify.train import GRPO
-from ramify.train.backends.single import SingleBackend
-from ramify.train.data.compile import token_sequences
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group, Trajectory

@@ -53,7 +53,12 @@ import objectives_table
 from figures import Figure, show
 
 from ramify.train.advantages.base import with_saved_state
-from ramify.train.advantages.credit import AdvantageFunction, Numbers, Tree, inherited_returns
+from ramify.train.advantages.credit_assignment import (
+    AdvantageFunction,
+    Numbers,
+    Tree,
+    inherited_returns,
+)
 from ramify.train.advantages.fork_estimators import (
     BranchEstimator,
     EntropyBranchEstimator,
@@ -63,7 +68,7 @@ from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO
 from ramify.train.config import RlSpec
 from ramify.types.fork_segment import root_segment
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, CallSite, Fork, Group, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, CallForkOrigin, CallSite, Group, Stop, Trajectory, Turn
 
 CHILDREN, CHOICE, SUCCESS = (0, 1, 8), (0.8, 0.1, 0.1), (0.50, 0.52, 0.60)
 ROOT_TOKENS, CHILD_TOKENS = 20, 50
@@ -416,7 +421,9 @@ def _forking_rollout(
     actions: dict[tuple[str, int], tuple[int, int]] = {}
     rewards: dict[str, dict[str, float]] = {}
 
-    def run(id: str, fork: Fork | None, start: int, before: dict[int, int], forks: bool) -> None:
+    def run(
+        id: str, fork: CallForkOrigin | None, start: int, before: dict[int, int], forks: bool
+    ) -> None:
         call = Call(id, "rlm", "toy", 0, id, fork=fork, stop=Stop.FINAL)
         calls.append(call)
         taken, num_forks = dict(before), 0
@@ -424,7 +431,7 @@ def _forking_rollout(
             if forks and turn in plan.widths and turn != start:
                 for _ in range(plan.widths[turn] - 1):
                     num_forks += 1
-                    own = Fork(id, len(call.turns) - 1)
+                    own = CallForkOrigin(id, len(call.turns) - 1)
                     run(f"{id}:{num_forks}", own, turn, taken, plan.lines == "all")
             taken[turn] = draw.choices(range(len(ACTIONS)), ACTIONS)[0]
             actions[id, len(call.turns)] = (turn, taken[turn])

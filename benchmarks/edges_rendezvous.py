@@ -237,10 +237,10 @@ def gloo_sync() -> tuple[list[bytes], Any]:
     from ramify.actors.connect_back import ConnectBackTicket
     from ramify.actors.message_encoding import decode
     from ramify.inference.weight_sync.base import to_lazy_weights
-    from ramify.inference.weight_sync.broadcast import GlooSync
+    from ramify.inference.weight_sync.broadcast import GlooWeightSync
 
     weights = [("w", torch.arange(100_000, dtype=torch.float32))]
-    sync = GlooSync(timeout_s=60)
+    sync = GlooWeightSync(timeout_s=60)
     (info,) = sync.open(1)
     ticket: ConnectBackTicket = decode(base64.b64decode(info["ticket"]), ConnectBackTicket)
     total: list[float] = []
@@ -248,7 +248,7 @@ def gloo_sync() -> tuple[list[bytes], Any]:
     sent = threading.Event()
 
     def receive() -> None:
-        receiver = GlooSync.receiver(info)
+        receiver = GlooWeightSync.receiver(info)
         sent.wait(60)
         total.extend(float(piece.tensor.sum()) for piece in receiver.unpack_chunk(chunks[0]))
         receiver.close()

@@ -19,7 +19,7 @@ from figures import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ramify.printable import strip_control_characters
+from ramify.terminal_sanitizer import strip_control_characters
 from tests.terminals import KNOWN_ATTACKS, Machine, hostile_texts, outputs_on_terminal
 
 BATCH = 50

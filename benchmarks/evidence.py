@@ -39,12 +39,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from ramify.engine.limits import Limits  # noqa: E402
-from ramify.engine.scaffold import Scaffold  # noqa: E402
+from ramify.engine.prompt_scaffold import Scaffold  # noqa: E402
 from ramify.tasks.base import Item, SimpleTask, Task, generated, items_of, task_of  # noqa: E402
 from ramify.tasks.validation import answer_only_trajectory  # noqa: E402
-from ramify.testing.script import server_error  # noqa: E402
+from ramify.testing.reply_script import server_error  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
 from ramify.train.backends.base import OptimizerSpec  # noqa: E402
+from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget  # noqa: E402
 from ramify.train.checkpoint import CheckpointStore, read_state  # noqa: E402
 from ramify.train.config import (  # noqa: E402
     EvaluateSpec,
@@ -55,7 +56,6 @@ from ramify.train.config import (  # noqa: E402
     TaskSpec,
 )
 from ramify.train.data.sft_data import read as read_trajectories  # noqa: E402
-from ramify.train.depth_models import DepthSpec, FrozenModelBudget  # noqa: E402
 from ramify.train.execute import train  # noqa: E402
 from ramify.train.metrics import read_metrics  # noqa: E402
 from ramify.train.recipe import load_recipe  # noqa: E402

@@ -30,7 +30,7 @@ from figures import Figure, show
 
 from ramify import RLM, Limits, Scaffold, ScriptedClient
 from ramify.http_server.access import ListenAddress
-from ramify.serve.run_server import RunServer
+from ramify.serve.recursive_run_server import RecursiveRunServer
 from ramify.types.message import Message
 
 CLIENTS = 200
@@ -59,7 +59,7 @@ def rlm() -> RLM:
 
 
 async def serve() -> None:
-    async with RunServer(
+    async with RecursiveRunServer(
         rlm(), name="bench", address=ListenAddress(is_open=True), max_runs=2 * CLIENTS
     ) as server:
         print(server.url, flush=True)
@@ -90,7 +90,7 @@ async def compare(text: str | None, rounds: int) -> tuple[float, float]:
     """Return median (seconds of the library, seconds of the server) around a run, without the run's
     own seconds."""
     ours, served = [], []
-    server = RunServer(rlm(), name="bench", address=ListenAddress(is_open=True))
+    server = RecursiveRunServer(rlm(), name="bench", address=ListenAddress(is_open=True))
     async with rlm() as library, server, aiohttp.ClientSession() as http:
         url = server.url
         for number in range(rounds):

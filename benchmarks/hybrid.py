@@ -279,7 +279,7 @@ async def _attempt_all(policy: Path, num_items: int, is_start: bool) -> dict[str
 
     from ramify import RLM, Limits, SandboxSpec
     from ramify.clients.base import Sampling
-    from ramify.evaluate.run import EvaluationPlan, evaluate
+    from ramify.evaluate.run_evaluation import EvaluationPlan, evaluate
     from ramify.inference.local.local_client import LocalClient
     from ramify.models.load import load_policy
     from ramify.tasks.base import task_of

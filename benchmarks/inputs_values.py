@@ -52,7 +52,7 @@ def _frame(num_bytes: int) -> Any:
 async def _measured(frame: Any, size: int) -> tuple[float, float, float, float]:
     """Return the seconds to the first cell, the CPU time of this process meanwhile, the seconds of
     the hash, and the memory in sizes of the frame."""
-    from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
+    from ramify.sandbox.base import SandboxSpec, SharedContextValue, open_sandbox
     from ramify.sources.convert_to_context import as_context
 
     async def answer(*_: Any) -> Any:
@@ -60,7 +60,7 @@ async def _measured(frame: Any, size: int) -> tuple[float, float, float, float]:
 
     sandbox = open_sandbox(SandboxSpec(packages=("pandas",)))
     try:
-        small = SharedContext(as_context(_frame(_SMALL_BYTES)))
+        small = SharedContextValue(as_context(_frame(_SMALL_BYTES)))
         warm = await sandbox.open(context=small)
         for code in (_CELL, _SUMS):
             await warm.run(code, answer=answer)
@@ -69,7 +69,7 @@ async def _measured(frame: Any, size: int) -> tuple[float, float, float, float]:
         del warm, small
         await asyncio.sleep(0.5)  # until their processes have ended
         started, cpu = time.perf_counter(), time.process_time()
-        context = SharedContext(as_context(frame))
+        context = SharedContextValue(as_context(frame))
         session = await sandbox.open(context=context)
         found = await session.run(_CELL, answer=answer)
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu

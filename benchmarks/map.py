@@ -247,10 +247,10 @@ def batches_of(url: str) -> dict[str, int]:
 
 def paid_replies(home: Path) -> tuple[Counter[tuple[int, int]], int]:
     """Return (question, turn) -> its replies, and the requests that the map counts as paid."""
-    from ramify.maps.map_journal import MapStore, read_lines
+    from ramify.maps.map_journal import TableMapStore, read_lines
     from ramify.maps.map_journal_state import MapJournalState
 
-    ((path, _),) = MapStore(home).headers()
+    ((path, _),) = TableMapStore(home).headers()
     replies = ((line.r.number, line.r.turn) for _, line in read_lines(path) if line.r is not None)
     return Counter(replies), MapJournalState.read(path).usage.calls
 

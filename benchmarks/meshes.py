@@ -30,17 +30,17 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ramify.errors import TrainError
-from ramify.extras.cluster import memory
-from ramify.extras.cluster.meshes import sent_bytes
+from ramify.extras.cluster import memory_estimates
 from ramify.extras.cluster.model_and_device_specs import device_of, model_shape_from_config
-from ramify.extras.cluster.step_time_estimate import StepTokens
+from ramify.extras.cluster.step_time_estimate import StepTokenCounts
+from ramify.extras.cluster.trainer_mesh_estimates import sent_bytes
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.models.load import Policy
 from ramify.models.weights import tensors_fingerprint
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpModel
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses.total_loss import LossSpec
@@ -303,8 +303,8 @@ def measure(shard: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     cpu = device_of("cpu")
     entries = sum(len(batch.targets) for batch in given)
     total = float(sum(sizes))
-    tokens = StepTokens(float(entries), total - entries, len(given), "measured")
-    planned = memory.estimate_rank_memory(run, shape, cpu, shard["ranks"], 1)
+    tokens = StepTokenCounts(float(entries), total - entries, len(given), "measured")
+    planned = memory_estimates.estimate_rank_memory(run, shape, cpu, shard["ranks"], 1)
     return {
         "peaks": peaks,
         "plan": planned.total,

@@ -42,7 +42,7 @@ from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, genera
 from ramify.train import stages, trainer  # noqa: E402
 from ramify.train.advantages.group_estimators import DrGRPO  # noqa: E402
 from ramify.train.backends.base import OptimizerSpec  # noqa: E402
-from ramify.train.build import opened_trainer  # noqa: E402
+from ramify.train.build_trainer import opened_trainer  # noqa: E402
 from ramify.train.config import (  # noqa: E402
     EvaluateSpec,
     PolicySpec,
@@ -56,12 +56,12 @@ from ramify.train.execute import train  # noqa: E402
 from ramify.train.learner import Learner, PolicyWeightTransfer  # noqa: E402
 from ramify.train.load_run_parts import assemble  # noqa: E402
 from ramify.train.metrics import Diagnosis, read_metrics  # noqa: E402
-from ramify.train.resolve import resolve  # noqa: E402
+from ramify.train.resolve_run import resolve  # noqa: E402
 from ramify.train.rollouts.group_queue import RolloutBatchSpec  # noqa: E402
 from ramify.train.rollouts.rollouter import RolloutOptions  # noqa: E402
-from ramify.train.signals.compose import Hybrid  # noqa: E402
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge  # noqa: E402
-from ramify.train.signals.weighted_term import HybridTerm  # noqa: E402
+from ramify.train.signals.signal_composition import Hybrid  # noqa: E402
+from ramify.train.signals.signal_term import HybridTerm  # noqa: E402
 from ramify.train.training_guard import TrainingGuard  # noqa: E402
 from ramify.types.trajectory import Trajectory  # noqa: E402
 from tests.train.small import SHAPE, _even, _make, small  # noqa: E402

@@ -40,12 +40,12 @@ from torch import Tensor
 from ramify import train
 from ramify.models.training_forward import LmHeadRequest, compute_logprobs_and_entropies
 from ramify.train.advantages.base import finish_advantages, needs_of, with_reduction
-from ramify.train.data.compile import token_sequences
+from ramify.train.config_overrides import override
 from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.losses.total_loss import BatchLossInputs, compute
 from ramify.train.named_objectives import OBJECTIVES
 from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
-from ramify.train.override import override
 from ramify.train.stages import required_loss_inputs
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn

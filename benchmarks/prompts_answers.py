@@ -26,8 +26,8 @@ from figures import Figure
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
-from ramify.engine.action import FinalAnswerText, ParsedAction
-from ramify.engine.scaffold import DEFAULT, RETOOL
+from ramify.engine.prompt_scaffold import DEFAULT, RETOOL
+from ramify.engine.reply_action_parsing import FinalAnswerText, ParsedAction
 from ramify.types.message import Message, ToolCall
 from tests.engine.test_action import HOSTILE, in_prose, is_same
 

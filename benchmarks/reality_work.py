@@ -25,8 +25,8 @@ from reality_providers import SANDBOX, SCAFFOLD
 
 from ramify import RLM, Limits, ScriptedClient, Stop, Store, Suspended
 from ramify.errors import ServerFailed, Unreachable
-from ramify.sandbox.base import SharedContext
-from ramify.testing.scripted import refused
+from ramify.sandbox.base import SharedContextValue
+from ramify.testing.scripted_client import refused
 from ramify.types.event import AnyEvent
 from ramify.types.message import Message
 
@@ -96,7 +96,7 @@ def _killed(folder: Path, journal: list[bytes], at: int) -> Disturbed:
     with store.create(msgspec.json.decode(journal[0])["id"]) as new:
         path = new.path
     path.write_bytes(b"".join(journal[:at]))
-    context = SharedContext("text")
+    context = SharedContextValue("text")
     store.blobs.put(context.buffer(), context.digest)
     prompts = {}
     for line in journal[:at]:

@@ -50,7 +50,7 @@ from ramify.sandbox.base import (
     Sandbox,
     SandboxSpec,
     Session,
-    SharedContext,
+    SharedContextValue,
     open_sandbox,
     provider_spec,
 )
@@ -313,7 +313,7 @@ async def forks(b: Bench) -> Figures:
 
 
 async def children_share(b: Bench) -> Figures:
-    context = SharedContext("some text of some length " * (100 * MB // 25))
+    context = SharedContextValue("some text of some length " * (100 * MB // 25))
     async with b.sandbox(pool=0) as sandbox:
         sessions = [await sandbox.open(context=context) for _ in range(20)]
         for session in sessions:

@@ -29,7 +29,7 @@ from typing import Any
 from sandbox import _below
 
 from ramify.errors import RamifyError
-from ramify.sandbox.base import JailSpec, SharedContext, open_sandbox
+from ramify.sandbox.base import JailSpec, SharedContextValue, open_sandbox
 from ramify.sandbox.host.process_transport import pid_of
 
 HOST = "__all__ = ['host']\ndef host(*args):\n    return call_host('host', *args)\n"
@@ -49,7 +49,7 @@ class Chaos:
         self.counts: collections.Counter[str] = collections.Counter()
         self.errors: collections.Counter[str] = collections.Counter()
         self.sandbox: Any = open_sandbox(JailSpec(pool=2, memory_bytes=512 << 20, cell_s=20.0))
-        self.context = SharedContext("a line of text\n" * 100_000)
+        self.context = SharedContextValue("a line of text\n" * 100_000)
         self.live: set[Any] = set()
         self.longest_block_s = 0.0
         self.longest_collection_s = 0.0

@@ -91,7 +91,7 @@ class MinimalServer:
         import subprocess
 
         from ramify.sandbox.host.forkserver_process import ENVIRONMENT, JAIL_MODULES
-        from ramify.sandbox.host.shipped_modules import FOLDER, LOADER
+        from ramify.sandbox.host.guest_module_files import FOLDER, LOADER
         from ramify.sandbox.providers.jail import EMPTY
 
         ours, theirs = socket.socketpair()

@@ -21,9 +21,9 @@ from ramify.sandbox import base
 from ramify.sandbox.base import open_sandbox
 
 JailSpec: Any = getattr(base, "JailSpec", base.SandboxSpec)
-SharedContext: Any = getattr(base, "SharedContext", None)
-if SharedContext is None:  # an earlier version
-    SharedContext = importlib.import_module("ramify.sandbox.context").SharedContext
+SharedContextValue: Any = getattr(base, "SharedContextValue", None)
+if SharedContextValue is None:  # an earlier version
+    SharedContextValue = importlib.import_module("ramify.sandbox.context").SharedContextValue
 MB = 1_000_000
 SESSIONS = 64
 
@@ -127,7 +127,7 @@ class Side:
         return (time.perf_counter() - began) / (cells * SESSIONS)
 
     async def memory(self) -> float | None:
-        context = SharedContext("some text of some length " * (100 * MB // 25))
+        context = SharedContextValue("some text of some length " * (100 * MB // 25))
         sessions = [await self.plain.open(context=context) for _ in range(5)]
         for session in sessions:
             await run(session, "context.count('text')")

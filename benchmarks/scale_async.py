@@ -34,10 +34,10 @@ from ramify.clients.base import Request
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from ramify.tasks.base import Item, SimpleTask
-from ramify.testing.scripted import NUM_IDS, ScriptedByteTokenizer
+from ramify.testing.scripted_client import NUM_IDS, ScriptedByteTokenizer
 from ramify.train import run_record
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import PolicySpec, RlSpec, Run, Schedule
 from ramify.train.execute import train
 from ramify.train.metrics import StepMetrics, read_metrics

@@ -31,7 +31,7 @@ from ramify.models.load import Policy
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses.total_loss import LossSpec
 from ramify.types.training_sequences import Batch

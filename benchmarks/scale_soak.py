@@ -217,8 +217,8 @@ def add_noise(folder: Path) -> Path:
 
 def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float]:
     """Return the scores of undisturbed runs."""
+    from ramify.train.config_overrides import override
     from ramify.train.execute import train
-    from ramify.train.override import override
 
     scores = []
     for number in range(1, 1 + UNDISTURBED):

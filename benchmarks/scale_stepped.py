@@ -26,7 +26,7 @@ from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
-from ramify.testing.scripted import ScriptedByteTokenizer
+from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.config import RlSpec, Schedule
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.total_loss import LossSpec

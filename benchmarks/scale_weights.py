@@ -93,10 +93,10 @@ async def _sync_figures(
     copy: Callable[[], float],
     rounds: int,
 ) -> list[Figure]:
-    from ramify.inference.http.http_engines import HttpEngines
+    from ramify.inference.http.http_engines import HttpEngineClient
     from ramify.inference.http.inference_spec import InferenceSpec
 
-    engines = HttpEngines(
+    engines = HttpEngineClient(
         policy,
         InferenceSpec(urls=(url,), weight_sync=name, weight_sync_options=options, probe_s=60),
         name="bench",

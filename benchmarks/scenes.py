@@ -18,7 +18,7 @@ import re
 import signal
 from collections.abc import Callable
 
-from ramify.testing.script import ScriptedFailure, dropped
+from ramify.testing.reply_script import ScriptedFailure, dropped
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message
 

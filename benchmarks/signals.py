@@ -30,7 +30,7 @@ from figures import Figure, show
 from ramify.models.load import from_config
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.signals.base import TokenScoringRequest
 from ramify.train.signals.teacher_logprobs import LocalModelScorer
 

@@ -43,20 +43,20 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.answer_modes import MODES
 from ramify.evaluate.attempt import attempt
-from ramify.evaluate.run import (
+from ramify.evaluate.run_evaluation import (
     AttemptOutcome,
     EvaluationPlan,
     EvaluationSetup,
-    RlmAttemptMaker,
+    RlmAttemptRunner,
     evaluate_all,
 )
 from ramify.evaluate.systems.attempt import attempt_with_system, parse_system
 from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget
-from ramify.serve.meter import MeteringProxy
-from ramify.store.store import Store
+from ramify.serve.metering_proxy import MeteringProxy
+from ramify.store.folder_store import Store
 from ramify.tasks.base import TASKS, Item, Task, items_of, task_of
-from ramify.testing.offline import simulated_model
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.offline_model import simulated_model
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.types.message import Usage
 
 HERE = Path(__file__).parent
@@ -93,7 +93,7 @@ class Bench(NamedTuple):
 _GENERATE = """
 import ctypes, gc, hashlib, json, re, sys, time
 from pathlib import Path
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.tasks.base import task_of
 
 def memory(field):
@@ -192,7 +192,7 @@ def questions(b: Bench) -> Iterator[Figure]:
 
 
 def _job(plan: EvaluationPlan, task: Task, client: ScriptedClient, mode: str) -> EvaluationSetup:
-    return EvaluationSetup(plan, task, None, RlmAttemptMaker(RLM(client), None, MODES[mode]))
+    return EvaluationSetup(plan, task, None, RlmAttemptRunner(RLM(client), None, MODES[mode]))
 
 
 # --- the meter ------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from figures import Figure
 
 from ramify import Model
 from ramify.evaluate.systems.base import PerItemBudget
-from ramify.serve.meter import MeteringProxy
+from ramify.serve.metering_proxy import MeteringProxy
 
 SIZES = {"2 kB": 2_000, "100 kB": 100_000}
 """Name -> characters of the prompt."""

@@ -49,11 +49,11 @@ from ramify.models.load import Policy, from_config
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.models.training_forward import DenseTrunk, pad_rows_for_onednn
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec
-from ramify.types.training_sequences import Batch, Segment, TokenSequence
+from ramify.types.training_sequences import Batch, PackedTokenSegment, TokenSequence
 
 LOSS = LossSpec(policy=PpoClip())
 FP32 = ComputeSpec(precision="fp32")
@@ -93,7 +93,7 @@ class WholeTrunk(DenseTrunk):
         self,
         ids_T: torch.Tensor,
         positions_T: torch.Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[PackedTokenSegment],
         rows_N: torch.Tensor,
     ) -> torch.Tensor:
         ids_T, positions_T, segments = pad_rows_for_onednn(ids_T, positions_T, segments)

@@ -34,7 +34,7 @@ from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, save_policy
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec

@@ -195,7 +195,7 @@ def ask() -> Iterator[Walk]:
 def plan() -> Iterator[Walk]:
     """Answer a question by a plan."""
     from ramify import plans
-    from ramify.testing.scripted import ScriptedClient
+    from ramify.testing.scripted_client import ScriptedClient
 
     moments = ("engine/leaf_calls.py:ask_all", "engine/model_requests.py:ask")
     recorder = Recorder(*moments)
@@ -279,7 +279,7 @@ def draw() -> Iterator[Walk]:
 
     moments = (
         "viewer/run_catalog.py:look",
-        "viewer/run_tree.py:apply",
+        "viewer/run_call_tree.py:apply",
         "viewer/run_overview.py:run_facts",
     )
     recorder = Recorder(*moments)

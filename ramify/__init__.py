@@ -76,7 +76,7 @@ def lazy_namespace(
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] == "ramify":
                 raise
-            how = _module("ramify.install_command").install_command("train")
+            how = _module("ramify.pip_install_command").install_command("train")
             raise ModuleNotFoundError(
                 f"{package}.{name} needs {error.name}: {how}", name=error.name
             ) from error

@@ -19,12 +19,12 @@ from ramify.engine.branch_search import vote as vote
 from ramify.engine.limits import Limits as Limits
 from ramify.engine.mcp_tools import McpTools as McpTools
 from ramify.engine.prompt_preview import PromptPreview as PromptPreview
+from ramify.engine.prompt_scaffold import Scaffold as Scaffold
 from ramify.engine.question import RunOptions as RunOptions
 from ramify.engine.resources import DepthOptions as DepthOptions
 from ramify.engine.rlm import RLM as RLM
 from ramify.engine.run_result import Result as Result
-from ramify.engine.scaffold import Scaffold as Scaffold
-from ramify.engine.typed import Citation as Citation
+from ramify.engine.typed_answers import Citation as Citation
 from ramify.errors import ConfigError as ConfigError
 from ramify.errors import ModelError as ModelError
 from ramify.errors import RamifyError as RamifyError
@@ -51,9 +51,9 @@ from ramify.sandbox.base import open_sandbox as open_sandbox
 from ramify.sandbox.providers.docker import DockerSpec as DockerSpec
 from ramify.sources.load_sources import load as load
 from ramify.store.base import RunStore as RunStore
+from ramify.store.folder_store import Store as Store
 from ramify.store.memory_store import MemoryStore as MemoryStore
-from ramify.store.store import Store as Store
-from ramify.testing.scripted import ScriptedClient as ScriptedClient
+from ramify.testing.scripted_client import ScriptedClient as ScriptedClient
 from ramify.types.event import AttemptFailed as AttemptFailed
 from ramify.types.event import CallEnded as CallEnded
 from ramify.types.event import CallStarted as CallStarted

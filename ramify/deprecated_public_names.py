@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 
-from ramify.errors import OldNameWarning
+from ramify.errors import DeprecatedSettingNameWarning
 
 PUBLIC_NAMES = {
     "ramify.evaluate": {"Evaluation": "EvaluationResult", "ReportRow": "ItemKindStatistics"},
@@ -62,7 +62,7 @@ def resolve_deprecated_name(package: str, name: str) -> str | None:
     if new is not None:
         warnings.warn(
             f"{package}.{name} is now called {package}.{new}: use that name",
-            OldNameWarning,
+            DeprecatedSettingNameWarning,
             stacklevel=3,
         )
     return new

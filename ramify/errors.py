@@ -14,9 +14,9 @@
     │   └── Refused             4xx: key, quota, unknown model, prompt too long
     ├── SandboxError        a session could not be started, or failed
     │   └── SessionDied         the process behind a session ended
-    ├── Suspended           the run waits for a person; ``.resume()`` continues it
-    ├── LoopBlocked         code blocked the run's event loop past the run's deadline
-    ├── StoreError          a journal or blob cannot be read or written
+    ├── Suspended              the run waits for a person; ``.resume()`` continues it
+    ├── EventLoopBlockedError  code blocked the run's event loop past the run's deadline
+    ├── StoreError             a journal or blob cannot be read or written
     │   ├── UnknownRun          no run or evaluation matches the name, or several do
     │   ├── RunInUse            another process is writing the run, evaluation or training folder
     │   └── ReplayDiverged      a replay sent a request that was not recorded
@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.nearest_name import nearest_name
-from ramify.printable import replace_unprintable, strip_control_characters
+from ramify.terminal_sanitizer import replace_unprintable, strip_control_characters
 
 
 class RamifyError(Exception):
@@ -86,7 +86,7 @@ class Suspended(RamifyError):
         """Blocking function. In a coroutine, use ``await rlm.aresume(error.run_id)``."""
 
 
-class LoopBlocked(RamifyError):
+class EventLoopBlockedError(RamifyError):
     """Raised if code blocks the run's event loop beyond the run's deadline, and a watchdog thread
     has to end the run.
 
@@ -282,7 +282,7 @@ class WeakSandboxWarning(UserWarning):
     """
 
 
-class OldNameWarning(DeprecationWarning):
+class DeprecatedSettingNameWarning(DeprecationWarning):
     """Warns that a setting was passed under an old or alternative name.
 
     The command line shows this warning.
@@ -360,7 +360,7 @@ def is_fixable_by_user(error: BaseException | None) -> bool:
     """
     if isinstance(error, StoreError):
         return not isinstance(error, UnknownRun | RunInUse | ReplayDiverged)
-    if isinstance(error, LoopBlocked):
+    if isinstance(error, EventLoopBlockedError):
         return True
     if isinstance(error, LimitReached):
         return error.is_shared

@@ -23,7 +23,7 @@ diagnosis must not stop a run. Progress (see ``progress.py``) is recorded only w
 ``progress=info``.
 
 The events of a run are defined in ``types/event.py``; lines, files and levels are handled in
-``log_outputs.py``.
+``log_handlers.py``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from traceback import format_exception
 from types import FrameType
 from typing import Any, NamedTuple
 
-from ramify.log_outputs import (
+from ramify.log_handlers import (
     FORMAT_VARIABLE,
     LEVELS,
     OFF,
@@ -52,13 +52,13 @@ from ramify.log_outputs import (
     component_levels,
     parse_log_levels,
 )
-from ramify.printable import strip_control_characters
 from ramify.secret_redaction import (
     MARK,
     SecretRedactor,
     is_secret_field_name,
     redact_likely_secrets,
 )
+from ramify.terminal_sanitizer import strip_control_characters
 
 MAX_CHARS = 4000
 """Maximum length of a message, field or traceback in characters. The middle of a longer text is
@@ -78,7 +78,7 @@ _on_warning: ContextVar[Callable[[str], None] | None] = ContextVar(
 _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", default=None)
 
 
-class CallingLine(NamedTuple):
+class CallerSourceLine(NamedTuple):
     """A line outside of the package that called it.
 
     Warnings about the call point there.
@@ -90,14 +90,14 @@ class CallingLine(NamedTuple):
     """The warnings that the line's module has already shown, as ``warnings`` keeps them."""
 
 
-_calling_line: ContextVar[CallingLine | None] = ContextVar("ramify_calling_line", default=None)
+_calling_line: ContextVar[CallerSourceLine | None] = ContextVar("ramify_calling_line", default=None)
 """The line that started the current work, which may run in another thread or task."""
 _OURS = os.path.dirname(__file__) + os.sep
 _PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
-def calling_line() -> CallingLine | None:
+def calling_line() -> CallerSourceLine | None:
     """Return the innermost line on the stack that belongs neither to this package nor to the
     standard library.
 
@@ -109,20 +109,20 @@ def calling_line() -> CallingLine | None:
         is_of_python = path.startswith(_PYTHONS) and _INSTALLED not in path
         if not path.startswith(_OURS) and not is_of_python:
             registry = frame.f_globals.setdefault("__warningregistry__", {})
-            return CallingLine(path, frame.f_lineno, registry)
+            return CallerSourceLine(path, frame.f_lineno, registry)
         frame = frame.f_back
     return _calling_line.get()
 
 
 @contextlib.contextmanager
-def warnings_at(line: CallingLine | None) -> Iterator[None]:
+def warnings_at(line: CallerSourceLine | None) -> Iterator[None]:
     """Provide a context manager in which warnings, also those of the tasks that are started there,
     point to ``line``."""
     with _set_context_variable(_calling_line, line):
         yield
 
 
-def warn_at(line: CallingLine | None, message: str, category: type[Warning]) -> None:
+def warn_at(line: CallerSourceLine | None, message: str, category: type[Warning]) -> None:
     """Issue a Python warning that points to ``line``, or to this function if it is None."""
     if line is None:
         warnings.warn(message, category, stacklevel=2)

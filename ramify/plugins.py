@@ -52,14 +52,14 @@ T = TypeVar("T")
 REGISTRIES = (
     "ramify.clients.providers:CLIENTS",
     "ramify.sandbox.base:SANDBOXES",
-    "ramify.store.stores:STORES",
-    "ramify.engine.scaffold:SCAFFOLDS",
-    "ramify.engine.strategies:STRATEGIES",
+    "ramify.store.store_opening:STORES",
+    "ramify.engine.prompt_scaffold:SCAFFOLDS",
+    "ramify.engine.answer_strategies:STRATEGIES",
     "ramify.tasks.base:TASKS",
     "ramify.tasks.scoring:SCORERS",
     "ramify.train.data.sft_data:DEMOS",
     "ramify.train.advantages:ALGORITHMS",
-    "ramify.train.advantages.credit:CREDITS",
+    "ramify.train.advantages.credit_assignment:CREDITS",
     "ramify.train.losses:POLICY_LOSSES",
     "ramify.train.losses.corrections:CORRECTIONS",
     "ramify.train.signals.signal_runner:SIGNALS",
@@ -70,7 +70,7 @@ REGISTRIES = (
     "ramify.inference.http.inference_spec:ENGINES",
     "ramify.inference.weight_sync:WEIGHT_SYNCS",
     "ramify.train.trackers.base:TRACKERS",
-    "ramify.testing.offline:OFFLINE_SUITES",
+    "ramify.testing.offline_model:OFFLINE_SUITES",
 )
 """Location of each registry, in the order in which ``ramify plugins`` lists them."""
 _GROUP_ESTIMATORS = (
@@ -91,7 +91,7 @@ MOVED_MODULES = {
     "ramify.train.algorithms.": "ramify.train.advantages.",
     "ramify.train.policy_losses.": "ramify.train.losses.",
     "ramify.train.corrections": "ramify.train.losses.corrections",
-    "ramify.train.signals.credit": "ramify.train.advantages.credit",
+    "ramify.train.signals.credit": "ramify.train.advantages.credit_assignment",
     "ramify.train.signals.format": "ramify.train.signals.outcome",
     "ramify.train.signals.process_reward": "ramify.train.signals.judge",
     "ramify.train.signals.tool_use": "ramify.train.signals.outcome",
@@ -104,8 +104,8 @@ MOVED_MODULES = {
     "ramify.sandbox.process": "ramify.sandbox.providers.process",
     "ramify.tasks.scoring.interval": "ramify.tasks.scoring.answer_text",
     "ramify.tasks.scoring.numeric": "ramify.tasks.scoring.answer_text",
-    "ramify.clients.script": "ramify.testing.script",
-    "ramify.clients.scripted": "ramify.testing.scripted",
+    "ramify.clients.script": "ramify.testing.reply_script",
+    "ramify.clients.scripted": "ramify.testing.scripted_client",
     "ramify.clients.scripted_server": "ramify.testing.scripted_server",
     "ramify.sandbox.conformance": "ramify.testing.conformance",
     "ramify.cluster": "ramify.extras.cluster",
@@ -191,6 +191,51 @@ MOVED_MODULES = {
         "ramify.extras.studies.paper_evidence_task:PaperEvidenceTask"
     ),
     "ramify.testing.conformance": "ramify.testing.sandbox_conformance",
+    "ramify.extras.cluster.measured_engine_rate:EngineRate": (
+        "ramify.extras.cluster.measured_engine_rate:InferenceEngineSpeed"
+    ),
+    "ramify.inference.weight_sync.broadcast:GlooSync": (
+        "ramify.inference.weight_sync.broadcast:GlooWeightSync"
+    ),
+    "ramify.inference.weight_sync.broadcast:NcclSync": (
+        "ramify.inference.weight_sync.broadcast:NcclWeightSync"
+    ),
+    "ramify.inference.weight_sync.cuda_ipc:CudaIpcSync": (
+        "ramify.inference.weight_sync.cuda_ipc:CudaIpcWeightSync"
+    ),
+    "ramify.inference.weight_sync.delta:DeltaSync": (
+        "ramify.inference.weight_sync.delta:DeltaWeightSync"
+    ),
+    "ramify.inference.weight_sync.file_sync:FileSync": (
+        "ramify.inference.weight_sync.file_sync:FileWeightSync"
+    ),
+    "ramify.inference.weight_sync.shared_memory:SharedMemorySync": (
+        "ramify.inference.weight_sync.shared_memory:SharedMemoryWeightSync"
+    ),
+    "ramify.plans.session_plans:SessionPlans": "ramify.plans.session_plans:SessionPlansTool",
+    "ramify.train.advantages.credit:hierarchical": (
+        "ramify.train.advantages.credit_assignment:subtask_credit"
+    ),
+    "ramify.train.advantages.credit:per_role": (
+        "ramify.train.advantages.credit_assignment:per_role_credit"
+    ),
+    "ramify.train.advantages.credit:root": (
+        "ramify.train.advantages.credit_assignment:root_credit"
+    ),
+    "ramify.engine.scaffold": "ramify.engine.prompt_scaffold",
+    "ramify.engine.strategies": "ramify.engine.answer_strategies",
+    "ramify.extras.suites.planted": "ramify.extras.suites.planted_facts",
+    "ramify.sources.mail": "ramify.sources.email_conversion",
+    "ramify.store.store": "ramify.store.folder_store",
+    "ramify.store.stores": "ramify.store.store_opening",
+    "ramify.testing.offline": "ramify.testing.offline_model",
+    "ramify.testing.script": "ramify.testing.reply_script",
+    "ramify.testing.scripted": "ramify.testing.scripted_client",
+    "ramify.train.advantages.credit": "ramify.train.advantages.credit_assignment",
+    "ramify.train.losses.cov": "ramify.train.losses.covariance_losses",
+    "ramify.train.losses.decoupled": "ramify.train.losses.decoupled_ppo",
+    "ramify.train.losses.sequence_clip": "ramify.train.losses.sequence_ratio_clip",
+    "ramify.train.signals.compose": "ramify.train.signals.signal_composition",
 }
 """Maps the first part of a dotted path that an earlier version stored to the part that replaces it
 now."""
@@ -210,7 +255,7 @@ class PluginEntry(NamedTuple):
     """Reason the entry cannot be used. Empty if it can."""
 
 
-class Registry(Mapping[str, Any]):
+class PluginRegistry(Mapping[str, Any]):
     """Maps names to classes, functions or other objects, and loads them at their first use.
 
     Iterating over it yields the built-in names, those that a recipe registered, and those of
@@ -415,7 +460,7 @@ class Registry(Mapping[str, Any]):
             )
 
 
-def registries() -> Iterator[Registry | PluginEntry]:
+def registries() -> Iterator[PluginRegistry | PluginEntry]:
     """Yield all registries.
 
     If a registry needs a package that is not installed, an entry with that error is yielded

@@ -22,7 +22,8 @@ from ramify.train import PolicySpec, RlSpec, Run
 from ramify.train.advantages import ALGORITHMS, fork_estimators, group_estimators
 from ramify.train.advantages.base import finish_advantages, needs_of
 from ramify.train.advantages.token_loss_weights import ALSO, weights
-from ramify.train.data.compile import token_sequences
+from ramify.train.config_overrides import override
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.losses import POLICY_LOSSES, PolicyLossInputs
 from ramify.train.losses.base import SequenceSums, TokenSelectingLoss, TokenSelectionInputs
 from ramify.train.losses.corrections import CORRECTIONS
@@ -30,7 +31,6 @@ from ramify.train.losses.critic import CriticLossInputs, ValueLoss
 from ramify.train.losses.total_loss import kl_estimate
 from ramify.train.named_objectives import OBJECTIVES
 from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
-from ramify.train.override import override
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 

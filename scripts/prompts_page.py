@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 import ramify
 from ramify.clients.base import Price
 from ramify.engine.prompt_preview import PromptPreview
-from ramify.engine.scaffold import MARKERS
+from ramify.engine.prompt_scaffold import MARKERS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/prompts.md"

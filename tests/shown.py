@@ -9,7 +9,7 @@ from logging import WARNING, Handler, LogRecord
 from pathlib import Path
 from typing import Any
 
-from ramify.log_outputs import RUN_LOG, one_line_message
+from ramify.log_handlers import RUN_LOG, one_line_message
 from ramify.logging import attached_handler
 from ramify.train import execute
 from ramify.train.checkpoint import TrainingProgress

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from ramify.cli.main import COMMANDS
 from ramify.engine.rlm import RLM
 from ramify.sandbox.base import SandboxSpec
-from ramify.store.store import Store
-from ramify.testing.scripted import ScriptedClient
+from ramify.store.folder_store import Store
+from ramify.testing.scripted_client import ScriptedClient
 
 KNOWN_ATTACKS = (
     "\x1b]52;c;aGFja2Vk\x07",  # the clipboard

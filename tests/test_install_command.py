@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.install_command import install_command, install_command_from_record
+from ramify.pip_install_command import install_command, install_command_from_record
 
 
 def record(path: Path, **more: object) -> str:

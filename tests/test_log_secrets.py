@@ -16,10 +16,10 @@ import pytest
 import ramify
 from ramify import RLM, Store
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.log_outputs import RUN_LOG, FileLogHandler
+from ramify.log_handlers import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, attached_handler
 from ramify.secret_redaction import SecretRedactor
-from ramify.serve.keys import ApiKey, ApiKeys
+from ramify.serve.api_keys import ApiKey, ApiKeys
 from tests.clients.helpers import Says
 from tests.log_records import KEY, SANDBOX
 

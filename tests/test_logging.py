@@ -23,11 +23,11 @@ import ramify
 from ramify import RLM, Limits, SandboxSpec, Store
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import BudgetAmount, BudgetLedger
-from ramify.log_outputs import ROOMS, RUN_LOG, FileLogHandler, parse_log_levels
+from ramify.log_handlers import ROOMS, RUN_LOG, FileLogHandler, parse_log_levels
 from ramify.logging import ComponentLogger, attached_handler, run_log_context
 from ramify.progress import report_progress
-from ramify.testing.script import rate_limited, server_error, unreachable
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.reply_script import rate_limited, server_error, unreachable
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.execute import train
 from ramify.types.event import NoteAdded
@@ -401,7 +401,7 @@ def test_run_log_continues_when_an_application_configures_logging(tmp_path: Path
     """``dictConfig`` closes all handlers of the process, and disables the loggers it does not
     name."""
     script = (
-        "import logging.config, sys; from ramify.log_outputs import FileLogHandler;"
+        "import logging.config, sys; from ramify.log_handlers import FileLogHandler;"
         "from ramify.logging import ComponentLogger, attached_handler;"
         "root = {'handlers': ['stderr'], 'level': 'WARNING'};"
         "stderr = {'class': 'logging.StreamHandler'};\n"

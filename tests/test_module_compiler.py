@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 
-from ramify.module_compiler import compiled_module, read_module_source
+from ramify.session_module_compiler import compiled_module, read_module_source
 
 
 def _filenames(code: CodeType) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from ramify.plugins import Registry, registries
+from ramify.plugins import PluginRegistry, registries
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ramify"
@@ -50,8 +50,10 @@ def test_our_own_types_are_imported_under_their_own_names() -> None:
 
 def test_every_built_in_registry_entry_loads_and_is_described() -> None:
     found = list(registries())
-    assert [each for each in found if not isinstance(each, Registry)] == []
-    entries = [entry for each in found if isinstance(each, Registry) for entry in each.entries()]
+    assert [each for each in found if not isinstance(each, PluginRegistry)] == []
+    entries = [
+        entry for each in found if isinstance(each, PluginRegistry) for entry in each.entries()
+    ]
     ours = [entry for entry in entries if entry.origin == "ramify"]
     assert ours
     assert [entry for entry in ours if entry.error or not entry.about] == []

@@ -16,8 +16,8 @@ import pytest
 
 import ramify
 from ramify.deprecated_public_names import PUBLIC_NAMES
-from ramify.errors import OldNameWarning
-from ramify.install_command import install_command
+from ramify.errors import DeprecatedSettingNameWarning
+from ramify.pip_install_command import install_command
 
 ROOT = Path(__file__).parents[1]
 SPEC = importlib.util.spec_from_file_location("check_public", ROOT / "scripts/check_public.py")
@@ -276,6 +276,8 @@ def test_docstring_examples_of_public_names_pass(
 def test_old_public_names_still_work_with_a_warning(package: str) -> None:
     namespace = importlib.import_module(package)
     for old, new in PUBLIC_NAMES[package].items():
-        with pytest.warns(OldNameWarning, match=f"{package}.{old} is now called {package}.{new}"):
+        with pytest.warns(
+            DeprecatedSettingNameWarning, match=f"{package}.{old} is now called {package}.{new}"
+        ):
             assert getattr(namespace, old) is getattr(namespace, new)
         assert old not in dir(namespace)

@@ -12,7 +12,7 @@ from stage_parity import LOSS
 
 from ramify.models.attention_kernels import CudaFlashKernel
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.types.training_sequences import Batch
 

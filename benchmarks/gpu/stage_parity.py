@@ -20,7 +20,7 @@ from ramify.clients.base import Sampling
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec

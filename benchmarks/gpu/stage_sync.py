@@ -21,7 +21,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import RamifyError
 from ramify.http_server.access import new_key
 from ramify.inference.base import TAGS
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import KEY_VARIABLE, InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import to_lazy_weights
@@ -102,7 +102,7 @@ async def _sync(
     kit: Kit, name: str, policy: Policy, url: str, copy_s: float, limits: tuple[float, float]
 ) -> None:
     spec = InferenceSpec(urls=(url,), weight_sync=name, probe_s=60)
-    engines = HttpEngines(policy, spec, name="gpu")
+    engines = HttpEngineClient(policy, spec, name="gpu")
     low, high = limits
     why = "the requests, since the model is small" if kit.quick else "a copy in and a copy out"
     high = 1e6 if kit.quick else high

@@ -10,10 +10,10 @@ from kit import SHAPES, Kit, Skipped
 from products import products
 from stage_parity import LOSS
 
-from ramify.extras.cluster import memory
+from ramify.extras.cluster import memory_estimates
 from ramify.extras.cluster.model_and_device_specs import ModelShape, model_shape_from_config
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import PolicySpec, Run, SftSpec
 from ramify.train.data.pack import pack
 from ramify.types.training_sequences import Batch
@@ -74,7 +74,7 @@ def _memory(
     if kit.sheet is None:
         raise Skipped("the plan needs the device's data sheet")
     run = Run(policy=PolicySpec(shape=SHAPES[name]), compute=compute, sft=SftSpec(demos="ledger"))
-    plan = memory.estimate_rank_memory(run, shape, kit.sheet, 1)
+    plan = memory_estimates.estimate_rank_memory(run, shape, kit.sheet, 1)
     # This process has no engine.
     parts = {
         part: num_bytes / 1e9

@@ -10,10 +10,10 @@ ray_launcher.py               the launcher of a Ray cluster
 run_channel.py                authenticated connections: both sides prove that they have its key
 message_encoding.py           the messages on them: declared types, never pickle
 connect_back.py               started processes connect to the run, with a ticket from their stdin
-rank_store.py                 the store of a process group, over these connections
+rank_key_value_store.py       the store of a process group, over these connections
 rank_group_authentication.py  the same proof over the connections that gloo and NCCL open
 tcp_peer_user.py              whose process is at the other end of a TCP connection of this machine
 restarts.py                   when a lost process is restarted, and when it is given up
 rank_group.py                 processes that run the same calls together
-rank_watch.py                 which of them is lost, or keeps the others waiting
+rank_monitor.py               which of them is lost, or keeps the others waiting
 """

@@ -12,7 +12,7 @@ which ends the child whichever of the processes is killed first. A child also en
 ``ChildProcess`` is garbage-collected. Other modules restart processes (``restarts.py``), start them
 on other machines (``launcher.py``), and fork sandbox sessions (``sandbox/``).
 
-``RequestProcessPool`` keeps small processes without a guard, such as those that answer SQL queries.
+``HelperProcessPool`` keeps small processes without a guard, such as those that answer SQL queries.
 A ``ForegroundProcess`` is in place of this one: it has the same terminal, and gets its signals.
 
     with ForegroundProcess() as trainer:
@@ -398,7 +398,7 @@ def _end_orphaned_child(guard: subprocess.Popen[bytes], descriptor: int) -> None
         threading.Thread(target=guard.wait, daemon=True, name="ramify guard").start()
 
 
-class RequestProcessPool:
+class HelperProcessPool:
     """A pool of small helper processes, each of which answers one request at a time over its pipes.
 
     Processes are started on demand, kept while idle, and ended with this process.

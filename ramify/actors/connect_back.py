@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from ramify.actors.message_encoding import decode, encode
-from ramify.actors.run_channel import Channel, ChannelListener, connect
+from ramify.actors.run_channel import AuthenticatedChannel, ChannelListener, connect
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
@@ -57,7 +57,7 @@ def read_ticket() -> ConnectBackTicket:
     return ticket
 
 
-def connect_back() -> Channel:
+def connect_back() -> AuthenticatedChannel:
     """Connect this process to the run that started it.
 
     The run's address and key are read from the ticket on standard input.

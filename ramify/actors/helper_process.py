@@ -6,7 +6,7 @@
     ask(process, [request], limit_s=20.0)       ──> answer([request]) ──> [answer]
 
 A request and its answer are lists of byte strings, each preceded by its length. The pool that keeps
-such processes is ``RequestProcessPool`` in ``child_process.py``; callers decide what to ask them.
+such processes is ``HelperProcessPool`` in ``child_process.py``; callers decide what to ask them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ everywhere, with the same rollouts, clock and decisions. The other ranks run ver
 state that a run decides on.
 
 A verb is a method that rank 0 may call on all ranks. Its annotations declare the types of its
-arguments and of its result; nothing else can be sent. ``rank_watch.py`` finds which rank is lost or
-stuck.
+arguments and of its result; nothing else can be sent. ``rank_monitor.py`` finds which rank is lost
+or stuck.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ import msgspec
 from ramify import errors
 from ramify.actors.child_process import ProcessHandle, wait_then_kill
 from ramify.actors.message_encoding import decode, encode
-from ramify.actors.rank_watch import (
+from ramify.actors.rank_monitor import (
     GRACE_S,
     AbortRankRequest,
     HeartbeatEcho,
     RankConnection,
     RankMethodResult,
+    RankMonitor,
     RankProgress,
-    RankStack,
-    RankWatch,
+    RankStackTrace,
     RecoverableRankError,
-    StackRequest,
+    StackTraceRequest,
     WatchRequest,
 )
-from ramify.actors.run_channel import Channel
+from ramify.actors.run_channel import AuthenticatedChannel
 from ramify.errors import RamifyError, TrainError
 from ramify.logging import ComponentLogger
 
@@ -105,7 +105,7 @@ class RankGroup:
         self.connections = connections
         self.processes = processes
         self._lock = threading.Lock()
-        self._watch = RankWatch(pulse, connections, processes, timeout_s, stacks)
+        self._watch = RankMonitor(pulse, connections, processes, timeout_s, stacks)
 
     def call(
         self, verb: str, *shared: Any, each: Sequence[tuple[Any, ...]] | None = None
@@ -223,7 +223,12 @@ def _describe(verb: str, error: Exception) -> str:
 
 
 def serve_rank_zero(
-    own: Any, pulse: RankProgress, talk: Channel, watch: Channel, rank: int, timeout_s: float
+    own: Any,
+    pulse: RankProgress,
+    talk: AuthenticatedChannel,
+    watch: AuthenticatedChannel,
+    rank: int,
+    timeout_s: float,
 ) -> None:
     """Serve rank 0: run each method that rank 0 calls, until it ends the group.
 
@@ -257,7 +262,11 @@ def serve_rank_zero(
 
 
 def _answer_watch_requests(
-    pulse: RankProgress, watch: Channel, rank: int, timeout_s: float, stop: threading.Event
+    pulse: RankProgress,
+    watch: AuthenticatedChannel,
+    rank: int,
+    timeout_s: float,
+    stop: threading.Event,
 ) -> None:
     """Answer the requests of rank 0 for signs of life and for the stack, until ``stop`` is set.
 
@@ -277,8 +286,10 @@ def _answer_watch_requests(
             request: WatchRequest = watch.receive(WatchRequest)
             if isinstance(request, AbortRankRequest):
                 _exit_rank(rank, request.reason)
-            asks_stack = isinstance(request, StackRequest)
-            watch.send(RankStack(pulse.stack_trace()) if asks_stack else HeartbeatEcho(pulse.count))
+            asks_stack = isinstance(request, StackTraceRequest)
+            watch.send(
+                RankStackTrace(pulse.stack_trace()) if asks_stack else HeartbeatEcho(pulse.count)
+            )
         except (EOFError, OSError):
             # Rank 0 may have ended the group, which the thread that runs its methods then sees.
             if stop.wait(GRACE_S):

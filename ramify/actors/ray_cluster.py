@@ -25,7 +25,7 @@ from typing import Any
 
 from ramify import __version__
 from ramify.errors import ConfigError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 
 ADDRESS = "RAY_ADDRESS"
 _REACH_S = 10.0

@@ -53,7 +53,7 @@ _MAX_PATH = 100
 """Length in bytes that every system allows for the path of a Unix socket."""
 
 
-class Channel:
+class AuthenticatedChannel:
     """An authenticated connection between two processes that carries messages.
 
     Several threads may send at the same time, but only one may receive.
@@ -122,7 +122,7 @@ class Channel:
         """
         self._peer.close()
 
-    def __enter__(self) -> Channel:
+    def __enter__(self) -> AuthenticatedChannel:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -174,7 +174,7 @@ class ChannelListener:
 
     def accept(
         self, kind: type[T] | Any, wait_s: float, look: Callable[[], None] = lambda: None
-    ) -> tuple[Channel, T]:
+    ) -> tuple[AuthenticatedChannel, T]:
         """Wait for the next peer that has the key.
 
         Returns its channel and its first message, decoded as the type ``kind``.
@@ -192,7 +192,7 @@ class ChannelListener:
                 elif (first := self._advance_authentication(key.data)) is not None:
                     with contextlib.suppress(msgspec.MsgspecError):
                         message: T = decode(first, kind)
-                        return Channel(key.data.peer, self.key), message
+                        return AuthenticatedChannel(key.data.peer, self.key), message
                     # It has the key, but sent another kind of message. It is not pending any more.
                     key.data.peer.close()
             now = time.monotonic()
@@ -306,7 +306,7 @@ class _Proof:
         self._received, self._is_proved = b"", True
 
 
-def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Channel:
+def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> AuthenticatedChannel:
     """Connect to a listener, check that it has the run's key, and send the first message.
 
     Raises OSError if no listener answers at the address, or if it has another key.
@@ -321,7 +321,7 @@ def connect(address: str, key: bytes, first: Any, wait_s: float = PROOF_S) -> Ch
                 f"the process at {address} does not have this run's key: give both the same key, "
                 "or correct the address"
             )
-        channel = Channel(peer, key)
+        channel = AuthenticatedChannel(peer, key)
         channel.send(first)
         return channel
     except BaseException:

@@ -24,7 +24,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.child_process import HelperProcessPool
 from ramify.actors.helper_process import answer_requests, ask, start_python_process
 
 CPU_S = 2.0
@@ -125,7 +125,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_NUM_HELPERS, thread_name_prefix="ramify helper")
 
 
-_helpers = RequestProcessPool(functools.partial(start_python_process, f"{__name__}:serve"))
+_helpers = HelperProcessPool(functools.partial(start_python_process, f"{__name__}:serve"))
 
 
 def serve() -> None:

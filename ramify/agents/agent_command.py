@@ -1,6 +1,6 @@
 """Run an agent as a command, that is, as a separate process in any language.
 
-    CommandTemplate("{python} my_agent.py {item_file}")     checked before anything is loaded
+    AgentCommandTemplate("{python} my_agent.py {item_file}")     checked before anything is loaded
       ── words(job) ──> ["/usr/bin/python3", "/here/my_agent.py", "/tmp/…/item.json"]
 
 The command is split into words first and filled in afterwards, so a question with spaces or quotes
@@ -66,7 +66,7 @@ _CLEANUP_S = 30.0
 _MAX_BYTES = 4 * MAX_OUTPUT_CHARS
 
 
-class CommandTemplate:
+class AgentCommandTemplate:
     """The command that starts an agent, with placeholders for the values of each rollout."""
 
     def __init__(
@@ -158,7 +158,7 @@ def build_agent_environment(job: AgentJob, names: Sequence[str]) -> dict[str, st
 
 
 async def start_command(
-    template: CommandTemplate, job: AgentJob, names: Sequence[str]
+    template: AgentCommandTemplate, job: AgentJob, names: Sequence[str]
 ) -> AgentProcess:
     """Start an agent's command for one rollout, and return the running agent.
 

@@ -38,7 +38,7 @@ from ramify.agents.agent_attempt import (
     RunningAgent,
     StartAgent,
 )
-from ramify.agents.agent_command import CommandTemplate, parse_task_environment, start_command
+from ramify.agents.agent_command import AgentCommandTemplate, parse_task_environment, start_command
 from ramify.agents.agent_job import AgentJob, remove_folder
 from ramify.agents.agent_result import AgentExitRecord, AgentRun
 from ramify.agents.run_function_agent import AgentFunctionRun
@@ -239,7 +239,9 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         Raises ConfigError if the agent cannot be loaded.
         """
         if self.command:
-            template = CommandTemplate(self.command, shell=self.shell, container=self.container)
+            template = AgentCommandTemplate(
+                self.command, shell=self.shell, container=self.container
+            )
 
             parse_task_environment(self.env)
 

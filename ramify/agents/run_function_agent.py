@@ -18,7 +18,7 @@ from typing import Any
 from ramify.agents.agent_job import AgentJob
 from ramify.agents.agent_result import output_tail
 from ramify.tasks.async_reward_loop import run_coroutine
-from ramify.tasks.stoppable_thread import StoppableThread, ThreadStopped
+from ramify.tasks.stoppable_thread import StoppableThread, ThreadStoppedError
 
 _END_S = 1.0
 """Seconds that a cancelled async function may take to end."""
@@ -91,7 +91,7 @@ class AgentFunctionRun:
             elif self._thread is not None:
                 self.answer = self._thread.result()
             self.exit_code = 0
-        except (ThreadStopped, asyncio.CancelledError):
+        except (ThreadStoppedError, asyncio.CancelledError):
             pass  # the caller stopped it
         except SystemExit as error:
             self.exit_code = error.code if isinstance(error.code, int) else int(bool(error.code))

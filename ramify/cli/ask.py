@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ramify.sandbox.base import SandboxSpec
     from ramify.sources.loaded_sources import LoadedContext
     from ramify.store.base import RunStore
-    from ramify.store.store import Store
+    from ramify.store.folder_store import Store
 
 NO_MODEL = """\
 ramify: no model is set. With an API key: OPENAI_API_KEY=… ramify ask --model openai:gpt-5-mini …
@@ -558,8 +558,8 @@ def make_rlm(
     from ramify.clients.base import Sampling
     from ramify.clients.providers import is_in_process
     from ramify.engine.limits import Limits
+    from ramify.engine.prompt_scaffold import trained_policy_settings
     from ramify.engine.rlm import RLM
-    from ramify.engine.scaffold import trained_policy_settings
 
     temperature = settings.get("temperature")
     if temperature is not None and not 0 <= temperature < math.inf:
@@ -671,7 +671,7 @@ def open_store(settings: dict[str, Any]) -> RunStore | None:
         if settings.get("cache"):
             raise ConfigError("--cache needs the store: remove --no-store")
         return None
-    from ramify.store.stores import open_store
+    from ramify.store.store_opening import open_store
 
     return open_store()
 
@@ -683,7 +683,7 @@ def open_folder_store(settings: dict[str, Any], command: str) -> Store | None:
     """
     if settings.get("store") is False:
         return None
-    from ramify.store.stores import require_folder_store
+    from ramify.store.store_opening import require_folder_store
 
     return require_folder_store(command)
 
@@ -733,7 +733,7 @@ def read_schema(given: str | None) -> dict[str, Any] | None:
 
 
 def read_scaffold(given: str | None, model: str) -> Any:
-    from ramify.engine.scaffold import Scaffold, scaffold_of
+    from ramify.engine.prompt_scaffold import Scaffold, scaffold_of
 
     if not given or not given.endswith((".toml", ".json")):
         return scaffold_of(given or None, model)

@@ -38,13 +38,13 @@ from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result, why_unanswered
 from ramify.errors import ModelError, ReplyFiltered
-from ramify.types.ending import describe_ending
+from ramify.types.end_reason import describe_ending
 from ramify.types.event import AnyEvent, mode_and_reason
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
 
 if TYPE_CHECKING:
-    from ramify.cli.live import LiveView
+    from ramify.cli.live_run_view import LiveRunView
 
 
 Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
@@ -172,13 +172,13 @@ async def _run_watched(
             return await running.result()
 
 
-def _watcher(rlm: RLM, screen: ProgressDisplay) -> RunEventPrinter | LiveView:
+def _watcher(rlm: RLM, screen: ProgressDisplay) -> RunEventPrinter | LiveRunView:
     lines = RunEventPrinter(screen.notes, screen)
     if screen.form != "live":
         return lines
-    from ramify.cli.live import LiveView
+    from ramify.cli.live_run_view import LiveRunView
 
-    return LiveView(screen, lines, rlm.limits.max_seconds)
+    return LiveRunView(screen, lines, rlm.limits.max_seconds)
 
 
 class RunInterrupts:

@@ -7,7 +7,7 @@ Later plans use the best size for each model call that reads one part of a text.
     generated texts (a matrix, as of ``ramify eval``) ──> curve ──> the file that later plans read
 
 A calibration that was killed continues with ``--resume``, and pays for no reply twice.
-``eval_matrix.py`` makes the attempts, and ``plans/calibration.py`` uses the result.
+``eval_matrix.py`` makes the attempts, and ``plans/part_size_calibration.py`` uses the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.ask import KINDS, SETTINGS, make_message_writer, make_rlm, sandbox_spec
-from ramify.cli.eval_matrix import EvalMatrixCommand, MatrixOptions
+from ramify.cli.eval_matrix import EvalMatrixCommand, EvalMatrixOptions
 from ramify.cli.parser import CliOptionSpec, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
 from ramify.cli.settings import fill_missing_settings, named_models, open_configured_folder_store
@@ -29,8 +29,8 @@ from ramify.cli.terminal_text import format_dollars, json_line, pluralize
 from ramify.errors import ConfigError, UnknownRun
 
 if TYPE_CHECKING:
-    from ramify.evaluate.matrix import MatrixPlan
-    from ramify.evaluate.run import AttemptOutcome
+    from ramify.evaluate.evaluation_matrix import EvalMatrixPlan
+    from ramify.evaluate.run_evaluation import AttemptOutcome
 
 _ITEMS = 20
 """Number of questions for each question family and text size."""
@@ -80,7 +80,7 @@ def run(
 ) -> int:
     """Run ``ramify calibrate``: measure how accurately a model answers at each text size, and store
     the result for later plans."""
-    from ramify.plans.calibration import TOLERANCE
+    from ramify.plans.part_size_calibration import TOLERANCE
 
     settings = {
         name: value for name, value in fill_missing_settings(given, KINDS).items() if name in _KEPT
@@ -105,7 +105,7 @@ def run(
         ProgressDisplay(notes, choose_display_form(settings.get("progress"), notes)) as screen,
     ):
         shown = _Curve(screen, tolerance, svg, as_json=bool(settings.get("json")))
-        options = MatrixOptions(
+        options = EvalMatrixOptions(
             k=None,
             concurrency=concurrency or 16,
             html=None,
@@ -134,7 +134,7 @@ class _Curve:
         self._svg = svg
         self._as_json = as_json
 
-    def announce(self, plan: MatrixPlan, likely: float | None) -> None:
+    def announce(self, plan: EvalMatrixPlan, likely: float | None) -> None:
         """Print which text sizes will be measured, how many questions will be asked, and the
         probable cost."""
         from ramify.evaluate.leaf_size_accuracy_curve import call_size_of_cell
@@ -148,14 +148,16 @@ class _Curve:
             + ("" if likely is None else f", about {format_dollars(likely)} in all")
         )
 
-    def __call__(self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]) -> None:
+    def __call__(
+        self, plan: EvalMatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
+    ) -> None:
         from ramify.evaluate.leaf_size_accuracy_curve import (
             calibration_points,
             curve_lines,
             curve_svg,
             date_of,
         )
-        from ramify.plans.calibration import PartSizeCalibration, store_calibration
+        from ramify.plans.part_size_calibration import PartSizeCalibration, store_calibration
 
         points = calibration_points(plan, outcomes)
         if not points:
@@ -191,7 +193,7 @@ class _Curve:
 
 def _plan(
     model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
-) -> tuple[MatrixPlan, float | None]:
+) -> tuple[EvalMatrixPlan, float | None]:
     """Plan the evaluation that measures a model with plain calls at each text size.
 
     Returns the plan and its likely cost in dollars, which is None if the model has no price.
@@ -199,14 +201,18 @@ def _plan(
     Raises ConfigError if the model cannot be used, and UsageError if a size exceeds its window.
     """
     from ramify.evaluate.answer_modes import root_model_capacity
+    from ramify.evaluate.evaluation_matrix import (
+        EvalMatrixAxes,
+        EvalMatrixTaskCache,
+        make_matrix_plan,
+    )
     from ramify.evaluate.leaf_size_accuracy_curve import (
         QUESTIONS,
         calibration_sizes,
         estimate_calibration_cost,
         to_text_tokens,
     )
-    from ramify.evaluate.matrix import MatrixAxes, MatrixTaskCache, make_matrix_plan
-    from ramify.evaluate.run import EvaluationPlan
+    from ramify.evaluate.run_evaluation import EvaluationPlan
 
     kept = {name: settings[name] for name in _ASKED_WITH if name in settings}
     kept.setdefault("max_reply_tokens", _REPLY_TOKENS)
@@ -219,7 +225,7 @@ def _plan(
                 f"a leaf of {size:,} tokens does not fit the window of {model} "
                 f"({room.window:,} tokens, of which {room.reply:,} are for the reply)"
             )
-    axes = MatrixAxes(
+    axes = EvalMatrixAxes(
         suites=tuple(QUESTIONS),
         lengths=tuple(map(to_text_tokens, chosen)),
         models=(model,),
@@ -228,7 +234,7 @@ def _plan(
             model=model, task="", options={"seed": seed}, items=items, settings=kept
         ),
     )
-    plan = make_matrix_plan(axes, MatrixTaskCache())
+    plan = make_matrix_plan(axes, EvalMatrixTaskCache())
     cells = tuple(
         cell for cell in plan.cells if cell.place["family"] in QUESTIONS[cell.place["suite"]]
     )
@@ -256,13 +262,13 @@ def _parse_sizes(text: str) -> list[int]:
     return sorted(found)
 
 
-def _load_stored_plan(id: str) -> MatrixPlan:
+def _load_stored_plan(id: str) -> EvalMatrixPlan:
     """Load the plan of a stored calibration by its id.
 
     Raises an error if the id is unknown or belongs to another kind of evaluation.
     """
+    from ramify.evaluate.evaluation_matrix import EvaluationMatrixStore
     from ramify.evaluate.leaf_size_accuracy_curve import is_calibration
-    from ramify.evaluate.matrix import EvaluationMatrixStore
 
     plan = EvaluationMatrixStore(open_configured_folder_store("ramify calibrate").root).find(id)
     if plan is None:

@@ -38,8 +38,12 @@ from ramify.progress import report_progress
 
 if TYPE_CHECKING:
     from ramify.evaluate.cost_budget import CostBudget
-    from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationResult
-    from ramify.store.store import Store
+    from ramify.evaluate.run_evaluation import (
+        EvaluationFileWriter,
+        EvaluationPlan,
+        EvaluationResult,
+    )
+    from ramify.store.folder_store import Store
     from ramify.tasks.base import Task
 
 _OPTIONS = (
@@ -150,7 +154,7 @@ def _plan(
     attempts: int | None,
     seed: int | None,
 ) -> EvaluationPlan:
-    from ramify.evaluate.run import EvaluationPlan
+    from ramify.evaluate.run_evaluation import EvaluationPlan
 
     recorded = {
         name: value for name, value in settings.items() if name not in (*OUTPUT_SETTINGS, "model")
@@ -192,8 +196,8 @@ class _Demonstrations:
         self, out: Path, max_cost: float | None, max_run_cost: float | None, min_reward: float
     ) -> ExitCode:
         from ramify.evaluate.cost_budget import CostBudget
-        from ramify.evaluate.run import EvaluationStore, read_evaluation
-        from ramify.store.store import Store
+        from ramify.evaluate.run_evaluation import EvaluationStore, read_evaluation
+        from ramify.store.folder_store import Store
 
         store = Store(out)
         record = EvaluationStore(store.root).reopen_or_create(self._plan)
@@ -220,7 +224,7 @@ class _Demonstrations:
         Returns None if the user pressed Ctrl-C.
         """
         from ramify.clients.base import Sampling
-        from ramify.evaluate.run import evaluate
+        from ramify.evaluate.run_evaluation import evaluate
 
         plan = self._plan
         num = min(plan.items, len(self._task.splits["train"])) * plan.attempts

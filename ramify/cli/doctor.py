@@ -23,9 +23,9 @@ from ramify.cli.settings import config_path, fill_missing_settings, unknown_vari
 from ramify.cli.terminal_text import format_size, pluralize
 from ramify.clients.providers import PROVIDERS, PriceTable
 from ramify.errors import RamifyError
-from ramify.install_command import install_command
-from ramify.printable import strip_control_characters
+from ramify.pip_install_command import install_command
 from ramify.sandbox.base import open_sandbox
+from ramify.terminal_sanitizer import strip_control_characters
 
 EXTRAS = {
     "litellm": "litellm",
@@ -152,7 +152,7 @@ def _version_of(module: str) -> str:
 
 
 def _store() -> Iterator[str]:
-    from ramify.store.store import Store
+    from ramify.store.folder_store import Store
 
     store = Store()
     yield f"{store.root}, {pluralize(len(store.runs()), 'run')}, {format_size(store.size())}"

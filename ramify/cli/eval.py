@@ -38,7 +38,7 @@ from ramify.cli.ask import (
     read_scaffold,
     sandbox_spec,
 )
-from ramify.cli.eval_matrix import EvalMatrixCommand, MatrixOptions
+from ramify.cli.eval_matrix import EvalMatrixCommand, EvalMatrixOptions
 from ramify.cli.evaluation_progress import EvaluationProgressReporter, write_evaluation_log
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.progress_display import ProgressDisplay, choose_display_form
@@ -57,9 +57,13 @@ from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
+    from ramify.evaluate.evaluation_matrix import EvalMatrixPlan
     from ramify.evaluate.evaluation_report import EvaluationReport
-    from ramify.evaluate.matrix import MatrixPlan
-    from ramify.evaluate.run import EvaluationFileWriter, EvaluationPlan, EvaluationResult
+    from ramify.evaluate.run_evaluation import (
+        EvaluationFileWriter,
+        EvaluationPlan,
+        EvaluationResult,
+    )
     from ramify.tasks.base import Task
     from ramify.train.metrics import StepMetrics
     from ramify.train.trackers.base import RunTrackers
@@ -219,7 +223,7 @@ def evaluate(
             return _Command(settings, screen, k, against, concurrency, track or []).run(
                 words, resume, plan_options
             )
-        options = MatrixOptions(
+        options = EvalMatrixOptions(
             k, concurrency, html, bool(dry_run), bool(yes), placement == "ray", workers
         )
         if stored is not None:
@@ -227,12 +231,12 @@ def evaluate(
         return _evaluate_matrix(words, axes, systems or [], settings, screen, options, plan_options)
 
 
-def _stored_matrix(settings: dict[str, Any], id: str) -> MatrixPlan | None:
+def _stored_matrix(settings: dict[str, Any], id: str) -> EvalMatrixPlan | None:
     """Load the stored plan of an evaluation matrix (several models, lengths or modes) by its id.
 
     Returns None if the id belongs to a single evaluation.
     """
-    from ramify.evaluate.matrix import EvaluationMatrixStore
+    from ramify.evaluate.evaluation_matrix import EvaluationMatrixStore
 
     store = open_folder_store(settings, "ramify eval")
     return None if store is None else EvaluationMatrixStore(store.root).find(id)
@@ -269,12 +273,12 @@ def _evaluate_matrix(
     systems: list[str],
     settings: dict[str, Any],
     screen: ProgressDisplay,
-    options: MatrixOptions,
+    options: EvalMatrixOptions,
     plan_options: dict[str, Any],
 ) -> int:
     """Evaluate every combination of the given task suites, text lengths, models, answer modes and
     scaffolds (sets of prompts)."""
-    from ramify.evaluate.matrix import MatrixAxes, parse_length
+    from ramify.evaluate.evaluation_matrix import EvalMatrixAxes, parse_length
 
     suites, *rest = words
     models = _split_names(axes["models"] or settings["model"])
@@ -283,7 +287,7 @@ def _evaluate_matrix(
         for scaffold in scaffolds:
             read_scaffold(scaffold, model)
     first = {**settings, "model": models[0]}
-    wanted = MatrixAxes(
+    wanted = EvalMatrixAxes(
         suites=tuple(_split_names(suites)),
         lengths=tuple(map(parse_length, _split_names(axes["lengths"]))),
         models=tuple(models),
@@ -331,7 +335,7 @@ class _Command:
 
     def run(self, words: list[str], resume: str | None, plan_options: dict[str, Any]) -> ExitCode:
         from ramify.evaluate.evaluation_report import check_k, check_same_items
-        from ramify.evaluate.run import EvaluationStore
+        from ramify.evaluate.run_evaluation import EvaluationStore
 
         records = EvaluationStore(self._store.root) if self._store is not None else None
         other = self._load_baseline(records)
@@ -414,7 +418,7 @@ class _Command:
         other: EvaluationResult | None,
     ) -> ExitCode:
         from ramify.clients.base import Sampling
-        from ramify.evaluate.run import evaluate
+        from ramify.evaluate.run_evaluation import evaluate
 
         num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
         done = len(record.outcomes) if record is not None else 0
@@ -537,7 +541,7 @@ def _to_metrics(figures: EvaluationReport) -> StepMetrics:
 def _plan_of(
     task: str, options: list[str], settings: dict[str, Any], plan_options: dict[str, Any]
 ) -> EvaluationPlan:
-    from ramify.evaluate.run import EvaluationPlan
+    from ramify.evaluate.run_evaluation import EvaluationPlan
 
     fields = {
         "split": plan_options["split"],
@@ -572,7 +576,7 @@ def _was_trained_direct(model: str) -> bool:
 
     ``model`` is the name of a model, or an alias of the configuration file.
     """
-    from ramify.engine.scaffold import trained_policy_settings
+    from ramify.engine.prompt_scaffold import trained_policy_settings
 
     return trained_policy_settings(named_models().get(model, model)).direct
 
@@ -593,7 +597,7 @@ def plan_with_split(plan: EvaluationPlan, task: Task, given: str | None) -> Eval
 
     By default, the task chooses its split.
     """
-    from ramify.evaluate.run import choose_split
+    from ramify.evaluate.run_evaluation import choose_split
 
     return msgspec.structs.replace(plan, split=choose_split(task, given))
 

@@ -7,7 +7,8 @@ The command is ``ramify eval SUITES --lengths … --models … --modes …``.
          ──> attempts ──> table, JSONL, HTML
 
 This module checks a matrix before any money is spent, and prints its results. The cells of a matrix
-(its combinations) are defined in ``ramify/evaluate/matrix.py``, and the options in ``eval.py``.
+(its combinations) are defined in ``ramify/evaluate/evaluation_matrix.py``, and the options in
+``eval.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ramify.cli.ask import (
     sandbox_spec,
 )
 from ramify.cli.eval_metering_proxies import (
-    MatrixMeteringProxies,
+    EvalMatrixMeteringProxies,
     check_settings_comparable,
     open_meters,
 )
@@ -44,21 +45,21 @@ from ramify.types.trajectory import Stop
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
-    from ramify.evaluate.matrix import MatrixAxes, MatrixEstimate, MatrixPlan
-    from ramify.evaluate.matrix_report import MatrixReport
-    from ramify.evaluate.run import (
-        AttemptMaker,
+    from ramify.evaluate.evaluation_matrix import EvalMatrixAxes, EvalMatrixEstimate, EvalMatrixPlan
+    from ramify.evaluate.matrix_report import EvalMatrixReport
+    from ramify.evaluate.run_evaluation import (
         AttemptOutcome,
+        AttemptRunner,
         EvaluationFileWriter,
         EvaluationPlan,
         EvaluationResult,
         EvaluationSetup,
-        RlmAttemptMaker,
+        RlmAttemptRunner,
     )
-    from ramify.store.store import Store
+    from ramify.store.folder_store import Store
 
 
-class MatrixOptions(NamedTuple):
+class EvalMatrixOptions(NamedTuple):
     """Options of an evaluation matrix that do not change its results, such as the number of
     concurrent attempts.
 
@@ -78,7 +79,7 @@ class MatrixOptions(NamedTuple):
     """Number of workers on the Ray cluster."""
     command: str = "ramify eval"
     """Command that resumes the matrix with ``--resume``."""
-    show: Callable[[MatrixPlan, Mapping[str, Sequence[AttemptOutcome]]], None] | None = None
+    show: Callable[[EvalMatrixPlan, Mapping[str, Sequence[AttemptOutcome]]], None] | None = None
     """Function that prints the results; None prints a table. If it is set and the user cannot be
     asked for confirmation on a terminal, nothing starts without ``--yes``."""
 
@@ -96,7 +97,7 @@ class EvalMatrixCommand:
     """
 
     def __init__(
-        self, settings: dict[str, Any], screen: ProgressDisplay, options: MatrixOptions
+        self, settings: dict[str, Any], screen: ProgressDisplay, options: EvalMatrixOptions
     ) -> None:
         self._settings = settings
         self._screen = screen
@@ -108,20 +109,20 @@ class EvalMatrixCommand:
         self._rlms: dict[bytes, RLM] = {}
         """Settings -> the RLM that answers with them."""
 
-    def begin(self, axes: MatrixAxes, validates: bool) -> ExitCode:
+    def begin(self, axes: EvalMatrixAxes, validates: bool) -> ExitCode:
         """Begin a new matrix and run it to its end.
 
         If ``validates`` is True, first check that correct answers to some items score 1.
         """
+        from ramify.evaluate.evaluation_matrix import EvalMatrixTaskCache, make_matrix_plan
         from ramify.evaluate.evaluation_report import check_k
-        from ramify.evaluate.matrix import MatrixTaskCache, make_matrix_plan
         from ramify.tasks.validation import validate
 
         if self._options.k is not None:
             check_k(self._options.k, axes.base.attempts)
         # Find modules in the current folder, as with python -m.
         sys.path[:0] = [""] * ("" not in sys.path)
-        tasks = MatrixTaskCache()
+        tasks = EvalMatrixTaskCache()
         plan = make_matrix_plan(axes, tasks)
         if validates:
             shortest = min(axes.lengths, default=None)
@@ -137,24 +138,24 @@ class EvalMatrixCommand:
                         self._notes.say(f"ramify: {skipped}")
         return self._run(plan, tasks, is_new=True)
 
-    def begin_plan(self, plan: MatrixPlan) -> ExitCode:
+    def begin_plan(self, plan: EvalMatrixPlan) -> ExitCode:
         """Begin a new matrix whose combinations have already been chosen, and run it to its end."""
-        from ramify.evaluate.matrix import MatrixTaskCache
+        from ramify.evaluate.evaluation_matrix import EvalMatrixTaskCache
 
-        return self._run(plan, MatrixTaskCache(), is_new=True)
+        return self._run(plan, EvalMatrixTaskCache(), is_new=True)
 
-    def resume(self, plan: MatrixPlan) -> ExitCode:
+    def resume(self, plan: EvalMatrixPlan) -> ExitCode:
         """Resume a stored matrix that is incomplete, and print its results."""
+        from ramify.evaluate.evaluation_matrix import EvalMatrixTaskCache
         from ramify.evaluate.evaluation_report import check_k
-        from ramify.evaluate.matrix import MatrixTaskCache
 
         if self._options.k is not None:
             check_k(self._options.k, plan.first_plan.attempts)
         sys.path[:0] = [""] * ("" not in sys.path)
-        return self._run(plan, MatrixTaskCache(), is_new=False)
+        return self._run(plan, EvalMatrixTaskCache(), is_new=False)
 
-    def _run(self, plan: MatrixPlan, tasks: Any, *, is_new: bool) -> ExitCode:
-        from ramify.evaluate.matrix import EvaluationMatrixStore
+    def _run(self, plan: EvalMatrixPlan, tasks: Any, *, is_new: bool) -> ExitCode:
+        from ramify.evaluate.evaluation_matrix import EvaluationMatrixStore
 
         for model in dict.fromkeys(cell.plan.model for cell in plan.cells):
             settings = {**plan.first_plan.settings, "model": model}
@@ -178,7 +179,7 @@ class EvalMatrixCommand:
             progress: list[EvaluationProgressReporter] = []
 
             async def whole() -> tuple[EvaluationResult, ...]:
-                from ramify.evaluate.run import evaluate_all
+                from ramify.evaluate.run_evaluation import evaluate_all
 
                 await self._confirm_start(plan, tools, opened)
                 if records is not None and is_new:
@@ -231,7 +232,7 @@ class EvalMatrixCommand:
         return self._rlms[key]
 
     async def _confirm_start(
-        self, plan: MatrixPlan, tools: Any, opened: dict[str, EvaluationFileWriter]
+        self, plan: EvalMatrixPlan, tools: Any, opened: dict[str, EvaluationFileWriter]
     ) -> None:
         """Print the number of attempts and their probable cost, and ask the user whether to start.
 
@@ -240,7 +241,7 @@ class EvalMatrixCommand:
         """
         from ramify.engine.limits import DEFAULT_MAX_COST
         from ramify.evaluate.answer_modes import root_model_capacity
-        from ramify.evaluate.matrix import estimate_remaining_cost
+        from ramify.evaluate.evaluation_matrix import estimate_remaining_cost
 
         rooms = {}
         for cell in plan.cells:
@@ -265,7 +266,7 @@ class EvalMatrixCommand:
         if is_asked and sys.stdin.isatty() and sys.stderr.isatty() and not _is_confirmed():
             raise _NotConfirmed
 
-    def _resume_command(self, plan: MatrixPlan) -> str:
+    def _resume_command(self, plan: EvalMatrixPlan) -> str:
         return f"{self._options.command} --resume {plan.id}"
 
     @property
@@ -274,7 +275,7 @@ class EvalMatrixCommand:
 
     @contextlib.contextmanager
     def _progress(
-        self, plan: MatrixPlan, opened: dict[str, EvaluationFileWriter]
+        self, plan: EvalMatrixPlan, opened: dict[str, EvaluationFileWriter]
     ) -> Iterator[EvaluationProgressReporter]:
         num = sum(cell.plan.items * cell.plan.attempts for cell in plan.cells)
         earlier = [outcome for record in opened.values() for outcome in record.outcomes]
@@ -283,16 +284,16 @@ class EvalMatrixCommand:
 
     def _jobs(
         self,
-        plan: MatrixPlan,
+        plan: EvalMatrixPlan,
         tasks: Any,
         tools: Any,
         opened: dict[str, EvaluationFileWriter],
         progress: EvaluationProgressReporter,
-        meters: MatrixMeteringProxies,
+        meters: EvalMatrixMeteringProxies,
     ) -> Iterator[EvaluationSetup]:
-        from ramify.evaluate.run import EvaluationSetup
+        from ramify.evaluate.run_evaluation import EvaluationSetup
 
-        makes: dict[tuple[int, str], AttemptMaker] = {}
+        makes: dict[tuple[int, str], AttemptRunner] = {}
         on_ray = self._on_ray(plan, tools) if self._options.on_ray else None
         for cell in plan.cells:
             rlm = self._rlm(cell.plan, tools)
@@ -304,14 +305,14 @@ class EvalMatrixCommand:
                 cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
             )
 
-    def _on_ray(self, plan: MatrixPlan, tools: Any) -> AttemptMaker:
-        from ramify.evaluate.ray_attempts import RayAttemptMaker
+    def _on_ray(self, plan: EvalMatrixPlan, tools: Any) -> AttemptRunner:
+        from ramify.evaluate.ray_attempts import RayAttemptRunner
 
         if plan.has_systems:
             raise UsageError("--with compares systems on this machine: remove --placement ray")
         if tools:
             raise UsageError("--mcp has no effect on other machines: remove --placement ray")
-        return RayAttemptMaker(
+        return RayAttemptRunner(
             attempt_maker_in_worker,
             None if self._store is None else self._store.root,
             concurrency=self._options.concurrency,
@@ -319,7 +320,7 @@ class EvalMatrixCommand:
         )
 
     def _print_report(
-        self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
+        self, plan: EvalMatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
         from ramify.evaluate.matrix_report import matrix_report, matrix_table
 
@@ -331,7 +332,7 @@ class EvalMatrixCommand:
             return self._print_missing(plan, evaluations, is_stored=is_stored)
         found = matrix_report(plan, outcomes, k=self._options.k)
         if self._options.html is not None:
-            from ramify.viewer.matrices import matrix_html
+            from ramify.viewer.eval_matrix_page import matrix_html
 
             self._write(Path(self._options.html).expanduser(), matrix_html(found, outcomes))
         if self._is_json:
@@ -346,7 +347,7 @@ class EvalMatrixCommand:
         return self._print_missing(plan, evaluations, is_stored=is_stored)
 
     def _print_missing(
-        self, plan: MatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
+        self, plan: EvalMatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
         """Print how many attempts are missing, or that no attempt was scored.
 
@@ -377,10 +378,10 @@ class EvalMatrixCommand:
             self._notes.say(f"page {path}")
 
     def _show_money(
-        self, plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
+        self, plan: EvalMatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
         """Print the score and the cost of each cell, which is one combination of the matrix."""
-        from ramify.evaluate.money_curves import (
+        from ramify.evaluate.score_budget_curves import (
             format_budget_tables,
             matrix_score_by_budget,
             score_by_budget_tables,
@@ -409,7 +410,7 @@ def _is_confirmed() -> bool:
         signal.signal(signal.SIGINT, before)
 
 
-def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
+def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptRunner:
     """Create an attempt maker for one cell, which is one combination of the matrix.
 
     Each attempt uses ``rlm`` with the cell's mode and temperature.
@@ -417,15 +418,15 @@ def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptMaker:
     from ramify.clients.base import Sampling
     from ramify.evaluate.answer_modes import mode_function
     from ramify.evaluate.attempt import attempt
-    from ramify.evaluate.run import RlmAttemptMaker
+    from ramify.evaluate.run_evaluation import RlmAttemptRunner
 
     sampling = Sampling(temperature=plan.settings.get("temperature"))
     # The mode of another system is its name.
     mode = attempt if plan.settings.get("with") else mode_function(plan.settings["mode"])
-    return RlmAttemptMaker(rlm, sampling, mode)
+    return RlmAttemptRunner(rlm, sampling, mode)
 
 
-def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptMaker:
+def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptRunner:
     """Create an attempt maker for one cell of a matrix inside a worker process.
 
     The RLM is created in that process, with the API keys of its environment.
@@ -443,7 +444,7 @@ def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
     return {**plan.settings, "model": plan.model, "direct": None}
 
 
-def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:
+def _rows(report: EvalMatrixReport) -> Iterator[dict[str, Any]]:
     """Yield the rows of a matrix report as plain dictionaries: first the combination that the
     row describes, then its metrics."""
     for row in report.rows:
@@ -452,7 +453,7 @@ def _rows(report: MatrixReport) -> Iterator[dict[str, Any]]:
         yield {"matrix": report.plan.id, **place, "k": report.k, **data}
 
 
-def _in_words(found: MatrixEstimate) -> str:
+def _in_words(found: EvalMatrixEstimate) -> str:
     unfit = f", of which {found.unfit:,} do not fit and ask nothing" if found.unfit else ""
     cost = (
         "their cost is unknown, since a model has no known price"

@@ -8,7 +8,7 @@ A metering endpoint counts and limits each client's spending.
 
 The budget of an attempt is that of --max-calls, --max-tokens and --max-cost, or the defaults of
 Ramify's runs, and its time is --max-seconds. The attempts are in ``ramify/evaluate/systems/``, and
-the meter is in ``ramify/serve/meter.py``.
+the meter is in ``ramify/serve/metering_proxy.py``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ramify.cli.settings import named_models
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
-    from ramify.evaluate.matrix import MatrixCell, MatrixPlan
-    from ramify.evaluate.run import AttemptMaker, RlmAttemptMaker
+    from ramify.evaluate.evaluation_matrix import EvalMatrixCell, EvalMatrixPlan
+    from ramify.evaluate.run_evaluation import AttemptRunner, RlmAttemptRunner
     from ramify.evaluate.systems.base import PerItemBudget
-    from ramify.serve.meter import MeteringProxy
+    from ramify.serve.metering_proxy import MeteringProxy
 
 _NOT_METERED = {
     "sub_model": "systems are compared with one model",
@@ -44,7 +44,7 @@ def check_settings_comparable(settings: Mapping[str, Any]) -> None:
             raise UsageError(f"--with and --{name.replace('_', '-')}: {why}; remove one of them")
 
 
-class MatrixMeteringProxies:
+class EvalMatrixMeteringProxies:
     """The metering endpoints of an evaluation matrix, one for each model.
 
     They count the requests of external systems. There are none if only Ramify itself is evaluated.
@@ -53,15 +53,17 @@ class MatrixMeteringProxies:
     def __init__(self, meters: Mapping[str, MeteringProxy]) -> None:
         self._meters = meters
 
-    def attempt_maker(self, cell: MatrixCell, rlm: RLM, runs: RlmAttemptMaker) -> AttemptMaker:
+    def attempt_maker(
+        self, cell: EvalMatrixCell, rlm: RLM, runs: RlmAttemptRunner
+    ) -> AttemptRunner:
         """Return an attempt maker for one cell, which is one combination of the matrix.
 
         Attempts are made by an external system or by Ramify. If external systems take part, every
         attempt is metered and has the same budget.
         """
         from ramify.evaluate.systems.attempt import (
-            MeteredRlmAttemptMaker,
-            SystemAttemptMaker,
+            MeteredRlmAttemptRunner,
+            SystemAttemptRunner,
             parse_system,
         )
 
@@ -70,20 +72,22 @@ class MatrixMeteringProxies:
         meter = self._meters[cell.plan.model]
         budget = _budget_of(rlm, meter)
         if not cell.system:
-            return MeteredRlmAttemptMaker(runs, meter.open_account, budget)
+            return MeteredRlmAttemptRunner(runs, meter.open_account, budget)
         system = parse_system(cell.system, timeout_s=rlm.limits.max_seconds)
-        return SystemAttemptMaker(system, meter.open_account, budget)
+        return SystemAttemptRunner(system, meter.open_account, budget)
 
 
 @asynccontextmanager
-async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[MatrixMeteringProxies]:
+async def open_meters(
+    plan: EvalMatrixPlan, root: Path | None
+) -> AsyncIterator[EvalMatrixMeteringProxies]:
     """Start a metering endpoint for each model within a ``with`` block, if the evaluation has
     external systems.
 
     Requests are recorded in the store's folder ``root``, unless it is None.
     """
     from ramify.http_server.machine_capacity import raise_descriptor_limit
-    from ramify.serve.meter import MeteringProxy
+    from ramify.serve.metering_proxy import MeteringProxy
 
     meters: dict[str, MeteringProxy] = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -98,7 +102,7 @@ async def open_meters(plan: MatrixPlan, root: Path | None) -> AsyncIterator[Matr
             model = named_models().get(name, name)
             meter = MeteringProxy(model, record=record)
             meters[name] = await stack.enter_async_context(meter)
-        yield MatrixMeteringProxies(meters)
+        yield EvalMatrixMeteringProxies(meters)
 
 
 def _budget_of(rlm: RLM, meter: MeteringProxy) -> PerItemBudget:

@@ -20,7 +20,7 @@ from ramify.progress import ProgressReporter
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from ramify.evaluate.run import AttemptOutcome
+    from ramify.evaluate.run_evaluation import AttemptOutcome
 
 _log = ComponentLogger("evaluate")
 

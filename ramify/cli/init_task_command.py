@@ -80,7 +80,7 @@ def run():
 _TEST = '''"""The task NAME proves itself, and its expert solves a part of it."""
 
 from ramify import tasks
-from ramify.engine.scaffold import scaffold_of
+from ramify.engine.prompt_scaffold import scaffold_of
 
 from NAME import NAME, demos
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.parser import UsageError
-from ramify.printable import strip_controls_to_line
+from ramify.terminal_sanitizer import strip_controls_to_line
 
 if TYPE_CHECKING:
     from ramify.train.config_fields import ConfigField
@@ -38,7 +38,7 @@ def print_fields(words: Sequence[str], resume: str | None) -> None:
     """
     from ramify.train.config import CHOICES, Run
     from ramify.train.config_fields import fields, unknown_field_hint
-    from ramify.train.override import override
+    from ramify.train.config_overrides import override
     from ramify.train.recipe import load_recipe, load_stored_run
 
     overrides = [word for word in words if "=" in word]

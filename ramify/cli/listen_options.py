@@ -79,7 +79,7 @@ def listen_address(
         if options[name] is not None:
             raise UsageError(f"--unix-socket replaces a port: remove --{name.replace('_', '-')}")
     if root is None:
-        from ramify.store.store import Store
+        from ramify.store.folder_store import Store
 
         root = Store().root
     return ListenAddress(socket=root / "sockets" / f"{command}.sock")

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from ramify.cli.terminal_text import format_size
 from ramify.format_quantities import pluralize
-from ramify.printable import strip_control_characters
 from ramify.sources.loaded_sources import LoadedContext, LoadedSourceItem
+from ramify.terminal_sanitizer import strip_control_characters
 
 MAX_ROWS = 12
 """Maximum number of rows. If there are more sources, each row totals those with the same suffix."""

@@ -23,8 +23,8 @@ from ramify.cli.parser import WRONG, ExitCode, SubcommandSpec, UsageError, unkno
 from ramify.cli.terminal_text import discard_stdout, print_error, protect_terminal
 from ramify.errors import RamifyError
 from ramify.extras import EXTRA_COMMANDS
-from ramify.install_command import install_command
 from ramify.nearest_name import nearest_name
+from ramify.pip_install_command import install_command
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),

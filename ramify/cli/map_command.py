@@ -1,6 +1,6 @@
 """The command ``ramify map``: ask the same question about each row of a table.
 
-    arguments ──> rows      settings ──> RLM with the limits of a row      ──> MapRun ──> exit code
+    arguments ──> rows      settings ──> RLM with the limits of a row ──> TableMapRun ──> exit code
                   Ctrl-C: the first starts no more rows, the second cancels those in progress
 
 The settings of a model, a session and a prompt are those of ``ask`` (see ``ask.py``). The questions
@@ -48,7 +48,7 @@ from ramify.cli.terminal_text import StderrMessageWriter, pluralize, print_error
 from ramify.logging import hold_warnings_for_run
 from ramify.maps.api import map_limits
 from ramify.maps.estimate import MIN_FOR_INTERVAL, EstimatedAmount
-from ramify.maps.map_run import MapResult, MapRun, MapSpec
+from ramify.maps.map_run import MapResult, TableMapRun, TableMapSpec
 from ramify.maps.open_row_source import open_paths
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def run(
         write_stderr(NO_MODEL.replace("ramify ask", "ramify map"))
         return ExitCode.USAGE
     question, *paths = words
-    request = MapSpec(
+    request = TableMapSpec(
         question=question,
         answer_type=read_schema(answer_schema),
         columns=tuple(column or ()),
@@ -201,7 +201,7 @@ def run(
         connect_mcp_tools(settings) as tools,
     ):
         rlm = make_rlm(row_settings, sandbox_spec(settings), open_store(settings), tools, mode)
-        result, code = _until_the_end(MapRun(rlm, source, request), notes, screen)
+        result, code = _until_the_end(TableMapRun(rlm, source, request), notes, screen)
     if result is None:
         return code
     as_json = bool(settings.get("json"))
@@ -211,7 +211,7 @@ def run(
 
 
 def _until_the_end(
-    map_run: MapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
+    map_run: TableMapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
 ) -> tuple[MapResult | None, ExitCode]:
     """Run a map until it ends or is stopped.
 
@@ -232,7 +232,7 @@ def _until_the_end(
 def _ray_run(
     settings: dict[str, Any],
     paths: list[str],
-    request: MapSpec,
+    request: TableMapSpec,
     out: str | None,
     workers: int | None,
 ) -> RayMapRun:
@@ -257,7 +257,7 @@ class _MapInterrupts:
     After the first signal no further row is started. A second Ctrl-C cancels the rows in progress.
     """
 
-    def __init__(self, map_run: MapRun | RayMapRun, notes: StderrMessageWriter) -> None:
+    def __init__(self, map_run: TableMapRun | RayMapRun, notes: StderrMessageWriter) -> None:
         self.code = ExitCode.CUT_SHORT
         self._run = map_run
         self._notes = notes

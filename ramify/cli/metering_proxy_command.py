@@ -5,7 +5,8 @@ It counts what each client spends, and enforces a budget for each client.
     ramify serve --meter openai:gpt-5-mini --max-tokens 200000 --max-calls 50
 
 The command prints the address and the key. Any client of OpenAI's APIs that uses them is metered.
-Ctrl-C prints what each client has spent. The endpoint itself is in ``ramify/serve/meter.py``.
+Ctrl-C prints what each client has spent. The endpoint itself is in
+``ramify/serve/metering_proxy.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ramify.cli.stop_signals import add_stop_handler
 from ramify.cli.terminal_text import StderrMessageWriter, format_dollars, pluralize, write_stderr
 
 if TYPE_CHECKING:
-    from ramify.serve.meter import MeteringProxy
-    from ramify.store.store import Store
+    from ramify.serve.metering_proxy import MeteringProxy
+    from ramify.store.folder_store import Store
 
 _OF_RUNS = ("keys", "max_runs", "max_body", "grace", "log", "record", "redact", "record_max_gib")
 """Options of a server that runs an RLM for each request. They do not apply to a metering proxy."""
@@ -58,7 +59,7 @@ def _meter(
 ) -> MeteringProxy:
     from ramify.evaluate.systems.base import PerItemBudget
     from ramify.http_server.machine_capacity import raise_descriptor_limit
-    from ramify.serve.meter import MeteringProxy
+    from ramify.serve.metering_proxy import MeteringProxy
 
     raise_descriptor_limit()
     limits = {name: settings.get(name) for name in PerItemBudget.__struct_fields__}

@@ -12,8 +12,8 @@ import sys
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.terminal_text import json_line, shorten_to_line
 from ramify.errors import did_you_mean
-from ramify.plugins import PluginEntry, Registry, registries
-from ramify.printable import strip_controls_to_line
+from ramify.plugins import PluginEntry, PluginRegistry, registries
+from ramify.terminal_sanitizer import strip_controls_to_line
 
 
 def plugins(words: list[str], json: bool | None) -> int:
@@ -25,7 +25,7 @@ def plugins(words: list[str], json: bool | None) -> int:
     entries = [
         entry
         for each in chosen
-        for entry in (each.entries() if isinstance(each, Registry) else [each])
+        for entry in (each.entries() if isinstance(each, PluginRegistry) else [each])
     ]
     if json:
         for entry in entries:

@@ -13,7 +13,7 @@ All commands share this display. Stdout is reserved for the command's answer.
 This file decides when the screen is drawn and restores the terminal at the end. A separate thread
 draws, so that the view stays alive while the main thread loads or computes. It starts only when
 there is something to wait for, so that a quick command pays nothing. The pictures themselves are
-made by ``live.py`` and ``train.py``.
+made by ``live_run_view.py`` and ``train.py``.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from ramify.clients.base import Price, Request, Sampling
 from ramify.clients.model_config import Model
 from ramify.clients.providers import PriceTable
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.rlm import RLM
-from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import provider_spec
 from ramify.store.base import RunStore

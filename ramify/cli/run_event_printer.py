@@ -1,4 +1,4 @@
-"""Print the steps of a run as lines, for displays without the live view of ``live.py``."""
+"""Print the steps of a run as lines, for displays without the live view of ``live_run_view.py``."""
 
 from __future__ import annotations
 

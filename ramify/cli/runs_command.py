@@ -1,7 +1,7 @@
 """The command ``ramify runs`` and its subcommands ``review``, ``score``, ``check``, ``repair``,
 ``rm`` and ``prune``, which work on stored runs.
 
-``ramify/store/store.py`` reads and writes the files of the store.
+``ramify/store/folder_store.py`` reads and writes the files of the store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ramify.cli.parser import (
     parse_size,
 )
 from ramify.cli.settings import open_configured_folder_store, open_configured_store
-from ramify.cli.stored_maps import find_map, is_map_id, print_maps, remove_map
+from ramify.cli.stored_table_questions import find_map, is_map_id, print_maps, remove_map
 from ramify.cli.terminal_text import (
     format_count,
     format_dollars,
@@ -43,7 +43,7 @@ from ramify.store.journal import NOTHING_KEPT
 from ramify.store.repair import JournalCheckResult
 from ramify.store.reviews import UNSCORED, Verdict
 from ramify.store.run_filter import corrected_reward, parse_run_filter
-from ramify.store.summary import RunSummary
+from ramify.store.run_summary import RunSummary
 
 if TYPE_CHECKING:
     from ramify.evaluate.traffic_scores import ScoringCounts
@@ -162,8 +162,8 @@ def score(
     if max_cost is not None and not judge:
         raise UsageError("--max-cost needs --judge MODEL: add it")
     from ramify.evaluate import traffic_scores
-    from ramify.plugins import Registry
-    from ramify.store.store import Store
+    from ramify.plugins import PluginRegistry
+    from ramify.store.folder_store import Store
     from ramify.store.traffic_policy_identity import read_identity
 
     folder = Path(words[0]).expanduser()
@@ -174,7 +174,7 @@ def score(
     store = Store(folder)
     if by:
         done = traffic_scores.score_stored_conversations(
-            store, Registry("function", "ramify.scores", {}).resolve(by), by
+            store, PluginRegistry("function", "ramify.scores", {}).resolve(by), by
         )
     elif correction:
         rule = traffic_scores.regex_correction_rule(correction)

@@ -4,7 +4,7 @@ with a recursive run.
 ``serve`` offers the OpenAI API; ``mcp`` offers a tool, over stdin and stdout or over HTTP, that
 answers questions over files. The first Ctrl-C or SIGTERM stops new requests and gives the current
 runs a grace period; the second ends the server at once. The servers themselves are in
-``ramify/serve/run_server.py`` and ``ramify/serve/mcp_server.py``.
+``ramify/serve/recursive_run_server.py`` and ``ramify/serve/mcp_server.py``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from ramify.clients.base import Client
     from ramify.engine.mcp_tools import McpTools
     from ramify.engine.rlm import RLM
-    from ramify.serve.keys import ApiKeys
-    from ramify.serve.run_server import RunServer
+    from ramify.serve.api_keys import ApiKeys
+    from ramify.serve.recursive_run_server import RecursiveRunServer
     from ramify.serve.traffic_recorder import TrafficRecorder
-    from ramify.store.store import Store
+    from ramify.store.folder_store import Store
 
 
 _OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress", *OF_SOURCES)
@@ -192,14 +192,14 @@ def _server(
     store: Store | None,
     tools: McpTools | None,
     notes: StderrMessageWriter,
-) -> RunServer:
+) -> RecursiveRunServer:
     from ramify.clients.base import Sampling
     from ramify.http_server.machine_capacity import raise_descriptor_limit
-    from ramify.serve.run_server import RunServer
+    from ramify.serve.recursive_run_server import RecursiveRunServer
 
     raise_descriptor_limit()
     rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
-    return RunServer(
+    return RecursiveRunServer(
         rlm,
         name=options["name"] or settings["model"],
         address=listen_address(options, "serve", PORT, store.root if store is not None else None),
@@ -232,7 +232,7 @@ def _recorder_opener(
 
 
 def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
-    from ramify.serve.keys import ApiKey, ApiKeys, read_keys
+    from ramify.serve.api_keys import ApiKey, ApiKeys, read_keys
 
     keys = read_keys(options["keys"]) if options["keys"] else {}
     if options["keys"] and not keys:
@@ -252,7 +252,7 @@ def _keys(options: dict[str, Any], root: Path | None) -> ApiKeys:
     return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
 
 
-async def _serve(server: RunServer, grace_s: float, notes: StderrMessageWriter) -> None:
+async def _serve(server: RecursiveRunServer, grace_s: float, notes: StderrMessageWriter) -> None:
     first_stop = asyncio.Event()
     second_stop = asyncio.Event()
 

@@ -1,6 +1,6 @@
 """The command ``ramify serve-policy``: start an OpenAI-compatible server for one local policy.
 
-The server itself is in ``ramify/serve/policy.py``.
+The server itself is in ``ramify/serve/policy_server.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ramify.progress import report_progress
 
 if TYPE_CHECKING:
     from ramify.inference.local.local_client import LocalClient
-    from ramify.serve.policy import PolicyServer
+    from ramify.serve.policy_server import PolicyServer
     from ramify.serve.traffic_recorder import TrafficRecorder
 
 PORT = 8000
@@ -76,7 +76,7 @@ def serve_policy(
             from ramify.http_server.machine_capacity import raise_descriptor_limit
             from ramify.inference.local.local_client import LocalClient
             from ramify.models.load import load_policy
-            from ramify.serve.policy import PolicyServer
+            from ramify.serve.policy_server import PolicyServer
 
         torch_dtype = None if dtype is None else getattr(torch, dtype, None)
         if dtype is not None and torch_dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -29,7 +29,7 @@ from ramify.user_folders import user_folder
 if TYPE_CHECKING:
     from ramify.clients.model_config import Model
     from ramify.store.base import RunStore
-    from ramify.store.store import Store
+    from ramify.store.folder_store import Store
 
 TABLES = {
     "prices": {"path": "RAMIFY_PRICES"},
@@ -121,7 +121,7 @@ def open_configured_store() -> RunStore:
     For commands that need no other settings.
     """
     _apply_tables()
-    from ramify.store.stores import open_store
+    from ramify.store.store_opening import open_store
 
     return open_store()
 
@@ -133,7 +133,7 @@ def open_configured_folder_store(command: str) -> Store:
     Raises ConfigError if the store is not kept in files.
     """
     _apply_tables()
-    from ramify.store.stores import require_folder_store
+    from ramify.store.store_opening import require_folder_store
 
     return require_folder_store(command)
 

@@ -41,7 +41,7 @@ from ramify.cli.show_path import (
     training_run_summary,
     trajectory_at,
 )
-from ramify.cli.stored_maps import (
+from ramify.cli.stored_table_questions import (
     find_map,
     is_map_id,
     map_lines,
@@ -62,8 +62,8 @@ from ramify.cli.terminal_text import (
     write_lines,
 )
 from ramify.errors import ConfigError, RamifyError, did_you_mean
-from ramify.printable import strip_control_characters
-from ramify.types.ending import describe_ending
+from ramify.terminal_sanitizer import strip_control_characters
+from ramify.types.end_reason import describe_ending
 from ramify.types.event import mode_and_reason
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn, answer_text
 

@@ -24,7 +24,7 @@ from ramify.errors import StoreError
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from ramify.maps.map_table import StoredMap
+    from ramify.maps.map_table import StoredTableMap
     from ramify.viewer.run_catalog import RunListRow
 
 _SHOWN_METRICS = ("reward", "validation/reward", "loss")
@@ -78,7 +78,7 @@ def trajectory_at(given: PathAndLine) -> Trajectory | None:
     raise StoreError(f"{given.path} has no line {given.line}: it has {pluralize(number, 'line')}")
 
 
-def map_at(given: PathAndLine) -> StoredMap | None:
+def map_at(given: PathAndLine) -> StoredTableMap | None:
     """Return the map whose journal is at the path, or None if the path is not the journal of a
     map."""
     from ramify.maps.map_journal import read_header

@@ -25,7 +25,7 @@ from types import FrameType
 from ramify.cli.parser import ExitCode
 from ramify.cli.terminal_text import print_error
 from ramify.engine import event_loop_thread
-from ramify.errors import LoopBlocked
+from ramify.errors import EventLoopBlockedError
 
 PATIENCE_S = 3.0
 """Seconds that the event loop may take to act on a signal."""
@@ -67,7 +67,7 @@ def watch_run_deadlines(
     ``restore`` is called before the end, to restore the terminal.
     """
 
-    def end(error: LoopBlocked) -> None:
+    def end(error: EventLoopBlockedError) -> None:
         with contextlib.suppress(Exception):
             restore()
         how = f"; continue with: {command.format(run=error.run_id)}" if error.run_id else ""

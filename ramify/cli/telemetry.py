@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ramify.cli.terminal_text import StderrMessageWriter
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 

@@ -16,8 +16,8 @@ The tree shows question → answer → cost → time, in the colors of the page
     ├ 0.7 …sheet 8  → 1414  $0.001  804 ms  differs: sheet 8 returned 1,414; …
     └ llm_query × 500: 497 done, 3 failed  $0.02  9.10 s
 
-``show.py`` prints turns and code, ``printable.py`` defines which characters are removed, and
-``format_quantities.py`` formats numbers.
+``show.py`` prints turns and code, ``terminal_sanitizer.py`` defines which characters are removed,
+and ``format_quantities.py`` formats numbers.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from ramify.errors import OldNameWarning
+from ramify.errors import DeprecatedSettingNameWarning
 from ramify.format_quantities import format_count as format_count
 from ramify.format_quantities import format_dollars as format_dollars
 from ramify.format_quantities import format_duration as format_duration
 from ramify.format_quantities import format_growing_duration as format_growing_duration
 from ramify.format_quantities import pluralize as pluralize
 from ramify.logging import ComponentLogger, current_console
-from ramify.printable import (
+from ramify.terminal_sanitizer import (
     SanitizingTerminalStream,
     escape_json_controls,
     strip_control_characters,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.text import Text
 
-    from ramify.types.call_node import CallNode
+    from ramify.types.run_call_node import RunCallNode
 
 Line: TypeAlias = "str | Text"
 """A line to print. Only ``Text`` objects are printed in color."""
@@ -125,7 +125,7 @@ class StderrMessageWriter:
             console.show = self.say
             console.hidden.add("warning")
         # Python hides a DeprecationWarning outside of __main__.
-        warnings.simplefilter("default", OldNameWarning)
+        warnings.simplefilter("default", DeprecatedSettingNameWarning)
         warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")
 
 
@@ -302,7 +302,7 @@ def call_tree_lines(trajectory: Trajectory) -> Iterator[Text]:
 
     tree = CallTree()
     tree.load_trajectory(trajectory)
-    below: dict[str, list[CallNode]] = {}
+    below: dict[str, list[RunCallNode]] = {}
     roots = []
     for node in tree.order:
         if node.parent is None:
@@ -314,7 +314,9 @@ def call_tree_lines(trajectory: Trajectory) -> Iterator[Text]:
         yield from _branches(root, below, "")
 
 
-def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> Iterator[Text]:
+def _branches(
+    node: RunCallNode, below: dict[str, list[RunCallNode]], indent: str
+) -> Iterator[Text]:
     entries = list(_group_calls(below.get(node.id, []), below))
     for index, entry in enumerate(entries):
         is_last = index == len(entries) - 1
@@ -326,7 +328,7 @@ def _branches(node: CallNode, below: dict[str, list[CallNode]], indent: str) -> 
         yield from _branches(entry, below, indent + ("  " if is_last else "│ "))
 
 
-def _group_calls(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[Any]:
+def _group_calls(nodes: Sequence[RunCallNode], below: dict[str, Any]) -> Iterator[Any]:
     """Yield the tree entries for the sub-calls of a call.
 
     Many plain sub-calls are combined into one entry, but outliers and failures also get separate
@@ -342,7 +344,7 @@ def _group_calls(nodes: Sequence[CallNode], below: dict[str, Any]) -> Iterator[A
     yield from (node for node in nodes if node.id not in hidden)
 
 
-def _row(node: CallNode) -> Text:
+def _row(node: RunCallNode) -> Text:
     if node.has_failed:
         answer, tone = node.error or node.reason or str(node.stop), "bad"
     elif node.stop is None:
@@ -369,7 +371,7 @@ def _join_parts(*parts: Line, between: str = "") -> Text:
     return Text(between).join(Text(part) if isinstance(part, str) else part for part in parts)
 
 
-def _format_group(nodes: Sequence[CallNode]) -> Text:
+def _format_group(nodes: Sequence[RunCallNode]) -> Text:
     failed = sum(node.has_failed for node in nodes)
     done = sum(node.stop is not None for node in nodes) - failed
     costs = [node.cost for node in nodes if node.cost is not None]

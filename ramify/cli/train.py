@@ -40,7 +40,7 @@ from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageErro
 from ramify.cli.progress_display import OPTION, ProgressDisplay, choose_display_form
 from ramify.cli.telemetry import export_spans
 from ramify.cli.terminal_text import StderrMessageWriter, print_error
-from ramify.log_outputs import RUN_LOG
+from ramify.log_handlers import RUN_LOG
 from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
 from ramify.train.checkpoint import find_lock_holder
@@ -205,9 +205,9 @@ def train(
     with export_spans(notes), ProgressDisplay(notes, form, has_lines=True) as screen:
         with report_progress("starting"):
             from ramify.train.backends.launch import is_restarted
+            from ramify.train.config_overrides import override
             from ramify.train.execute import train
             from ramify.train.other_trainer_presets import override_choices, with_preset
-            from ramify.train.override import override
             from ramify.train.placement_plan import with_placement_kind
             from ramify.train.recipe import load_recipe, load_stored_run  # imports everything heavy
 

@@ -22,10 +22,10 @@ from typing import Any
 from ramify.clients import anthropic_reply_parser
 from ramify.clients.anthropic_reply_parser import Blocks, decode_arguments
 from ramify.clients.base import ASSUMED_WINDOW, OnPiece, Price, Request, picture_base64
-from ramify.clients.batches import AnthropicBatches
 from ramify.clients.chat_json import supports_strict_schema
-from ramify.clients.json_api import JsonApi
+from ramify.clients.json_api import JsonApiClient
 from ramify.clients.picture_token_costs import can_read_pictures
+from ramify.clients.provider_batch_apis import AnthropicBatches
 from ramify.clients.providers import (
     ANTHROPIC_KEYS,
     ModelProviderSpec,
@@ -84,7 +84,7 @@ class AnthropicClient:
             cache_key=False,
         )
         self._wire = HttpConnectionPool()
-        self._api = JsonApi(
+        self._api = JsonApiClient(
             name, self._endpoint, self._wire, anthropic_reply_parser, streams=streams
         )
         self.where = self._api.where

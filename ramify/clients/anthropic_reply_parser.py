@@ -26,7 +26,7 @@ HAS_LAST_BODY = False
 Blocks = list[dict[str, Any]]
 
 
-class MessageResponse(msgspec.Struct):
+class AnthropicMessageResponse(msgspec.Struct):
     """The body of a response from Anthropic's API, with the fields that Ramify reads."""
 
     content: list[dict[str, Any]] | None = None
@@ -48,10 +48,10 @@ class MessageResponse(msgspec.Struct):
         return len(self.content or ())
 
 
-_decoder = msgspec.json.Decoder(MessageResponse)
+_decoder = msgspec.json.Decoder(AnthropicMessageResponse)
 
 
-def decode(body: bytes) -> MessageResponse:
+def decode(body: bytes) -> AnthropicMessageResponse:
     """Decode the JSON body of a response.
 
     Raises msgspec.DecodeError if the body has another form.
@@ -62,7 +62,7 @@ def decode(body: bytes) -> MessageResponse:
 class _StreamEvent(msgspec.Struct):
     type: str = ""
     index: int = 0
-    message: MessageResponse | None = None
+    message: AnthropicMessageResponse | None = None
     content_block: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
     usage: Any = None
@@ -85,7 +85,7 @@ class AnthropicReplyAssembler:
     def __init__(self) -> None:
         self.is_done = False
         self.error: Any = None
-        self._body = MessageResponse()
+        self._body = AnthropicMessageResponse()
         self._blocks: dict[int, dict[str, Any]] = {}
         self._parts: dict[tuple[int, str], list[str]] = {}
         """(index of a block, field) -> parts of the field's text"""
@@ -153,7 +153,9 @@ class AnthropicReplyAssembler:
 new_stream = AnthropicReplyAssembler
 
 
-def reply_from_response(body: MessageResponse, blocks: Blocks, model: str, seconds: float) -> Reply:
+def reply_from_response(
+    body: AnthropicMessageResponse, blocks: Blocks, model: str, seconds: float
+) -> Reply:
     """Convert a decoded response into a ``Reply``.
 
     Raises ValueError if its fields contradict each other.

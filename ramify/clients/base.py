@@ -311,7 +311,7 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
-class RequestReservation(Protocol):
+class RequestBudgetReservation(Protocol):
     """Reserves the budget for one request.
 
     The engine's ledger, which tracks a run's spending, implements this protocol. ``reserve`` is

@@ -119,7 +119,7 @@ class StreamedReplyAssembler(Protocol):
         ...
 
 
-class JsonApi:
+class JsonApiClient:
     """Sends requests to one URL of a provider's JSON API, and reads the replies."""
 
     def __init__(

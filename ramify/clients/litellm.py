@@ -40,7 +40,7 @@ from ramify.errors import (
     ReplyLost,
     Unreachable,
 )
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.types.message import Reply
 
 _TIER = re.compile(r"input_cost_per_token_above_(\d+)k_tokens$")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.clients import chat_json
 from ramify.clients.base import OnPiece, Price, Request
-from ramify.clients.json_api import JsonApi
+from ramify.clients.json_api import JsonApiClient
 from ramify.clients.picture_token_costs import can_read_pictures
 from ramify.clients.providers import RESPONSES_PATH, ResolvedEndpoint
 from ramify.errors import ConfigError, Refused
@@ -21,7 +21,7 @@ from ramify.http_client.http_transport import HttpConnectionPool
 from ramify.types.message import Reply
 
 if TYPE_CHECKING:
-    from ramify.clients.batches import OpenAIBatches
+    from ramify.clients.provider_batch_apis import OpenAIBatches
 
 
 class OpenAIClient:
@@ -56,7 +56,7 @@ class OpenAIClient:
             self._format = responses_json
         self._limit_field = endpoint.limit_field
         self._wire = wire
-        self._api = JsonApi(name, endpoint, wire, self._format, streams=streams)
+        self._api = JsonApiClient(name, endpoint, wire, self._format, streams=streams)
         self.where = self._api.where
         """Model and address, for errors."""
 
@@ -87,7 +87,7 @@ class OpenAIClient:
 
         Raises ConfigError if Ramify does not support one for its provider.
         """
-        from ramify.clients.batches import OpenAIBatches
+        from ramify.clients.provider_batch_apis import OpenAIBatches
 
         if not self.name.startswith("openai:"):
             provider = self._endpoint.provider.title

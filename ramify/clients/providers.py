@@ -37,7 +37,7 @@ from ramify.errors import ConfigError, did_you_mean
 from ramify.http_client.urls_and_proxies import is_http_url
 from ramify.lazy_pattern import lazy_pattern
 from ramify.nearest_name import nearest_name
-from ramify.plugins import Registry, is_object_location
+from ramify.plugins import PluginRegistry, is_object_location
 from ramify.secret_redaction import register_secret
 from ramify.trained_policy_settings import packaged_policy_names
 
@@ -211,15 +211,15 @@ ANTHROPIC_KEYS = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 """Environment variables that may hold Anthropic's key. The first one that is set is used."""
 IN_PROCESS = "local"
 """Provider of the in-process engine: ``local:FOLDER`` and the packaged policies."""
-CLIENTS = Registry(
+CLIENTS = PluginRegistry(
     "provider",
     "ramify.providers",
     {
         **PROVIDERS,
         "anthropic": "ramify.clients.anthropic:AnthropicClient",
         "litellm": "ramify.clients.litellm:LiteLLMClient",
-        "scripted": "ramify.testing.scripted:connect",
-        "offline": "ramify.testing.offline:connect",
+        "scripted": "ramify.testing.scripted_client:connect",
+        "offline": "ramify.testing.offline_model:connect",
         IN_PROCESS: "ramify.inference.local:connect",
     },
 )

@@ -36,7 +36,7 @@ from ramify.clients.base import (
     Price,
     ReplyPiece,
     Request,
-    RequestReservation,
+    RequestBudgetReservation,
     plausible_usage,
     reported_cost,
 )
@@ -179,7 +179,7 @@ class RateLimitedClientPool:
         self,
         client: Client,
         request: Request,
-        account: RequestReservation,
+        account: RequestBudgetReservation,
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
         *,
@@ -235,7 +235,7 @@ class RateLimitedClientPool:
         self,
         client: Client,
         request: Request,
-        account: RequestReservation,
+        account: RequestBudgetReservation,
         gate: AdaptiveConcurrencyLimiter,
         retries: RequestRetries,
         on_send: Callable[[], None] | None,
@@ -290,7 +290,7 @@ class RateLimitedClientPool:
         return reply
 
     async def _reserve(
-        self, client: Client, account: RequestReservation, gate: AdaptiveConcurrencyLimiter
+        self, client: Client, account: RequestBudgetReservation, gate: AdaptiveConcurrencyLimiter
     ) -> int:
         """Reserve the budget for an attempt, and then wait for a free slot of the rate limiters.
 
@@ -307,7 +307,9 @@ class RateLimitedClientPool:
             account.release(f"{client.name}: given up before it was sent")
             raise
 
-    def _is_enough(self, account: RequestReservation, gate: AdaptiveConcurrencyLimiter) -> bool:
+    def _is_enough(
+        self, account: RequestBudgetReservation, gate: AdaptiveConcurrencyLimiter
+    ) -> bool:
         """Return True if the budget's reservation still covers the attempt.
 
         Otherwise the attempt's slots in the rate limiters are released.

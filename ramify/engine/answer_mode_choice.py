@@ -4,12 +4,13 @@ call.
 The choice and its reason are recorded.
 
     RLM.completion(text, query, mode="auto")
-        chooser(ModeChoiceInput) ─┬─> ModeChoice  by rules: nothing is asked
-                                  └─> ModeChoiceCall  one bounded call of the run ──> ModeChoice
+        chooser(AnswerModeChoiceInput)
+            ├─> AnswerModeChoice      by rules: nothing is asked
+            └─> AnswerModeChoiceCall  one bounded call of the run ──> AnswerModeChoice
         ModeChosen in the journal ──> plain call, session or strategy; a resumed run does the same
 
 This module decides what a chooser knows and how its choice is applied. The names of the modes are
-in ``strategies.py``. The rules of ``auto`` and ``plan`` belong to the code of the plans.
+in ``answer_strategies.py``. The rules of ``auto`` and ``plan`` belong to the code of the plans.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.clients.base import Client
+from ramify.engine.answer_strategies import MODES, Strategy, recorded_strategy, strategy_record
 from ramify.engine.leaf_calls import LeafRequest
 from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits
 from ramify.engine.question import ALWAYS, Question
-from ramify.engine.strategies import MODES, Strategy, recorded_strategy, strategy_record
 from ramify.errors import ConfigError
 from ramify.plugins import load_object
 from ramify.types.event import ModeChosen
 
 if TYPE_CHECKING:
-    from ramify.engine.resources import RlmSetup, RunModels
+    from ramify.engine.resources import ModelsByDepth, RlmSetup
 
 _SHOWN_TOOLS = 4
 """Maximum number of tools that a reason names."""
@@ -40,7 +41,7 @@ _TABLES_AS_TEXT = frozenset(("csv", "jsonl"))
 _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xlsx"))
 
 
-class ModeChoiceInput(msgspec.Struct, frozen=True):
+class AnswerModeChoiceInput(msgspec.Struct, frozen=True):
     """The facts on which the choice of a question's mode is based.
 
     All of them are known before any model call.
@@ -67,7 +68,7 @@ class ModeChoiceInput(msgspec.Struct, frozen=True):
     """Whether the context consists only of CSV texts, whose first lines name the columns."""
 
 
-class ModeChoice(msgspec.Struct, frozen=True):
+class AnswerModeChoice(msgspec.Struct, frozen=True):
     """The mode that was chosen for a question, and the reason for the choice."""
 
     mode: str
@@ -77,14 +78,14 @@ class ModeChoice(msgspec.Struct, frozen=True):
     """Strategy that answers the question in the mode ``plan``."""
 
 
-class ModeChoiceCall(msgspec.Struct, frozen=True):
+class AnswerModeChoiceCall(msgspec.Struct, frozen=True):
     """A single model call that chooses the mode of a question.
 
     It is used if the rules alone cannot decide.
     """
 
     leaf: LeafRequest
-    choice: Callable[[object, str], ModeChoice]
+    choice: Callable[[object, str], AnswerModeChoice]
     """Function that makes the choice. It takes the call's answer, or None and the reason why the
     answer is missing. It raises no errors."""
 
@@ -106,19 +107,19 @@ def _has_texts_of_tables(question: Question) -> bool:
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
 
-def always_session(_facts: ModeChoiceInput) -> ModeChoice:
+def always_session(_facts: AnswerModeChoiceInput) -> AnswerModeChoice:
     """Always choose a session, in which the model writes code and calls models."""
-    return ModeChoice("free", "it was asked for")
+    return AnswerModeChoice("free", "it was asked for")
 
 
-def always_direct(_facts: ModeChoiceInput) -> ModeChoice:
+def always_direct(_facts: AnswerModeChoiceInput) -> AnswerModeChoice:
     """Always choose one plain model call, however long the context is."""
-    return ModeChoice("direct", "it was asked for")
+    return AnswerModeChoice("direct", "it was asked for")
 
 
 async def choose_initial_mode(
-    setup: RlmSetup, question: Question, models: RunModels, *, is_conversation: bool
-) -> ModeChoice | ModeChoiceCall | None:
+    setup: RlmSetup, question: Question, models: ModelsByDepth, *, is_conversation: bool
+) -> AnswerModeChoice | AnswerModeChoiceCall | None:
     """Choose the mode of a question before the run starts, or return the model call that will
     choose it.
 
@@ -138,27 +139,27 @@ async def choose_initial_mode(
     facts = _facts(setup, question, models)
     # Cutting a large context for the cost of a plan takes seconds.
     chooser = load_object(MODES[question.mode], f"mode '{question.mode}'")
-    choice: ModeChoice | ModeChoiceCall = await asyncio.to_thread(chooser, facts)
+    choice: AnswerModeChoice | AnswerModeChoiceCall = await asyncio.to_thread(chooser, facts)
     return choice
 
 
-def recorded_choice(question: Question) -> ModeChoice | None:
+def recorded_choice(question: Question) -> AnswerModeChoice | None:
     """Return the mode that was chosen when the run first started, or None if no choice is
     recorded."""
     recorded = question.chosen_mode
     if recorded is None:
         return None
-    return ModeChoice(recorded.mode, recorded.reason, recorded_strategy(recorded.strategy))
+    return AnswerModeChoice(recorded.mode, recorded.reason, recorded_strategy(recorded.strategy))
 
 
-def apply_choice(question: Question, choice: ModeChoice) -> Question:
+def apply_choice(question: Question, choice: AnswerModeChoice) -> Question:
     """Return a copy of the question with the settings of the chosen mode applied."""
     direct = ALWAYS if choice.mode == "direct" else False
     return msgspec.structs.replace(question, direct=direct, strategy=choice.strategy)
 
 
 def make_mode_chosen_event(
-    choice: ModeChoice, at_s: float, *, is_asked: bool = False
+    choice: AnswerModeChoice, at_s: float, *, is_asked: bool = False
 ) -> ModeChosen:
     """Create the event that records ``choice`` in the run's journal.
 
@@ -170,13 +171,13 @@ def make_mode_chosen_event(
     )
 
 
-def _facts(setup: RlmSetup, question: Question, models: RunModels) -> ModeChoiceInput:
+def _facts(setup: RlmSetup, question: Question, models: ModelsByDepth) -> AnswerModeChoiceInput:
     root, limits = models.client_at_depth(0), setup.limits
     is_priced = any(client.price is not None for client in models.all)
     of_tables = _TABLE_TOOLS if _has_texts_of_tables(question) else frozenset()
     of_question = question.tools.keys() - of_tables if question.has_required_tools else ()
     tools = [*sorted(of_question), *setup.tools.functions, *setup.tools.values]
-    return ModeChoiceInput(
+    return AnswerModeChoiceInput(
         question,
         root,
         models.plain,

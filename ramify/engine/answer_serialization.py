@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import SharedContext
+from ramify.sandbox.base import SharedContextValue
 
 
 def to_jsonable(value: Any) -> Any:
@@ -60,7 +60,7 @@ def pack_typed_answer(answer: Any) -> dict[str, Any] | None:
     if _is_plain(answer):
         return None
     try:
-        return SharedContext(answer).to_jsonable()
+        return SharedContextValue(answer).to_jsonable()
     except SandboxError:  # of a type of the caller, which gives it again
         return None
 

@@ -7,7 +7,7 @@ chosen.
     rlm.completion(text, "…", search=4)              samples the first turn of this question only
 
 A custom ``BranchSearch`` may branch at any turn, also within branches. The continuations themselves
-are run by ``branch.py``.
+are run by ``run_branching.py``.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
 All questions share one budget and one client. Each emits a few events instead of writing a journal
 and a trajectory.
 
-    calls = DirectCalls(setup, models, budget)         RLM.direct_calls opens them
+    calls = DirectModelCaller(setup, models, budget)         RLM.direct_calls opens them
     await calls.answer(question, emit) ──> CallOutcome
-         │                        └── DirectRequestEvent, DirectReply, DirectFailure, before each is
-         │                            acted on; who records them can resume the question
-         └── reserve ── emit(DirectRequestEvent) ── send ── settle ── emit(DirectReply)
+         │                        └── DirectRequestEvent, DirectReplyEvent or
+         │                            DirectRequestFailedEvent, before each is acted on; who
+         │                            records them can resume the question
+         └── reserve ── emit(DirectRequestEvent) ── send ── settle ── emit(DirectReplyEvent)
 
 The prompt, the check of the reply, retries and rate limits are those of a run's plain call. Other
 features of a run are left out, because they cost three times the CPU time of the request itself:
@@ -26,8 +27,9 @@ import msgspec
 
 from ramify.clients.base import Price, Request
 from ramify.clients.rate_limited_requests import reply_with_cost
+from ramify.engine.answer_strategies import Mode
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.limits import BudgetAmount, BudgetLedger, Reservation, max_request_amount
+from ramify.engine.limits import BudgetAmount, BudgetLedger, BudgetReservation, max_request_amount
 from ramify.engine.model_requests import (
     check_prices_known,
     filtered_reply_error,
@@ -37,8 +39,7 @@ from ramify.engine.model_requests import (
 from ramify.engine.plain_call import answer_without_session, direct_prompt, with_answer_format
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.reply_token_limits import ReplyTokenLimits
-from ramify.engine.resources import RlmSetup, RunModels
-from ramify.engine.strategies import Mode
+from ramify.engine.resources import ModelsByDepth, RlmSetup
 from ramify.engine.ways_to_answer import way_to_answer
 from ramify.errors import LimitReached, ReplyCut
 from ramify.format_quantities import format_plain_number
@@ -60,14 +61,14 @@ class DirectRequestEvent(msgspec.Struct, frozen=True):
     """Dollars that the budget reserves; None if the model has no price."""
 
 
-class DirectReply(msgspec.Struct, frozen=True):
+class DirectReplyEvent(msgspec.Struct, frozen=True):
     """An event that is emitted when the reply to a request has arrived."""
 
     turn: int
     reply: Reply
 
 
-class DirectFailure(msgspec.Struct, frozen=True):
+class DirectRequestFailedEvent(msgspec.Struct, frozen=True):
     """An event that is emitted when a request has failed.
 
     It holds the usage and the cost that may have been billed.
@@ -81,17 +82,17 @@ class DirectFailure(msgspec.Struct, frozen=True):
     """Dollars that may have been billed."""
 
 
-DirectEvent = DirectRequestEvent | DirectReply | DirectFailure
+DirectEvent = DirectRequestEvent | DirectReplyEvent | DirectRequestFailedEvent
 
 
-class DirectCalls:
+class DirectModelCaller:
     """Answers small questions, each with one plain model call instead of a whole run.
 
     An instance belongs to one event loop.
     """
 
     def __init__(
-        self, setup: RlmSetup, models: RunModels, budget: BudgetLedger, mode: Mode | None = None
+        self, setup: RlmSetup, models: ModelsByDepth, budget: BudgetLedger, mode: Mode | None = None
     ) -> None:
         """Prepare to answer questions with the root model of ``models``.
 
@@ -251,7 +252,7 @@ class _DirectCall:
 
     def __init__(
         self,
-        calls: DirectCalls,
+        calls: DirectModelCaller,
         question: Question,
         emit: Callable[[DirectEvent], None],
         recorded: Sequence[Reply],
@@ -279,7 +280,7 @@ class _DirectCall:
             request = self.calls.build_request(messages, self._schema)
             account = _DirectAccount(self, request, tuple(new))
             reply = await self.calls.send(request, account)
-            self.emit(DirectReply(self.turn, reply))
+            self.emit(DirectReplyEvent(self.turn, reply))
         self._messages = (*messages, reply.message)
         if reply.finish == "content_filter":
             raise filtered_reply_error(self.calls.client.name, reply)
@@ -289,7 +290,7 @@ class _DirectCall:
 class _DirectAccount:
     """Reserves the budget of one request, and records the request's attempts.
 
-    Implements ``RequestReservation``.
+    Implements ``RequestBudgetReservation``.
     """
 
     def __init__(self, call: _DirectCall, request: Request, new: tuple[Message, ...]) -> None:
@@ -298,7 +299,7 @@ class _DirectAccount:
         client = calls.client
         self._call = call
         self._new = new
-        self._reservation = Reservation(calls.budget, client.name, most, client.price)
+        self._reservation = BudgetReservation(calls.budget, client.name, most, client.price)
 
     def most(self) -> tuple[Usage, float | None]:
         """Return the reserved usage and cost, which are upper bounds."""
@@ -357,13 +358,13 @@ class _DirectAccount:
 
     def release(self, error: str) -> None:
         self._reservation.release()
-        self._call.emit(DirectFailure(self._call.turn, error, Usage(), None))
+        self._call.emit(DirectRequestFailedEvent(self._call.turn, error, Usage(), None))
 
     def charge_full_reservation(self, error: str) -> None:
         usage, cost = self.most()
         self._spend(usage, cost)
         self._reservation.settle(usage, cost, f"turn {self._call.turn}")
-        self._call.emit(DirectFailure(self._call.turn, error, usage, cost))
+        self._call.emit(DirectRequestFailedEvent(self._call.turn, error, usage, cost))
 
     def _spend(self, usage: Usage, cost: float | None) -> None:
         amount = BudgetAmount(usage.calls, usage.total_tokens, cost or 0.0)

@@ -33,10 +33,10 @@ from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar, cast
 
-from ramify.errors import ConfigError, LoopBlocked
+from ramify.errors import ConfigError, EventLoopBlockedError
 from ramify.logging import calling_line, warnings_at
 
-on_blocked: ContextVar[Callable[[LoopBlocked], object] | None] = ContextVar(
+on_blocked: ContextVar[Callable[[EventLoopBlockedError], object] | None] = ContextVar(
     "on_blocked", default=None
 )
 """Callback for a run that was ended because its event loop is blocked. It is called in another
@@ -218,8 +218,8 @@ def background_loop() -> asyncio.AbstractEventLoop:
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run the coroutine ``work`` on the background event loop, wait for it, and return its result.
 
-    If the wait is interrupted, ``work`` is cancelled. Raises LoopBlocked if ``work`` blocks the
-    loop past its deadline.
+    If the wait is interrupted, ``work`` is cancelled. Raises EventLoopBlockedError if ``work``
+    blocks the loop past its deadline.
     """
     if _is_here():
         work.close()
@@ -229,7 +229,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         )
     used, answer = background_loop(), Future[T]()
 
-    def release(error: LoopBlocked) -> None:
+    def release(error: EventLoopBlockedError) -> None:
         _abandon(used)
         _settle(answer, None, error)
 

@@ -20,9 +20,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from logging import DEBUG
 from typing import TYPE_CHECKING
 
-from ramify.errors import ConfigError, LoopBlocked, RamifyError, StoreError
+from ramify.errors import ConfigError, EventLoopBlockedError, RamifyError, StoreError
 from ramify.logging import ComponentLogger
-from ramify.sandbox.base import SharedContext
+from ramify.sandbox.base import SharedContextValue
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,
@@ -32,13 +32,13 @@ from ramify.types.event import (
     NoteAdded,
     RunEnded,
     RunResumed,
-    TrajectoryFold,
+    TrajectoryBuilder,
 )
 from ramify.types.trajectory import Call, ContextRef, Stop, Trajectory
 
 if TYPE_CHECKING:
     from ramify.store.base import RunJournal
-    from ramify.store.live_text import LiveReplyFileWriter
+    from ramify.store.live_replies import LiveReplyFileWriter
 
 _log = ComponentLogger("engine")
 
@@ -100,10 +100,10 @@ class EventRecorder:
         """New events of a resumed run that has done nothing worth writing yet."""
         self._root: str | None = None
         """Id of the root call in progress."""
-        self._sealed: LoopBlocked | None = None
+        self._sealed: EventLoopBlockedError | None = None
         self._warnings: list[str] = []
         """Warnings from before the root call began."""
-        self._fold = TrajectoryFold()
+        self._fold = TrajectoryBuilder()
         self._began = time.perf_counter() - since_s
         self.on_trouble: Callable[[RamifyError], object] | None = None
         """Called if the disk is full and the journal uses the space that was kept free."""
@@ -208,7 +208,7 @@ class EventRecorder:
                 journal.append(minor)
         journal.append(event)
 
-    def seal(self, end: RunEnded, error: LoopBlocked) -> None:
+    def seal(self, end: RunEnded, error: EventLoopBlockedError) -> None:
         """Write the final event ``end`` and release the journal, while the run is still stuck on a
         blocked event loop.
 
@@ -279,7 +279,9 @@ def _describe_place(event: AnyEvent) -> str:
     return ", ".join(filter(None, parts)) or "the run"
 
 
-def context_ref(context: SharedContext | None, pictures: Iterable[str] = ()) -> ContextRef | None:
+def context_ref(
+    context: SharedContextValue | None, pictures: Iterable[str] = ()
+) -> ContextRef | None:
     """Return a reference to a context, for the record of a call.
 
     It contains the context's digest, size, kind and files, and the digests of its pictures.

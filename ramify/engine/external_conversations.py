@@ -34,10 +34,10 @@ from ramify.engine.conversation_matching import (
     ExternallyDrivenCall,
 )
 from ramify.engine.live_call import CallMessageHistory, LiveCall
-from ramify.engine.live_run import SharedRunState
+from ramify.engine.shared_run_state import SharedRunState
 from ramify.errors import LimitReached
 from ramify.types.message import Message, Reply, escape_message_surrogates
-from ramify.types.trajectory import Fork, NewCallReason, Stop
+from ramify.types.trajectory import CallForkOrigin, NewCallReason, Stop
 
 if TYPE_CHECKING:
     from ramify.engine.resources import EventLoopResources
@@ -245,7 +245,7 @@ class RunModelClient:
             call, origin.tools, origin.learns, num_messages, origin=(origin, num_turns)
         )
         agent.calls.append(fork)
-        self._run.begin_call(call, Fork(origin.call.id, num_turns - 1), cause)
+        self._run.begin_call(call, CallForkOrigin(origin.call.id, num_turns - 1), cause)
         return fork
 
     async def _take_turn(

@@ -8,7 +8,7 @@ the mistake, and the message does not count as an answer in words.
     '<tool_call>{"name": "repl", "arguments": {"code": "f()"}}</tool_call>'      ->  codes=("f()",)
     "```bash\nls\n```"                                        ->  was_attempted, and a note
 
-The session's own formats are parsed by ``action.py``.
+The session's own formats are parsed by ``reply_action_parsing.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.action import (
+from ramify.engine.reply_action_parsing import (
     CODE_TOOL,
     FINAL_TOOL,
     ParsedAction,

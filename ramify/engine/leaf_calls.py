@@ -8,7 +8,7 @@ Each question becomes one recorded plain model call, a "leaf call".
 
 Leaf calls are budgeted, limited, retried, journalled and resumed like the sub-calls of a session.
 Their ids follow the order in which they are given, so a repeated run finds their replies again.
-Each strategy decides which leaf calls a question needs (see ``strategies.py``).
+Each strategy decides which leaf calls a question needs (see ``answer_strategies.py``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ramify.clients.base import Client, Sampling
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.limits import BudgetAmount, Limits
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import MAX_REPAIRS
 from ramify.engine.question import Question
 from ramify.engine.recorded_plain_call import ask_plain
 from ramify.engine.replayed_plain_call import repeat_plain
-from ramify.engine.typed import AnswerSchema
+from ramify.engine.shared_run_state import SharedRunState
+from ramify.engine.typed_answers import AnswerSchema
 from ramify.errors import ReplayDiverged
 from ramify.types.trajectory import CallSite, Stop
 
@@ -51,7 +51,7 @@ class LeafRequest(msgspec.Struct, frozen=True):
     """How often the question is asked again after a reply that does not match ``kind``."""
 
 
-class LeafCalls:
+class LeafModelCaller:
     """Asks a model the small questions of a strategy.
 
     Each question is one recorded plain model call, called a leaf call.

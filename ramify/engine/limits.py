@@ -176,7 +176,7 @@ def max_request_amount(
     return BudgetAmount(1, max_input_tokens + max_output_tokens, cost)
 
 
-class ObservedOverrun(NamedTuple):
+class ReservationOverrun(NamedTuple):
     """The largest amounts by which a model's replies have exceeded their reservations.
 
     Later requests to the model reserve that much more.
@@ -191,12 +191,12 @@ class ObservedOverrun(NamedTuple):
     cost: float = 0.0
     """Highest cost of one reply, in dollars."""
 
-    def with_report(self, most: Usage, reported: Usage, cost: float) -> ObservedOverrun:
+    def with_report(self, most: Usage, reported: Usage, cost: float) -> ReservationOverrun:
         """Return the overrun updated with one more reply.
 
         The reply used ``reported`` although at most ``most`` was expected.
         """
-        return ObservedOverrun(
+        return ReservationOverrun(
             max(self.input_tokens, reported.input_tokens),
             max(self.output_tokens, reported.output_tokens),
             max(self.extra_input, reported.input_tokens - most.input_tokens),
@@ -214,7 +214,7 @@ class ObservedOverrun(NamedTuple):
         )
 
 
-_NO_EXCESS = ObservedOverrun()
+_NO_EXCESS = ReservationOverrun()
 
 
 class BudgetLedger:
@@ -257,7 +257,7 @@ class BudgetLedger:
         self.reported: set[tuple[Stop, str]] = set()
         """Limits that were already logged, as (limit, call id); the id is empty if all calls share
         the limit."""
-        self.excess: dict[str, ObservedOverrun] = {}
+        self.excess: dict[str, ReservationOverrun] = {}
         """Model -> its largest reported excess over its reservations."""
         self.last_excess = ""
         """Sentence about the latest excess, with the reported and the reserved amount."""
@@ -501,7 +501,7 @@ class BudgetLedger:
         return [*rows, *costs]
 
 
-class Reservation:
+class BudgetReservation:
     """The budget reserved for one request, reserved again for each attempt to send it.
 
     The amount grows if the model has reported more usage than expected for earlier requests.
@@ -519,7 +519,7 @@ class Reservation:
         self._model = model
         self._most = most
         self._price = price
-        self._excess: ObservedOverrun | None = None
+        self._excess: ReservationOverrun | None = None
         """Overrun from which the reserved amount was last computed; None before the first
         computation."""
         self.recompute()

@@ -4,7 +4,7 @@ The history also has token counts and token ids, as far as they are known.
 
 A fork of a call, and the next question of a conversation, continue with a copy of the history. What
 the turns of a call ask and run is decided in ``rlm_call.py``; what all calls of a run share is in
-``live_run.py``.
+``shared_run_state.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ramify.types.message import Message, Reply, escape_surrogates
 from ramify.types.trajectory import CallKind, CallSite
 
 if TYPE_CHECKING:
-    from ramify.sandbox.base import SharedContext
+    from ramify.sandbox.base import SharedContextValue
 
 
 class CallMessageHistory(msgspec.Struct):
@@ -172,7 +172,7 @@ class LiveCall:
         question: str,
         *,
         parent: CallSite | None = None,
-        context: SharedContext | None = None,
+        context: SharedContextValue | None = None,
         history: CallMessageHistory | None = None,
     ) -> None:
         """Create a call that has not taken a turn yet.

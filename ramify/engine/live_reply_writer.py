@@ -2,7 +2,7 @@
 live.
 
     no page:   checks twice per second whether a page has created a file; no work per piece
-    a page:    unfinished replies ── at most four times a second ──> ``store/live_text.py``
+    a page:    unfinished replies ── at most four times a second ──> ``store/live_replies.py``
 
 Pages read the run's journal, which records a reply only once it is complete. The file shows the
 part that has arrived so far, and is deleted when the run ends. Within this process,
@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from ramify.clients.base import ReplyPiece
-from ramify.store.live_text import MAX_CHARS, ArrivingReply, LiveReplyFileWriter
+from ramify.store.live_replies import MAX_CHARS, ArrivingReply, LiveReplyFileWriter
 
 _LOOK_S = 0.5
 """Seconds between checks for a web page that follows the run."""

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.engine import event_loop_thread
 from ramify.engine.tool_set import RESERVED
 from ramify.errors import ConfigError, RamifyError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 
 if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters

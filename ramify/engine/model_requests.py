@@ -21,7 +21,7 @@ import msgspec
 
 from ramify.clients.base import Client, KnownPrefix, ReplyPiece, Request, Sampling, Tool
 from ramify.engine import observation_messages, retool_protocol
-from ramify.engine.limits import BudgetAmount, BudgetLedger, Limits, Reservation
+from ramify.engine.limits import BudgetAmount, BudgetLedger, BudgetReservation, Limits
 from ramify.engine.live_reply_writer import join_pieces
 from ramify.engine.reply_token_limits import ReplyTokenLimits
 from ramify.engine.run_ending import RunStopper, closing_error
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ramify.engine.event_recorder import EventRecorder
     from ramify.engine.live_call import LiveCall
     from ramify.engine.reply_cache_lookup import ReusableReplies
-    from ramify.engine.resources import RlmSetup, RunModels
-    from ramify.store.live_text import ArrivingReply
+    from ramify.engine.resources import ModelsByDepth, RlmSetup
+    from ramify.store.live_replies import ArrivingReply
     from ramify.store.recorded_replies import RunEventIndex
 
 
@@ -55,7 +55,7 @@ _BYTES_PER_TOKEN = 4
 """Usual bytes of text in one token."""
 
 
-class ModelRequests:
+class ModelRequestSender:
     """Sends all model requests of a run.
 
     For each request, it reserves the budget, records the request, sends it, and records the reply.
@@ -64,7 +64,7 @@ class ModelRequests:
     def __init__(
         self,
         setup: RlmSetup,
-        models: RunModels,
+        models: ModelsByDepth,
         recorder: EventRecorder,
         ending: RunStopper,
         under_way: set[TurnRequester],
@@ -93,7 +93,7 @@ class ModelRequests:
         self.sampling = self.lengths.sampling
         if not all(has_price):
             self.ledger.cost = None  # until a model with a known price has replied
-        self._last_word: Reservation | None = None
+        self._last_word: BudgetReservation | None = None
         """Reservation for the root call's final request."""
         self._last_word_limit: int | None = None
         """Maximum tokens of the reply that this reservation covers; None if nothing was held."""
@@ -306,8 +306,8 @@ class ModelRequests:
             self.ledger.record_turn_refusal(exceeded, turn.amount, final.amount)
         return exceeded
 
-    def _reservation(self, call: LiveCall, most: Usage) -> Reservation:
-        return Reservation(self.ledger, call.client.name, most, call.client.price)
+    def _reservation(self, call: LiveCall, most: Usage) -> BudgetReservation:
+        return BudgetReservation(self.ledger, call.client.name, most, call.client.price)
 
     def _affordable_reply_tokens(
         self, call: LiveCall, prompt: Sequence[Message], limit: int
@@ -424,7 +424,7 @@ class TurnRequester:
 
     def __init__(
         self,
-        requests: ModelRequests,
+        requests: ModelRequestSender,
         call: LiveCall,
         request: Request,
         reused: int,
@@ -454,7 +454,7 @@ class TurnRequester:
             calls=1,
             unknown_calls=1,
         )
-        self._reservation = Reservation(requests.ledger, model, most, call.client.price)
+        self._reservation = BudgetReservation(requests.ledger, model, most, call.client.price)
         self.arrived: list[ReplyPiece] = []
         """The part of the reply that has arrived in the attempt in progress."""
         self._excess = ""
@@ -530,7 +530,7 @@ class TurnRequester:
             self.arrived.append(piece)
             report_reply_text(run, call.id, self.call.turn, piece.text, piece.reasoning, is_first)
 
-    # --- the ``RequestReservation`` of each attempt
+    # --- the ``RequestBudgetReservation`` of each attempt
     # ----------------------------------------------------
 
     async def reserve(self) -> None:
@@ -636,7 +636,7 @@ def request_hash(model: str, request: Request) -> str:
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
-def truncated_reply_error(requests: ModelRequests, call: LiveCall, text: str) -> ReplyCut:
+def truncated_reply_error(requests: ModelRequestSender, call: LiveCall, text: str) -> ReplyCut:
     """Create the error for a reply of ``call`` that was truncated at its token limit.
 
     ``text`` is the part that arrived.

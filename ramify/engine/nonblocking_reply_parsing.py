@@ -6,15 +6,15 @@ Long replies are parsed in a helper process.
     long reply ──▶ helper process: Scaffold.read, prose_of ──▶ ParsedReply
 
 A reply is untrusted text, and parsing it searches the whole text several times. This module decides
-which replies are long. The rules of parsing are in ``action.py``.
+which replies are long. The rules of parsing are in ``reply_action_parsing.py``.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ramify.engine.action import ParsedAction, prose_of
-from ramify.engine.scaffold import Scaffold
+from ramify.engine.prompt_scaffold import Scaffold
+from ramify.engine.reply_action_parsing import ParsedAction, prose_of
 from ramify.types.message import Message, escape_message_surrogates
 
 _LONG_CHARS = 100_000

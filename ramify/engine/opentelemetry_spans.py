@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.types.call_node import CallNode
 from ramify.types.call_tree import CallTree
 from ramify.types.event import (
     AnyEvent,
@@ -41,6 +40,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Message, Usage, escape_surrogates
+from ramify.types.run_call_node import RunCallNode
 from ramify.types.trajectory import CallSite, Stop
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class OpenTelemetryListener:
                 "gen_ai.input.messages", _messages_json([Message("user", event.question)])
             )
 
-    def _begin_session(self, call: CallNode) -> None:
+    def _begin_session(self, call: RunCallNode) -> None:
         self._sessions[call.id] = self._start_span(
             f"invoke_agent {call.id}",
             self._parent_span(call.parent),
@@ -217,7 +217,7 @@ class OpenTelemetryListener:
 
     # --- requests, cells, tools -------------------------------------------------------------------
 
-    def _begin_request(self, call: CallNode, event: RequestStarted) -> None:
+    def _begin_request(self, call: RunCallNode, event: RequestStarted) -> None:
         if call.id in self._requests:
             return
         name = _model_attributes(call.model)

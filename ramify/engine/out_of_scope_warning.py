@@ -15,7 +15,7 @@ from typing import Any
 
 from ramify.clients.base import Client
 from ramify.clients.model_config import Model
-from ramify.engine.scaffold import trained_policy_settings
+from ramify.engine.prompt_scaffold import trained_policy_settings
 from ramify.tasks.question_pattern import task_question_pattern
 
 _OF_A_TASK = "task"

@@ -20,7 +20,7 @@ A rerun counts as identical if each cell makes the same calls with the same argu
 answers, and prints, echoes and raises the same. A cell that was stopped at its time limit only has
 to be stopped again. The history is kept only in memory, because a resumed run executes its cells
 again and so restores it. The calls that a cell makes to models and tools are answered by
-``host.py``.
+``session_host_calls.py``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ import msgspec
 
 from ramify.engine import observation_messages
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import SharedRunState
+from ramify.engine.shared_run_state import SharedRunState
 from ramify.errors import HostCallError, ReplayDiverged, SessionDied
 from ramify.logging import ComponentLogger
-from ramify.module_compiler import compile_in_advance, read_module_source
 from ramify.sandbox.base import Answer, CellResult, Session
-from ramify.time_account import WallTimer
+from ramify.session_module_compiler import compile_in_advance, read_module_source
+from ramify.step_time_accounting import WallTimer
 from ramify.types.trajectory import Cell
 
 _log = ComponentLogger("engine")

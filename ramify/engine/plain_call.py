@@ -6,9 +6,9 @@ If the reply does not match the required type, ask the model up to two more time
                               ^                └── "That does not fit the schema: …"
                               └────────────────────┘
 
-The plain call of a run, the ``llm_query`` of a session (``host.py``) and the calls without a run
-(``calls_outside_runs.py``) all use this module. Each of them sends, records and pays for its
-requests itself.
+The plain call of a run, the ``llm_query`` of a session (``session_host_calls.py``) and the calls
+without a run (``calls_outside_runs.py``) all use this module. Each of them sends, records and pays
+for its requests itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 from ramify.engine import observation_messages
 from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.prompt_text import PromptExample, user_instructions
 from ramify.engine.question import Question, leading_messages
-from ramify.engine.scaffold import Scaffold
-from ramify.engine.typed import AnswerSchema, TypeMismatch
+from ramify.engine.typed_answers import AnswerSchema, TypeMismatch
 from ramify.errors import LimitReached, ModelError, ReplayDiverged, ReplyCut
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Stop

@@ -2,7 +2,7 @@
 
 They come from the run's settings, models and limits.
 
-    RlmSetup, RunModels, limits, sandbox, tools, context ──> PromptFacts ──> prompt_text.sections()
+    RlmSetup, ModelsByDepth, limits, sandbox, tools, context ─> PromptFacts ─> prompt_text
 
 This module decides how many characters the prompt says a model can read. They must fit the model's
 window together with its longest reply. They must also fit half the run's budget, because the
@@ -28,7 +28,7 @@ from ramify.engine.prompt_text import (
     round_down_to_two_digits,
     user_instructions,
 )
-from ramify.engine.resources import RlmSetup, RunModelInfo, RunModels
+from ramify.engine.resources import ModelsByDepth, RlmSetup, RunModelInfo
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import JailSpec, SandboxCapabilities, SandboxSpec
@@ -40,7 +40,7 @@ tokens and the additional tokens for hidden reasoning."""
 
 def facts_of(
     setup: RlmSetup,
-    models: RunModels,
+    models: ModelsByDepth,
     limit: BudgetAmount,
     reply_limits: ReplyLimits,
     caps: SandboxCapabilities,
@@ -98,7 +98,7 @@ def facts_of(
     )
 
 
-def check_instructions_fit(setup: RlmSetup, models: RunModels) -> None:
+def check_instructions_fit(setup: RlmSetup, models: ModelsByDepth) -> None:
     """Raise ConfigError if the user's instructions cannot be added to every prompt.
 
     Reasons are that they are too long for a model's window, or that the prompt format has no system

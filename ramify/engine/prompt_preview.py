@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.clients.base import Client, OnPiece, Price, Request, RequestReservation, Tool
+from ramify.clients.base import Client, OnPiece, Price, Request, RequestBudgetReservation, Tool
 from ramify.clients.model_config import Model
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.event_recorder import EventRecorder
@@ -128,7 +128,7 @@ class _PreviewPool(RateLimitedClientPool):
         self,
         client: Client,
         request: Request,
-        account: RequestReservation,
+        account: RequestBudgetReservation,
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
         *,

@@ -7,7 +7,7 @@ sentences that state them.
 A sentence appears only if it is true of this run, and every example runs in its session. The system
 message is ASCII as long as its facts are, because its bytes are counted at each turn. This module
 decides the words, the order of facts and the sizes in the examples. The facts are gathered by
-``prompt_facts.py``, the markers in a system message are defined in ``scaffold.py``, and the
+``prompt_facts.py``, the markers in a system message are defined in ``prompt_scaffold.py``, and the
 messages after a turn are written by ``observation_messages.py``.
 
 The texts of this file are part of the models' behavior. ``benchmarks/prompts.py`` measures them:

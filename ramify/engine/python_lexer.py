@@ -82,7 +82,7 @@ def closing_parenthesis_index(text: str, start: int) -> int | None:
     return None
 
 
-class StringScanner:
+class StringLiteralLocator:
     """Determines whether positions in a text are inside Python string literals.
 
     The Python code begins at the position ``start``.

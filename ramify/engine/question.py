@@ -21,20 +21,20 @@ import msgspec
 from ramify.clients.base import Client, Sampling
 from ramify.clients.model_config import Model
 from ramify.engine import observation_messages
+from ramify.engine.answer_strategies import MODES, Mode, Strategy
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.limits import BudgetLedger, Limits
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.prompt_text import PromptExample, to_prompt_examples
 from ramify.engine.run_pictures import PictureSource
-from ramify.engine.scaffold import Scaffold
-from ramify.engine.strategies import MODES, Mode, Strategy
 from ramify.engine.tool_set import optional_tool_names
-from ramify.engine.typed import CITE_INSTRUCTION, AnswerSchema, answer_type, cited_type
+from ramify.engine.typed_answers import CITE_INSTRUCTION, AnswerSchema, answer_type, cited_type
 from ramify.errors import ConfigError, StrictKeywordsMeta, did_you_mean
 from ramify.logging import calling_line, warn_at
 from ramify.nearest_name import nearest_name
-from ramify.sandbox.base import JailSpec, Session, SharedContext, Table
+from ramify.sandbox.base import JailSpec, Session, SharedContextValue, Table
 from ramify.sources.convert_to_context import as_context, needs_io
-from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS, SourcePlace
+from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS, DocumentPartLocation
 from ramify.types.event import Listener, ModeChosen
 from ramify.types.message import Message, escape_surrogates
 
@@ -58,7 +58,7 @@ _BARE = "The task and its data are in `context`. Read it and do what it asks."
 
 
 @runtime_checkable
-class SourceContext(Protocol):
+class ContextWithTools(Protocol):
     """The interface of the object that ``ramify.load`` returns: a context, tools to query it, and a
     description of it for the model."""
 
@@ -222,7 +222,7 @@ def _check_kinds(options: RunOptions) -> None:
             raise ConfigError(f"sampling: {error}".replace("`", "")) from None
 
 
-class RlmKeywords(TypedDict, total=False):
+class RlmKeywordOptions(TypedDict, total=False):
     """The fields of ``RunOptions`` that ``RLM`` accepts as keyword arguments."""
 
     sub_model: ModelSpec | Sequence[ModelSpec] | None
@@ -243,7 +243,7 @@ class RlmKeywords(TypedDict, total=False):
     budget: BudgetLedger | None
 
 
-class RunKeywords(RlmKeywords, total=False):
+class RunKeywordOptions(RlmKeywordOptions, total=False):
     """The fields of ``RunOptions`` that can be passed as keyword arguments with a single
     question."""
 
@@ -273,7 +273,7 @@ class Question(msgspec.Struct, frozen=True):
     cite: bool = False
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """Prepares each new session before its first cell."""
-    on_context: Callable[[SharedContext], None] | None = None
+    on_context: Callable[[SharedContextValue], None] | None = None
     """Called with the encoded context before it is used."""
     conduct: Callable[[Any], Awaitable[Any]] | None = None
     """Task code that conducts the conversation with the model, in place of the engine's loop."""
@@ -360,7 +360,7 @@ def to_session_value(prompt: Any) -> Any:
     """
     # The columns of a DataFrame are attributes, and could be called like those of a source.
     is_frame = hasattr(type(prompt), "__arrow_c_stream__")
-    if isinstance(prompt, str) or (isinstance(prompt, SourceContext) and not is_frame):
+    if isinstance(prompt, str) or (isinstance(prompt, ContextWithTools) and not is_frame):
         return prompt
     try:
         return as_context(prompt)
@@ -385,7 +385,7 @@ class _SourceFacts(NamedTuple):
     warnings: tuple[str, ...] = ()
     pictures: Mapping[str, PictureSource] = {}
     needs_session: bool = False
-    places: Mapping[str, Sequence[SourcePlace]] = {}
+    places: Mapping[str, Sequence[DocumentPartLocation]] = {}
     read: Mapping[str, Any] = {}
     sources: Mapping[str, Any] = {}
 
@@ -406,7 +406,7 @@ class _SourceFacts(NamedTuple):
 _NO_SOURCE = _SourceFacts()
 
 
-def _facts_of(source: SourceContext) -> _SourceFacts:
+def _facts_of(source: ContextWithTools) -> _SourceFacts:
     return _SourceFacts(
         source.manifest(),
         dict(source.tools),
@@ -430,7 +430,7 @@ def make_question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Ques
     source = _NO_SOURCE
     prompt = to_session_value(prompt)
     # Most prompts are texts, and the check of a protocol looks at each of its attributes.
-    is_source = not isinstance(prompt, str) and isinstance(prompt, SourceContext)
+    is_source = not isinstance(prompt, str) and isinstance(prompt, ContextWithTools)
     if is_source:
         instructions = getattr(prompt, "instructions", "")
         examples = to_prompt_examples(getattr(prompt, "examples", ()))
@@ -439,7 +439,7 @@ def make_question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Ques
         conduct = getattr(prompt, "conduct", None)
         source = _facts_of(prompt)
         inner = to_session_value(prompt.context)
-        if inner is not prompt.context and isinstance(inner, SourceContext):  # a task's path
+        if inner is not prompt.context and isinstance(inner, ContextWithTools):  # a task's path
             source, inner = source.around(_facts_of(inner)), inner.context
         prompt = inner
     about, tools = source.about, dict(source.tools)

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from ramify.clients.base import Sampling
 from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import SharedRunState
 from ramify.engine.model_requests import truncated_reply_error, truncation_error
 from ramify.engine.plain_call import MAX_REPAIRS, answer_without_session, with_answer_format
-from ramify.engine.typed import AnswerSchema
+from ramify.engine.shared_run_state import SharedRunState
+from ramify.engine.typed_answers import AnswerSchema
 from ramify.errors import ReplyCut
 from ramify.types.message import Message, Reply
 from ramify.types.picture import Picture

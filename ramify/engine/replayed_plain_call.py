@@ -24,9 +24,9 @@ from ramify.engine.call_outcome import CallOutcome
 from ramify.engine.event_recorder import context_ref
 from ramify.engine.limits import max_request_amount
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import LONG_CHARS, with_answer_format
-from ramify.engine.typed import AnswerSchema, TypeMismatch
+from ramify.engine.shared_run_state import SharedRunState
+from ramify.engine.typed_answers import AnswerSchema, TypeMismatch
 from ramify.types.event import ReplyReceived, RequestStarted
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Stop, Turn

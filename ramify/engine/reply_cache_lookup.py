@@ -23,14 +23,14 @@ import msgspec
 from ramify.clients.base import Request, Sampling
 from ramify.engine import observation_messages
 from ramify.errors import RamifyError
-from ramify.store.call_cache import CallCache, JournalReplyOffset
 from ramify.store.journal import FileStoredRun, decode_line
 from ramify.store.line_checksums import ChecksumChain
+from ramify.store.reply_cache import JournalReplyOffset, ModelReplyCache
 from ramify.types.event import CallStarted, ReplyReceived, RequestStarted, RunStarted
 from ramify.types.message import Message, Reply
 
 if TYPE_CHECKING:
-    from ramify.store.store import Store
+    from ramify.store.folder_store import Store
 
 _READ = tuple(
     f'{{"type":"{kind.__struct_config__.tag}"'.encode()
@@ -48,7 +48,7 @@ class ReusableReplies:
 
         Add the replies from journals that have grown since it was last opened.
         """
-        self._cache = CallCache(store)
+        self._cache = ModelReplyCache(store)
         self._runs = store.root / "runs"
         for path in sorted(self._runs.glob("*.jsonl")):
             size = path.stat().st_size

@@ -20,7 +20,7 @@ from ramify.clients.base import Client, Sampling, is_reasoning_model
 
 if TYPE_CHECKING:
     from ramify.engine.limits import BudgetAmount
-    from ramify.engine.resources import RlmSetup, RunModels
+    from ramify.engine.resources import ModelsByDepth, RlmSetup
 
 _REASONING_TOKENS = 16_384
 """Default limit on hidden reasoning tokens in one reply of a reasoning model."""
@@ -29,7 +29,7 @@ _REASONING_TOKENS = 16_384
 class ReplyTokenLimits:
     """The sampling options and maximum reply lengths for all models of a run."""
 
-    def __init__(self, setup: RlmSetup, models: RunModels, limit: BudgetAmount) -> None:
+    def __init__(self, setup: RlmSetup, models: ModelsByDepth, limit: BudgetAmount) -> None:
         """Derive the sampling options from the settings of the run.
 
         ``limit`` is the run's budget, which caps the tokens for hidden reasoning.

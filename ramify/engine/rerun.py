@@ -22,9 +22,9 @@ from ramify.engine.question import Question, RunOptions, make_question
 from ramify.engine.resources import INSTRUCTIONS, RlmSetup, require_store
 from ramify.engine.run_result import Result, as_text
 from ramify.engine.tool_set import optional_tool_names
-from ramify.engine.typed import Citation, CitedAnswer, TypeMismatch, answer_type
+from ramify.engine.typed_answers import Citation, CitedAnswer, TypeMismatch, answer_type
 from ramify.errors import ConfigError, ReplayDiverged
-from ramify.sandbox.base import SharedContext
+from ramify.sandbox.base import SharedContextValue
 from ramify.types.event import (
     RunEnded,
     RunStarted,
@@ -188,7 +188,7 @@ def recorded_context(store: RunStore | None, started: RunStarted) -> Any:
     if started.context is None:
         return None
     blob = require_store(store, "resume").blobs.get(started.context.digest)
-    return SharedContext.from_encoded(blob, started.context.files).value
+    return SharedContextValue.from_encoded(blob, started.context.files).value
 
 
 def tools_of_sources(started: RunStarted, given: Container[str]) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def recorded_result(store: RunStore, run: str, ended: RunEnded, kind: Any = None
     trajectory = store.load(run)
     answer: Any = trajectory.answer
     if ended.typed_answer is not None:
-        answer = SharedContext.from_jsonable(ended.typed_answer)
+        answer = SharedContextValue.from_jsonable(ended.typed_answer)
     citations: tuple[Citation, ...] = ()
     if trajectory.metadata.get("cite") and answer is not None:
         cited = msgspec.convert(answer, CitedAnswer[Any])

@@ -22,13 +22,13 @@ import msgspec
 from ramify.clients.base import Client, Price, Sampling
 from ramify.clients.model_config import Model, bare_name, check_aliases
 from ramify.clients.providers import import_client_modules
+from ramify.engine.answer_strategies import plan_tool, strategy_record
 from ramify.engine.branch_search import BranchSearch, parse_search
 from ramify.engine.branch_search import config_of as search_config
 from ramify.engine.limits import BudgetLedger, Limits
+from ramify.engine.prompt_scaffold import Scaffold, scaffold_of
 from ramify.engine.prompt_text import PromptExample, to_prompt_examples
 from ramify.engine.question import ModelSpec, Question, RunOptions
-from ramify.engine.scaffold import Scaffold, scaffold_of
-from ramify.engine.strategies import plan_tool, strategy_record
 from ramify.engine.tool_set import ToolSet
 from ramify.errors import ConfigError, StrictKeywordsMeta, WeakSandboxWarning
 from ramify.logging import ComponentLogger
@@ -44,7 +44,7 @@ T = TypeVar("T")
 _log = ComponentLogger("engine")
 
 
-class RunModels:
+class ModelsByDepth:
     """The models of one run.
 
     This class chooses the model that answers at each depth of the call tree.
@@ -375,11 +375,11 @@ class RlmSetup(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         check_aliases([*self.model, *self.sub_model])
 
-    async def connect_models(self, resources: EventLoopResources) -> RunModels:
+    async def connect_models(self, resources: EventLoopResources) -> ModelsByDepth:
         await import_client_modules(
             spec.provider for spec in (*self.model, *self.sub_model) if isinstance(spec, Model)
         )
-        return RunModels(self.model, self.sub_model, resources.pool)
+        return ModelsByDepth(self.model, self.sub_model, resources.pool)
 
     def options_at_depth(self, depth: int) -> DepthOptions:
         """Return the options for calls at ``depth``, where 0 is the root call."""
@@ -523,7 +523,7 @@ def reply_cache(store: RunStore | None, is_enabled: bool) -> ReusableReplies | N
     if not is_enabled:
         return None
     from ramify.engine.reply_cache_lookup import ReusableReplies
-    from ramify.store.store import Store
+    from ramify.store.folder_store import Store
 
     kept = require_store(store, "cache=True")
     if not isinstance(kept, Store):

@@ -19,7 +19,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ramify.clients.base import Tool
-from ramify.engine.action import FinalAnswerText, ParsedAction, parse_action, without_thinking
+from ramify.engine.reply_action_parsing import (
+    FinalAnswerText,
+    ParsedAction,
+    parse_action,
+    without_thinking,
+)
 from ramify.lazy_pattern import lazy_pattern
 from ramify.types.boxed_answer import last_boxed
 from ramify.types.message import Message, ToolCall

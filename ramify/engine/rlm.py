@@ -12,8 +12,8 @@ size.
     with rlm.conversation(huge_text) as c:      # one live session, several questions
         c.ask("How many errors?"); c.ask("And warnings?")
 
-The loop of a call is in ``rlm_call.py``, the state that a tree of calls shares in ``live_run.py``,
-and the prompts in ``scaffold.py``.
+The loop of a call is in ``rlm_call.py``, the state that a tree of calls shares in
+``shared_run_state.py``, and the prompts in ``prompt_scaffold.py``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine import event_loop_thread, rerun
+from ramify.engine.answer_strategies import recorded_strategy
 from ramify.engine.branch_search import parse_search
 from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
 from ramify.engine.limits import BudgetLedger, Limits
+from ramify.engine.prompt_scaffold import Scaffold, scaffold_of, trained_policy_settings
 from ramify.engine.prompt_text import to_prompt_examples
 from ramify.engine.question import (
     ModelSpec,
-    RlmKeywords,
-    RunKeywords,
+    RlmKeywordOptions,
+    RunKeywordOptions,
     RunOptions,
     make_question,
     read_if_file,
@@ -51,8 +53,6 @@ from ramify.engine.resources import (
     require_store,
 )
 from ramify.engine.run_result import Result, convert_blocked_error, raise_if_failed
-from ramify.engine.scaffold import Scaffold, scaffold_of, trained_policy_settings
-from ramify.engine.strategies import recorded_strategy
 from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
@@ -61,7 +61,7 @@ from ramify.sandbox.base import SandboxSpec, check_provider, provider_spec
 # otherwise, and the first session is started meanwhile.
 if TYPE_CHECKING:
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
-    from ramify.engine.calls_outside_runs import DirectCalls
+    from ramify.engine.calls_outside_runs import DirectModelCaller
     from ramify.engine.prompt_preview import PromptPreview
     from ramify.engine.run_fork import ForkCostEstimate, ForkOptions
     from ramify.engine.run_handle import RunHandle
@@ -104,7 +104,7 @@ class RLM:
         branches: int = 1,
         depths: Sequence[DepthOptions] = (),
         options: RunOptions | None = None,
-        **defaults: Unpack[RlmKeywords],
+        **defaults: Unpack[RlmKeywordOptions],
     ) -> None:
         options = RunOptions().updated(options, defaults, RLM.__init__.__kwdefaults__ or ())
         limits = options.limits or Limits(**trained_policy_settings(model).limits)
@@ -193,14 +193,14 @@ class RLM:
         self,
         shared: Limits | BudgetLedger,
         options: RunOptions | None = None,
-        **changes: Unpack[RunKeywords],
-    ) -> AsyncIterator[DirectCalls]:
+        **changes: Unpack[RunKeywordOptions],
+    ) -> AsyncIterator[DirectModelCaller]:
         """Provide plain model calls outside of any run, for work that asks many small questions.
 
         ``shared`` limits the calls, tokens and dollars of all questions together. The limits of
         this RLM apply to each question.
         """
-        from ramify.engine.calls_outside_runs import DirectCalls
+        from ramify.engine.calls_outside_runs import DirectModelCaller
         from ramify.engine.model_requests import check_prices_known
 
         chosen = self._options.updated(options, changes)
@@ -211,7 +211,7 @@ class RLM:
                 check_prices_known(shared, models.all)
                 is_priced = any(client.price is not None for client in models.all)
                 shared = BudgetLedger(shared, priced=is_priced, owner="map")
-            yield DirectCalls(setup, models, shared, chosen.mode)
+            yield DirectModelCaller(setup, models, shared, chosen.mode)
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class RLM:
         prompt: Any,
         query: str | None = None,
         options: RunOptions | None = None,
-        **changes: Unpack[RunKeywords],
+        **changes: Unpack[RunKeywordOptions],
     ) -> Result:
         """Answer the question ``query`` about ``prompt``, and return the result.
 
@@ -241,7 +241,7 @@ class RLM:
         prompt: Any,
         query: str | None = None,
         options: RunOptions | None = None,
-        **changes: Unpack[RunKeywords],
+        **changes: Unpack[RunKeywordOptions],
     ) -> Result:
         """Answer the question ``query`` about ``prompt`` on the caller's event loop; otherwise as
         ``completion``.
@@ -257,7 +257,7 @@ class RLM:
         prompt: Any,
         query: str | None = None,
         options: RunOptions | None = None,
-        **changes: Unpack[RunKeywords],
+        **changes: Unpack[RunKeywordOptions],
     ) -> AsyncIterator[AnyEvent]:
         """Start a run and yield its events as they happen.
 
@@ -276,7 +276,7 @@ class RLM:
         prompt: Any,
         query: str | None = None,
         options: RunOptions | None = None,
-        **changes: Unpack[RunKeywords],
+        **changes: Unpack[RunKeywordOptions],
     ) -> RunHandle:
         """Start a run in the background, and return a handle to it.
 
@@ -314,7 +314,7 @@ class RLM:
         options: RunOptions | None = None,
         *,
         depth: int = 0,
-        **changes: Unpack[RunKeywords],
+        **changes: Unpack[RunKeywordOptions],
     ) -> PromptPreview:
         """Return the first request that ``completion`` would send for the root call, or for a child
         call at ``depth``.
@@ -339,7 +339,7 @@ class RLM:
         options: RunOptions | None = None,
         *,
         depth: int = 0,
-        **changes: Unpack[RunKeywords],
+        **changes: Unpack[RunKeywordOptions],
     ) -> PromptPreview:
         """Return the first request that ``completion`` would send, without sending it.
 
@@ -360,7 +360,7 @@ class RLM:
             return way_to_answer(self._setup, resolved, models, None) == "plain call"
 
     def conversation(
-        self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, prompt: Any, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> UserConversation:
         """Start a conversation that asks several questions in one live Python session.
 
@@ -379,7 +379,7 @@ class RLM:
     # --- resume and replay ------------------------------------------------------------------------
 
     async def aresume(
-        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> Result:
         """Continue a stored run that was killed, suspended, or ended by a limit or a failure, and
         return its result.
@@ -420,7 +420,7 @@ class RLM:
         options: RunOptions | None = None,
         *,
         prompt: Any = None,
-        **changes: Unpack[RunKeywords],
+        **changes: Unpack[RunKeywordOptions],
     ) -> RunHandle:
         """Continue a stored run in the background, and return a handle to it.
 
@@ -468,7 +468,7 @@ class RLM:
             raise
 
     async def areplay(
-        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> Result:
         """Run the code of a stored run again with its recorded replies, without calling any model,
         and return the result.
@@ -551,7 +551,7 @@ class RLM:
         return raise_if_failed(await self.start_fork(run, turn, options, **changes), self.resume)
 
     def resume(
-        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> Result:
         """Continue a stored run that was killed, suspended, or ended by a limit or a failure, and
         return its result.
@@ -562,7 +562,7 @@ class RLM:
         return self._in_thread(self.aresume(run, options, **changes), again)
 
     def replay(
-        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> Result:
         """Run the code of a stored run again with its recorded replies, without calling any model.
 
@@ -627,7 +627,7 @@ class RLM:
             return self._loop.run(work)
 
     def _resume_function(
-        self, options: RunOptions | None, changes: RunKeywords
+        self, options: RunOptions | None, changes: RunKeywordOptions
     ) -> Callable[[str], Result]:
         """Return a function that takes the id of a suspended run and resumes it with the same
         options."""

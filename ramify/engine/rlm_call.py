@@ -8,8 +8,8 @@ This is the RLM loop, which is the same at every depth.
      └──────────────── observation <─────────────────┘
 
 Requests and their budget are handled by ``model_requests.py``, the session and its recovery by
-``persistent_session.py``, the calls that session code makes by ``host.py``, and several
-continuations of one turn by ``branch.py``.
+``persistent_session.py``, the calls that session code makes by ``session_host_calls.py``, and
+several continuations of one turn by ``run_branching.py``.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine import observation_messages, retool_protocol
-from ramify.engine.action import (
+from ramify.engine.call_outcome import CallOutcome
+from ramify.engine.foreign_reply_syntax import syntax_hint
+from ramify.engine.live_call import LiveCall
+from ramify.engine.model_requests import truncated_reply_error
+from ramify.engine.nonblocking_reply_parsing import read_reply
+from ramify.engine.persistent_session import MAX_DEATHS, PersistentSession
+from ramify.engine.question import leading_messages
+from ramify.engine.reply_action_parsing import (
     FinalAnswerText,
     ParsedAction,
     final_expression_code,
     parse_action,
     prose_of,
 )
-from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.foreign_reply_syntax import syntax_hint
-from ramify.engine.host import CellHost
-from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import SharedRunState
-from ramify.engine.model_requests import truncated_reply_error
-from ramify.engine.nonblocking_reply_parsing import read_reply
-from ramify.engine.persistent_session import MAX_DEATHS, PersistentSession
-from ramify.engine.question import leading_messages
+from ramify.engine.session_host_calls import CellHostCallHandler
+from ramify.engine.shared_run_state import SharedRunState
 from ramify.engine.truncated_replies import complete_truncated
-from ramify.engine.typed import AnswerSchema, TypeMismatch
+from ramify.engine.typed_answers import AnswerSchema, TypeMismatch
 from ramify.errors import (
     HostCallError,
     LimitReached,
@@ -50,11 +50,11 @@ from ramify.errors import (
     SandboxError,
     SessionDied,
 )
-from ramify.printable import replace_unprintable
 from ramify.sandbox.base import Answer
+from ramify.terminal_sanitizer import replace_unprintable
 from ramify.types.event import CellRan
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Cell, Fork, Stop
+from ramify.types.trajectory import CallForkOrigin, Cell, Stop
 
 _NOTHING: Any = object()
 _SHARES = (1, 2, 4, 8, 16, 32, 64)
@@ -185,7 +185,7 @@ class RlmCall:
         if origin.messages:
             fork.notebook = await self.notebook.fork(call)
         fork._state = self._state.copy()
-        self.run.begin_call(call, Fork(origin.id, origin.turn - 1))
+        self.run.begin_call(call, CallForkOrigin(origin.id, origin.turn - 1))
         return fork
 
     async def close(self) -> None:
@@ -255,7 +255,8 @@ class RlmCall:
 
         If the output of the last code does not fit the model's window, shorten it and try again.
 
-        Raises what ``ModelRequests.ask`` raises, and Refused if even a few characters do not fit.
+        Raises what ``ModelRequestSender.ask`` raises, and Refused if even a few characters do not
+        fit.
         """
         run, full = self.run, self._state.pending
         error: Refused | None = None
@@ -418,7 +419,7 @@ class RlmCall:
 
         @functools.cache
         def answer() -> Answer:
-            host = CellHost(run, self.call, turn, index, self.run_child, self._closed_by)
+            host = CellHostCallHandler(run, self.call, turn, index, self.run_child, self._closed_by)
             return host.handle_host_call
 
         recorded = run.recording.cell(*place) if run.recording is not None else None

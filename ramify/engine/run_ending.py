@@ -9,7 +9,7 @@ requests ("last words") are still sent.
 their way are recorded, and then the run's task is cancelled.
 
 Limits on tokens, calls and dollars are enforced by ``limits.py``. The end of each call is recorded
-by ``live_run.py``.
+by ``shared_run_state.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from ramify.engine.event_loop_thread import innermost_await
 from ramify.engine.event_recorder import EventRecorder
 from ramify.engine.limits import Limits
-from ramify.errors import LimitReached, LoopBlocked, RamifyError
+from ramify.errors import EventLoopBlockedError, LimitReached, RamifyError
 from ramify.sandbox.base import Session
 from ramify.types.trajectory import Stop
 
@@ -192,7 +192,7 @@ class RunStopper:
         """
         main, stall_s = self._main, self._limits.stall_s
         if main is not None and error is None:
-            error = LoopBlocked(
+            error = EventLoopBlockedError(
                 f"the run did not end within {stall_s:g} s of its deadline; it waits at "
                 f"{innermost_await(main)}",
                 self._recorder.id if self._recorder.is_stored else "",

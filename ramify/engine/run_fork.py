@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request
 from ramify.engine.limits import BudgetLedger, Limits, max_request_amount
-from ramify.engine.question import RunKeywords
+from ramify.engine.question import RunKeywordOptions
 from ramify.engine.rerun import COMPARED
 from ramify.errors import ConfigError, did_you_mean
 from ramify.format_quantities import format_plain_number
@@ -41,7 +41,7 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Stop
 
 
-class ForkOptions(RunKeywords, total=False):
+class ForkOptions(RunKeywordOptions, total=False):
     """The keyword options of a fork: all options of a run, and those that say how the fork differs
     from the original run."""
 

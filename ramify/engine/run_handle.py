@@ -18,8 +18,8 @@ import msgspec
 
 from ramify.engine import event_loop_thread, observation_messages
 from ramify.engine.answer_mode_choice import (
-    ModeChoice,
-    ModeChoiceCall,
+    AnswerModeChoice,
+    AnswerModeChoiceCall,
     apply_choice,
     choose_initial_mode,
     make_mode_chosen_event,
@@ -28,14 +28,14 @@ from ramify.engine.answer_serialization import pack_typed_answer, to_jsonable
 from ramify.engine.call_outcome import CallOutcome, failed_outcome
 from ramify.engine.event_loop_thread import RunLivenessWatch
 from ramify.engine.event_recorder import EventRecorder, context_ref
-from ramify.engine.live_run import SharedRunState, store_context
 from ramify.engine.out_of_scope_warning import scope_warning
 from ramify.engine.prompt_facts import check_instructions_fit
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.resources import EventLoopResources, RefCountedLoopResources, RlmSetup
 from ramify.engine.run_result import Result, as_text
+from ramify.engine.shared_run_state import SharedRunState, store_context
 from ramify.engine.tool_set import optional_tool_names
-from ramify.engine.typed import CitedAnswer
+from ramify.engine.typed_answers import CitedAnswer
 from ramify.engine.ways_to_answer import (
     UserConversationState,
     WayToAnswer,
@@ -46,7 +46,7 @@ from ramify.engine.ways_to_answer import (
 )
 from ramify.errors import (
     ConfigError,
-    LoopBlocked,
+    EventLoopBlockedError,
     RamifyError,
     ReplayDiverged,
     SandboxError,
@@ -59,7 +59,7 @@ from ramify.logging import (
     take_held_warnings,
     warnings_at,
 )
-from ramify.sandbox.base import SharedContext, is_file_backed
+from ramify.sandbox.base import SharedContextValue, is_file_backed
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -196,8 +196,8 @@ class RunHandle:
                     models,
                     is_conversation=self._conversation is not None,
                 )
-                asked = choice if isinstance(choice, ModeChoiceCall) else None
-                if isinstance(choice, ModeChoice):
+                asked = choice if isinstance(choice, AnswerModeChoiceCall) else None
+                if isinstance(choice, AnswerModeChoice):
                     self._question = apply_choice(self._question, choice)
                 check_strategy(self._setup, self._question, self._conversation)
                 context = await self._context(resources)
@@ -223,7 +223,7 @@ class RunHandle:
                 if self._question.pictures:
                     await asyncio.to_thread(run.pictures.store_all)
                 self._record_start(context, way)
-                if isinstance(choice, ModeChoice):
+                if isinstance(choice, AnswerModeChoice):
                     self.recorder.emit(make_mode_chosen_event(choice, self.recorder.elapsed_s()))
                 if self._requested_stop is not None:
                     run.ending.end_work_early(self._requested_stop)
@@ -290,7 +290,7 @@ class RunHandle:
             f"(max_seconds={limits.max_seconds:g}), at {place}: code on the loop must not block"
         )
         id = self.id if self.recorder.is_stored else ""
-        error = LoopBlocked(why if place else str(run.ending.suspension), id)
+        error = EventLoopBlockedError(why if place else str(run.ending.suspension), id)
         run.ending.suspension = error
         end = self._end_of(failed_outcome(error, self.recorder.is_stored), run)
         # In a thread, because the disk may be what blocks the loop.
@@ -304,7 +304,7 @@ class RunHandle:
         else:
             _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
 
-    async def _context(self, resources: EventLoopResources) -> SharedContext | None:
+    async def _context(self, resources: EventLoopResources) -> SharedContextValue | None:
         """Return the encoded context of the question, or None if there is none.
 
         It is encoded once, in a thread if it is large. If there is a store, the context is stored.
@@ -314,7 +314,7 @@ class RunHandle:
             self._question.on_context(context)
         return context
 
-    async def _encode_context(self, resources: EventLoopResources) -> SharedContext | None:
+    async def _encode_context(self, resources: EventLoopResources) -> SharedContextValue | None:
         if self._conversation is not None and self._conversation.context is not None:
             return self._conversation.context
         value, blobs = self._question.context, self._setup.blobs
@@ -323,9 +323,9 @@ class RunHandle:
 
         maps_files = not is_file_backed(value) or resources.sandbox().caps.shares_context
 
-        def prepare() -> SharedContext:
+        def prepare() -> SharedContextValue:
             try:
-                context = SharedContext(value)
+                context = SharedContextValue(value)
                 context = context if maps_files else context.in_memory_copy()
             except SandboxError as error:  # about the caller's value
                 raise ConfigError(f"the context cannot be given to a session: {error}") from None
@@ -343,7 +343,7 @@ class RunHandle:
             self._conversation.context = context
         return context
 
-    def _record_start(self, context: SharedContext | None, way: WayToAnswer) -> None:
+    def _record_start(self, context: SharedContextValue | None, way: WayToAnswer) -> None:
         schema = self._question.kind.schema if self._question.kind else None
         before, pictures = self._question.before, self._question.pictures
         retry_empty = self._question.retry_empty
@@ -384,7 +384,7 @@ class RunHandle:
         try:
             if self.recorder.trajectory.id:
                 self.recorder.emit(self._end_of(outcome, run))
-        except (StoreError, LoopBlocked) as error:  # its journal ends as if killed
+        except (StoreError, EventLoopBlockedError) as error:  # its journal ends as if killed
             return failed_outcome(error, self.recorder.is_stored)
         finally:
             if run is not None:

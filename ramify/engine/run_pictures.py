@@ -20,7 +20,7 @@ from ramify.errors import ConfigError, HostCallError, Refused, StoreError
 from ramify.types.picture import (
     MAX_PICTURES,
     MAX_REQUEST_BYTES,
-    NotAPicture,
+    InvalidPictureError,
     Picture,
     PictureBytes,
     picture_from_bytes,
@@ -65,7 +65,7 @@ class RunPictures:
     def add(self, data: bytes, name: str = "") -> Picture:
         """Add a picture that a session or a tool has produced.
 
-        Raises NotAPicture if the bytes are not a supported picture.
+        Raises InvalidPictureError if the bytes are not a supported picture.
         """
         picture = picture_from_bytes(data, name)
         self.has_any = True
@@ -98,7 +98,7 @@ class RunPictures:
                 known = picture_from_bytes(data, name[:1000] if isinstance(name, str) else "")
                 self._known[digest] = known
             return known
-        except NotAPicture as error:
+        except InvalidPictureError as error:
             raise HostCallError("ValueError", f"{at} {error}") from None
         except (OSError, StoreError, LookupError) as error:
             raise HostCallError(
@@ -141,7 +141,7 @@ class RunPictures:
         """Return the result of a tool with each picture (``PictureBytes``) replaced by a dict that
         refers to it in a session.
 
-        Raises NotAPicture if the bytes are not a supported picture.
+        Raises InvalidPictureError if the bytes are not a supported picture.
         """
         if isinstance(result, PictureBytes):
             return self.add(result.data, result.name).as_reference()

@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from ramify.engine.answer_serialization import to_jsonable
-from ramify.engine.typed import Citation
-from ramify.errors import LoopBlocked, RamifyError, Suspended
-from ramify.types.ending import describe_ending
+from ramify.engine.typed_answers import Citation
+from ramify.errors import EventLoopBlockedError, RamifyError, Suspended
+from ramify.types.end_reason import describe_ending
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -131,11 +131,11 @@ def raise_if_failed(result: Result, resume: Callable[[str], Result]) -> Result:
 
 @contextlib.contextmanager
 def convert_blocked_error(resume: Callable[[str], Result]) -> Iterator[None]:
-    """Provide a context manager that turns LoopBlocked into Suspended if the run is stored, so that
-    the caller can continue the run with ``resume``."""
+    """Provide a context manager that turns EventLoopBlockedError into Suspended if the run is
+    stored, so that the caller can continue the run with ``resume``."""
     try:
         yield
-    except LoopBlocked as error:
+    except EventLoopBlockedError as error:
         if not error.run_id:
             raise
         raise _suspended_error(error.run_id, str(error), resume) from error

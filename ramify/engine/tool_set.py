@@ -16,7 +16,8 @@ Tools that come with a context may have further attributes (``sources/text_searc
     session_source   source code of a module that defines the tool in the session
     prompt_entry     the tool's text in the prompt, in place of its signature and docstring
     strategy(…)      returns an object that answers one call of the tool by small questions to a
-                     model; these are recorded in place of a result (see ``engine/host.py``)
+                     model; these are recorded in place of a result (see
+                     ``engine/session_host_calls.py``)
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import SharedRunState
+from ramify.engine.shared_run_state import SharedRunState
 from ramify.errors import LimitReached, Refused
 from ramify.types.message import Message, Reply
 

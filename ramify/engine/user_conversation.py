@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.engine import event_loop_thread
 from ramify.engine.event_recorder import EventRecorder, as_listeners, tracing
-from ramify.engine.question import RunKeywords, RunOptions, make_question, to_session_value
+from ramify.engine.question import RunKeywordOptions, RunOptions, make_question, to_session_value
 from ramify.engine.resources import RefCountedLoopResources, RlmSetup, reply_cache
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result, convert_blocked_error, raise_if_failed
@@ -67,7 +67,7 @@ class UserConversation:
         return self._require_open().recorder.trajectory
 
     def ask(
-        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> Result:
         """Ask the next question and return its result.
 
@@ -78,7 +78,7 @@ class UserConversation:
             return event_loop_thread.run(self.aask(query, options, **changes))
 
     async def aask(
-        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywords]
+        self, query: str, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> Result:
         """Ask the next question on the caller's event loop and return its result.
 

@@ -7,7 +7,7 @@ by a task's own code, and a strategy.
                       ├─ "session"        RlmCall, or BranchedCall if the turn has several
                       │                   continuations; the next question continues its session
                       ├─ "conversations"  the task's own code asks through RunModelClient
-                      ├─ "strategy"       a strategy asks through LeafCalls
+                      ├─ "strategy"       a strategy asks through LeafModelCaller
                       └─ "asked"          a call chooses between a session and a strategy
 
 The beginning and the end of a run are handled by ``run_handle.py``, and the turns of a call with a
@@ -22,25 +22,25 @@ from typing import Literal
 import msgspec
 
 from ramify.engine.answer_mode_choice import (
-    ModeChoice,
-    ModeChoiceCall,
+    AnswerModeChoice,
+    AnswerModeChoiceCall,
     apply_choice,
     make_mode_chosen_event,
     recorded_choice,
 )
-from ramify.engine.branch import BranchedCall
 from ramify.engine.call_outcome import CallOutcome, failed_outcome
 from ramify.engine.event_recorder import EventRecorder
-from ramify.engine.leaf_calls import LeafCalls
+from ramify.engine.leaf_calls import LeafModelCaller
 from ramify.engine.live_call import LiveCall
-from ramify.engine.live_run import SharedRunState
 from ramify.engine.plain_call import direct_prompt
 from ramify.engine.prompt_text import user_instructions
 from ramify.engine.question import ALWAYS, Question
 from ramify.engine.recorded_plain_call import ask_plain
-from ramify.engine.resources import EventLoopResources, RlmSetup, RunModels
+from ramify.engine.resources import EventLoopResources, ModelsByDepth, RlmSetup
 from ramify.engine.rlm_call import RlmCall
-from ramify.engine.typed import TypeMismatch
+from ramify.engine.run_branching import BranchedCall
+from ramify.engine.shared_run_state import SharedRunState
+from ramify.engine.typed_answers import TypeMismatch
 from ramify.errors import (
     ConfigError,
     HostCallError,
@@ -48,14 +48,14 @@ from ramify.errors import (
     ReplayDiverged,
     user_line_of_error,
 )
-from ramify.sandbox.base import SharedContext
+from ramify.sandbox.base import SharedContextValue
 from ramify.types.picture import (
     MAX_PICTURES,
     MAX_REQUEST_BYTES,
     has_pictures,
     pictures_in,
 )
-from ramify.types.trajectory import Fork, Stop
+from ramify.types.trajectory import CallForkOrigin, Stop
 
 WayToAnswer = Literal["plain call", "session", "conversations", "strategy", "asked"]
 
@@ -66,7 +66,7 @@ class UserConversationState:
 
     def __init__(self, recorder: EventRecorder) -> None:
         self.recorder = recorder
-        self.context: SharedContext | None = None
+        self.context: SharedContextValue | None = None
         self.last: RlmCall | None = None
         """Call that answered the last question, or its chosen branch."""
         self.num_questions = 0
@@ -79,9 +79,9 @@ class UserConversationState:
 def way_to_answer(
     setup: RlmSetup,
     question: Question,
-    models: RunModels,
+    models: ModelsByDepth,
     conversation: UserConversationState | None,
-    asked: ModeChoiceCall | None = None,
+    asked: AnswerModeChoiceCall | None = None,
 ) -> WayToAnswer:
     """Choose how ``question`` is answered, for example by one plain call or in a Python session.
 
@@ -131,7 +131,7 @@ def check_strategy(
             raise ConfigError(f"a strategy cannot be combined with {what}: omit one of them")
 
 
-def check_pictures(question: Question, models: RunModels) -> None:
+def check_pictures(question: Question, models: ModelsByDepth) -> None:
     """Raise ConfigError if the context contains pictures whose bytes were not given, or pictures
     that no model of the run can read."""
     if not question.pictures and has_pictures(question.context):
@@ -152,10 +152,10 @@ async def answer(
     run: SharedRunState,
     way: WayToAnswer,
     question: Question,
-    context: SharedContext | None,
+    context: SharedContextValue | None,
     resources: EventLoopResources,
     conversation: UserConversationState | None,
-    asked: ModeChoiceCall | None = None,
+    asked: AnswerModeChoiceCall | None = None,
 ) -> CallOutcome:
     """Answer ``question`` in the given ``way``, and return the outcome of the run's root call.
 
@@ -205,7 +205,7 @@ async def _answer_by_conversations(
 
 
 async def _answer_by_strategy(
-    run: SharedRunState, question: Question, context: SharedContext | None
+    run: SharedRunState, question: Question, context: SharedContextValue | None
 ) -> CallOutcome:
     """Answer the question with its strategy, and return the outcome.
 
@@ -216,11 +216,11 @@ async def _answer_by_strategy(
     )
     run.begin_call(root)
     run.continue_past_recorded_limit(root)
-    return await _ended_by_strategy(run, root, question, LeafCalls(run, root, question))
+    return await _ended_by_strategy(run, root, question, LeafModelCaller(run, root, question))
 
 
 async def _ended_by_strategy(
-    run: SharedRunState, root: LiveCall, question: Question, calls: LeafCalls
+    run: SharedRunState, root: LiveCall, question: Question, calls: LeafModelCaller
 ) -> CallOutcome:
     """Run the question's strategy, which asks models through ``calls``, and return the outcome of
     the root call.
@@ -243,7 +243,10 @@ async def _ended_by_strategy(
 
 
 async def _answer_as_asked(
-    run: SharedRunState, question: Question, context: SharedContext | None, asked: ModeChoiceCall
+    run: SharedRunState,
+    question: Question,
+    context: SharedContextValue | None,
+    asked: AnswerModeChoiceCall,
 ) -> CallOutcome:
     """Ask a model which mode to use, and then answer the question in that mode.
 
@@ -251,7 +254,7 @@ async def _answer_as_asked(
     """
     root = LiveCall("0", "rlm", run.models.client_at_depth(0), 0, question.text, context=context)
     run.begin_call(root)
-    calls = LeafCalls(run, root, question)
+    calls = LeafModelCaller(run, root, question)
     try:
         choice = await _choose_mode(calls, question, asked)
     except ReplayDiverged as error:
@@ -269,7 +272,9 @@ async def _answer_as_asked(
     return await _answer_in_session(run, question, context, None, root)
 
 
-async def _choose_mode(calls: LeafCalls, question: Question, asked: ModeChoiceCall) -> ModeChoice:
+async def _choose_mode(
+    calls: LeafModelCaller, question: Question, asked: AnswerModeChoiceCall
+) -> AnswerModeChoice:
     """Return the mode that the model chooses, or the recorded choice if the run is being resumed.
 
     Even then the call is made again so that later calls keep their ids. This costs nothing because
@@ -297,7 +302,7 @@ def _convert_answer(outcome: CallOutcome, question: Question) -> CallOutcome:
 
 
 async def _answer_by_plain_call(
-    run: SharedRunState, question: Question, context: SharedContext | None
+    run: SharedRunState, question: Question, context: SharedContextValue | None
 ) -> CallOutcome:
     call = LiveCall("0", "lm", run.models.client_at_depth(0), 0, question.text, context=context)
     try:
@@ -327,7 +332,7 @@ async def _answer_by_plain_call(
 async def _answer_in_session(
     run: SharedRunState,
     question: Question,
-    context: SharedContext | None,
+    context: SharedContextValue | None,
     conversation: UserConversationState | None,
     begun: LiveCall | None = None,
 ) -> CallOutcome:
@@ -341,7 +346,7 @@ async def _answer_in_session(
     history, fork = None, None
     if previous is not None and previous.call.messages:
         history = previous.call.history.copy()
-        fork = Fork(previous.call.id, previous.call.turn - 1)
+        fork = CallForkOrigin(previous.call.id, previous.call.turn - 1)
     client, text = run.models.client_at_depth(0), question.text
     call = begun or LiveCall(str(number), "rlm", client, 0, text, context=context, history=history)
     root = RlmCall(run, call, previous)

@@ -10,10 +10,10 @@ from ramify.evaluate.evaluation_report import report as report
 from ramify.evaluate.evaluation_report import table as table
 from ramify.evaluate.mcp_task import McpTask as McpTask
 from ramify.evaluate.reward_model_client import RewardModel as RewardModel
-from ramify.evaluate.run import AttemptOutcome as AttemptOutcome
-from ramify.evaluate.run import EvaluationPlan as EvaluationPlan
-from ramify.evaluate.run import EvaluationResult as EvaluationResult
-from ramify.evaluate.run import evaluate as evaluate
+from ramify.evaluate.run_evaluation import AttemptOutcome as AttemptOutcome
+from ramify.evaluate.run_evaluation import EvaluationPlan as EvaluationPlan
+from ramify.evaluate.run_evaluation import EvaluationResult as EvaluationResult
+from ramify.evaluate.run_evaluation import evaluate as evaluate
 from ramify.evaluate.skyrl_env import TaskEnv as TaskEnv
 from ramify.evaluate.skyrl_env import text_env as text_env
 from ramify.evaluate.statistics import MeanEstimate as MeanEstimate

@@ -36,7 +36,7 @@ from ramify.http_server.base_server import AiohttpServer
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
 from ramify.http_server.rejections import RequestRejected
-from ramify.http_server.responses_api import StoredResponses
+from ramify.http_server.responses_api import RecentResponseStore
 from ramify.types.message import Message, Reply
 
 SEAT_HEADER = "X-Session-ID"
@@ -67,11 +67,11 @@ class AgentModelAccess(msgspec.Struct):
     """Number of requests that have arrived, including refused ones."""
     last_refusal: str = ""
     """Error message of the last refused request; empty if none was refused."""
-    stored: StoredResponses = msgspec.field(default_factory=StoredResponses)
+    stored: RecentResponseStore = msgspec.field(default_factory=RecentResponseStore)
     """Responses that later requests may continue (``previous_response_id``)."""
 
 
-class AgentServedModel:
+class AgentFacingModel:
     """The model that one agent reaches through the endpoint.
 
     The agent's requests are recorded as turns in its run.
@@ -218,7 +218,7 @@ class AgentModelServer:
     async def _admit_request(self, http: web.Request) -> AsyncIterator[ModelForCaller]:
         seat = self._seat(http)
         with self._track_request(presented_key(http), seat):
-            yield ModelForCaller(AgentServedModel(seat), seat.stored)
+            yield ModelForCaller(AgentFacingModel(seat), seat.stored)
 
     def _seat(self, http: web.Request) -> AgentModelAccess:
         if (key := presented_key(http)) in self._keyed:

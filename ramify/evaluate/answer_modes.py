@@ -24,7 +24,7 @@ from ramify.engine.question import ALWAYS
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, did_you_mean
 from ramify.evaluate.attempt import DOES_NOT_FIT, attempt
-from ramify.evaluate.run import AttemptFunction
+from ramify.evaluate.run_evaluation import AttemptFunction
 from ramify.tasks.base import Item, Task, TaskStart
 from ramify.types.trajectory import Trajectory
 
@@ -35,7 +35,7 @@ _PROMPT_TOKENS = 200
 """Tokens that a plain call adds to the question and the context."""
 
 
-class ModelCapacity(msgspec.Struct, frozen=True):
+class PlainCallCapacity(msgspec.Struct, frozen=True):
     """How much text one plain call to a model can read, and what it costs: the context window, the
     tokens kept for the reply, and the price."""
 
@@ -70,7 +70,7 @@ class ModelCapacity(msgspec.Struct, frozen=True):
         return (read + self.reply * self.price.output) / 1e6
 
 
-async def root_model_capacity(rlm: RLM) -> ModelCapacity:
+async def root_model_capacity(rlm: RLM) -> PlainCallCapacity:
     """Return the context window, the reply limit and the price of the root call's model.
 
     The model is not called.
@@ -78,7 +78,9 @@ async def root_model_capacity(rlm: RLM) -> ModelCapacity:
     async with rlm.direct_calls(rlm.limits) as calls:
         window = calls.client.window
         # A reply limit as long as a small window would leave no room for a prompt.
-        return ModelCapacity(window, min(calls.max_reply_tokens, window // 4), calls.client.price)
+        return PlainCallCapacity(
+            window, min(calls.max_reply_tokens, window // 4), calls.client.price
+        )
 
 
 async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:

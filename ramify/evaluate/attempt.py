@@ -29,6 +29,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.clients.model_config import Model
+from ramify.engine.answer_strategies import Mode
 from ramify.engine.branch_search import BranchSearch
 from ramify.engine.event_loop_thread import run_in_thread
 from ramify.engine.limits import Limits
@@ -36,7 +37,6 @@ from ramify.engine.question import DirectChoice
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result, as_text
-from ramify.engine.strategies import Mode
 from ramify.errors import (
     ConfigError,
     RamifyError,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.evaluate.run import AttemptOutcome, EvaluationPlan, EvaluationResult
+from ramify.evaluate.run_evaluation import AttemptOutcome, EvaluationPlan, EvaluationResult
 from ramify.evaluate.statistics import (
     MeanEstimate,
     majority_at_k,

@@ -7,7 +7,8 @@ The points come from recorded answers, and the curve is drawn as text and SVG.
      2,000   1.000 [0.91 1.00]     0.31             ████████████████████
     16,000   0.925 [0.80 0.98]     0.26             ██████████████████▌
 
-Which size is the best is decided by ``plans/calibration.py``; the attempts are made by ``run.py``.
+Which size is the best is decided by ``plans/part_size_calibration.py``; the attempts are made by
+``run_evaluation.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, ModelCapacity
+from ramify.evaluate.answer_modes import CHARS_PER_TOKEN, PlainCallCapacity
+from ramify.evaluate.evaluation_matrix import EvalMatrixCell, EvalMatrixPlan
 from ramify.evaluate.evaluation_report import align_columns
-from ramify.evaluate.matrix import MatrixCell, MatrixPlan
 from ramify.evaluate.matrix_report import is_right
-from ramify.evaluate.run import AttemptOutcome
+from ramify.evaluate.run_evaluation import AttemptOutcome
 from ramify.evaluate.statistics import share_with_interval
-from ramify.plans.calibration import CalibrationPoint, PartSizeCalibration
+from ramify.plans.part_size_calibration import CalibrationPoint, PartSizeCalibration
 from ramify.plans.text_parts import BYTES_PER_TOKEN
 
 QUESTIONS = {"niah": ("multiquery",), "planted": ("grants",)}
@@ -38,7 +39,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 300, 52, 44, 28
 
 
-def calibration_sizes(room: ModelCapacity) -> list[int]:
+def calibration_sizes(room: PlainCallCapacity) -> list[int]:
     """Return the call sizes that a calibration measures by default.
 
     The smallest size is doubled until the result would no longer fit into the model's window.
@@ -57,13 +58,13 @@ def to_text_tokens(size: int) -> int:
     return size * BYTES_PER_TOKEN // CHARS_PER_TOKEN
 
 
-def call_size_of_cell(cell: MatrixCell) -> int:
+def call_size_of_cell(cell: EvalMatrixCell) -> int:
     """Return how much text each call of an evaluation reads, in tokens of three bytes, the unit of
     call sizes."""
     return -(-(cell.context_tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
-def estimate_calibration_cost(plan: MatrixPlan, room: ModelCapacity) -> float | None:
+def estimate_calibration_cost(plan: EvalMatrixPlan, room: PlainCallCapacity) -> float | None:
     """Estimate the cost of a calibration in dollars, assuming English texts and short replies.
 
     Return None if the model has no known price.
@@ -75,7 +76,7 @@ def estimate_calibration_cost(plan: MatrixPlan, room: ModelCapacity) -> float | 
     return (read * room.price.input + replies * room.price.output) / 1e6
 
 
-def is_calibration(plan: MatrixPlan) -> bool:
+def is_calibration(plan: EvalMatrixPlan) -> bool:
     """Return True if a set of evaluations forms a calibration, in which one model answers the
     standard calibration questions with plain calls."""
     models = {cell.plan.model for cell in plan.cells}
@@ -87,13 +88,13 @@ def is_calibration(plan: MatrixPlan) -> bool:
     )
 
 
-def date_of(plan: MatrixPlan) -> str:
+def date_of(plan: EvalMatrixPlan) -> str:
     """Return the day on which the evaluations began, taken from their common id."""
     return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
 
 
 def calibration_points(
-    plan: MatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
+    plan: EvalMatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
 ) -> tuple[CalibrationPoint, ...]:
     """Compute the points of a calibration curve, smallest size first.
 

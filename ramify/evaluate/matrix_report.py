@@ -11,7 +11,7 @@ together.
 
 Differences are taken from the row with the first model, mode and scaffold, over the items that both
 rows have. Columns with the same value in all rows are shown once, in the first line. Cells are
-defined in ``matrix.py``, and the figures of a single evaluation are computed by
+defined in ``evaluation_matrix.py``, and the figures of a single evaluation are computed by
 ``evaluation_report.py``.
 """
 
@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from ramify.evaluate.evaluation_matrix import AXES, EvalMatrixCell, EvalMatrixPlan, sort_coordinates
 from ramify.evaluate.evaluation_report import ALL, RIGHT, align_columns, check_k
-from ramify.evaluate.matrix import AXES, MatrixCell, MatrixPlan, sort_coordinates
-from ramify.evaluate.run import AttemptOutcome
+from ramify.evaluate.run_evaluation import AttemptOutcome
 from ramify.evaluate.statistics import (
     MeanEstimate,
     paired_difference,
@@ -53,7 +53,7 @@ class SelfReportedUsage(msgspec.Struct, frozen=True):
     """Input and output tokens."""
 
 
-class MatrixCellScores(msgspec.Struct, frozen=True):
+class EvalMatrixCellScores(msgspec.Struct, frozen=True):
     """The scores and costs of one cell of a matrix, or of all families of questions of a suite
     together."""
 
@@ -92,18 +92,18 @@ class MatrixCellScores(msgspec.Struct, frozen=True):
     """Usage reported by the system itself, next to the metered usage; None without metering."""
 
 
-class MatrixReport(msgspec.Struct, frozen=True):
+class EvalMatrixReport(msgspec.Struct, frozen=True):
     """The results of a matrix as rows of a table.
 
     A matrix is a set of evaluations that combine suites, models and modes.
     """
 
-    plan: MatrixPlan
+    plan: EvalMatrixPlan
     k: int
     baseline: dict[str, str]
     """Model, mode and scaffold of the rows that the others are compared with. Axes with only one
     value are left out."""
-    rows: tuple[MatrixCellScores, ...]
+    rows: tuple[EvalMatrixCellScores, ...]
     first_error: str
     """Why the first attempt without a reward failed; empty if all have a reward."""
 
@@ -113,8 +113,8 @@ Outcomes = Mapping[str, Sequence[AttemptOutcome]]
 
 
 def matrix_report(
-    plan: MatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
-) -> MatrixReport:
+    plan: EvalMatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
+) -> EvalMatrixReport:
     """Compute the report of a matrix.
 
     ``k`` is the number of attempts for pass@k, by default all of them. ``seed`` is the bootstrap
@@ -141,7 +141,7 @@ def matrix_report(
         difference = None if is_baseline else _difference(means, scores.get(items, {}), seed)
         rows.append(_row(group, by_item, difference, k, seed))
     failed = (each.error for made in outcomes.values() for each in made if each.reward is None)
-    return MatrixReport(plan, k, baseline, tuple(rows), next(failed, ""))
+    return EvalMatrixReport(plan, k, baseline, tuple(rows), next(failed, ""))
 
 
 class _RowGroup(NamedTuple):
@@ -168,13 +168,13 @@ class _RowGroup(NamedTuple):
         return attempts
 
 
-def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
+def _groups(plan: EvalMatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
     """Yield the attempts behind each row of the report, suite by suite and length by length.
 
     If there are several families of questions, a row for all families comes first, followed by a
     row for each. If one cell asks several families, the kind of an item is its family.
     """
-    of_items: dict[tuple[str, str], list[MatrixCell]] = {}
+    of_items: dict[tuple[str, str], list[EvalMatrixCell]] = {}
     for cell in plan.cells:
         key = cell.place["suite"], cell.place.get("length", "")
         of_items.setdefault(key, []).append(cell)
@@ -200,8 +200,8 @@ def _groups(plan: MatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
                 yield _RowGroup(place, (cell.record,), len(made), made, is_kind=True)
 
 
-def _all_families(cells: Sequence[MatrixCell], outcomes: Outcomes) -> Iterator[_RowGroup]:
-    together: dict[tuple[str, ...], list[MatrixCell]] = {}
+def _all_families(cells: Sequence[EvalMatrixCell], outcomes: Outcomes) -> Iterator[_RowGroup]:
+    together: dict[tuple[str, ...], list[EvalMatrixCell]] = {}
     for cell in cells:
         others = tuple(value for axis, value in cell.place.items() if axis != "family")
         together.setdefault(others, []).append(cell)
@@ -212,7 +212,7 @@ def _all_families(cells: Sequence[MatrixCell], outcomes: Outcomes) -> Iterator[_
         yield _RowGroup(place, records, _num_planned(each), made)
 
 
-def _num_planned(cells: Sequence[MatrixCell]) -> int:
+def _num_planned(cells: Sequence[EvalMatrixCell]) -> int:
     return sum(cell.plan.items * cell.plan.attempts for cell in cells)
 
 
@@ -235,7 +235,7 @@ def _row(
     difference: MeanEstimate | None,
     k: int,
     seed: int,
-) -> MatrixCellScores:
+) -> EvalMatrixCellScores:
     outcomes = [outcome for _, outcome in group.made]
     scores = [_mean(attempts) for attempts in by_item.values()]
     passes = [
@@ -246,7 +246,7 @@ def _row(
     seconds = sorted(outcome.seconds for outcome in outcomes)
     costs = [outcome.cost for outcome in outcomes if outcome.cost is not None]
     reasons = Counter(filter(None, map(failure_reason, outcomes)))
-    return MatrixCellScores(
+    return EvalMatrixCellScores(
         group.place,
         group.records,
         group.is_kind,
@@ -304,7 +304,7 @@ def failure_reason(outcome: AttemptOutcome) -> str:
 # --- as text
 
 
-def matrix_table(report: MatrixReport) -> str:
+def matrix_table(report: EvalMatrixReport) -> str:
     """Format the report as text: one line with the values that all rows share, then a table."""
     plan, rows = report.plan.first_plan, report.rows
     values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
@@ -313,7 +313,7 @@ def matrix_table(report: MatrixReport) -> str:
     per = " per family" if "family" in varied else ""
     num = f"{plan.items:,} item{'s' * (plan.items != 1)}{per}"
     num += f", {plan.attempts} attempt{'s' * (plan.attempts != 1)} each"
-    columns: list[tuple[str, bool, Callable[[MatrixCellScores], str]]] = [
+    columns: list[tuple[str, bool, Callable[[EvalMatrixCellScores], str]]] = [
         (axis, False, functools.partial(_axis_value, axis)) for axis in varied
     ]
     columns.append(("score", False, lambda row: _format_estimate(row.score)))
@@ -346,8 +346,8 @@ def matrix_table(report: MatrixReport) -> str:
 
 
 def _own_columns(
-    rows: Sequence[MatrixCellScores],
-) -> list[tuple[str, bool, Callable[[MatrixCellScores], str]]]:
+    rows: Sequence[EvalMatrixCellScores],
+) -> list[tuple[str, bool, Callable[[EvalMatrixCellScores], str]]]:
     """Return the table columns for the usage that external systems report for themselves.
 
     Empty if no row has such counts.
@@ -355,7 +355,7 @@ def _own_columns(
     if all(row.own is None for row in rows):
         return []
 
-    def calls(row: MatrixCellScores) -> str:
+    def calls(row: EvalMatrixCellScores) -> str:
         if row.own is None:
             return "-"
         part = f" ({row.own.attempts} of {row.made})" if row.own.attempts < row.made else ""
@@ -371,7 +371,7 @@ def _own_columns(
     ]
 
 
-def _axis_value(axis: str, row: MatrixCellScores) -> str:
+def _axis_value(axis: str, row: EvalMatrixCellScores) -> str:
     return row.place.get(axis, "")
 
 
@@ -398,7 +398,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 10 else f"{value:,.0f} s"
 
 
-def _reasons(row: MatrixCellScores) -> str:
+def _reasons(row: EvalMatrixCellScores) -> str:
     parts = [f"{num:,} {reason}" for reason, num in row.reasons.items()]
     if row.made < row.planned:
         parts.append(f"{row.planned - row.made:,} not made")

@@ -1,6 +1,6 @@
 """Run the attempts of evaluations on the machines of a Ray cluster.
 
-    evaluate_all ── RayAttemptMaker ──> EvaluationWorker (actors) ──> a run's id, its outcome
+    evaluate_all ── RayAttemptRunner ──> EvaluationWorker (actors) ──> a run's id, its outcome
     this process: the order, the records, and what is asked next  a task and an RLM each
 
 Each worker makes the items of a task itself, so that no long context is sent over the network, and
@@ -35,16 +35,16 @@ from ramify.actors.ray_cluster import (
 )
 from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, RamifyError
-from ramify.evaluate.matrix import MatrixTaskCache
-from ramify.evaluate.run import (
+from ramify.evaluate.evaluation_matrix import EvalMatrixTaskCache
+from ramify.evaluate.run_evaluation import (
     AttemptOutcome,
-    AttemptStarted,
+    AttemptStartRecord,
     EvaluationPlan,
     EvaluationSetup,
     PlannedAttempt,
-    RlmAttemptMaker,
+    RlmAttemptRunner,
 )
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.tasks.base import Item, items_of
 from ramify.types.trajectory import Trajectory
 
@@ -61,8 +61,8 @@ _AGAIN_S = 0.5
 """Seconds before the second try, doubled for each later one. Meanwhile, Ray restarts a lost
 worker."""
 
-MakeAttempts = Callable[[EvaluationPlan, Store | None], RlmAttemptMaker]
-"""Creates the ``RlmAttemptMaker`` of a plan in a worker, with the worker's store. It contains no
+MakeAttempts = Callable[[EvaluationPlan, Store | None], RlmAttemptRunner]
+"""Creates the ``RlmAttemptRunner`` of a plan in a worker, with the worker's store. It contains no
 API keys: each worker reads them from its environment."""
 
 
@@ -75,7 +75,7 @@ class _RemoteRecord:
         self._tell = tell
 
     def record_attempt_start(self, item: str, attempt: int, run: str) -> None:
-        self._tell(AttemptStarted(item, attempt, run))
+        self._tell(AttemptStartRecord(item, attempt, run))
 
 
 class EvaluationWorker:
@@ -94,8 +94,8 @@ class EvaluationWorker:
         sys.path[:0] = [""] * ("" not in sys.path)
         self._make = make
         self._store = Store(Path(store)) if store else None
-        self._tasks = MatrixTaskCache()
-        self._made: dict[bytes, RlmAttemptMaker] = {}
+        self._tasks = EvalMatrixTaskCache()
+        self._made: dict[bytes, RlmAttemptRunner] = {}
         self._items: dict[tuple[int, str, int], Item] = {}
         self._lock = threading.Lock()
 
@@ -145,7 +145,7 @@ class EvaluationWorker:
             self._items[place] = items[index]
         return self._items[place]
 
-    def _open_maker(self, plan: EvaluationPlan) -> RlmAttemptMaker:
+    def _open_maker(self, plan: EvaluationPlan) -> RlmAttemptRunner:
         key = msgspec.json.encode((plan.model, plan.settings), order="deterministic")
         if key not in self._made:
             made = self._make(plan, self._store)
@@ -166,10 +166,10 @@ class RemoteAttemptRequest(msgspec.Struct, frozen=True):
     max_cost: float | None
 
 
-class RayAttemptMaker:
+class RayAttemptRunner:
     """Runs the attempts of evaluations on the machines of a Ray cluster.
 
-    Implements ``AttemptMaker``.
+    Implements ``AttemptRunner``.
     """
 
     makes_items = True
@@ -203,7 +203,7 @@ class RayAttemptMaker:
         """(task, split, index of an item) -> worker that has cached the item."""
         self._is_joined = False
 
-    async def __aenter__(self) -> RayAttemptMaker:
+    async def __aenter__(self) -> RayAttemptRunner:
         ray = import_ray()
         if not ray.is_initialized():
             await asyncio.to_thread(self._cluster.join)
@@ -269,7 +269,7 @@ class RayAttemptMaker:
         order = RemoteAttemptRequest(job.plan, which.item_index, which.number, run, max_cost)
         told = actor.attempt.options(num_returns="streaming").remote(msgspec.json.encode(order))
         async for reference in told:
-            found = msgspec.json.decode(await reference, type=AttemptStarted | AttemptOutcome)
+            found = msgspec.json.decode(await reference, type=AttemptStartRecord | AttemptOutcome)
             if isinstance(found, AttemptOutcome):
                 return found
             if record is not None:

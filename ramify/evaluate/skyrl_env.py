@@ -24,9 +24,9 @@ from typing import Any
 from ramify.clients.base import Price, Request
 from ramify.engine import event_loop_thread
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.question import ModelSpec
 from ramify.engine.rlm import RLM
-from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, Refused
 from ramify.evaluate.attempt import attempt
 from ramify.sandbox.base import SandboxSpec

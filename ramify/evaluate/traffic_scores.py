@@ -7,7 +7,7 @@
 Each score is appended to the conversation's journal in the same way as feedback of users, so all
 kinds of rewards are handled alike. A reply that already has a score of the same name keeps it. A
 reply after which the user wrote nothing gets no score, because silence says nothing. How training
-uses the rewards is decided in ``train/traffic.py``.
+uses the rewards is decided in ``train/traffic_training.py``.
 """
 
 from __future__ import annotations

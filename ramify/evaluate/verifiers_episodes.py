@@ -49,7 +49,7 @@ from ramify.tasks.base import (
     TaskStart,
     TrajectoryRewardFunction,
 )
-from ramify.tasks.verifiers import VerifiersRows, load_taskset, verifiers_v1
+from ramify.tasks.verifiers import LazyVerifiersTasks, load_taskset, verifiers_v1
 from ramify.types.trajectory import Trajectory
 
 FROZEN = "frozen"
@@ -175,7 +175,7 @@ class EpisodeRunner:
         env_class = _env_class(self._vf, env, taskset)
         self._env_class = env_class
         self._config = self._resolve_config(config)
-        self.rows = VerifiersRows(taskset)
+        self.rows = LazyVerifiersTasks(taskset)
         self.period = _PERIOD if self.rows.is_endless else min(_PERIOD, len(self.rows))
         if not self.period:
             raise ConfigError(f"taskset '{self.name}' has no tasks")

@@ -393,7 +393,7 @@ class HttpExchange:
         self._body = body
         self._max_body_bytes = max_body_bytes
         self._unpacker: HttpBodyDecompressor | None = None
-        self._reader = ResponseReader(max_body_bytes)
+        self._reader = HttpResponseParser(max_body_bytes)
         self._reader.may_upgrade = upgrades
         self._connection: _Connection | None = None
 
@@ -515,7 +515,7 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._all = all
         self._transport: asyncio.Transport | None = None
-        self._reader: ResponseReader | None = None
+        self._reader: HttpResponseParser | None = None
         """Reader of the pending response, or None."""
         self._error: ModelError | None = None
         self._wake: asyncio.Future[None] | None = None
@@ -536,7 +536,7 @@ class _Connection(asyncio.Protocol):
 
     # --- one request --------------------------------------------------------------------------
 
-    async def ask(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
+    async def ask(self, head: bytes, body: bytes, reader: HttpResponseParser) -> None:
         """Send a request, and let ``reader`` parse the response as it arrives.
 
         If the response comes early, the rest of the request is not sent.
@@ -618,7 +618,7 @@ class _Connection(asyncio.Protocol):
 
         Raises _ProxyRefused if it does not.
         """
-        reader = ResponseReader(_MOST_HEAD_BYTES)
+        reader = HttpResponseParser(_MOST_HEAD_BYTES)
         try:
             await self.ask(connect, b"", reader)
             while not reader.status:
@@ -689,7 +689,7 @@ class _Connection(asyncio.Protocol):
             self._wake.set_result(None)
 
 
-class ResponseReader:
+class HttpResponseParser:
     """A parser for one HTTP response.
 
     It is fed with bytes as they arrive.

@@ -9,7 +9,7 @@
 A page of another site can make a browser send requests to this machine, either across origins or
 under a host name that the site points here (DNS rebinding). So a loopback server answers only
 requests whose ``Host`` names this machine, and every server rejects requests from pages of another
-origin, with or without a key. Budgets of keys are handled in ``serve/keys.py``.
+origin, with or without a key. Budgets of keys are handled in ``serve/api_keys.py``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ListenAddress(msgspec.Struct, frozen=True):
         return self.socket is not None or is_loopback(self.host)
 
 
-class BearerKeys:
+class AcceptedApiKeys:
     """The API keys that a server accepts.
 
     Only their SHA-256 digests are stored.
@@ -74,7 +74,7 @@ class BearerKeys:
         self._digests = dict(digests)
 
     @classmethod
-    def from_key(cls, key: str) -> BearerKeys:
+    def from_key(cls, key: str) -> AcceptedApiKeys:
         """Create a set with a single accepted key.
 
         From now on, logs redact the key.

@@ -30,7 +30,7 @@ from aiohttp import web
 
 from ramify.errors import ConfigError, RamifyError, listen_error
 from ramify.http_server.access import (
-    BearerKeys,
+    AcceptedApiKeys,
     ListenAddress,
     check_host,
     check_origin,
@@ -74,7 +74,7 @@ class AiohttpServer:
     def __init__(
         self,
         address: ListenAddress,
-        keys: BearerKeys | None = None,
+        keys: AcceptedApiKeys | None = None,
         *,
         token: str = "",
         public: Collection[str] = (),

@@ -1,6 +1,6 @@
 """The chat completions API for a single model: parse requests, and write replies and streams.
 
-    body ──read──> ChatCompletionsHandler ── request ──> Request       Reply ──> body or events
+    body ──read──> ChatCompletionsReplyWriter ── request ──> Request       Reply ──> body or events
 
 Fields without an effect here (``user``, ``metadata``, …) are accepted and ignored. A field that
 would change the answer but is not supported is rejected by name, so that no client believes that it
@@ -135,7 +135,7 @@ _decoder = msgspec.json.Decoder(ChatCompletionRequest)
 encode = model_api.encode
 
 
-class ChatCompletionsHandler:
+class ChatCompletionsReplyWriter:
     """A chat completion request in progress, with methods that write its replies as one body or as
     stream events."""
 
@@ -224,7 +224,7 @@ class ChatCompletionsHandler:
         return common_fields(self.id, self._model.name, kind, self._created)
 
 
-def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsHandler:
+def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsReplyWriter:
     """Parse the body of a chat completion request.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
@@ -239,7 +239,7 @@ def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsHandler:
     model_api.check_sampling(parsed.temperature, parsed.top_p)
     if parsed.top_logprobs and not parsed.logprobs:
         raise RequestRejected("top_logprobs needs logprobs=true", param="top_logprobs")
-    return ChatCompletionsHandler(parsed, model)
+    return ChatCompletionsReplyWriter(parsed, model)
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:

@@ -1,13 +1,12 @@
 """The interface between a model and its HTTP APIs, with functions shared by all of the APIs.
 
-    body ── chat_…_api.read ─────┐                                 ┌─ body
-            responses_api.read ──┼─> ModelApiHandler ─ request ─> ServedModel ─ replies ─> exchange
-            messages_api.read ───┘                                 └─ events of a stream
+    body ── parse_request of an API ──> ModelApiReplyWriter ── request ──> ServedModel
+                                            └── body, or events of a stream <── replies ──┘
 
-Three APIs implement ``ModelApiHandler``, and two models implement ``ServedModel``: a served policy
-(``serve/policy.py``), and the model that answers an agent in a run
-(``evaluate/agent_model_server.py``). This module also has what the APIs share: the choice of
-tools, ids of tool calls, log-probabilities, and the text by which a streamed message has grown.
+Three APIs implement ``ModelApiReplyWriter``, and two models implement ``ServedModel``: a served
+policy (``serve/policy_server.py``), and the model that answers an agent in a run
+(``evaluate/agent_model_server.py``). This module also has what the APIs share: the choice of tools,
+ids of tool calls, log-probabilities, and the text by which a streamed message has grown.
 
 A model's chat template numbers the tool calls of each reply from ``call_0``. Programs expect ids
 that are unique in a conversation, so random characters, the same for all calls of a reply, are
@@ -78,7 +77,7 @@ class ServedModel(Protocol):
         ...
 
 
-class ModelApiHandler(Protocol):
+class ModelApiReplyWriter(Protocol):
     """A request in the format of one API, with methods that write the answer in the same format.
 
     ``body`` returns a whole response. A stream consists of ``encode_stream_start``, any number of

@@ -3,7 +3,7 @@
     POST {prefix}/v1/chat/completions          chat_completions_api.py
     POST {prefix}/v1/responses                 responses_api.py
     GET, DELETE {prefix}/v1/responses/ID       a response that is remembered
-    POST {prefix}/v1/messages                  messages_api.py
+    POST {prefix}/v1/messages                  anthropic_messages_api.py
     POST {prefix}/v1/messages/count_tokens     number of tokens of a prompt
 
     request ──> admit ──> ServedModel ── replies or a stream ──> body or events
@@ -27,11 +27,11 @@ from aiohttp import web
 
 from ramify.clients.base import Request
 from ramify.errors import ModelError, RamifyError, RateLimited, Refused
-from ramify.http_server import chat_completions_api, messages_api, responses_api
+from ramify.http_server import anthropic_messages_api, chat_completions_api, responses_api
 from ramify.http_server.base_server import receive_body
-from ramify.http_server.model_api import ModelApiHandler, ServedModel, encode
+from ramify.http_server.model_api import ModelApiReplyWriter, ServedModel, encode
 from ramify.http_server.rejections import TOO_LONG, RequestRejected, is_anthropic_request
-from ramify.http_server.responses_api import StoredResponses
+from ramify.http_server.responses_api import RecentResponseStore
 from ramify.types.message import Reply
 
 T = TypeVar("T")
@@ -47,15 +47,15 @@ class ModelForCaller(msgspec.Struct, frozen=True):
     """The model that answers one caller, with the responses stored for this caller."""
 
     model: ServedModel
-    stored: StoredResponses
+    stored: RecentResponseStore
     recorder: Recorder | None = None
     """Records each reply before its last part is sent. None if nothing is recorded."""
 
-    async def record(self, exchange: ModelApiHandler, index: int, reply: Reply) -> None:
+    async def record(self, exchange: ModelApiReplyWriter, index: int, reply: Reply) -> None:
         if self.recorder is not None and not exchange.is_private:
             await self.recorder(exchange.id, index, exchange.request, reply)
 
-    def recording_headers(self, exchange: ModelApiHandler) -> dict[str, str]:
+    def recording_headers(self, exchange: ModelApiReplyWriter) -> dict[str, str]:
         """Return the HTTP headers that tell a client whether its conversation is recorded."""
         is_recorded = self.recorder is not None and not exchange.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
@@ -86,8 +86,8 @@ class ModelApiRoutes:
         app.router.add_post(base + responses_api.PATH, self._answer_responses)
         app.router.add_get(f"{base}{responses_api.PATH}/{{id}}", self._get_stored_response)
         app.router.add_delete(f"{base}{responses_api.PATH}/{{id}}", self._forget)
-        app.router.add_post(base + messages_api.PATH, self._answer_messages)
-        app.router.add_post(base + messages_api.COUNT_PATH, self._count_tokens)
+        app.router.add_post(base + anthropic_messages_api.PATH, self._answer_messages)
+        app.router.add_post(base + anthropic_messages_api.COUNT_PATH, self._count_tokens)
 
     async def _answer_chat(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
@@ -106,7 +106,7 @@ class ModelApiRoutes:
     async def _answer_messages(self, http: web.Request) -> web.StreamResponse:
         async with self._admit(http) as caller:
             return await self._answer_request(
-                http, caller, lambda body: messages_api.parse_request(body, caller.model)
+                http, caller, lambda body: anthropic_messages_api.parse_request(body, caller.model)
             )
 
     async def _count_tokens(self, http: web.Request) -> web.StreamResponse:
@@ -114,7 +114,7 @@ class ModelApiRoutes:
             model = caller.model
             with errors_as_rejections():
                 request = await _read(
-                    http, lambda body: messages_api.parse_token_count_request(body, model)
+                    http, lambda body: anthropic_messages_api.parse_token_count_request(body, model)
                 )
                 num_tokens = model.num_tokens(request)
             return _json(encode({"input_tokens": num_tokens}))
@@ -137,7 +137,7 @@ class ModelApiRoutes:
         self,
         http: web.Request,
         caller: ModelForCaller,
-        read: Callable[[bytes], ModelApiHandler],
+        read: Callable[[bytes], ModelApiReplyWriter],
     ) -> web.StreamResponse:
         with errors_as_rejections():
             exchange = await _read(http, read)
@@ -203,7 +203,7 @@ async def _read(http: web.Request, read: Callable[[bytes], T]) -> T:
 
 
 async def _stream_reply(
-    http: web.Request, caller: ModelForCaller, exchange: ModelApiHandler
+    http: web.Request, caller: ModelForCaller, exchange: ModelApiReplyWriter
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={
@@ -240,7 +240,7 @@ async def _stream_reply(
     return response
 
 
-def _check(reply: Reply, exchange: ModelApiHandler) -> None:
+def _check(reply: Reply, exchange: ModelApiReplyWriter) -> None:
     """Raise RequestRejected if a reply lacks what the request required: the right tool calls, or
     the most likely tokens' log-probabilities."""
     exchange.tool_choice.check_reply(reply)

@@ -1,12 +1,12 @@
 """OpenAI's responses API for a single model: parse requests, and write responses and streams.
 
-    body ──read──> ResponsesHandler ── request ──> Request       Reply ──> body or events
+    body ──read──> ResponsesApiReplyWriter ── request ──> Request       Reply ──> body or events
 
 A response consists of items: reasoning, a message, and function calls. If a client sends the items
 of an earlier response back in their order, they become the one message that the model wrote. With
 ``previous_response_id`` the conversation continues from a response that the server has stored.
 Unsupported fields that would change the answer are rejected by name. Responses for whole runs are
-handled in ``serve/responses.py``.
+handled in ``serve/responses_api.py``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
     """Size of the request and the response together."""
 
 
-class StoredResponses:
+class RecentResponseStore:
     """The last few thousand responses to one caller, by id.
 
     Their total size is limited, too.
@@ -118,7 +118,7 @@ class _Text(msgspec.Struct):
     format: Any = None
 
 
-class ResponsesRequest(msgspec.Struct):
+class ResponsesApiRequest(msgspec.Struct):
     """A request to the responses API: the fields that this server reads, and those that it
     rejects."""
 
@@ -148,10 +148,10 @@ class ResponsesRequest(msgspec.Struct):
     context_management: Any = None
 
 
-_decoder = msgspec.json.Decoder(ResponsesRequest)
+_decoder = msgspec.json.Decoder(ResponsesApiRequest)
 
 
-class ResponsesHandler:
+class ResponsesApiReplyWriter:
     """A responses API request in progress, with methods that write its reply as one body or as
     stream events."""
 
@@ -159,9 +159,9 @@ class ResponsesHandler:
 
     def __init__(
         self,
-        parsed: ResponsesRequest,
+        parsed: ResponsesApiRequest,
         model: ServedModel,
-        stored: StoredResponses,
+        stored: RecentResponseStore,
         num_bytes: int,
     ) -> None:
         """Prepare to answer a parsed request whose body had ``num_bytes`` bytes.
@@ -420,7 +420,9 @@ class _StreamedItem(msgspec.Struct, frozen=True):
     """The fields that identify the item in each of its events."""
 
 
-def parse_request(body: bytes, model: ServedModel, stored: StoredResponses) -> ResponsesHandler:
+def parse_request(
+    body: bytes, model: ServedModel, stored: RecentResponseStore
+) -> ResponsesApiReplyWriter:
     """Parse the body of a responses API request.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
@@ -430,7 +432,7 @@ def parse_request(body: bytes, model: ServedModel, stored: StoredResponses) -> R
     if parsed.max_output_tokens is not None and parsed.max_output_tokens < 1:
         raise Refused(f"max_output_tokens is {parsed.max_output_tokens}: give at least 1")
     model_api.check_sampling(parsed.temperature, parsed.top_p)
-    return ResponsesHandler(parsed, model, stored, len(body))
+    return ResponsesApiReplyWriter(parsed, model, stored, len(body))
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:

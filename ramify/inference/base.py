@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request
 from ramify.errors import ConfigError, ModelError, Refused
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 
 if TYPE_CHECKING:
     pass

@@ -2,7 +2,7 @@
 
 Each map is stored as one run that consists of many small ones.
 
-    rows ──> RowQuestionMaker ─┬─> RowAnsweringMethod ──> MapJournal ──> MapOutput, in order
+    rows ──> RowQuestionMaker ─┬─> RowAnsweringMethod ──> TableMapJournal ──> MapOutput, in order
              (template)        │   plain call or session       ▲
                                └── answered before, ───────────┘
                                    or an equal row

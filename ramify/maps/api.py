@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from ramify.engine import event_loop_thread
 from ramify.engine.limits import Limits
-from ramify.engine.question import ModelSpec, RlmKeywords
+from ramify.engine.question import ModelSpec, RlmKeywordOptions
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError, check_keywords
-from ramify.maps.map_run import MapResult, MapRun, MapSpec
+from ramify.maps.map_run import MapResult, TableMapRun, TableMapSpec
 from ramify.maps.open_row_source import open_paths, open_rows
 from ramify.store.base import RunStore
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 
 UNLIMITED = 10**15
 """Number of calls or tokens that means no limit."""
@@ -124,12 +124,16 @@ async def amap(
     if not isinstance(question, str):
         raise ConfigError(f"the question is a {type(question).__name__}: give a text")
     if not isinstance(model, RLM):
-        known = (amap.__kwdefaults__, RLM.__init__.__kwdefaults__, RlmKeywords.__annotations__)
+        known = (
+            amap.__kwdefaults__,
+            RLM.__init__.__kwdefaults__,
+            RlmKeywordOptions.__annotations__,
+        )
         check_keywords("map", options, sorted({name for names in known for name in names or ()}))
     elif options or store is not None:
         given = next(iter(options), "store")
         raise ConfigError(f"'{given}' belongs to the RLM that was given: set it there")
-    request = MapSpec(
+    request = TableMapSpec(
         question=question,
         answer_type=answer_type,
         columns=(columns,) if isinstance(columns, str) else tuple(columns),
@@ -154,13 +158,13 @@ async def amap(
     rlm = model if isinstance(model, RLM) else RLM(model, store=store, **options)
     is_paths = isinstance(rows, list) and rows and all(isinstance(each, Path) for each in rows)
     source = open_paths(rows, table) if is_paths else open_rows(rows, table)
-    return await MapRun(rlm, source, request).run()
+    return await TableMapRun(rlm, source, request).run()
 
 
 async def _map_on_ray(
     rows: Any,
     model: Any,
-    request: MapSpec,
+    request: TableMapSpec,
     out: str | Path | None,
     workers: int | None,
     store: RunStore | None,

@@ -10,7 +10,8 @@ every batch again after a kill at any moment, and uploads nothing twice. A row w
 because its batch expired or the provider failed, is put into a further batch, at most three times.
 When the results of all batches have been downloaded, the replies are in the journal, and the map
 continues as after any interruption: it reads the answers, repairs those that do not fit a schema by
-direct calls, and writes its output. The providers' interfaces are in ``ramify/clients/batches.py``.
+direct calls, and writes its output. The providers' interfaces are in
+``ramify/clients/provider_batch_apis.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.clients.base import Request
-from ramify.clients.batches import (
+from ramify.clients.provider_batch_apis import (
     BatchApi,
     BatchCapableClient,
     BatchResult,
@@ -32,7 +33,7 @@ from ramify.clients.batches import (
     batch_price,
     split,
 )
-from ramify.engine.calls_outside_runs import DirectCalls, max_request_usage
+from ramify.engine.calls_outside_runs import DirectModelCaller, max_request_usage
 from ramify.engine.limits import BudgetAmount
 from ramify.errors import (
     ConfigError,
@@ -46,23 +47,23 @@ from ramify.errors import (
 from ramify.format_quantities import pluralize
 from ramify.logging import ComponentLogger
 from ramify.maps.map_journal import (
-    BatchAccepted,
-    BatchEnded,
-    BatchUploadIntent,
+    BatchAcceptedLine,
+    BatchEndedLine,
+    BatchUploadIntentLine,
     DirectReplyLine,
-    FailedAttempt,
-    MapJournal,
-    MapLine,
-    QuestionEnded,
+    FailedRequestLine,
+    MapJournalLine,
+    QuestionEndedLine,
     QuestionStartedLine,
+    TableMapJournal,
     digest_to_base64,
     digest_to_int,
     usage_counts,
 )
 from ramify.maps.map_journal_state import (
     MapJournalState,
-    OpenQuestion,
     UnfinishedBatch,
+    UnfinishedQuestion,
     request_reservation,
 )
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
@@ -111,8 +112,8 @@ class MapBatchJobs:
 
     def __init__(
         self,
-        calls: DirectCalls,
-        journal: MapJournal,
+        calls: DirectModelCaller,
+        journal: TableMapJournal,
         recorded: MapJournalState,
         asking: RowQuestionMaker,
         source: RowSource,
@@ -305,14 +306,14 @@ class MapBatchJobs:
         for row in rows:
             first = self._first_request(row)
             waiting[first.number] = (
-                self._journal.append(MapLine(b=first)),
+                self._journal.append(MapJournalLine(b=first)),
                 request_reservation(first),
             )
             self._recorded.failed.pop(int.from_bytes(row.digest, "big"), None)
-        sent = BatchUploadIntent(
+        sent = BatchUploadIntentLine(
             part, f"{self._map_id}-{part}", len(rows), time.time(), self._api.provider
         )
-        self._journal.append(MapLine(w=sent))
+        self._journal.append(MapJournalLine(w=sent))
         self._num_batches += 1
         batch = self._batches[part] = UnfinishedBatch(sent, waiting)
         return batch
@@ -387,7 +388,7 @@ class MapBatchJobs:
     def _record_acceptance(self, batch: UnfinishedBatch) -> None:
         if batch.id:
             self._recorded.batch_ids.add(batch.id)
-            self._journal.append(MapLine(u=BatchAccepted(batch.sent.part, batch.id)))
+            self._journal.append(MapJournalLine(u=BatchAcceptedLine(batch.sent.part, batch.id)))
 
     def _give_up(self, batch: UnfinishedBatch, why: str) -> None:
         """Record that the provider refused a whole batch, and stop the map.
@@ -489,7 +490,7 @@ class MapBatchJobs:
             return
         reply = self._calls.prepare_for_record(reply, request, self._price)
         offset = self._journal.append(
-            MapLine(
+            MapJournalLine(
                 r=DirectReplyLine(
                     number,
                     0,
@@ -546,14 +547,16 @@ class MapBatchJobs:
             self._calls.budget.settle(amount, usage, cost)
         else:
             self._calls.budget.release(amount)
-        self._journal.append(MapLine(x=FailedAttempt(number, 0, str(error), counts, cost)))
+        self._journal.append(
+            MapJournalLine(x=FailedRequestLine(number, 0, str(error), counts, cost))
+        )
         self._tries[number] = self._tries.get(number, 0) + 1
         if may_return and self._tries[number] < _MAX_TRIES:
-            self._recorded.open[digest] = OpenQuestion(number)
+            self._recorded.open[digest] = UnfinishedQuestion(number)
             return
         del self._tries[number]
-        end = QuestionEnded(number, Stop.ERROR, None, str(error), (), 0, None, 0.0)
-        self.failed[digest] = self._journal.append(MapLine(e=end))
+        end = QuestionEndedLine(number, Stop.ERROR, None, str(error), (), 0, None, 0.0)
+        self.failed[digest] = self._journal.append(MapJournalLine(e=end))
         self._recorded.open.pop(digest, None)
         self.ended.add(number)
 
@@ -567,7 +570,7 @@ class MapBatchJobs:
             self._record_missing_result(
                 batch, self._read_started_line(offset), error, may_return=True
             )
-        self._journal.append(MapLine(v=BatchEnded(batch.sent.part, status)))
+        self._journal.append(MapJournalLine(v=BatchEndedLine(batch.sent.part, status)))
         del self._batches[batch.sent.part]
 
     # --- requests to the provider -----------------------------------------------------------------
@@ -629,7 +632,7 @@ class _Collected(msgspec.Struct):
     """Reason for refused rows that a person can fix, such as a used-up quota."""
 
 
-def batch_client(calls: DirectCalls) -> BatchCapableClient:
+def batch_client(calls: DirectModelCaller) -> BatchCapableClient:
     """Return the client of a map's model.
 
     Raises ConfigError if the client does not support a batch API.

@@ -62,7 +62,7 @@ class MeasuredRowCost(msgspec.Struct, frozen=True):
     """True if the question was asked alone, before the others."""
 
 
-class MapEstimate(msgspec.Struct, frozen=True):
+class TableMapEstimate(msgspec.Struct, frozen=True):
     """The cost and duration of a whole map, extrapolated from a sample of its rows."""
 
     num_rows: int
@@ -92,7 +92,7 @@ def estimate(
     read_s: float,
     *,
     is_priced: bool,
-) -> MapEstimate:
+) -> TableMapEstimate:
     """Estimate the cost and duration of a whole map from a sample of its rows.
 
     ``num_chars`` is the number of characters in all questions together. ``read_s`` is how long it
@@ -103,7 +103,7 @@ def estimate(
     seconds = _seconds(rows, num_questions, num_chars, concurrency, read_s)
     low, high = (None if s is None else s / 3600 for s in (seconds.low, seconds.high))
     hours = EstimatedAmount(seconds.value / 3600, low, high)
-    return MapEstimate(
+    return TableMapEstimate(
         num_rows,
         num_questions,
         len(rows),

@@ -45,7 +45,7 @@ from ramify.store.durable_files import (
     sync_folder,
 )
 from ramify.store.journal import (
-    LineWriter,
+    ChecksummedLineWriter,
     checksum_chain_at_end,
     cut_torn_line,
     encode_line,
@@ -80,7 +80,7 @@ class RayMapMetadata(msgspec.Struct, frozen=True):
     """Column that contains the errors."""
 
 
-class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+class MapJournalHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first line of a map's journal, which contains the question and the settings of the
     map."""
 
@@ -110,7 +110,7 @@ class MapHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     version: int = _VERSION
 
 
-class MapContinued(msgspec.Struct, frozen=True, array_like=True):
+class MapContinuedLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that a map was begun or continued, with the limits that apply."""
 
     at: float
@@ -181,7 +181,7 @@ class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
     reasoning: str | None
 
 
-class FailedAttempt(msgspec.Struct, frozen=True, array_like=True):
+class FailedRequestLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that a direct request failed, with an upper bound on its cost."""
 
     number: int
@@ -203,7 +203,7 @@ class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
     """Id of the run."""
 
 
-class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
+class QuestionEndedLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording the end of a question that has no line with its reply.
 
     Either a run answered the question, or the question failed.
@@ -221,14 +221,14 @@ class QuestionEnded(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
-class EqualRow(msgspec.Struct, frozen=True, array_like=True):
+class DuplicateRowLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that a row asks the same question as an earlier row."""
 
     number: int
     row: int
 
 
-class BatchUploadIntent(msgspec.Struct, frozen=True, array_like=True):
+class BatchUploadIntentLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that a batch is about to be uploaded."""
 
     part: int
@@ -242,7 +242,7 @@ class BatchUploadIntent(msgspec.Struct, frozen=True, array_like=True):
     provider: str
 
 
-class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
+class BatchAcceptedLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that the provider has received a batch, with the provider's id for
     the batch."""
 
@@ -251,7 +251,7 @@ class BatchAccepted(msgspec.Struct, frozen=True, array_like=True):
     """Id of the batch at the provider."""
 
 
-class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
+class BatchEndedLine(msgspec.Struct, frozen=True, array_like=True):
     """A journal line recording that a batch is finished.
 
     The outcome of each of its requests is in the journal.
@@ -262,25 +262,25 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True):
     """The provider's status of the batch, or the reason why the batch was not uploaded."""
 
 
-class MapLine(msgspec.Struct, frozen=True, omit_defaults=True):
+class MapJournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a map's journal.
 
     A single field holds the content, and ``crc`` is the line's checksum.
     """
 
-    map: MapHeader | None = None
-    c: MapContinued | None = None
+    map: MapJournalHeader | None = None
+    c: MapContinuedLine | None = None
     q: QuestionStartedLine | None = None
     t: RetryRequestLine | None = None
     r: DirectReplyLine | None = None
-    x: FailedAttempt | None = None
+    x: FailedRequestLine | None = None
     s: RowRunStartedLine | None = None
-    e: QuestionEnded | None = None
-    d: EqualRow | None = None
+    e: QuestionEndedLine | None = None
+    d: DuplicateRowLine | None = None
     b: QuestionStartedLine | None = None
-    w: BatchUploadIntent | None = None
-    u: BatchAccepted | None = None
-    v: BatchEnded | None = None
+    w: BatchUploadIntentLine | None = None
+    u: BatchAcceptedLine | None = None
+    v: BatchEndedLine | None = None
     n: int | None = None
     """Number of rows about which no question could be asked, when a start of the map ended."""
     crc: str = ""
@@ -333,10 +333,10 @@ def digest_to_int(text: str) -> int:
     return int.from_bytes(base64.urlsafe_b64decode(text + "=="), "big")
 
 
-_decode = msgspec.json.Decoder(MapLine).decode
+_decode = msgspec.json.Decoder(MapJournalLine).decode
 
 
-class MapJournal:
+class TableMapJournal:
     """A map's journal that is open for writing.
 
     Only one process at a time can open it.
@@ -356,7 +356,7 @@ class MapJournal:
         closed.
         """
         self.path = path
-        self._file = LineWriter(path, fd, FsyncFlusher(fsync), chain)
+        self._file = ChecksummedLineWriter(path, fd, FsyncFlusher(fsync), chain)
         self._secrets = SecretRedactor()
         self._temporary = temporary
         self.num_questions = 0
@@ -381,7 +381,7 @@ class MapJournal:
         """
         return self._file.trouble
 
-    def append(self, line: MapLine) -> int:
+    def append(self, line: MapJournalLine) -> int:
         """Append a line to the journal, and return its byte offset.
 
         Raises StoreError if the line cannot be written.
@@ -392,7 +392,7 @@ class MapJournal:
         )
         return self._file.append(encode_line(line, self._secrets), flushes=is_paid)
 
-    def line_at(self, offset: int) -> MapLine:
+    def line_at(self, offset: int) -> MapJournalLine:
         """Read the line that begins at a byte offset of the journal."""
         size = 1 << 10
         while b"\n" not in (data := self._file.read(offset, size)):
@@ -416,7 +416,7 @@ class MapJournal:
                 self._temporary.cleanup()
 
 
-class MapStore:
+class TableMapStore:
     """The folder of a run store that contains the journals of maps."""
 
     def __init__(self, root: Path, fsync: Fsync = os.fsync) -> None:
@@ -428,7 +428,7 @@ class MapStore:
         self.folder = root / "maps"
         self._fsync = fsync
 
-    def create(self, header: MapHeader) -> MapJournal:
+    def create(self, header: MapJournalHeader) -> TableMapJournal:
         """Create the journal of a new map, and open it for writing."""
         reserve_disk_space(self.root)
         path = make_folder(self.folder, self._fsync) / f"{header.id}.jsonl"
@@ -436,9 +436,9 @@ class MapStore:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
-        journal = MapJournal(path, fd, ChecksumChain(), fsync=self._fsync)
+        journal = TableMapJournal(path, fd, ChecksumChain(), fsync=self._fsync)
         try:
-            journal.append(MapLine(map=header))
+            journal.append(MapJournalLine(map=header))
             sync_folder(self.folder, self._fsync)  # the file's name
         except BaseException:
             with contextlib.suppress(StoreError):
@@ -447,7 +447,7 @@ class MapStore:
             raise
         return journal
 
-    def reopen(self, path: Path) -> MapJournal:
+    def reopen(self, path: Path) -> TableMapJournal:
         """Open the journal of an earlier map in order to continue it.
 
         An incomplete last line is cut off. Raises RunInUse while another process writes the
@@ -460,7 +460,7 @@ class MapStore:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
         try:
             cut_torn_line(fd)
-            return MapJournal(path, fd, checksum_chain_at_end(fd, path), fsync=self._fsync)
+            return TableMapJournal(path, fd, checksum_chain_at_end(fd, path), fsync=self._fsync)
         except BaseException:
             writer_process_file(path).unlink(missing_ok=True)
             os.close(fd)
@@ -470,7 +470,7 @@ class MapStore:
         """Return the paths of all map journals in the store, newest first."""
         return sorted(self.folder.glob("*.jsonl"), reverse=True)
 
-    def headers(self) -> Iterator[tuple[Path, MapHeader]]:
+    def headers(self) -> Iterator[tuple[Path, MapJournalHeader]]:
         """Yield the path and the header of each journal in the store, newest first.
 
         Unreadable journals are skipped.
@@ -493,19 +493,21 @@ class MapStore:
         return chosen[0] if chosen else None
 
 
-def temporary_journal(header: MapHeader) -> MapJournal:
+def temporary_journal(header: MapJournalHeader) -> TableMapJournal:
     """Create a journal for a map that is not stored.
 
     The journal is deleted when it is closed.
     """
     folder = tempfile.TemporaryDirectory(prefix="ramify-map-")
     path = Path(folder.name) / f"{header.id}.jsonl"
-    journal = MapJournal(path, open_locked(path, os.O_CREAT | os.O_EXCL), ChecksumChain(), folder)
-    journal.append(MapLine(map=header))
+    journal = TableMapJournal(
+        path, open_locked(path, os.O_CREAT | os.O_EXCL), ChecksumChain(), folder
+    )
+    journal.append(MapJournalLine(map=header))
     return journal
 
 
-def read_header(path: Path) -> MapHeader | None:
+def read_header(path: Path) -> MapJournalHeader | None:
     """Return the header of a map's journal, or None if the header is missing or unreadable."""
     for line in lines(path):
         try:
@@ -515,7 +517,7 @@ def read_header(path: Path) -> MapHeader | None:
     return None
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
+def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapJournalLine]]:
     """Yield the lines of a map's journal with their byte offsets, from the line at ``offset`` on.
 
     Verifies the checksum of each line, and raises StoreError at the first damaged one.
@@ -538,7 +540,7 @@ def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapLine]]:
         offset += len(line) + 1
 
 
-def read_map_line_at(path: Path, offset: int) -> MapLine:
+def read_map_line_at(path: Path, offset: int) -> MapJournalLine:
     """Read the line that begins at a byte offset of a map's journal."""
     with open(path, "rb") as file:
         file.seek(offset)

@@ -16,10 +16,10 @@ import msgspec
 
 from ramify.engine.limits import BudgetAmount
 from ramify.maps.map_journal import (
-    BatchUploadIntent,
-    MapContinued,
-    MapHeader,
-    MapLine,
+    BatchUploadIntentLine,
+    MapContinuedLine,
+    MapJournalHeader,
+    MapJournalLine,
     QuestionStartedLine,
     RetryRequestLine,
     digest_to_int,
@@ -29,7 +29,7 @@ from ramify.maps.map_journal import (
 from ramify.types.message import Message, Reply, Usage
 
 
-class OpenQuestion(msgspec.Struct):
+class UnfinishedQuestion(msgspec.Struct):
     """A question that has been asked but whose end is not in the journal."""
 
     number: int
@@ -42,7 +42,7 @@ class OpenQuestion(msgspec.Struct):
 class UnfinishedBatch(msgspec.Struct):
     """A batch that was, or may have been, uploaded, and whose results are still incomplete."""
 
-    sent: BatchUploadIntent
+    sent: BatchUploadIntentLine
     waiting: dict[int, tuple[int, BudgetAmount]]
     """Number of a question without a result -> (offset of its request, upper bound on its
     usage)."""
@@ -64,14 +64,14 @@ class MapJournalState:
     """
 
     def __init__(self) -> None:
-        self.header: MapHeader | None = None
-        self.last_start: MapContinued | None = None
+        self.header: MapJournalHeader | None = None
+        self.last_start: MapContinuedLine | None = None
         self.answered: dict[int, int] = {}
         """Digest -> offset of the line with the answer, which is a reply or the end of a run. A
         reply whose last line is damaged or does not fit is detected when the reply is read."""
         self.failed: dict[int, int] = {}
         """Digest -> offset of the line with the error."""
-        self.open: dict[int, OpenQuestion] = {}
+        self.open: dict[int, UnfinishedQuestion] = {}
         """Digest -> question that has not ended."""
         self.digests: list[int] = []
         """Number of a question -> its digest."""
@@ -110,7 +110,7 @@ class MapJournalState:
             recorded._charge_in_flight(number)
         return recorded
 
-    def add(self, offset: int, line: MapLine) -> None:
+    def add(self, offset: int, line: MapJournalLine) -> None:
         """Update the state with one line of the journal, which begins at ``offset``."""
         if line.r is not None:
             self._in_flight.pop(line.r.number, None)
@@ -164,7 +164,7 @@ class MapJournalState:
         elif line.v is not None:
             del self.batches[line.v.part]
 
-    def _record_sent_batch(self, sent: BatchUploadIntent) -> None:
+    def _record_sent_batch(self, sent: BatchUploadIntentLine) -> None:
         """Record that the prepared requests are uploaded, or about to be uploaded, as one batch."""
         batch = self.batches[sent.part] = UnfinishedBatch(sent, self._prepared)
         self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
@@ -179,7 +179,7 @@ class MapJournalState:
             del self.batches[part].waiting[number]
         return part is not None
 
-    def _begin(self, number: int, row: int, digest_text: str) -> OpenQuestion:
+    def _begin(self, number: int, row: int, digest_text: str) -> UnfinishedQuestion:
         digest = digest_to_int(digest_text)
         if number == len(self.digests):
             self.digests.append(digest)
@@ -187,7 +187,7 @@ class MapJournalState:
         self.failed.pop(digest, None)
         self.answered.pop(digest, None)
         self._record_last_row(row)
-        question = self.open[digest] = OpenQuestion(number)
+        question = self.open[digest] = UnfinishedQuestion(number)
         return question
 
     def _record_last_row(self, row: int) -> None:
@@ -198,7 +198,7 @@ class MapJournalState:
         if self.last_start is None or not self.last_start.is_sample:
             self.last_row = max(self.last_row, row)
 
-    def _reopen_question(self, number: int) -> OpenQuestion:
+    def _reopen_question(self, number: int) -> UnfinishedQuestion:
         """Reopen a question, and return it.
 
         If it had an answer, that reply is kept as one of its earlier replies.
@@ -208,7 +208,7 @@ class MapJournalState:
         if found is None:
             before = self.answered.pop(digest, None)
             replies = [] if before is None else [before]
-            found = self.open[digest] = OpenQuestion(number, replies)
+            found = self.open[digest] = UnfinishedQuestion(number, replies)
         return found
 
     def _record_sent_request(
@@ -231,7 +231,7 @@ class MapJournalState:
             self.cost += cost
 
 
-def recorded_reply(line: MapLine) -> Reply:
+def recorded_reply(line: MapJournalLine) -> Reply:
     """Return the model reply that is recorded in a journal line."""
     assert line.r is not None
     message = Message("assistant", line.r.text, line.r.reasoning)

@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.typed import AnswerSchema
+from ramify.engine.typed_answers import AnswerSchema
 from ramify.errors import ConfigError, StoreError
-from ramify.maps.frames import ARROW_TYPES
+from ramify.maps.dataframes import ARROW_TYPES
 from ramify.maps.row_question import to_json_value
 from ramify.maps.row_source import Row, RowSource
 

@@ -30,14 +30,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.clients.batches import BATCH_SHARE
+from ramify.clients.provider_batch_apis import BATCH_SHARE
 from ramify.engine.answer_serialization import to_jsonable
-from ramify.engine.calls_outside_runs import DirectCalls
+from ramify.engine.calls_outside_runs import DirectModelCaller
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.observation_messages import count_text_chars, plain_prompt
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
-from ramify.engine.typed import AnswerSchema, TypeMismatch, answer_type
+from ramify.engine.typed_answers import AnswerSchema, TypeMismatch, answer_type
 from ramify.errors import (
     ConfigError,
     LimitReached,
@@ -47,14 +47,14 @@ from ramify.errors import (
     is_fixable_by_user,
 )
 from ramify.maps.batch_run import MapBatchJobs, batch_client
-from ramify.maps.estimate import MapEstimate, MeasuredRowCost, estimate
+from ramify.maps.estimate import MeasuredRowCost, TableMapEstimate, estimate
 from ramify.maps.map_journal import (
-    EqualRow,
-    MapContinued,
-    MapHeader,
-    MapJournal,
-    MapLine,
-    MapStore,
+    DuplicateRowLine,
+    MapContinuedLine,
+    MapJournalHeader,
+    MapJournalLine,
+    TableMapJournal,
+    TableMapStore,
     new_map_id,
     temporary_journal,
 )
@@ -70,8 +70,8 @@ from ramify.maps.row_answerer import (
 from ramify.maps.row_question import InvalidRowError, RowQuestionMaker
 from ramify.maps.row_source import Row, RowSource
 from ramify.progress import report_progress
-from ramify.store.store import Store
-from ramify.store.summary import summarise
+from ramify.store.folder_store import Store
+from ramify.store.run_summary import summarise
 from ramify.types.message import Reply, Usage
 
 _MAX_AHEAD = 10_000
@@ -89,7 +89,7 @@ _COUNTED = ("rows", "answered", "failed", "missing", "asked", "known", "unaskabl
 MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 
 
-class MapSpec(msgspec.Struct, frozen=True, kw_only=True):
+class TableMapSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The question that a map asks about each row of a table, with its output, limits and
     options."""
 
@@ -158,7 +158,7 @@ class MapResult(msgspec.Struct, frozen=True):
     table: Any = None
     """The rows with their answers, as a table of the same kind as the input. None if the output is
     a file."""
-    estimate: MapEstimate | None = None
+    estimate: TableMapEstimate | None = None
     """Estimated cost and duration of the whole map, if only a sample was asked."""
     num_unaskable: int = 0
     """Number of failed rows about which no question can be asked, because they are empty or cannot
@@ -183,15 +183,15 @@ class _Pending:
         """True once a row with the answer has been written."""
 
 
-class MapRun:
+class TableMapRun:
     """A run of one question over every row of a table.
 
-    It records each step in a journal and writes the rows with their answers. A new ``MapRun`` with
-    the same request continues an interrupted one.
+    It records each step in a journal and writes the rows with their answers. A new ``TableMapRun``
+    with the same request continues an interrupted one.
     """
 
     def __init__(
-        self, rlm: RLM, source: RowSource, request: MapSpec, budget: BudgetLedger | None = None
+        self, rlm: RLM, source: RowSource, request: TableMapSpec, budget: BudgetLedger | None = None
     ) -> None:
         """Prepare to ask about the rows in ``source``.
 
@@ -229,10 +229,10 @@ class MapRun:
         """True once the first row of the sample has been asked, on its own."""
         self._measured: list[MeasuredRowCost] = []
         """The questions of the sample, in the order in which they ended."""
-        self._estimate: MapEstimate | None = None
+        self._estimate: TableMapEstimate | None = None
         self._began = self._began_cpu = 0.0
         """Time and CPU time of this process, in seconds, when the first row was begun."""
-        self._open_calls: DirectCalls | None = None
+        self._open_calls: DirectModelCaller | None = None
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._failed_now: dict[int, int] = {}
         """Digest -> offset of the error of a question that failed in this invocation of the map."""
@@ -321,7 +321,7 @@ class MapRun:
                 counts["unaskable"],
             )
 
-    def _is_unasked(self, journal: MapJournal) -> bool:
+    def _is_unasked(self, journal: TableMapJournal) -> bool:
         """Return True if this invocation created the map and has asked nothing yet.
 
         Its files can then be deleted without loss.
@@ -330,7 +330,7 @@ class MapRun:
 
     # --- before the first row ---------------------------------------------------------------------
 
-    def _prepare(self, calls: DirectCalls) -> None:
+    def _prepare(self, calls: DirectModelCaller) -> None:
         request, config = self.request, calls.setup.config
         settings = {name: config[name] for name in _SETTINGS if name in config}
         schema = self.kind.schema if self.kind else None
@@ -349,7 +349,7 @@ class MapRun:
             )
         sample = base if self.asking.fields else msgspec.structs.replace(base, context="row")
         messages = calls.first_request_messages(sample)
-        self._header = MapHeader(
+        self._header = MapJournalHeader(
             new_map_id(self._key),
             self._key,
             request.question,
@@ -363,7 +363,7 @@ class MapRun:
             messages[-1].content.removeprefix(plain_prompt(sample.text, sample.context)),
         )
 
-    def _open_journal(self, calls: DirectCalls) -> tuple[MapJournal, MapJournalState]:
+    def _open_journal(self, calls: DirectModelCaller) -> tuple[TableMapJournal, MapJournalState]:
         """Open the journal of an earlier invocation of this map, or create a new one.
 
         Returns the journal and the state recorded in it.
@@ -374,7 +374,7 @@ class MapRun:
                 f"a map is kept in the folder of a store, and a {type(store).__name__} has none: "
                 "give ramify.Store(), or no store"
             )
-        maps = None if store is None else MapStore(store.root, store.fsync)
+        maps = None if store is None else TableMapStore(store.root, store.fsync)
         headers = [] if maps is None else list(maps.headers())
         found = next((path for path, header in headers if header.key == self._key), None)
         if out is not None and out.exists():
@@ -394,7 +394,7 @@ class MapRun:
         journal.num_questions = len(recorded.digests)
         return journal, recorded
 
-    def _check_output(self, out: Path, is_ours: bool, headers: list[MapHeader]) -> None:
+    def _check_output(self, out: Path, is_ours: bool, headers: list[MapJournalHeader]) -> None:
         """Raise ConfigError if the output file exists and was not written by this map."""
         if out.is_dir():
             raise ConfigError(f"the output {out} is a folder: give a file")
@@ -412,7 +412,7 @@ class MapRun:
             f"{out} has the answers to {what} (map {other.id}): give another out, or remove it"
         )
 
-    def _continue(self, calls: DirectCalls) -> None:
+    def _continue(self, calls: DirectModelCaller) -> None:
         """Charge the budget with the spending of earlier invocations, and record in the journal
         that the map continues."""
         recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
@@ -428,8 +428,8 @@ class MapRun:
         limit = ledger.limit
         has_price = calls.client.price is not None
         self._journal.append(
-            MapLine(
-                c=MapContinued(
+            MapJournalLine(
+                c=MapContinuedLine(
                     time.time(),
                     self.source.total,
                     limit.calls,
@@ -442,7 +442,7 @@ class MapRun:
 
     # --- rows in batches --------------------------------------------------------------------------
 
-    async def _run_batches(self, calls: DirectCalls) -> None:
+    async def _run_batches(self, calls: DirectModelCaller) -> None:
         """Send the rows that need only one request to the provider's batch API, and meanwhile
         answer the rows that need a Python session.
 
@@ -516,7 +516,7 @@ class MapRun:
 
     # --- the rows ---------------------------------------------------------------------------------
 
-    async def _work(self, output: MapOutput, calls: DirectCalls) -> None:
+    async def _work(self, output: MapOutput, calls: DirectModelCaller) -> None:
         self._output, self._calls = output, calls
         sample = self._sample
         rows = self.source.iter_rows() if sample is None else sample.draw(self.asking, calls)
@@ -551,7 +551,7 @@ class MapRun:
     def _record_unaskable(self) -> None:
         num = self._counts["unaskable"]
         if self.request.sample is None and num != self._recorded.num_unaskable:
-            self._journal.append(MapLine(n=num))
+            self._journal.append(MapJournalLine(n=num))
 
     def _start_clock(self) -> None:
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
@@ -771,7 +771,7 @@ class MapRun:
         pending.has_row = True
         if not is_answered_now and outcome.number >= 0:
             if row.number > self._recorded.last_row and self.request.sample is None:
-                self._journal.append(MapLine(d=EqualRow(outcome.number, row.number)))
+                self._journal.append(MapJournalLine(d=DuplicateRowLine(outcome.number, row.number)))
             counts["known"] += 1
         done = counts["answered"] + counts["failed"]
         self._progress.set_progress(done, self._note() if done % 16 == 0 else None)
@@ -825,7 +825,7 @@ class _Sample:
         """Number of characters in all distinct questions."""
         self._digests: set[int] = set()
 
-    def draw(self, asking: RowQuestionMaker, calls: DirectCalls) -> Iterator[Row]:
+    def draw(self, asking: RowQuestionMaker, calls: DirectModelCaller) -> Iterator[Row]:
         """Read the whole table once, and return the sampled rows in table order.
 
         The sample is always the same for the same table.
@@ -848,8 +848,8 @@ class _Sample:
         return iter(sorted(drawn, key=lambda row: row.number))
 
     def estimate(
-        self, rows: list[MeasuredRowCost], concurrency: int, calls: DirectCalls
-    ) -> MapEstimate:
+        self, rows: list[MeasuredRowCost], concurrency: int, calls: DirectModelCaller
+    ) -> TableMapEstimate:
         """Estimate the cost and duration of the whole map from the sampled questions."""
         return estimate(
             rows,

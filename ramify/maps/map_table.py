@@ -3,10 +3,10 @@
 A map asks one question about every row of a table. Each row that a direct call answered can also be
 opened as a run.
 
-    StoredMap(path).refresh()    reads what the journal has gained
-    table.rows                   one for each question: text, answer, error, cost, run
-    table.figures()              what a list of maps shows of this one
-    DirectRowAsRun(table, 5)     question 5 as the events of a run: RunStarted … RunEnded
+    StoredTableMap(path).refresh()  reads what the journal has gained
+    table.rows                      one for each question: text, answer, error, cost, run
+    table.figures()                 what a list of maps shows of this one
+    DirectRowAsRun(table, 5)        question 5 as the events of a run: RunStarted … RunEnded
 
 The events of a row that a direct call answered are not stored; they are reconstructed from the
 map's header and the journal lines of the row. A row that needed a session is an ordinary run. Maps
@@ -26,9 +26,9 @@ import msgspec
 from ramify.engine.observation_messages import plain_prompt, render_context
 from ramify.errors import StoreError
 from ramify.maps.map_journal import (
-    MapContinued,
-    MapHeader,
-    MapLine,
+    MapContinuedLine,
+    MapJournalHeader,
+    MapJournalLine,
     QuestionStartedLine,
     read_lines,
     read_map_line_at,
@@ -55,7 +55,7 @@ MAX_CHARS = 120
 """Maximum number of characters of a text, an answer or an error in the table."""
 
 
-class MapTableRow(msgspec.Struct, omit_defaults=True):
+class MapQuestionRow(msgspec.Struct, omit_defaults=True):
     """One question of a map, with its answer or error, its cost, and the number of rows that asked
     it."""
 
@@ -88,7 +88,7 @@ class MapTableRow(msgspec.Struct, omit_defaults=True):
         return "open" if self.answer is None else "answered"
 
 
-class MapFigures(msgspec.Struct, frozen=True):
+class TableMapSummary(msgspec.Struct, frozen=True):
     """A map's entry in a list of maps: its question, model, progress and cost."""
 
     id: str
@@ -111,7 +111,7 @@ class MapFigures(msgspec.Struct, frozen=True):
     """True if a process is running the map now."""
 
 
-class StoredMap:
+class StoredTableMap:
     """A stored map as a table with one row for each question.
 
     The table is read from the map's journal.
@@ -123,17 +123,17 @@ class StoredMap:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.id = path.stem
-        self.header: MapHeader | None = None
-        self.last_start: MapContinued | None = None
+        self.header: MapJournalHeader | None = None
+        self.last_start: MapContinuedLine | None = None
         self.num_unaskable = 0
         """Number of rows about which no question could be asked. They have no entry in ``rows``."""
-        self._rows: list[MapTableRow] = []
+        self._rows: list[MapQuestionRow] = []
         self._offset = 0
         self._lines: list[array[int]] = []
         """Number of a question -> offsets of the lines of its last attempt."""
 
     @property
-    def rows(self) -> list[MapTableRow]:
+    def rows(self) -> list[MapQuestionRow]:
         """Return all questions in the order in which they were first asked."""
         return self._rows
 
@@ -142,7 +142,7 @@ class StoredMap:
         """Return True if a process is running the map now."""
         return find_writer_process(self.path) is not None
 
-    def refresh(self) -> StoredMap:
+    def refresh(self) -> StoredTableMap:
         """Read the journal lines that were added since the last call.
 
         Raises StoreError if the file was replaced by another one.
@@ -161,12 +161,12 @@ class StoredMap:
         """Return the files in the store that belong to this map."""
         return [self.path]
 
-    def summary(self) -> MapFigures:
+    def summary(self) -> TableMapSummary:
         """Return the summary of this map for a list of maps."""
         header, rows = self.header, self.rows
         costs = [row.cost for row in rows if row.cost is not None]
         num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
-        return MapFigures(
+        return TableMapSummary(
             self.id,
             header.question if header else "",
             header.model if header else "",
@@ -181,7 +181,7 @@ class StoredMap:
             self.is_alive,
         )
 
-    def row_at(self, number: int) -> MapTableRow:
+    def row_at(self, number: int) -> MapQuestionRow:
         """Return the question with this number.
 
         Raises StoreError if the map has no such question.
@@ -190,13 +190,13 @@ class StoredMap:
             raise StoreError(f"map {self.id} has no question {number}")
         return self.rows[number]
 
-    def last_attempt_lines(self, number: int) -> list[MapLine]:
+    def last_attempt_lines(self, number: int) -> list[MapJournalLine]:
         """Return the journal lines of a question's last attempt, in the order in which they were
         written."""
         self.row_at(number)
         return [read_map_line_at(self.path, offset) for offset in self._lines[number]]
 
-    def _add(self, offset: int, line: MapLine) -> None:
+    def _add(self, offset: int, line: MapJournalLine) -> None:
         if (first_request_line := line.first_request) is not None:
             row = self._begin(offset, first_request_line.number, first_request_line.row)
             parts = [
@@ -232,21 +232,21 @@ class StoredMap:
         elif line.c is not None:
             self.last_start = line.c
 
-    def _begin(self, offset: int, number: int, place: int) -> MapTableRow:
+    def _begin(self, offset: int, number: int, place: int) -> MapQuestionRow:
         if number == len(self._rows):
-            self._rows.append(MapTableRow(number, place))
+            self._rows.append(MapQuestionRow(number, place))
             self._lines.append(array("q"))
         row = self._rows[number]
         row.answer, row.error, row.run = None, "", ""
         self._lines[number] = array("q", [offset])
         return row
 
-    def _append_line_offset(self, offset: int, number: int) -> MapTableRow:
+    def _append_line_offset(self, offset: int, number: int) -> MapQuestionRow:
         self._lines[number].append(offset)
         return self._rows[number]
 
     @staticmethod
-    def _spend(row: MapTableRow, calls: int, cost: float | None) -> None:
+    def _spend(row: MapQuestionRow, calls: int, cost: float | None) -> None:
         row.calls += calls
         if cost is not None:
             row.cost = (row.cost or 0.0) + cost
@@ -265,7 +265,7 @@ class DirectRowAsRun:
 
     path = None
 
-    def __init__(self, table: StoredMap, number: int) -> None:
+    def __init__(self, table: StoredTableMap, number: int) -> None:
         """Open the question with this number as a run.
 
         Raises StoreError if the map has no such question.
@@ -328,7 +328,7 @@ class DirectRowAsRun:
         return self._read[1]
 
 
-def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
+def row_events(table: StoredTableMap, number: int) -> list[AnyEvent]:
     """Return the events of a row that a direct call answered, as if a run had recorded them."""
     header, row = table.header, table.row_at(number)
     if header is None:
@@ -402,7 +402,7 @@ def row_events(table: StoredMap, number: int) -> list[AnyEvent]:
 
 
 def _first_prompt(
-    header: MapHeader, first_request_line: QuestionStartedLine, question: str
+    header: MapJournalHeader, first_request_line: QuestionStartedLine, question: str
 ) -> tuple[Message, ...]:
     before = tuple(Message("system", text) for text in header.before)
     text = plain_prompt(question, first_request_line.context) + header.asked

@@ -5,8 +5,8 @@ files, lists, DataFrames, Arrow tables, and ``datasets.Dataset``.
     for row in table.read(): Row(0, {"id": 7, "text": "…"}, …)
 
 A row that cannot be read is returned as a row with an error, so that the other rows are not
-affected. ``frames.py`` reads the tables of other libraries, ``row_question.py`` forms the question
-that is asked of a row, and ``ramify.sources`` reads documents.
+affected. ``dataframes.py`` reads the tables of other libraries, ``row_question.py`` forms the
+question that is asked of a row, and ``ramify.sources`` reads documents.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, TextIO
 import msgspec
 
 from ramify.errors import SourceError, did_you_mean
-from ramify.maps.frames import dataframe_row_source
-from ramify.maps.row_source import BATCH, RowSource, UnreadRow
+from ramify.maps.dataframes import dataframe_row_source
+from ramify.maps.row_source import BATCH, RowSource, UnreadableRow
 from ramify.sources.csv_records import csv_records, irregular_record_message
 
 ENDINGS = {
@@ -121,18 +121,18 @@ def _of_path(path: Path, table: str | None) -> RowSource:
 
 
 def _jsonl_source(path: Path) -> RowSource:
-    def values() -> Iterator[dict[str, Any] | UnreadRow]:
+    def values() -> Iterator[dict[str, Any] | UnreadableRow]:
         with open(path, "rb", buffering=1 << 20) as file:
             yield from jsonl_rows(file, path.name)
 
     return RowSource(str(path), jsonl_columns(values(), str(path)), _num_lines(path), values)
 
 
-def jsonl_rows(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadRow]:
+def jsonl_rows(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | UnreadableRow]:
     """Yield the rows of a JSONL file.
 
-    A line that is not a JSON object yields an ``UnreadRow``. Its error message names the file as
-    ``name``.
+    A line that is not a JSON object yields an ``UnreadableRow``. Its error message names the file
+    as ``name``.
     """
     decode = msgspec.json.Decoder().decode
     for number, line in enumerate(lines, start=1):
@@ -143,16 +143,16 @@ def jsonl_rows(lines: Iterable[bytes], name: str) -> Iterator[dict[str, Any] | U
         try:
             row = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            yield UnreadRow(f"{name}, line {number} is not JSON: {error}")
+            yield UnreadableRow(f"{name}, line {number} is not JSON: {error}")
             continue
         if isinstance(row, dict):
             yield row
         else:
             kind = type(row).__name__
-            yield UnreadRow(f"{name}, line {number} is a {kind}, not an object")
+            yield UnreadableRow(f"{name}, line {number} is a {kind}, not an object")
 
 
-def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tuple[str, ...]:
+def jsonl_columns(values: Iterator[dict[str, Any] | UnreadableRow], name: str) -> tuple[str, ...]:
     """Return the names of all columns in the first 1,000 rows of a JSONL file.
 
     Raises SourceError if no row can be read.
@@ -160,7 +160,7 @@ def jsonl_columns(values: Iterator[dict[str, Any] | UnreadRow], name: str) -> tu
     first = list(islice(values, BATCH))
     columns = dict.fromkeys(chain.from_iterable(row for row in first if isinstance(row, dict)))
     if not columns:
-        why = next((f" ({row.error})" for row in first if isinstance(row, UnreadRow)), "")
+        why = next((f" ({row.error})" for row in first if isinstance(row, UnreadableRow)), "")
         raise SourceError(f"{name} has no rows{why}: give a file with a JSON object in each line")
     return tuple(columns)
 
@@ -181,7 +181,7 @@ def _csv_source(path: Path) -> RowSource:
     with opened() as file:
         columns = csv_columns(file, str(path))
 
-    def values() -> Iterator[dict[str, Any] | UnreadRow]:
+    def values() -> Iterator[dict[str, Any] | UnreadableRow]:
         with opened() as file:
             yield from csv_rows(file, path.name)
 
@@ -202,10 +202,10 @@ def csv_columns(file: TextIO, name: str) -> tuple[str, ...]:
     return columns
 
 
-def csv_rows(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
+def csv_rows(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadableRow]:
     """Yield the rows of a CSV file.
 
-    A record with more or fewer fields than the header yields an ``UnreadRow``.
+    A record with more or fewer fields than the header yields an ``UnreadableRow``.
     """
     records = csv_records(file, name)
     columns = next(records)
@@ -215,7 +215,7 @@ def csv_rows(file: TextIO, name: str) -> Iterator[dict[str, Any] | UnreadRow]:
         if len(record) == len(columns):
             yield dict(zip(columns, record, strict=True))
         else:
-            yield UnreadRow(
+            yield UnreadableRow(
                 f"{name}, {irregular_record_message(number, len(record), len(columns))}"
             )
 
@@ -235,7 +235,7 @@ def _parquet_source(path: Path) -> RowSource:
     except pyarrow.ArrowInvalid as error:
         raise SourceError(f"{path} is not a Parquet file: {error}") from None
 
-    def values() -> Iterator[dict[str, Any] | UnreadRow]:
+    def values() -> Iterator[dict[str, Any] | UnreadableRow]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=BATCH):
                 yield from batch.to_pylist()
@@ -269,7 +269,7 @@ def _sqlite_source(path: Path, table: str | None) -> RowSource:
     except sqlite3.Error as error:
         raise SourceError(f"{path} cannot be read as SQLite: {error}") from None
 
-    def values() -> Iterator[dict[str, Any] | UnreadRow]:
+    def values() -> Iterator[dict[str, Any] | UnreadableRow]:
         database = connect()
         try:
             for record in database.execute(query):
@@ -301,15 +301,15 @@ def _folder_source(path: Path) -> RowSource:
     if not files:
         raise SourceError(f"the folder {path} has no files")
 
-    def values() -> Iterator[dict[str, Any] | UnreadRow]:
+    def values() -> Iterator[dict[str, Any] | UnreadableRow]:
         for file in files:
             name = file.relative_to(path).as_posix()
             try:
                 text = file.read_text("utf-8-sig")
             except UnicodeDecodeError:
-                yield UnreadRow(f"{name} is not text in UTF-8", {"file": name})
+                yield UnreadableRow(f"{name} is not text in UTF-8", {"file": name})
             except OSError as error:
-                yield UnreadRow(f"{name} cannot be read: {error.strerror}", {"file": name})
+                yield UnreadableRow(f"{name} cannot be read: {error.strerror}", {"file": name})
             else:
                 yield {"file": name, "text": text}
 
@@ -342,14 +342,16 @@ def _list_source(items: list[Any]) -> RowSource:
     if not items:
         raise SourceError("there are no rows: give at least one")
 
-    def values() -> Iterator[dict[str, Any] | UnreadRow]:
+    def values() -> Iterator[dict[str, Any] | UnreadableRow]:
         for number, item in enumerate(items):
             if isinstance(item, str):
                 yield {"text": str(item)}  # NumPy has its own texts
             elif isinstance(item, Mapping):
                 yield dict(item)
             else:
-                yield UnreadRow(f"row {number} is a {type(item).__name__}: give a dict or a text")
+                yield UnreadableRow(
+                    f"row {number} is a {type(item).__name__}: give a dict or a text"
+                )
 
     columns = dict.fromkeys(chain.from_iterable(row for row in values() if isinstance(row, dict)))
     return RowSource("the list", tuple(columns), len(items), values)

@@ -18,16 +18,16 @@ from typing import Any
 from ramify import __version__
 from ramify.engine.limits import Limits
 from ramify.engine.rlm import RLM
-from ramify.engine.typed import answer_type as as_answer_type
+from ramify.engine.typed_answers import answer_type as as_answer_type
 from ramify.errors import RamifyError
 from ramify.maps.api import make_worker_rlm_factory, map_limits
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.open_row_source import open_rows
 from ramify.maps.part_output import NOT_ASKED
-from ramify.maps.ray_worker import MapWorkerConfig, RowEngine
+from ramify.maps.ray_worker import MapWorkerConfig, RowAnsweringEngine
 from ramify.maps.shared_budget import RowOutcomeCounts, SharedBudget
 
-_engines: dict[str, RowEngine] = {}
+_engines: dict[str, RowAnsweringEngine] = {}
 """Asker -> its engine in this process."""
 _engines_lock = threading.Lock()
 
@@ -98,7 +98,7 @@ class Asker:
         kind = None if task.answer_type is None else as_answer_type(task.answer_type)
         added = AnswerColumns(kind, task.prefix, source.columns)
         with _engines_lock:
-            engine = _engines.get(self._id) or RowEngine(task, self._budget)
+            engine = _engines.get(self._id) or RowAnsweringEngine(task, self._budget)
             _engines[self._id] = engine
         result, why = engine.answer(uuid.uuid4().hex, _as_list(source), RowOutcomeCounts())
         if result is not None and result.stop not in ("done", "limit", "stopped"):

@@ -40,11 +40,17 @@ from ramify.actors.ray_cluster import (
 )
 from ramify.engine.question import Question
 from ramify.engine.rlm import RLM
-from ramify.engine.typed import answer_type
+from ramify.engine.typed_answers import answer_type
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
-from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata, new_map_id
+from ramify.maps.map_journal import (
+    RAY_MAPS,
+    MapJournalHeader,
+    RayMapMetadata,
+    TableMapStore,
+    new_map_id,
+)
 from ramify.maps.map_output import AnswerColumns
-from ramify.maps.map_run import MapResult, MapSpec
+from ramify.maps.map_run import MapResult, TableMapSpec
 from ramify.maps.part_output import UNFINISHED, PartedOutputFolder, is_part, open_output_folder
 from ramify.maps.ray_row_partition import partition_text_paths, row_files_of_urls
 from ramify.maps.ray_worker import MapPartWorker, MapWorkerConfig
@@ -52,7 +58,7 @@ from ramify.maps.row_question import RowQuestionMaker
 from ramify.maps.shared_budget import RayMapStatus, SharedBudget
 from ramify.progress import report_progress
 from ramify.store.durable_files import make_folder
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 
 _POLL_S = 0.25
 _STORE_BYTES = 160 << 20
@@ -90,7 +96,7 @@ class RayMapRun:
         self,
         make_rlm: Callable[[], RLM],
         urls: Sequence[str],
-        request: MapSpec,
+        request: TableMapSpec,
         out: str,
         store: Store,
         workers: int | None = None,
@@ -163,7 +169,7 @@ class RayMapRun:
             version=__version__,
         )
         record = make_folder(self._store.root / RAY_MAPS) / f"{key[:32]}.json"
-        maps = MapStore(self._store.root)
+        maps = TableMapStore(self._store.root)
         found = next((path for path, header in maps.headers() if header.key == key), None)
         # Two processes with one output would ask everything twice.
         journal = None if found is None else maps.reopen(found)
@@ -199,10 +205,10 @@ class RayMapRun:
 
     def _header(
         self, manifest: MapOutputManifest, config: dict[str, Any], record: str
-    ) -> MapHeader:
+    ) -> MapJournalHeader:
         added, kept = self._added, self._files.empty_row_source.kept_columns
         shown = tuple(name for name in self._asking.shown if name in kept)
-        return MapHeader(
+        return MapJournalHeader(
             id=new_map_id(manifest.key),
             key=manifest.key,
             question=manifest.question,

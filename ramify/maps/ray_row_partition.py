@@ -32,7 +32,7 @@ from ramify.maps.open_row_source import (
     jsonl_columns,
     jsonl_rows,
 )
-from ramify.maps.row_source import RowSource, UnreadRow
+from ramify.maps.row_source import RowSource, UnreadableRow
 from ramify.sources.url_recognition import redact_url_for_display
 
 PART_ROWS = 500
@@ -234,21 +234,21 @@ class RowPartition(msgspec.Struct, frozen=True):
             schema = None
         else:
             decoded, schema = msgspec.json.decode(self.rows), None
-            values = [UnreadRow(row) if isinstance(row, str) else row for row in decoded]
+            values = [UnreadableRow(row) if isinstance(row, str) else row for row in decoded]
         return msgspec.structs.replace(
             files.empty_row_source, total=len(values), values=lambda: iter(values), schema=schema
         )
 
 
-def _text_row(files: RowFiles, path: str) -> dict[str, Any] | UnreadRow:
+def _text_row(files: RowFiles, path: str) -> dict[str, Any] | UnreadableRow:
     name = path[len(files.base) :].lstrip("/")
     try:
         with files.filesystem.open_input_file(path) as file:
             return {"file": name, "text": file.read().decode("utf-8-sig")}
     except UnicodeDecodeError:
-        return UnreadRow(f"{name} is not text in UTF-8", {"file": name})
+        return UnreadableRow(f"{name} is not text in UTF-8", {"file": name})
     except OSError as error:
-        return UnreadRow(f"{name} cannot be read: {error.strerror or error}", {"file": name})
+        return UnreadableRow(f"{name} cannot be read: {error.strerror or error}", {"file": name})
 
 
 def part_name(file: int, number: int) -> str:
@@ -273,7 +273,7 @@ def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[R
     size, index = 0, 0
     for value in values:
         # The error of a row that cannot be read is a text.
-        data = _encode(value.error if isinstance(value, UnreadRow) else value)
+        data = _encode(value.error if isinstance(value, UnreadableRow) else value)
         chunk.append(data)
         size += len(data)
         if len(chunk) >= PART_ROWS or size >= PART_BYTES:

@@ -2,13 +2,13 @@
 
 Each worker has an engine with its own sandbox, and answers one part of the rows after another.
 
-    part ── rows that have no answer yet ──> MapRun with the shared budget ──> file of the part
+    part ── rows that have no answer yet ──> TableMapRun with the shared budget ──> file of the part
 
-Each part is run as a separate ``MapRun``, so a row is asked, checked, repaired and retried exactly
-as it is without Ray. Equal rows within a part are asked once. If an earlier invocation of the map
-left a part incomplete, the part is read from the output and only the missing rows are asked.
-``ray_row_partition.py`` divides the rows into parts, ``part_output.py`` manages their files, and
-``shared_budget.py`` lets the workers share a budget.
+Each part is run as a separate ``TableMapRun``, so a row is asked, checked, repaired and retried
+exactly as it is without Ray. Equal rows within a part are asked once. If an earlier invocation of
+the map left a part incomplete, the part is read from the output and only the missing rows are
+asked. ``ray_row_partition.py`` divides the rows into parts, ``part_output.py`` manages their files,
+and ``shared_budget.py`` lets the workers share a budget.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ramify.actors.ray_cluster import check_ramify_version
 from ramify.engine import event_loop_thread
 from ramify.engine.limits import BudgetLedger, Limits
 from ramify.engine.rlm import RLM
-from ramify.engine.typed import answer_type
+from ramify.engine.typed_answers import answer_type
 from ramify.maps.map_output import AnswerColumns
-from ramify.maps.map_run import MapResult, MapRun, MapSpec
+from ramify.maps.map_run import MapResult, TableMapRun, TableMapSpec
 from ramify.maps.part_output import NOT_ASKED, PartedOutputFolder
 from ramify.maps.ray_row_partition import RowFiles, RowPartition
 from ramify.maps.row_source import RowSource
@@ -54,7 +54,7 @@ class MapWorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Version of Ramify in the process that began the map."""
 
 
-class RowEngine:
+class RowAnsweringEngine:
     """The engine of a worker process, which answers rows with one RLM that serves all parts."""
 
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
@@ -87,7 +87,7 @@ class RowEngine:
         self, part: str, source: RowSource, known: RowOutcomeCounts
     ) -> tuple[MapResult | None, str]:
         task = self.task
-        request = MapSpec(
+        request = TableMapSpec(
             question=task.question,
             answer_type=task.answer_type,
             columns=task.columns,
@@ -103,7 +103,7 @@ class RowEngine:
             lambda reason: run.stop(reason),
         )
         ledger = BudgetLedger(_NO_LIMITS, priced=task.is_priced, shared=remote, owner="map")
-        run = MapRun(self._rlm, source, request, ledger)
+        run = TableMapRun(self._rlm, source, request, ledger)
         if reason := await remote.begin_part_attempt(part):
             return None, reason
         try:
@@ -154,7 +154,7 @@ class MapPartWorker:
 
         If ``retries`` is set, rows with an earlier error are asked again.
         """
-        self._engine = RowEngine(task, budget)
+        self._engine = RowAnsweringEngine(task, budget)
         self._files = files
         self._output = output
         self._retries = retries

@@ -24,11 +24,11 @@ import msgspec
 
 from ramify.engine.answer_serialization import to_jsonable
 from ramify.engine.calls_outside_runs import (
-    DirectCalls,
     DirectEvent,
-    DirectFailure,
-    DirectReply,
+    DirectModelCaller,
+    DirectReplyEvent,
     DirectRequestEvent,
+    DirectRequestFailedEvent,
 )
 from ramify.engine.limits import BudgetAmount
 from ramify.engine.question import Question
@@ -37,13 +37,13 @@ from ramify.engine.run_result import Result
 from ramify.errors import RamifyError, UnknownRun, is_fixable_by_user
 from ramify.maps.map_journal import (
     DirectReplyLine,
-    FailedAttempt,
-    MapJournal,
-    MapLine,
-    QuestionEnded,
+    FailedRequestLine,
+    MapJournalLine,
+    QuestionEndedLine,
     QuestionStartedLine,
     RetryRequestLine,
     RowRunStartedLine,
+    TableMapJournal,
     digest_to_base64,
     usage_counts,
 )
@@ -120,7 +120,7 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
 
     name = "plain call"
 
-    def __init__(self, calls: DirectCalls, journal: MapJournal, question: str) -> None:
+    def __init__(self, calls: DirectModelCaller, journal: TableMapJournal, question: str) -> None:
         """Create an answerer that sends requests through ``calls`` and records them in ``journal``.
 
         ``question`` is the question shared by all rows, so it is not recorded again for each row.
@@ -166,10 +166,10 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
             answer = None
         if not row.is_known:
             _begin_unsent(self._journal, asked)
-        end = QuestionEnded(
+        end = QuestionEndedLine(
             asked.number, outcome.stop, answer, outcome.error, (), 0, None, round(seconds, 4)
         )
-        offset = self._journal.append(MapLine(e=end))
+        offset = self._journal.append(MapJournalLine(e=end))
         return RowOutcome(
             answer, outcome.error, offset, cost=row.cost, seconds=seconds, number=asked.number
         )
@@ -179,7 +179,7 @@ class _DirectRow:
     """Records the requests, replies and failures of one row in the journal of the map."""
 
     def __init__(
-        self, journal: MapJournal, asked: QuestionInProgress, question: str, began: float
+        self, journal: TableMapJournal, asked: QuestionInProgress, question: str, began: float
     ) -> None:
         self.offset = -1
         """Byte offset of the last reply in the journal."""
@@ -196,10 +196,10 @@ class _DirectRow:
 
     def record(self, event: DirectEvent) -> None:
         number = self._asked.number
-        if isinstance(event, DirectReply):
+        if isinstance(event, DirectReplyEvent):
             reply = event.reply
             self.cost += reply.cost or 0.0
-            line = MapLine(
+            line = MapJournalLine(
                 r=DirectReplyLine(
                     number,
                     event.turn,
@@ -217,12 +217,12 @@ class _DirectRow:
         else:
             self._record_failure(event)
 
-    def _request_line(self, event: DirectRequestEvent) -> MapLine:
+    def _request_line(self, event: DirectRequestEvent) -> MapJournalLine:
         asked, most, cost = self._asked, event.most, _round_cost(event.cost)
         is_first, self._turn = event.turn > self._turn, event.turn
         if event.turn or not is_first:
             text = event.new[-1].content if is_first else None
-            return MapLine(
+            return MapJournalLine(
                 t=RetryRequestLine(
                     asked.number,
                     event.turn,
@@ -235,7 +235,7 @@ class _DirectRow:
         question = asked.question
         self.is_known = True
         asked.number = number = self._journal.assign_question_number(asked.number)
-        return MapLine(
+        return MapJournalLine(
             q=QuestionStartedLine(
                 number,
                 asked.row,
@@ -249,12 +249,12 @@ class _DirectRow:
             )
         )
 
-    def _record_failure(self, event: DirectFailure) -> None:
+    def _record_failure(self, event: DirectRequestFailedEvent) -> None:
         self.cost += event.cost or 0.0
         counts = usage_counts(event.usage) if event.usage.calls else ()
         self._journal.append(
-            MapLine(
-                x=FailedAttempt(
+            MapJournalLine(
+                x=FailedRequestLine(
                     self._asked.number, event.turn, event.error, counts, _round_cost(event.cost)
                 )
             )
@@ -266,7 +266,9 @@ class SessionRowAnswerer(RowAnsweringMethod):
 
     name = "session"
 
-    def __init__(self, rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str) -> None:
+    def __init__(
+        self, rlm: RLM, calls: DirectModelCaller, journal: TableMapJournal, map_id: str
+    ) -> None:
         self._rlm = rlm
         self._calls = calls
         self._journal = journal
@@ -321,7 +323,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
             digest_to_base64(asked.digest),
             running.id,
         )
-        self._journal.append(MapLine(s=started))
+        self._journal.append(MapJournalLine(s=started))
         return await running
 
     def _to_outcome(
@@ -339,7 +341,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
         counts = usage_counts(usage) if usage.calls else ()
         if result is None:
             _begin_unsent(self._journal, asked)
-        end = QuestionEnded(
+        end = QuestionEndedLine(
             asked.number,
             stop,
             answer,
@@ -349,21 +351,21 @@ class SessionRowAnswerer(RowAnsweringMethod):
             _round_cost(cost),
             round(seconds, 4),
         )
-        offset = self._journal.append(MapLine(e=end))
+        offset = self._journal.append(MapJournalLine(e=end))
         return RowOutcome(
             answer, error, offset, cost=cost or 0.0, seconds=seconds, number=asked.number
         )
 
 
-def _begin_unsent(journal: MapJournal, asked: QuestionInProgress) -> None:
+def _begin_unsent(journal: TableMapJournal, asked: QuestionInProgress) -> None:
     """Record a question that failed before any request was sent."""
     asked.number = journal.assign_question_number(asked.number)
     begun = RowRunStartedLine(asked.number, asked.row, 0.0, digest_to_base64(asked.digest), "")
-    journal.append(MapLine(s=begun))
+    journal.append(MapJournalLine(s=begun))
 
 
 def create_row_answerers(
-    rlm: RLM, calls: DirectCalls, journal: MapJournal, map_id: str, question: str
+    rlm: RLM, calls: DirectModelCaller, journal: TableMapJournal, map_id: str, question: str
 ) -> tuple[RowAnsweringMethod, ...]:
     """Return the methods of answering a row, from the cheapest to the most expensive.
 

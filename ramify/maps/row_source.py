@@ -1,7 +1,7 @@
 """A table that is read row by row, independent of the file or object that holds the rows.
 
-``open_row_source.py`` opens files and lists as such tables, and ``frames.py`` opens tables of other
-libraries.
+``open_row_source.py`` opens files and lists as such tables, and ``dataframes.py`` opens tables of
+other libraries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Extend = Callable[[Sequence[int], Mapping[str, Sequence[Any]], Mapping[str, str 
 table of these rows with the new columns."""
 
 
-class UnreadRow(msgspec.Struct, frozen=True):
+class UnreadableRow(msgspec.Struct, frozen=True):
     """A placeholder for a row that could not be read, with the error."""
 
     error: str
@@ -48,7 +48,7 @@ class RowSource(msgspec.Struct, frozen=True):
     columns: tuple[str, ...]
     total: int | None
     """Number of rows, or None if counting them would require reading them."""
-    values: Callable[[], Iterator[dict[str, Any] | UnreadRow]]
+    values: Callable[[], Iterator[dict[str, Any] | UnreadableRow]]
     """Function that yields the rows from the beginning."""
     shown: tuple[str, ...] = ()
     """Columns that a model reads by default. Empty means all columns."""
@@ -61,7 +61,7 @@ class RowSource(msgspec.Struct, frozen=True):
 
     def iter_rows(self) -> Iterator[Row]:
         for number, values in enumerate(self.values()):
-            if isinstance(values, UnreadRow):
+            if isinstance(values, UnreadableRow):
                 yield Row(number, values.values, values.error)
             else:
                 yield Row(number, values)

@@ -75,7 +75,7 @@ class RowOutcomeCounts(msgspec.Struct, frozen=True):
         )
 
 
-class MapSpending(msgspec.Struct, frozen=True):
+class TableMapSpending(msgspec.Struct, frozen=True):
     """The spending of a map on a Ray cluster, as stored on disk.
 
     A restarted map continues with the rest of its budget.
@@ -146,7 +146,7 @@ class SharedBudget:
         will be written again. Raises RunInUse if another process has the file open.
         """
         self._fd = _open_record(record) if record else -1
-        before = (read_spending(record) if record else None) or MapSpending()
+        before = (read_spending(record) if record else None) or TableMapSpending()
         if counts_again:
             before = msgspec.structs.replace(before, answered=0, failed=0)
         self._ledger = BudgetLedger(limits, priced=is_priced, owner="map")
@@ -159,7 +159,7 @@ class SharedBudget:
         self._unwritten: dict[str, tuple[int, RowOutcomeCounts, bool]] = {}
         """Part that is answered but not written -> (replies, rows, whether all rows were asked)."""
         self._counts = RowOutcomeCounts(before.answered, before.failed)
-        self._finished = MapSpending(answered=before.answered, failed=before.failed)
+        self._finished = TableMapSpending(answered=before.answered, failed=before.failed)
         self._num_paid_again = before.unwritten
         self._stop, self._reason = "done", ""
         self._silent_s = silent_s
@@ -255,7 +255,7 @@ class SharedBudget:
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
             done, counts = self._finished, found[1]
-            self._finished = MapSpending(
+            self._finished = TableMapSpending(
                 answered=done.answered + counts.answered, failed=done.failed + counts.failed
             )
         self._write_spending()
@@ -350,7 +350,7 @@ class SharedBudget:
             return
         ledger, more = self._ledger, self._ledger.outstanding
         usage = ledger.usage + Usage(0, more.tokens, calls=more.calls, unknown_calls=more.calls)
-        record = MapSpending(
+        record = TableMapSpending(
             usage,
             None if ledger.cost is None else ledger.cost + more.cost,
             sum(attempt.num_replies for attempt in self._attempts.values())
@@ -394,14 +394,14 @@ def _open_record(path: str) -> int:
             time.sleep(_POLL_S / 10)
 
 
-def read_spending(path: str) -> MapSpending | None:
+def read_spending(path: str) -> TableMapSpending | None:
     """Read the spending of a map on a Ray cluster from a file.
 
     Returns None if the file is missing or not a valid record.
     """
     try:
         with open(path, "rb") as file:
-            return msgspec.json.decode(file.read(), type=MapSpending)
+            return msgspec.json.decode(file.read(), type=TableMapSpending)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

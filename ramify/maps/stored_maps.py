@@ -13,18 +13,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from ramify.maps.map_journal import read_header
-from ramify.maps.map_table import StoredMap
+from ramify.maps.map_table import StoredTableMap
 from ramify.maps.stored_ray_map_table import RayMapOutputTable
 
 
-def open_map_table(path: Path) -> StoredMap:
+def open_map_table(path: Path) -> StoredTableMap:
     """Open the map with the journal at ``path``, and read its current rows.
 
     Raises StoreError if the journal cannot be read.
     """
     header = read_header(path)
     has_parts = header is not None and header.parts is not None
-    return (RayMapOutputTable(path) if has_parts else StoredMap(path)).refresh()
+    return (RayMapOutputTable(path) if has_parts else StoredTableMap(path)).refresh()
 
 
 class StoredMapCache:
@@ -34,9 +34,9 @@ class StoredMapCache:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[Path, StoredMap] = {}
+        self._tables: dict[Path, StoredTableMap] = {}
 
-    def get_table(self, path: Path) -> StoredMap:
+    def get_table(self, path: Path) -> StoredTableMap:
         """Return the current table of the map with the journal at ``path``.
 
         Opens the map at the first call. Raises StoreError if the journal cannot be read.

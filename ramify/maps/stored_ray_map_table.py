@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import SourceError, StoreError
-from ramify.install_command import install_command
-from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapLine, RayMapMetadata
-from ramify.maps.map_table import MAX_CHARS, MapFigures, MapTableRow, StoredMap
+from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, MapJournalLine, RayMapMetadata
+from ramify.maps.map_table import MAX_CHARS, MapQuestionRow, StoredTableMap, TableMapSummary
 from ramify.maps.part_output import NOT_ASKED, is_part, open_output_folder
-from ramify.maps.shared_budget import MapSpending, read_spending
+from ramify.maps.shared_budget import TableMapSpending, read_spending
+from ramify.pip_install_command import install_command
 from ramify.types.trajectory import answer_text, cut
 
 MAX_ROWS = 100_000
 """Maximum number of rows that are read from the output."""
 
 
-class RayMapOutputTable(StoredMap):
+class RayMapOutputTable(StoredTableMap):
     """A map that ran on a Ray cluster, presented as a table.
 
     Its rows are read from the files in the output folder.
@@ -44,7 +44,7 @@ class RayMapOutputTable(StoredMap):
         """(name, size in bytes, modification time) of each part as of the last read."""
 
     @property
-    def rows(self) -> list[MapTableRow]:
+    def rows(self) -> list[MapQuestionRow]:
         """Return the rows in the output so far, at most 100,000.
 
         Raises StoreError if the output cannot be read.
@@ -75,11 +75,11 @@ class RayMapOutputTable(StoredMap):
     def store_files(self) -> list[Path]:
         return [self.path, *(path for path in [self._spending_path()] if path.exists())]
 
-    def summary(self) -> MapFigures:
+    def summary(self) -> TableMapSummary:
         header, _ = self._header_and_parts()
-        spent = read_spending(str(self._spending_path())) or MapSpending()
+        spent = read_spending(str(self._spending_path())) or TableMapSpending()
         num = spent.answered + spent.failed
-        return MapFigures(
+        return TableMapSummary(
             id=self.id,
             question=header.question,
             model=header.model,
@@ -94,7 +94,7 @@ class RayMapOutputTable(StoredMap):
             alive=self.is_alive,
         )
 
-    def last_attempt_lines(self, number: int) -> list[MapLine]:
+    def last_attempt_lines(self, number: int) -> list[MapJournalLine]:
         raise StoreError(
             f"map {self.id} ran on a Ray cluster, whose output has the answers but not the "
             f"replies: see it with ramify show {self.id}"
@@ -105,13 +105,15 @@ class RayMapOutputTable(StoredMap):
         _, parts = self._header_and_parts()
         return self.path.parents[1] / RAY_MAPS / parts.record
 
-    def _header_and_parts(self) -> tuple[MapHeader, RayMapMetadata]:
+    def _header_and_parts(self) -> tuple[MapJournalHeader, RayMapMetadata]:
         if self.header is None or self.header.parts is None:
             raise StoreError(f"{self.path} does not say where the parts of the map are")
         return self.header, self.header.parts
 
 
-def _table_rows(rows: Iterator[Mapping[str, Any]], parts: RayMapMetadata) -> Iterator[MapTableRow]:
+def _table_rows(
+    rows: Iterator[Mapping[str, Any]], parts: RayMapMetadata
+) -> Iterator[MapQuestionRow]:
     for number, row in enumerate(rows):
         text = " ".join(answer_text(row[name]) for name in parts.shown if row.get(name) is not None)
         error = str(row.get(parts.error) or "")
@@ -119,7 +121,7 @@ def _table_rows(rows: Iterator[Mapping[str, Any]], parts: RayMapMetadata) -> Ite
         has_answer = not row.get(parts.error)
         values = {name: row.get(name) for name in parts.answers}
         answer = values if len(values) > 1 else next(iter(values.values()))
-        yield MapTableRow(
+        yield MapQuestionRow(
             number,
             number,
             cut(" ".join(text.split()), MAX_CHARS),

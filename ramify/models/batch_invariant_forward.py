@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from ramify.models.dense import DenseModel
-from ramify.types.training_sequences import Segment
+from ramify.types.training_sequences import PackedTokenSegment
 
 BLOCK = 64
 """Number of rows in every matrix product. The number of attended keys is rounded up to a multiple
@@ -154,7 +154,11 @@ class BatchInvariantTrunk:
         return parametrize.cached()
 
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, segments: Sequence[Segment], rows_N: Tensor
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        segments: Sequence[PackedTokenSegment],
+        rows_N: Tensor,
     ) -> Tensor:
         """Return the hidden states after the last norm, one row for each token in ``rows_N``."""
         forest = _ForestKeys(segments, positions_T.tolist())
@@ -178,7 +182,7 @@ class _ForestKeys:
     """The keys and values computed so far for a forest of token sequences, and the runs of
     consecutive tokens in each block."""
 
-    def __init__(self, segments: Sequence[Segment], positions: Sequence[int]) -> None:
+    def __init__(self, segments: Sequence[PackedTokenSegment], positions: Sequence[int]) -> None:
         self._segments = segments
         owners = [index for index, each in enumerate(segments) for _ in range(each.start, each.end)]
         self.runs = [

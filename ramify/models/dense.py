@@ -13,9 +13,9 @@ forest of segments. Outside attention, a token's result depends only on its id a
 
 Parameters have the same names as in Hugging Face's modules
 (``model.layers.0.self_attn.q_proj.weight``), so that state dicts are interchangeable. Not
-supported: dropout, sliding windows (``DenseShape.window`` stays inside them, where they change
-nothing), mixtures of experts, and rotary scalings other than Llama 3's; ``DenseShape.from_config``
-rejects these by name.
+supported: dropout, sliding windows (``DenseModelConfig.window`` stays inside them, where they
+change nothing), mixtures of experts, and rotary scalings other than Llama 3's;
+``DenseModelConfig.from_config`` rejects these by name.
 
 The norm has a custom backward pass on a CPU:
 
@@ -114,7 +114,7 @@ class Llama3Scaling(msgspec.Struct, frozen=True):
     """Context window of the original training, in tokens."""
 
 
-class DenseShape(msgspec.Struct, frozen=True):
+class DenseModelConfig(msgspec.Struct, frozen=True):
     """The fields of a model's configuration that determine its computation, such as widths and
     numbers of heads."""
 
@@ -146,7 +146,7 @@ class DenseShape(msgspec.Struct, frozen=True):
     """True if each query and key head is normalized before it is rotated."""
 
     @classmethod
-    def from_config(cls, config: Any) -> DenseShape:
+    def from_config(cls, config: Any) -> DenseModelConfig:
         """Read the shape from a Hugging Face ``PretrainedConfig``.
 
         Raises ConfigError with the first feature that ``DenseModel`` does not support.
@@ -207,7 +207,7 @@ class DenseModel(nn.Module):
         Raises ConfigError if this class does not support it.
         """
         super().__init__()
-        self.shape = shape = DenseShape.from_config(config)
+        self.shape = shape = DenseModelConfig.from_config(config)
         self.model = _Trunk(shape)
         self.lm_head = _Linear(shape.width, shape.vocab_size, bias=False)
         self._frequencies = rotary_frequencies(shape)
@@ -268,7 +268,7 @@ class DenseModel(nn.Module):
 
 
 class _Trunk(nn.Module):
-    def __init__(self, shape: DenseShape) -> None:
+    def __init__(self, shape: DenseModelConfig) -> None:
         super().__init__()
         self.embed_tokens = _Embedding(shape.vocab_size, shape.width)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
@@ -279,7 +279,7 @@ class _Layer(nn.Module):
     # The parts of a layer are called by ``forward``: on small models a module's ``__call__`` costs
     # as much as its product (28 % of a step of 48 rows, 3 layers of width 128). Register hooks on
     # whole layers.
-    def __init__(self, shape: DenseShape) -> None:
+    def __init__(self, shape: DenseModelConfig) -> None:
         super().__init__()
         self.self_attn = _Attention(shape)
         self.mlp = _Mlp(shape)
@@ -329,7 +329,7 @@ class _Attention(nn.Module):
     # Queries, keys and values are three products, as are gate and up: one fused product of each was
     # no faster (0.9-1.1x from 1 to 128 rows on a CPU), and its parameter would not have Hugging
     # Face's name.
-    def __init__(self, shape: DenseShape) -> None:
+    def __init__(self, shape: DenseModelConfig) -> None:
         super().__init__()
         q_width, kv_width = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
         self.q_proj = _Linear(shape.width, q_width, bias=shape.qkv_bias)
@@ -354,7 +354,7 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    def __init__(self, shape: DenseShape) -> None:
+    def __init__(self, shape: DenseModelConfig) -> None:
         super().__init__()
         self.gate_proj = _Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
         self.up_proj = _Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
@@ -418,7 +418,7 @@ def _compiled_parts(compiler: str) -> tuple[Callable[..., Any], Callable[..., An
     return before, after
 
 
-def rotary_frequencies(shape: DenseShape) -> Tensor:
+def rotary_frequencies(shape: DenseModelConfig) -> Tensor:
     """Return the frequencies of the rotary embedding, in radians per position, one for each pair of
     a head's dimensions.
 

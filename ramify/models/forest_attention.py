@@ -48,7 +48,7 @@ from ramify.models.attention_kernels import (
     VarlenRanges,
 )
 from ramify.models.onednn_attention import TiledAttention
-from ramify.types.training_sequences import Segment
+from ramify.types.training_sequences import PackedTokenSegment
 
 TILED: Literal["tiled"] = "tiled"
 """Name of the kernel that computes a whole forest at once (``onednn_attention.py``)."""
@@ -99,7 +99,7 @@ class ForestAttentionPlan(NamedTuple):
 
     @classmethod
     def for_segments(
-        cls, segments: Many[Segment], rows: Many[int] | None = None
+        cls, segments: Many[PackedTokenSegment], rows: Many[int] | None = None
     ) -> ForestAttentionPlan:
         """Plan the attention blocks for a packed forest.
 
@@ -158,7 +158,7 @@ class ForestAttention:
 
     def __init__(
         self,
-        segments: Many[Segment],
+        segments: Many[PackedTokenSegment],
         kernel: Kernel | None = None,
         needed: LayerOutputRows | None = None,
     ) -> None:
@@ -222,7 +222,7 @@ class _Walk(Protocol):
 
 
 def _walk(
-    segments: Many[Segment],
+    segments: Many[PackedTokenSegment],
     kernel: Kernel,
     device: torch.device,
     rows_N: Tensor | None,

@@ -27,11 +27,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ramify.errors import ConfigError, StoreError
-from ramify.models.dense import DenseModel, DenseShape, unsupported_reason
+from ramify.models.chat_renderer import SCRATCH, ChatRenderer, renderer_of
+from ramify.models.chat_template import set_thinking_default
+from ramify.models.dense import DenseModel, DenseModelConfig, unsupported_reason
 from ramify.models.folder_file_checksums import check_model, drop
 from ramify.models.model_config_files import WINDOWS, check_tokenizer_file, local_model_folder
-from ramify.models.renderer import SCRATCH, Renderer, renderer_of
-from ramify.models.template import set_thinking_default
 from ramify.models.weights import (
     check_weights,
     config_difference,
@@ -71,7 +71,7 @@ class Policy:
     model: nn.Module
     """A ``DenseModel``, or a transformers module whose ``forward`` returns ``logits``."""
     tokenizer: PreTrainedTokenizerFast
-    renderer: Renderer
+    renderer: ChatRenderer
     config: Any
     """The model's Hugging Face configuration."""
     version: int
@@ -87,7 +87,7 @@ class Policy:
         """Return the context window in tokens: the maximum length of a prompt and its reply
         together."""
         return (
-            DenseShape.from_config(self.config).window
+            DenseModelConfig.from_config(self.config).window
             if isinstance(self.model, DenseModel)
             else context_window_from_config(self.config)
         )

@@ -98,7 +98,7 @@ class StoredTensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class StackedTensor:
+class StackedExpertTensor:
     """A tensor [experts, rows, columns] that is stored on disk as separate tensors.
 
     Each expert has one or more of them, and their rows are concatenated.
@@ -138,7 +138,7 @@ class StackedTensor:
         return torch.cat(pieces)
 
 
-Stored = StoredTensor | StackedTensor
+Stored = StoredTensor | StackedExpertTensor
 
 
 def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -192,7 +192,9 @@ def stored_tensors(folder: Path, model: Any, names: Sequence[str] = ()) -> Mappi
             stacks.setdefault(target, {}).setdefault(pattern, []).append(raw[name])
     order = [pattern for each in converters for pattern in each.source_patterns]
     for target, by_pattern in stacks.items():
-        found[target] = StackedTensor([by_pattern[each] for each in order if each in by_pattern])
+        found[target] = StackedExpertTensor(
+            [by_pattern[each] for each in order if each in by_pattern]
+        )
     return found
 
 

@@ -6,8 +6,8 @@ Text is split into words with the space before them, single digits, newlines, ru
 and runs of blanks. A model can therefore copy numbers digit by digit, and the quote before 'red'
 stays a separate token (GPT-2's rule for English contractions would split it as 're + d). Every byte
 has a token, so any text can be written. Conversations have the format ``scratch`` of
-``renderer.py``, which is also stored as a chat template, so that other programs render the same
-ids.
+``chat_renderer.py``, which is also stored as a chat template, so that other programs render the
+same ids.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ from ramify.errors import ConfigError
 from ramify.models.batch_invariant_forward import BLOCK, BatchInvariantTrunk, apply_in_blocks
 from ramify.models.dense import CausalAttentionKernel, DenseModel
 from ramify.models.forest_attention import ForestAttention, LayerOutputRows
+from ramify.models.moe_routing import MoeRouters
 from ramify.models.onednn_products import is_faster_on_cpu, rounded_rows
-from ramify.models.routing import MixtureRouters
-from ramify.types.training_sequences import Segment
+from ramify.types.training_sequences import PackedTokenSegment
 
 _LOG2_E = math.log2(math.e)
 NEVER = -1e30
@@ -72,7 +72,7 @@ class ModelWithoutLoss(Protocol):
         ...
 
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
+        self, ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment], rows_N: Tensor
     ) -> Tensor:
         """Return the hidden states after the last norm, one row for each token in ``rows_N``.
 
@@ -125,7 +125,7 @@ class DenseTrunk:
         return nullcontext()
 
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
+        self, ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment], rows_N: Tensor
     ) -> Tensor:
         needed = LayerOutputRows(self._model.shape.num_layers - 1, rows_N)
         ids_T, positions_T, segments = pad_rows_for_onednn(ids_T, positions_T, segments)
@@ -140,8 +140,8 @@ class DenseTrunk:
 
 
 def pad_rows_for_onednn(
-    ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]
-) -> tuple[Tensor, Tensor, Many[Segment]]:
+    ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment]
+) -> tuple[Tensor, Tensor, Many[PackedTokenSegment]]:
     """Append a segment of unused tokens to a batch, so that its number of rows suits oneDNN's fast
     products (``onednn_products``).
 
@@ -150,7 +150,7 @@ def pad_rows_for_onednn(
     missing, num = _missing_rows(ids_T), len(ids_T)
     if not missing:
         return ids_T, positions_T, segments
-    unused = Segment(num, num + missing, -1)
+    unused = PackedTokenSegment(num, num + missing, -1)
     return F.pad(ids_T, (0, missing)), F.pad(positions_T, (0, missing)), [*segments, unused]
 
 
@@ -176,7 +176,7 @@ class TransformersTrunk:
         self._current = getattr(self._body, "ramify_forest", None) or _CurrentAttention()
         for module in self._body.modules():
             module.ramify_forest = self._current
-        self._routers = MixtureRouters.of_model(model)
+        self._routers = MoeRouters.of_model(model)
         self._scale = _logit_scale(model.config)
         ids = torch.arange(7, device=model.device) * 13 % model.config.vocab_size
         self.can_share_prefixes = self._can_share(ids)
@@ -196,11 +196,13 @@ class TransformersTrunk:
             self._current.attend = None
 
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor
+        self, ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment], rows_N: Tensor
     ) -> Tensor:
         return self._all_hidden(ids_T, positions_T, segments).index_select(0, rows_N)
 
-    def _all_hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
+    def _all_hidden(
+        self, ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment]
+    ) -> Tensor:
         if not self.can_share_prefixes:
             return self._on_rows(ids_T, segments)
         return self.hidden_with_attention(ids_T, positions_T, ForestAttention(segments))
@@ -228,7 +230,7 @@ class TransformersTrunk:
     def logits(self, h_ND: Tensor) -> Tensor:
         return self._scale(self._model.get_output_embeddings()(h_ND).float())
 
-    def _on_rows(self, ids_T: Tensor, segments: Many[Segment]) -> Tensor:
+    def _on_rows(self, ids_T: Tensor, segments: Many[PackedTokenSegment]) -> Tensor:
         """Return the hidden states of whole sequences, computed as padded rows of one batch.
 
         Padding at the end of a row does not affect a causal model.
@@ -261,10 +263,14 @@ class TransformersTrunk:
             return False
         rows = [[0, 1, 2, 3], [0, 1, 4, 5, 6]]
         positions = torch.tensor([0, 1, 2, 3, 2, 3, 4], device=ids.device)
-        forest = [Segment(0, 2, -1), Segment(2, 4, 0), Segment(4, 7, 0)]
+        forest = [
+            PackedTokenSegment(0, 2, -1),
+            PackedTokenSegment(2, 4, 0),
+            PackedTokenSegment(4, 7, 0),
+        ]
         with torch.no_grad():
             expected = torch.stack(
-                [self._on_rows(ids[row], [Segment(0, len(row), -1)])[-1] for row in rows]
+                [self._on_rows(ids[row], [PackedTokenSegment(0, len(row), -1)])[-1] for row in rows]
             )
             self.can_share_prefixes = True
             try:
@@ -285,7 +291,7 @@ class TransformersTrunk:
 
     def _check_head(self, ids: Tensor) -> None:
         with torch.no_grad():
-            row = [Segment(0, len(ids), -1)]
+            row = [PackedTokenSegment(0, len(ids), -1)]
             with self.forward_context():
                 logits = self.logits(
                     self._all_hidden(ids, torch.arange(len(ids), device=ids.device), row)

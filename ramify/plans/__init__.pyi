@@ -1,9 +1,9 @@
 # The public names, read when the package is imported: from HOME import NAME as NAME
 from ramify.plans.asking_steps import SplitText as SplitText
-from ramify.plans.calibration import CalibrationPoint as CalibrationPoint
-from ramify.plans.calibration import PartSizeCalibration as PartSizeCalibration
-from ramify.plans.calibration import calibration_of as calibration_of
-from ramify.plans.leaf import Leaf as Leaf
+from ramify.plans.leaf_questions import Leaf as Leaf
+from ramify.plans.part_size_calibration import CalibrationPoint as CalibrationPoint
+from ramify.plans.part_size_calibration import PartSizeCalibration as PartSizeCalibration
+from ramify.plans.part_size_calibration import calibration_of as calibration_of
 from ramify.plans.plan import Plan as Plan
 from ramify.plans.plan_cost import CallBound as CallBound
 from ramify.plans.plan_cost import PlanCost as PlanCost

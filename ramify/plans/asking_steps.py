@@ -6,7 +6,7 @@ A model is asked small questions of bounded size, called leaves.
     context ──split──> parts ──map──> answers, one per part ──reduce──> one answer
                                                               └ groups that fit a leaf's bound
 
-``plan_leaf_runner.py`` sends the questions, and ``symbolic_steps.py`` has the steps that need no
+``plan_leaf_runner.py`` sends the questions, and ``model_free_steps.py`` has the steps that need no
 model.
 """
 
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plans.leaf import BETWEEN_BYTES, Leaf
+from ramify.plans.leaf_questions import BETWEEN_BYTES, Leaf
 from ramify.plans.plan_leaf_runner import LEAF_FAILED, PlanLeafRunner
 from ramify.plans.plan_step import PlanStep
 from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.text_parts import (
     BYTES_PER_TOKEN,
     By,
-    SplitRule,
+    ContextSplitRule,
     TextPart,
     compile_regex,
     items_of,
@@ -35,12 +35,12 @@ from ramify.plans.text_parts import (
     split_texts_into_parts,
 )
 from ramify.plans.value_bounds import (
-    PlannedCalls,
+    PlannedModelCalls,
     ValueSizeBounds,
     known_value_bounds,
     reply_bounds,
 )
-from ramify.plans.value_types import ANY, BOOLEAN, ValueType, check_field_values, list_of
+from ramify.plans.value_types import ANY, BOOLEAN, PlanValueType, check_field_values, list_of
 
 T = TypeVar("T")
 _MIN_TOKENS = 16
@@ -51,7 +51,7 @@ class AskingStep(PlanStep, frozen=True):
     are called leaves."""
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         """Estimate this step before the plan runs, and return the bounds of its result.
 
@@ -112,22 +112,22 @@ class SplitText(AskingStep, frozen=True, tag="split"):
                 "lines"
             )
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         if given.kind not in ("text", "any"):
             raise ConfigError(f"split needs a text, but got {given}")
-        return list_of(ValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
+        return list_of(PlanValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
     def parts(self, context: Any) -> list[TextPart]:
         """Divide a context into parts of limited size.
 
         Raises ConfigError if a single record exceeds the limit and must not be cut.
         """
-        rule = msgspec.convert(self, SplitRule, from_attributes=True)
+        rule = msgspec.convert(self, ContextSplitRule, from_attributes=True)
         texts = items_of(context) if self.by == "items" else named_texts(context)
         return split_texts_into_parts(texts, rule)
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         if not shape.is_known:
             raise ConfigError("split works on the context, not on replies: put it first")
@@ -160,7 +160,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
         if self.tokens < 1:
             raise ConfigError(f"peek: tokens={self.tokens!r:.40}: give 1 or more")
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         item = given.item_type(self.title)
         if item.kind not in ("part", "any"):
             raise ConfigError(f"peek needs parts, but got {given}: put split before it")
@@ -171,7 +171,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
         return [msgspec.structs.replace(part, preview=shortened(part.text, most)) for part in parts]
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         return msgspec.structs.replace(shape, value=self._add_previews(shape.value))
 
@@ -194,11 +194,11 @@ class AskEachItem(AskingStep, frozen=True, tag="map"):
     def title(self) -> str:
         return f"map {self.leaf.label}"
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         return list_of(self.leaf.answer_type_for(given.item_type(self.title), self.title))
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         _check_items(self.title, self.leaf, shape)
         sheet.add_call_per_item(self.title, self.leaf, shape)
@@ -230,7 +230,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         predicate = self.predicate
         return f"filter {predicate.label}" if isinstance(predicate, Leaf) else "filter"
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         item, predicate = given.item_type(self.title), self.predicate
         kind = (
             predicate.answer_type_for(item, self.title)
@@ -242,7 +242,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
         return given
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         predicate = self.predicate
         if isinstance(predicate, Leaf):
@@ -290,11 +290,11 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
     def title(self) -> str:
         return f"ask {self.leaf.label}"
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         return self.leaf.answer_type_for(given, self.title)
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         size = shape.max_bytes
         if size > self.leaf.read_bytes:
@@ -315,7 +315,7 @@ class AskWholeValue(AskingStep, frozen=True, tag="ask"):
         return answer
 
 
-class ReduceTree(AskingStep, frozen=True, tag="reduce"):
+class TreeReduceStep(AskingStep, frozen=True, tag="reduce"):
     """A step in which a model merges the items of a list into one.
 
     The calls form a tree: each call reads as many items as fit, and the results are merged in turn.
@@ -327,7 +327,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
     def title(self) -> str:
         return f"reduce {self.leaf.label}"
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         item = given.item_type(self.title)
         if self.leaf.each:
             raise ConfigError(
@@ -349,7 +349,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
             )
         return result
 
-    def _can_merge(self, item: ValueType) -> bool:
+    def _can_merge(self, item: PlanValueType) -> bool:
         return item.kind == "part" or item.accepts(self.leaf.type)
 
     def _fan_in(self, item_bytes: int) -> int:
@@ -363,7 +363,7 @@ class ReduceTree(AskingStep, frozen=True, tag="reduce"):
         )
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         if shape.item_bytes > self.leaf.read_bytes:
             raise ConfigError(

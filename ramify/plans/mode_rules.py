@@ -17,13 +17,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ramify.engine.answer_mode_choice import ModeChoice, ModeChoiceCall, ModeChoiceInput
+from ramify.engine.answer_mode_choice import (
+    AnswerModeChoice,
+    AnswerModeChoiceCall,
+    AnswerModeChoiceInput,
+)
 from ramify.engine.leaf_calls import LeafRequest
 from ramify.engine.observation_messages import count_text_chars
 from ramify.engine.prompt_text import context_facts
-from ramify.engine.typed import answer_type
+from ramify.engine.typed_answers import answer_type
 from ramify.errors import ConfigError
-from ramify.plans.calibration import calibration_of
+from ramify.plans.part_size_calibration import calibration_of
 from ramify.plans.plan_cost import ModelCostProfile, look_up_model
 from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.ready_plans import plan_by_keywords, strategy_for
@@ -86,13 +90,13 @@ Give the way, a reason of at most 20 words, and, for classify and aggregate, the
 question names, if it names them. Do not answer the question."""
 
 
-def choose_plan(facts: ModeChoiceInput) -> ModeChoice:
+def choose_plan(facts: AnswerModeChoiceInput) -> AnswerModeChoice:
     """Choose the ready-made plan that fits the wording of the question."""
     strategy = strategy_for(facts.question.text, model=facts.client, is_table=facts.is_csv)
-    return ModeChoice("plan", strategy.reason, strategy)
+    return AnswerModeChoice("plan", strategy.reason, strategy)
 
 
-def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
+def choose_mode(facts: AnswerModeChoiceInput) -> AnswerModeChoice | AnswerModeChoiceCall:
     """Decide by rules whether one plain call, a Python session or a plan answers a question, and
     which plan.
 
@@ -100,18 +104,18 @@ def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
     """
     question = facts.question
     if facts.of_sessions:
-        return ModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
+        return AnswerModeChoice("free", f"only a session has {' and '.join(facts.of_sessions)}")
     if question.context is None:
-        return ModeChoice("direct", "the question has no context")
+        return AnswerModeChoice("direct", "the question has no context")
     num_chars = count_text_chars(question.context)
     most, measured = _one_call(facts)
     if num_chars <= most:
         size = f"the context has {num_chars:,} characters"
-        return ModeChoice("direct", f"{size}, and one call reads up to {most:,}{measured}")
+        return AnswerModeChoice("direct", f"{size}, and one call reads up to {most:,}{measured}")
     if facts.of_prompts:
-        return ModeChoice("free", f"a plan cannot have {' or '.join(facts.of_prompts)}")
+        return AnswerModeChoice("free", f"a plan cannot have {' or '.join(facts.of_prompts)}")
     if found := _COUNTED_BY_CODE.search(question.text):
-        return ModeChoice("free", f"the question says {found[0]!r:.60}, which code counts")
+        return AnswerModeChoice("free", f"the question says {found[0]!r:.60}, which code counts")
     chosen = plan_by_keywords(question.text)
     # "How many" about a table may be asked of its columns, or of what its texts say.
     if chosen is None or chosen.name not in _BETTER_THAN_FREE or facts.has_tables:
@@ -119,7 +123,7 @@ def choose_mode(facts: ModeChoiceInput) -> ModeChoice | ModeChoiceCall:
     return _with_plan(facts, chosen.name, chosen.reason)
 
 
-def _prepare_choice_call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCall:
+def _prepare_choice_call(facts: AnswerModeChoiceInput, num_chars: int) -> AnswerModeChoiceCall:
     """Prepare the call in which a model chooses between a session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape
@@ -129,21 +133,25 @@ def _prepare_choice_call(facts: ModeChoiceInput, num_chars: int) -> ModeChoiceCa
         ways="\n".join(f"{name}: {about}" for name, about in _WAYS.items()),
     )
 
-    def choice(answer: object, why: str) -> ModeChoice:
+    def choice(answer: object, why: str) -> AnswerModeChoice:
         if not isinstance(answer, dict):
-            return ModeChoice("free", f"no rule decides, and the call that chooses failed: {why}")
+            return AnswerModeChoice(
+                "free", f"no rule decides, and the call that chooses failed: {why}"
+            )
         way, reason = str(answer["way"]), f"the model says {answer['reason'][:_MAX_REASON]!r}"
         if way == _SESSION:
-            return ModeChoice("free", reason)
+            return AnswerModeChoice("free", reason)
         labels = answer.get("labels") if way in ("classify", "aggregate") else None
         return _with_plan(facts, way, reason, labels=labels or None)
 
     # It is asked only once: without a choice, a session answers.
     leaf = LeafRequest("choose the mode", prompt, answer_type(_ANSWER), _REPLY_TOKENS, 0)
-    return ModeChoiceCall(leaf, choice)
+    return AnswerModeChoiceCall(leaf, choice)
 
 
-def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> ModeChoice:
+def _with_plan(
+    facts: AnswerModeChoiceInput, name: str, why: str, **options: Any
+) -> AnswerModeChoice:
     """Choose the plan with this name if it can run.
 
     Otherwise choose a Python session.
@@ -158,13 +166,13 @@ def _with_plan(facts: ModeChoiceInput, name: str, why: str, **options: Any) -> M
             **options,
         )
     except ConfigError as error:
-        return ModeChoice("free", f"{name}: {why}, but there is no such plan: {error}")
+        return AnswerModeChoice("free", f"{name}: {why}, but there is no such plan: {error}")
     if problem := _why_not(strategy, facts):
-        return ModeChoice("free", f"{strategy.reason}, but the plan cannot run: {problem}")
-    return ModeChoice("plan", strategy.reason, strategy)
+        return AnswerModeChoice("free", f"{strategy.reason}, but the plan cannot run: {problem}")
+    return AnswerModeChoice("plan", strategy.reason, strategy)
 
 
-def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
+def _one_call(facts: AnswerModeChoiceInput) -> tuple[int, str]:
     """Return the maximum number of characters of a context for one plain call, and a note on the
     origin of this number."""
     found = calibration_of(facts.root.name)
@@ -173,7 +181,7 @@ def _one_call(facts: ModeChoiceInput) -> tuple[int, str]:
     return found.part_tokens * BYTES_PER_TOKEN, f", calibrated {found.date}"
 
 
-def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
+def _why_not(strategy: PlanStrategy, facts: AnswerModeChoiceInput) -> str:
     """Return the reason why a plan cannot read the context within the budget, or an empty string if
     it can."""
     question = facts.question
@@ -185,7 +193,7 @@ def _why_not(strategy: PlanStrategy, facts: ModeChoiceInput) -> str:
     return ""
 
 
-def _model(facts: ModeChoiceInput) -> ModelCostProfile:
+def _model(facts: AnswerModeChoiceInput) -> ModelCostProfile:
     client = facts.client
     reasoning = look_up_model(client, facts.limits).reasoning_tokens
     return ModelCostProfile(client.name, client.window, client.price, reasoning)

@@ -27,13 +27,11 @@ from ramify.plans.asking_steps import (
     AskWholeValue,
     FilterItems,
     LimitFiltersToPreview,
-    ReduceTree,
     SplitText,
+    TreeReduceStep,
 )
-from ramify.plans.leaf import Leaf
-from ramify.plans.plan_cost import ModelCostProfile, PlanCost, cost_of, look_up_model
-from ramify.plans.plan_leaf_runner import PlanLeafRunner
-from ramify.plans.symbolic_steps import (
+from ramify.plans.leaf_questions import Leaf
+from ramify.plans.model_free_steps import (
     AggregateField,
     BuildCountHistogram,
     ConcatLists,
@@ -47,13 +45,15 @@ from ramify.plans.symbolic_steps import (
     TopItems,
     TruncateDates,
 )
+from ramify.plans.plan_cost import ModelCostProfile, PlanCost, cost_of, look_up_model
+from ramify.plans.plan_leaf_runner import PlanLeafRunner
 from ramify.plans.value_bounds import (
-    PlannedCalls,
+    PlannedModelCalls,
     ValueSizeBounds,
     known_value_bounds,
     reply_bounds,
 )
-from ramify.plans.value_types import ANY, TEXT, ValueType, pair_of
+from ramify.plans.value_types import ANY, TEXT, PlanValueType, pair_of
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +92,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return self
         return Plan((msgspec.structs.replace(first, header=True), *self.steps[1:]))
 
-    def types(self, given: ValueType | None = None) -> list[ValueType]:
+    def types(self, given: PlanValueType | None = None) -> list[PlanValueType]:
         """Return the type of the value before the first step and after each step.
 
         Raises ConfigError if a step does not accept its input.
@@ -104,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return types
 
     @property
-    def type(self) -> ValueType:
+    def type(self) -> PlanValueType:
         """Return the type of the plan's answer."""
         return self.types()[-1]
 
@@ -117,13 +117,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if isinstance(step, ApplyBothPlans):
                 yield from step.left.leaves()
                 yield from step.right.leaves()
-            elif isinstance(step, AskEachItem | AskWholeValue | ReduceTree):
+            elif isinstance(step, AskEachItem | AskWholeValue | TreeReduceStep):
                 yield step.leaf
             elif isinstance(step, FilterItems) and isinstance(step.predicate, Leaf):
                 yield step.predicate
 
     def shapes(
-        self, first: ValueSizeBounds, sheet: PlannedCalls, given: ValueType | None = None
+        self, first: ValueSizeBounds, sheet: PlannedModelCalls, given: PlanValueType | None = None
     ) -> list[ValueSizeBounds]:
         """Compute the bounds of the value before the first step and after each step, without
         running the plan.
@@ -168,7 +168,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Returns the cost, and the bounds of the value before the first step and after each step.
         """
         self.check_begins_with_split()
-        sheet = PlannedCalls(question)
+        sheet = PlannedModelCalls(question)
         first = ValueSizeBounds(context, True)
         shapes = self.shapes(first, sheet)
         return cost_of(sheet.steps, model), shapes
@@ -207,11 +207,11 @@ class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
     left: Plan
     right: Plan
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         return pair_of(self.left.types(given)[-1], self.right.types(given)[-1])
 
     def estimate_bounds(
-        self, shape: ValueSizeBounds, given: ValueType, sheet: PlannedCalls
+        self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
         left = self.left.shapes(shape, sheet, given)[-1]
         right = self.right.shapes(shape, sheet, given)[-1]
@@ -221,7 +221,7 @@ class ApplyBothPlans(AskingStep, frozen=True, tag="both"):
         return reply_bounds(1, total, is_exact=left.is_exact and right.is_exact, both=(left, right))
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
-        sheet, results = PlannedCalls(flow.question), []
+        sheet, results = PlannedModelCalls(flow.question), []
         for plan in (self.left, self.right):
             shapes = await flow.run_in_thread(plan.shapes, shape, sheet)
             results.append(await plan.run(value, shapes, flow))
@@ -234,7 +234,7 @@ AnyStep = (
     | AskEachItem
     | FilterItems
     | AskWholeValue
-    | ReduceTree
+    | TreeReduceStep
     | ApplyBothPlans
     | ConcatLists
     | PairUpFieldValues
@@ -255,7 +255,7 @@ _DECODER = msgspec.json.Decoder(Plan)
 two threads are the first to use mutually nested structs such as ``Plan`` and ``ApplyBothPlans``."""
 
 
-def _lines(plan: Plan, indent: str, given: ValueType | None = None) -> Iterator[str]:
+def _lines(plan: Plan, indent: str, given: PlanValueType | None = None) -> Iterator[str]:
     types = plan.types(given)
     for step, before, after in zip(plan.steps, types, types[1:], strict=False):
         if isinstance(step, ApplyBothPlans):

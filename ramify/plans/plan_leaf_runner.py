@@ -1,10 +1,10 @@
 """Sends the model calls of a running plan, and records which of them failed.
 
-    AskEachItem ── ask(leaf, items) ──> LeafCalls.ask_all ──> answers in order; LEAF_FAILED for some
+    AskEachItem ── ask(leaf, items) ──> LeafModelCaller ──> answers in order; LEAF_FAILED for some
 
 If the replies to a question do not fit its schema, only that question fails. If the run reaches a
 limit, no further questions are asked, but the steps that need no model still compute an answer from
-what is known. The steps are in ``asking_steps.py`` and ``symbolic_steps.py``.
+what is known. The steps are in ``asking_steps.py`` and ``model_free_steps.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.leaf_calls import LeafCalls, LeafRequest
+from ramify.engine.leaf_calls import LeafModelCaller, LeafRequest
 from ramify.errors import LimitReached, RamifyError
-from ramify.plans.leaf import Leaf, truncate_text
+from ramify.plans.leaf_questions import Leaf, truncate_text
 from ramify.plans.text_parts import TextPart
 from ramify.types.trajectory import Stop
 
@@ -33,7 +33,7 @@ class PlanLeafRunner:
     """Asks a model the questions of a running plan, which are called leaves, and collects their
     failures."""
 
-    def __init__(self, calls: LeafCalls) -> None:
+    def __init__(self, calls: LeafModelCaller) -> None:
         self.question = calls.question.text
         self.num_leaves = 0
         """Number of questions that were asked or were refused because of a limit."""

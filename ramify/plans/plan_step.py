@@ -1,14 +1,14 @@
 """The base class of all steps of a plan.
 
 Some steps ask a model (``asking_steps.py``), and others compute their result
-(``symbolic_steps.py``).
+(``model_free_steps.py``).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from ramify.plans.value_types import ValueType, check_field_values
+from ramify.plans.value_types import PlanValueType, check_field_values
 
 
 class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
@@ -29,7 +29,7 @@ class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         """Return the step's name and options as text, for diagrams of a plan."""
         return self.title
 
-    def infer_output_type(self, given: ValueType) -> ValueType:
+    def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         """Return the type of the step's result for an input of the type ``given``.
 
         Raises ConfigError if the step does not accept such an input.

@@ -6,7 +6,7 @@ The plan's maximum cost is first compared with the budget, and then its steps ar
         cost ──> more than the run may use? refused ──> leaves ──> answer, and how many failed
 
 The engine records the strategy with the run, so a killed run is resumed with the same plan. The
-engine calls strategies in ``engine/strategies.py`` and sends their questions in
+engine calls strategies in ``engine/answer_strategies.py`` and sends their questions in
 ``engine/leaf_calls.py``.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.leaf_calls import LeafCalls
+from ramify.engine.leaf_calls import LeafModelCaller
 from ramify.plans.plan import Plan
 from ramify.plans.plan_cost import ModelCostProfile, cost_of
 from ramify.plans.plan_leaf_runner import PlanLeafRunner, PlanStopped
-from ramify.plans.value_bounds import PlannedCalls, ValueSizeBounds
-from ramify.plans.value_types import ValueType
+from ramify.plans.value_bounds import PlannedModelCalls, ValueSizeBounds
+from ramify.plans.value_types import PlanValueType
 from ramify.types.trajectory import Stop, cut
 
 _SHOWN_FAILURES = 3
@@ -46,7 +46,7 @@ class PlanStrategy(
     reason: str = ""
     """Reason why this plan was chosen."""
 
-    async def __call__(self, calls: LeafCalls) -> CallOutcome:
+    async def __call__(self, calls: LeafModelCaller) -> CallOutcome:
         """Answer the question of a run.
 
         Raises ConfigError before any model call if the plan cannot read the context or may exceed
@@ -59,7 +59,7 @@ class PlanStrategy(
 
 
 async def answer_with_plan(
-    plan: Plan, first: ValueSizeBounds, given: ValueType | None, calls: LeafCalls
+    plan: Plan, first: ValueSizeBounds, given: PlanValueType | None, calls: LeafModelCaller
 ) -> CallOutcome:
     """Run a plan and return its outcome.
 
@@ -67,7 +67,7 @@ async def answer_with_plan(
     plan divides the context itself. Raises ConfigError before any model call if the input is
     unreadable or the budget too small.
     """
-    client, sheet = calls.client, PlannedCalls(calls.question.text)
+    client, sheet = calls.client, PlannedModelCalls(calls.question.text)
     model = ModelCostProfile(
         client.name, client.window, client.price, calls.reasoning_token_allowance
     )

@@ -16,9 +16,9 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.plans.text_parts import TextPart, compile_regex
-from ramify.plans.value_types import BOOLEAN, ValueType, check_field_values
+from ramify.plans.value_types import BOOLEAN, PlanValueType, check_field_values
 
 Operator = Literal["", "==", "!=", "<", "<=", ">", ">=", "in", "contains"]
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
@@ -57,7 +57,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     def _compile_regex(self) -> Any:
         return compile_regex(f"{'(?i)' if self.ignore_case else ''}{self.regex}")
 
-    def infer_output_type(self, given: ValueType, step: str) -> ValueType:
+    def infer_output_type(self, given: PlanValueType, step: str) -> PlanValueType:
         """Return the type of the predicate's result, which is always boolean.
 
         Raises ConfigError if items of the type ``given`` cannot be searched. The error names the
@@ -102,7 +102,7 @@ class Relevance(
         if not 1 <= self.top <= MAX_HITS:
             raise ConfigError(f"top={self.top!r:.40}: give a number from 1 to {MAX_HITS}")
 
-    def infer_output_type(self, given: ValueType, step: str) -> ValueType:
+    def infer_output_type(self, given: PlanValueType, step: str) -> PlanValueType:
         """Return the type of the predicate's result, which is always boolean.
 
         Raises ConfigError if items of the type ``given`` cannot be ranked. The error names the plan
@@ -163,7 +163,7 @@ class Comparison(
         if self.op == "in" and not isinstance(self.value, list | tuple):
             raise ConfigError("the comparison 'in' needs a list of values")
 
-    def infer_output_type(self, given: ValueType, step: str) -> ValueType:
+    def infer_output_type(self, given: PlanValueType, step: str) -> PlanValueType:
         """Return the type of the predicate's result.
 
         Raises ConfigError if items of the type ``given`` cannot be compared with the value. The

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from ramify.errors import ConfigError, did_you_mean
 from ramify.plans import step_constructors as c
-from ramify.plans.calibration import part_size
-from ramify.plans.leaf import Leaf
+from ramify.plans.leaf_questions import Leaf
+from ramify.plans.part_size_calibration import part_size
 from ramify.plans.plan import Plan
 from ramify.plans.plan_strategy import PlanStrategy
 from ramify.plans.predicates import Comparison, Relevance

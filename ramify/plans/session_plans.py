@@ -2,14 +2,14 @@
 
 This is the host's side of the module ``ramify_plans``, which such code can import.
 
-    session: classify(…) ──> SessionPlans.strategy ──> SessionPlanCall(calls) ──> labels
+    session: classify(…) ──> SessionPlansTool.strategy ──> SessionPlanCall(calls) ──> labels
                                                        └ leaves: calls 0.3.0, 0.3.1, …
 
 Each call of a function of the module becomes a plan of one or more steps, which runs over the value
 that the session sent. The same code runs the plans of users, so both cut, ask and count in the same
 way and are refused for the same reasons. What a session sends is untrusted: it is decoded and
 checked here. The functions that the session calls are in ``session_module.py``, and
-``engine/host.py`` records the calls and pays for them.
+``engine/session_host_calls.py`` records the calls and pays for them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from typing import Any
 import msgspec
 
 from ramify.engine.call_outcome import CallOutcome
-from ramify.engine.leaf_calls import LeafCalls
+from ramify.engine.leaf_calls import LeafModelCaller
 from ramify.errors import ConfigError, did_you_mean
-from ramify.module_compiler import read_module_source
 from ramify.plans import step_constructors as c
-from ramify.plans.leaf import Leaf
+from ramify.plans.leaf_questions import Leaf
 from ramify.plans.plan import Plan
 from ramify.plans.plan_strategy import answer_with_plan
 from ramify.plans.predicates import Comparison, Pattern, Relevance
@@ -42,11 +41,12 @@ from ramify.plans.value_types import (
     COUNTS,
     NUMBER,
     TEXT,
-    ValueType,
+    PlanValueType,
     list_of,
     pair_of,
 )
 from ramify.sandbox.base import MappedText
+from ramify.session_module_compiler import read_module_source
 
 _STEPS: dict[str, Callable[..., Plan]] = {
     "split": c.split,
@@ -87,7 +87,7 @@ at once and checks the replies, in place of a loop over `llm_query`.
 without a model; `help(ramify_plans.map)` says more"""
 
 
-class SessionPlans:
+class SessionPlansTool:
     """A tool that provides the module ``ramify_plans`` to Python sessions.
 
     Each call of one of its functions runs a plan, and the plan's model calls are recorded.
@@ -143,7 +143,7 @@ class SessionPlanCall:
         self._value = value
         self._options = options
 
-    async def __call__(self, calls: LeafCalls) -> CallOutcome:
+    async def __call__(self, calls: LeafModelCaller) -> CallOutcome:
         """Run the plan for this call and return its outcome.
 
         The answer has the form that the session decodes. Raises ConfigError before any model call
@@ -167,7 +167,7 @@ class SessionPlanCall:
         """Return True if the result of this call is a list of text parts."""
         return self.title in ("split", "peek")
 
-    def _prepare_plan(self, context: Any) -> tuple[Plan, ValueSizeBounds, ValueType | None]:
+    def _prepare_plan(self, context: Any) -> tuple[Plan, ValueSizeBounds, PlanValueType | None]:
         value = _decode_sent_value(self._value, context)
         plan = self._plan(value)
         if self.title in ("split", *_READY) and not _are_parts(value):
@@ -284,7 +284,7 @@ def _are_parts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, TextPart) for v in value)
 
 
-def _type_of(value: Any) -> ValueType:
+def _type_of(value: Any) -> PlanValueType:
     """Return the plan type of a value from a session, or ``ANY`` if there is no more specific type.
 
     Raises ConfigError if the value is None.
@@ -300,7 +300,7 @@ def _type_of(value: Any) -> ValueType:
             return _part_type([value])
         case dict():
             numbers = value and all(type(each) is int for each in value.values())
-            return COUNTS if numbers else ValueType("record", fields=dict.fromkeys(value, ANY))
+            return COUNTS if numbers else PlanValueType("record", fields=dict.fromkeys(value, ANY))
         case (left, right) if isinstance(value, tuple):
             return pair_of(_type_of(left), _type_of(right))
         case list():
@@ -311,13 +311,13 @@ def _type_of(value: Any) -> ValueType:
             return ANY
 
 
-def _part_type(parts: Sequence[TextPart]) -> ValueType:
+def _part_type(parts: Sequence[TextPart]) -> PlanValueType:
     largest = max(math.ceil(num_bytes(part.text) / BYTES_PER_TOKEN) for part in parts)
     has_records = any(part.records for part in parts)  # a part may be blank
-    return ValueType("part", has_records=has_records, tokens=largest)
+    return PlanValueType("part", has_records=has_records, tokens=largest)
 
 
-def _item_type(items: Sequence[Any]) -> ValueType:
+def _item_type(items: Sequence[Any]) -> PlanValueType:
     """Return the common type of all items in a list, or ``ANY`` if their types differ.
 
     None is ignored, because it marks an item that failed.
@@ -325,7 +325,7 @@ def _item_type(items: Sequence[Any]) -> ValueType:
     given = [item for item in items if item is not None]
     if given and all(isinstance(item, Mapping) for item in given):
         names = dict.fromkeys(name for item in given for name in item if isinstance(name, str))
-        return ValueType("record", fields=dict.fromkeys(names, ANY))
+        return PlanValueType("record", fields=dict.fromkeys(names, ANY))
     if given and all(isinstance(item, list | tuple) for item in given):
         return list_of(ANY)
     if any(isinstance(item, list | tuple | Mapping | TextPart) for item in given):

@@ -4,7 +4,7 @@ The operator ``|`` joins such plans into longer ones.
 
     plans.split("lines") | plans.map(leaf) | plans.concat() | plans.count()
 
-The steps themselves are in ``asking_steps.py`` and ``symbolic_steps.py``.
+The steps themselves are in ``asking_steps.py`` and ``model_free_steps.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from ramify.plans.asking_steps import (
     AskWholeValue,
     FilterItems,
     LimitFiltersToPreview,
-    ReduceTree,
     SplitText,
+    TreeReduceStep,
 )
-from ramify.plans.leaf import Leaf
-from ramify.plans.plan import ApplyBothPlans, Plan
-from ramify.plans.predicates import Comparison, Pattern, Relevance
-from ramify.plans.symbolic_steps import (
+from ramify.plans.leaf_questions import Leaf
+from ramify.plans.model_free_steps import (
     AggregateField,
     BuildCountHistogram,
     ConcatLists,
@@ -36,6 +34,8 @@ from ramify.plans.symbolic_steps import (
     TopItems,
     TruncateDates,
 )
+from ramify.plans.plan import ApplyBothPlans, Plan
+from ramify.plans.predicates import Comparison, Pattern, Relevance
 from ramify.plans.text_parts import By
 
 
@@ -95,7 +95,7 @@ def reduce(leaf: Leaf) -> Plan:
     >>> plans.reduce(plans.Leaf("Merge.", label="merge")).steps[0].shown()
     'reduce merge'
     """
-    return Plan((ReduceTree(leaf),))
+    return Plan((TreeReduceStep(leaf),))
 
 
 def both(left: Plan, right: Plan) -> Plan:

@@ -80,7 +80,7 @@ class TextPart(msgspec.Struct, frozen=True):
         )
 
 
-class SplitRule(msgspec.Struct, frozen=True):
+class ContextSplitRule(msgspec.Struct, frozen=True):
     """A rule for cutting a context into parts.
 
     It gives the boundaries at which to cut, and the maximum size of a part.
@@ -153,7 +153,7 @@ def named_texts(context: Any) -> list[tuple[str, str]]:
     return [("", b"\n".join(lines).decode() + "\n")]
 
 
-def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
+def split_texts_into_parts(texts: list[tuple[str, str]], rule: ContextSplitRule) -> list[TextPart]:
     """Cut named texts into parts according to a rule.
 
     Raises ConfigError if a unit, such as a line, exceeds the maximum size and must not be cut.
@@ -168,7 +168,7 @@ def split_texts_into_parts(texts: list[tuple[str, str]], rule: SplitRule) -> lis
     return parts.closed
 
 
-def _split_items(texts: list[tuple[str, str]], rule: SplitRule) -> list[TextPart]:
+def _split_items(texts: list[tuple[str, str]], rule: ContextSplitRule) -> list[TextPart]:
     """Group the texts of a list or dict into parts without cutting any of them.
 
     Each text counts as one record, even if it is blank.
@@ -221,7 +221,7 @@ def shortened(text: str, most: int) -> str:
 class _Units:
     """The units of one text, such as lines or sentences, with cumulative sums of their sizes."""
 
-    def __init__(self, text: str, rule: SplitRule) -> None:
+    def __init__(self, text: str, rule: ContextSplitRule) -> None:
         self.text = text
         self.ends = list(_unit_ends(text, rule))
         self._is_ascii = text.isascii()
@@ -287,7 +287,7 @@ class _Units:
             start, unit = stop, unit + 1
 
 
-def _unit_ends(text: str, rule: SplitRule) -> Iterator[int]:
+def _unit_ends(text: str, rule: ContextSplitRule) -> Iterator[int]:
     if rule.by == "records" and rule.separator:
         begins = [match.start() for match in compile_regex(rule.separator).finditer(text)]
         yield from (at for at in dict.fromkeys(begins) if 0 < at < len(text))
@@ -319,7 +319,7 @@ class _OpenPart:
     """The part that is currently being filled with pieces of text, together with the completed
     parts."""
 
-    def __init__(self, rule: SplitRule) -> None:
+    def __init__(self, rule: ContextSplitRule) -> None:
         self.closed: list[TextPart] = []
         self.room = 0
         """Number of bytes that still fit."""
@@ -376,7 +376,7 @@ class _OpenPart:
         self._reset()
 
 
-def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
+def _add_text(parts: _OpenPart, name: str, text: str, rule: ContextSplitRule) -> None:
     units = _Units(text, rule)
     most = BYTES_PER_TOKEN * rule.tokens
     # A long name may take at most a fourth of a part, so that the text has room.
@@ -428,7 +428,7 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: SplitRule) -> None:
 
 
 def _chars_that_fit(
-    units: _Units, at: int, room: int, rule: SplitRule, name: str, line: int
+    units: _Units, at: int, room: int, rule: ContextSplitRule, name: str, line: int
 ) -> int:
     """Return how many characters of an oversized unit go into one part of ``room`` bytes.
 

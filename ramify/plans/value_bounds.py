@@ -4,7 +4,7 @@ size of its model calls.
 The cost of a plan is estimated from these bounds.
 
     4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
-    PlannedCalls:               4 calls, exactly                                 1 call
+    PlannedModelCalls:               4 calls, exactly                                 1 call
 
 Each step transforms the bounds of its input in the same way as it will transform the value. The
 cost of a plan therefore needs no separate description, which might differ from what the plan does.
@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Request
-from ramify.plans.leaf import BETWEEN_BYTES, Leaf
+from ramify.plans.leaf_questions import BETWEEN_BYTES, Leaf
 from ramify.plans.text_parts import TextPart, num_bytes
 from ramify.types.message import Message
 
@@ -135,7 +135,7 @@ class PlannedStepCalls(msgspec.Struct, frozen=True):
     """Maximum tokens of the longest reply, without hidden reasoning."""
 
 
-class PlannedCalls:
+class PlannedModelCalls:
     """Collects the model calls that a plan's steps will make.
 
     The cost of the plan is computed from them.

@@ -4,8 +4,8 @@ They are used to check a plan before it runs.
 
     split ──> list of part ──> map (leaf with an enum) ──> list of text ──> count ──> counts
 
-The type of a model's answer is derived from its JSON schema. ``engine/typed.py`` checks answers
-against their schemas, and each step says which types it accepts.
+The type of a model's answer is derived from its JSON schema. ``engine/typed_answers.py`` checks
+answers against their schemas, and each step says which types it accepts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from ramify.errors import ConfigError
 from ramify.plugins import explain_conversion_error
 
 
-class ValueType(msgspec.Struct, frozen=True):
+class PlanValueType(msgspec.Struct, frozen=True):
     """The type of a value in a plan, such as text, a number or a list of records."""
 
     kind: str
     """``text``, ``part``, ``number``, ``boolean``, ``date``, ``record``, ``list``, ``counts``,
     ``pair`` or ``any``."""
-    item: ValueType | None = None
+    item: PlanValueType | None = None
     """Type of the items of a list, or of the first value of a pair."""
-    second: ValueType | None = None
+    second: PlanValueType | None = None
     """Type of the second value of a pair."""
-    fields: dict[str, ValueType] = {}
+    fields: dict[str, PlanValueType] = {}
     """Fields of a record."""
     labels: tuple[str, ...] = ()
     """All possible values of a text. Empty if any text is possible."""
@@ -50,7 +50,7 @@ class ValueType(msgspec.Struct, frozen=True):
             case _:
                 return self.kind
 
-    def accepts(self, other: ValueType) -> bool:
+    def accepts(self, other: PlanValueType) -> bool:
         """Return True if a value of the type ``other`` can be used where this type is required."""
         if "any" in (self.kind, other.kind):
             return True
@@ -64,7 +64,7 @@ class ValueType(msgspec.Struct, frozen=True):
             for name, field in self.fields.items()
         )
 
-    def item_type(self, step: str) -> ValueType:
+    def item_type(self, step: str) -> PlanValueType:
         """Return the type of a list's items.
 
         Raises ConfigError if this is not a list type.
@@ -77,7 +77,7 @@ class ValueType(msgspec.Struct, frozen=True):
             )
         return self.item
 
-    def field_type(self, name: str, step: str) -> ValueType:
+    def field_type(self, name: str, step: str) -> PlanValueType:
         """Return the type of one field of a record.
 
         If ``name`` is empty, return this type itself. Raises ConfigError if there is no such field.
@@ -94,20 +94,20 @@ class ValueType(msgspec.Struct, frozen=True):
         return self.fields.get(name, ANY)
 
 
-ANY = ValueType("any")
-TEXT = ValueType("text")
-NUMBER = ValueType("number")
-BOOLEAN = ValueType("boolean")
-DATE = ValueType("date")
-COUNTS = ValueType("counts")
+ANY = PlanValueType("any")
+TEXT = PlanValueType("text")
+NUMBER = PlanValueType("number")
+BOOLEAN = PlanValueType("boolean")
+DATE = PlanValueType("date")
+COUNTS = PlanValueType("counts")
 
 
-def list_of(item: ValueType) -> ValueType:
-    return ValueType("list", item)
+def list_of(item: PlanValueType) -> PlanValueType:
+    return PlanValueType("list", item)
 
 
-def pair_of(first: ValueType, second: ValueType) -> ValueType:
-    return ValueType("pair", first, second)
+def pair_of(first: PlanValueType, second: PlanValueType) -> PlanValueType:
+    return PlanValueType("pair", first, second)
 
 
 def check_field_values(part: msgspec.Struct, what: str) -> None:
@@ -131,7 +131,9 @@ def check_field_values(part: msgspec.Struct, what: str) -> None:
 _KINDS = {"boolean": BOOLEAN, "integer": NUMBER, "number": NUMBER}
 
 
-def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> ValueType:
+def type_of_schema(
+    schema: Mapping[str, Any], whole: Mapping[str, Any] | None = None
+) -> PlanValueType:
     """Return the type of the values that match a JSON schema.
 
     A nullable value has the same type as one that cannot be null.
@@ -146,7 +148,7 @@ def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = 
             return type_of_schema(others[0], whole) if len(others) == 1 else ANY
     labels = schema.get("enum")
     if labels is not None and all(isinstance(label, str) for label in labels):
-        return ValueType("text", labels=tuple(labels))
+        return PlanValueType("text", labels=tuple(labels))
     kind = schema.get("type")
     if isinstance(kind, list):
         kinds = [each for each in kind if each != "null"]
@@ -158,6 +160,6 @@ def type_of_schema(schema: Mapping[str, Any], whole: Mapping[str, Any] | None = 
             return list_of(type_of_schema(schema.get("items") or {}, whole))
         case "object":
             fields = {n: type_of_schema(f, whole) for n, f in schema.get("properties", {}).items()}
-            return ValueType("record", fields=fields)
+            return PlanValueType("record", fields=fields)
         case _:
             return _KINDS.get(str(kind), ANY)

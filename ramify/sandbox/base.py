@@ -6,8 +6,8 @@ The engine uses this interface, and every sandbox provider implements it.
                      ^                                                         │
                      └────── answer(name, args, kwargs) <── llm_query(…) ──────┘  (same stream)
 
-A provider mainly supplies a ``Transport``, over which ``host/session.py`` communicates with the
-code in the session. ``testing/sandbox_conformance`` is the test suite that a provider must pass
+A provider mainly supplies a ``GuestTransport``, over which ``host/session.py`` communicates with
+the code in the session. ``testing/sandbox_conformance`` is the test suite that a provider must pass
 before it is documented.
 
 A context, the input of a session, is encoded once: sessions are opened with it, a store keeps it by
@@ -15,7 +15,7 @@ its digest, and child runs share it. The encoded form of a large context is an a
 file, which the fork server maps; that of a small one is a bytes object, which is sent to the
 session. A file-backed text (``MappedText``) is not copied: the encoded form refers to its file by
 the file's hash, and sessions map the file. Contexts are decoded in ``providers/process.py``; the
-codec is in ``guest/values.py``.
+codec is in ``guest/value_encoding.py``.
 """
 
 from __future__ import annotations
@@ -38,27 +38,32 @@ from ramify.errors import (
     StrictKeywordsMeta,
     user_line_of_error,
 )
-from ramify.plugins import Registry, explain_conversion_error
+from ramify.plugins import PluginRegistry, explain_conversion_error
 from ramify.sandbox.file_reference import (
     FileReferenceReader,
     check_content_unchanged,
     hash_and_count_text,
 )
 from ramify.sandbox.guest.dataframes import arrow_table as arrow_table
-from ramify.sandbox.guest.frames import (
+from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, TextOffsetIndex
+from ramify.sandbox.guest.mapped_text import MappedText as MappedText
+from ramify.sandbox.guest.message_frames import (
     has_aligned_buffers,
     pack_value,
     text_in_pieces,
     write_all,
 )
-from ramify.sandbox.guest.frames import unpack_value as unpack_value
-from ramify.sandbox.guest.mapped_text import BLOCK_BYTES, TextOffsetIndex
-from ramify.sandbox.guest.mapped_text import MappedText as MappedText
+from ramify.sandbox.guest.message_frames import unpack_value as unpack_value
 from ramify.sandbox.guest.tables import Column as Column
 from ramify.sandbox.guest.tables import NumberArray as NumberArray
 from ramify.sandbox.guest.tables import Table as Table
-from ramify.sandbox.guest.values import CodecError, FileTextReference, ValueDecoder, ValueEncoder
-from ramify.sandbox.guest.values import ProtocolError as ProtocolError
+from ramify.sandbox.guest.value_encoding import (
+    FileTextReference,
+    ValueDecoder,
+    ValueEncoder,
+    ValueEncodingError,
+)
+from ramify.sandbox.guest.value_encoding import ProtocolError as ProtocolError
 from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()
@@ -74,7 +79,7 @@ MAX_UNMAPPED_BYTES = 1 << 30
 files."""
 
 
-class SharedContext:
+class SharedContextValue:
     """A value, such as the input of a run, that is encoded once and shared by any number of
     sessions.
 
@@ -98,7 +103,7 @@ class SharedContext:
         files: dict[str, FileReferenceReader] = {}
         try:
             parts, chars = pack_value(value, files, defers=True)
-        except CodecError as error:
+        except ValueEncodingError as error:
             raise SandboxError(str(error)) from None
         self._set_content(value, parts, chars, files)
 
@@ -183,7 +188,7 @@ class SharedContext:
     @classmethod
     def from_encoded(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
-    ) -> SharedContext:
+    ) -> SharedContextValue:
         """Restore a context from its encoded form.
 
         Its digest is that of the original context. ``references`` lists the files that contain some
@@ -214,7 +219,7 @@ class SharedContext:
             return {key: self.resolve_text_references(item) for key, item in value.items()}
         return value
 
-    def in_memory_copy(self) -> SharedContext:
+    def in_memory_copy(self) -> SharedContextValue:
         """Return a copy of this context with the texts of its files loaded into memory, for
         sandboxes that cannot map files.
 
@@ -228,7 +233,7 @@ class SharedContext:
                 f"the context has {size:,} bytes in files, which only the sandboxes jail and "
                 f"process can map: use one of them, or give at most {MAX_UNMAPPED_BYTES:,} bytes"
             )
-        return SharedContext(_load_mapped_texts(self.value))
+        return SharedContextValue(_load_mapped_texts(self.value))
 
     def to_jsonable(self) -> dict[str, Any]:
         """Return the value in a form that can be stored as JSON, for example in a run's journal.
@@ -632,7 +637,7 @@ class Session(Protocol):
 class PreparedContext(Protocol):
     """Interface of a context that is prepared once and used by any number of sessions.
 
-    ``SharedContext`` implements it.
+    ``SharedContextValue`` implements it.
     """
 
     @property
@@ -669,7 +674,7 @@ class Sandbox(Protocol):
         ...
 
 
-SANDBOXES = Registry(
+SANDBOXES = PluginRegistry(
     "sandbox",
     "ramify.sandboxes",
     {
@@ -827,4 +832,4 @@ def digest_of(value: Any) -> str:
 
     Raises SandboxError if no session can hold a value of this type.
     """
-    return SharedContext(value).digest
+    return SharedContextValue(value).digest

@@ -15,7 +15,7 @@ stores no files and downloads nothing.
 
 The run never waits for a slow reader, and no text is lost: text that arrived meanwhile is delivered
 in one piece. Error messages of providers are hidden: only the operator sees them. The fields of
-each API are read by ``chat_completions.py`` and ``responses.py``.
+each API are read by ``chat_completions.py`` and ``responses_api.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result
 from ramify.http_server.rejections import RequestRejected
 from ramify.progress import ReplyTextDelta, watch_reply_text
-from ramify.serve.caller_tools import AnswerOrToolCallType
+from ramify.serve.client_function_tools import AnswerOrToolCallType
 from ramify.types.event import (
     AnyEvent,
     AttemptFailed,

@@ -28,7 +28,7 @@ from ramify.serve.answer_request import (
     decode,
     response_format_schema,
 )
-from ramify.serve.caller_tools import ClientFunctionTool, tool_call_answer_type
+from ramify.serve.client_function_tools import ClientFunctionTool, tool_call_answer_type
 from ramify.serve.question_serving import ServedAnswer
 
 PATH = "/v1/chat/completions"

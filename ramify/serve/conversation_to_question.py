@@ -24,8 +24,8 @@ from ramify.engine.question import MAX_BARE_PROMPT_CHARS
 from ramify.errors import SourceError
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AttachedFile, ChatMessage
-from ramify.sources.file_kinds import HEAD_BYTES, SourceFile, kind_of, read_file
-from ramify.sources.loaded_sources import LoadedContext, SourceCollector, UnreadableSource
+from ramify.sources.file_kinds import HEAD_BYTES, InputFile, kind_of, read_file
+from ramify.sources.loaded_sources import LoadedContext, SourceCollector, UnreadableSourceError
 from ramify.sources.text_search import build_context_search_tools
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
@@ -131,9 +131,9 @@ def _convert_part(
         data = _decode_file(part)
         loading.count_bytes(len(data), name)
         if kind_of(name, data[:HEAD_BYTES]) == "picture":
-            raise UnreadableSource("is a picture", "give its text: the server reads only text")
-        read_file(SourceFile(name, data), loading)
-    except UnreadableSource as error:
+            raise UnreadableSourceError("is a picture", "give its text: the server reads only text")
+        read_file(InputFile(name, data), loading)
+    except UnreadableSourceError as error:
         raise RequestRejected(f"the file {name!r} {error}", param=part.where) from None
     except SourceError as error:
         raise RequestRejected(str(error), param=part.where) from None

@@ -23,7 +23,7 @@ from aiohttp import web
 from mcp.server.transport_security import TransportSecuritySettings
 
 from ramify.engine.rlm import RLM
-from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.access import AcceptedApiKeys, ListenAddress, new_key
 from ramify.http_server.base_server import AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.machine_capacity import max_runs
@@ -66,7 +66,7 @@ class McpHttpServer:
         self._opened = AsyncExitStack()
         self._http = AiohttpServer(
             address,
-            BearerKeys.from_key(self.key) if self.key else None,
+            AcceptedApiKeys.from_key(self.key) if self.key else None,
             limits=HttpLimits(max_body_bytes=_MAX_BODY_BYTES),
         )
 

@@ -15,7 +15,8 @@ budget, however many requests it sends at once, and whatever they ask for.
 
 Failures that cost nothing (rate limits, connections, 5xx) are retried, so that every system meets
 the same model. A reply that was lost after it may have been paid is charged in full and answered
-with 504; whether to ask again is the caller's decision. Accounts and routes are in ``meter.py``.
+with 504; whether to ask again is the caller's decision. Accounts and routes are in
+``metering_proxy.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 
 from ramify.clients.base import Client, OnPiece, PromptRenderer, Request
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.engine.limits import BudgetAmount, Reservation
+from ramify.engine.limits import BudgetAmount, BudgetReservation
 from ramify.errors import LimitReached, ModelError, RamifyError
 from ramify.evaluate.systems.base import MeteredModelAccess
 from ramify.http_server.model_api_routes import rejection_of
@@ -51,7 +52,7 @@ class _ReplyLostAfterPayment(Exception):
 class MeteredRequest:
     """One request of a caller to the model, with the reply limited to the caller's budget.
 
-    Implements ``RequestReservation``.
+    Implements ``RequestBudgetReservation``.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class MeteredRequest:
         self._is_exact = False
         """True if the prompt's exact number of tokens is known, and not only an upper bound."""
         self._lost = ""
-        self._reservation: Reservation
+        self._reservation: BudgetReservation
 
     async def count_prompt(self) -> None:
         """Count the exact tokens of the prompt, if the model's chat template is available in this
@@ -113,7 +114,7 @@ class MeteredRequest:
         except RamifyError as error:
             raise rejection_of(error) from None
 
-    def _fit_to_budget(self) -> tuple[Request, Reservation]:
+    def _fit_to_budget(self) -> tuple[Request, BudgetReservation]:
         """Return the request with the highest limit on reply tokens that the budget allows, and the
         amount to reserve for it.
 
@@ -178,7 +179,7 @@ class MeteredRequest:
         seat.record_refusal(text, stop)
         return RequestRejected(text, status=402, code=EXHAUSTED, kind="insufficient_quota")
 
-    def _reservation_for(self, request: Request) -> Reservation:
+    def _reservation_for(self, request: Request) -> BudgetReservation:
         most = Usage(
             self._num_prompt,
             request.sampling.max_tokens,
@@ -186,9 +187,9 @@ class MeteredRequest:
             calls=1,
             unknown_calls=1,
         )
-        return Reservation(self._seat.ledger, self._client.name, most, self._client.price)
+        return BudgetReservation(self._seat.ledger, self._client.name, most, self._client.price)
 
-    # --- the ``RequestReservation`` of each attempt
+    # --- the ``RequestBudgetReservation`` of each attempt
 
     async def reserve(self) -> None:
         if self._lost:

@@ -8,9 +8,9 @@ usage is charged.
 
 Only the model can count the tokens of its final answer. So ``max_tokens`` is stated in the
 question, and a longer answer is cut at four characters per token, an estimate that needs no
-tokenizer. HTTP is handled by ``run_server.py``, and the format of a response by
-``chat_completions.py`` and ``responses.py``. A ``RequestRejected`` carries the HTTP status for a
-rejection.
+tokenizer. HTTP is handled by ``recursive_run_server.py``, and the format of a response by
+``chat_completions.py`` and ``responses_api.py``. A ``RequestRejected`` carries the HTTP status for
+a rejection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ramify.engine.question import RunOptions
 from ramify.engine.rlm import RLM
 from ramify.engine.run_handle import RunHandle
 from ramify.engine.run_result import Result, why_unanswered
-from ramify.engine.typed import answer_type
+from ramify.engine.typed_answers import answer_type
 from ramify.errors import (
     ConfigError,
     ModelError,
@@ -39,11 +39,11 @@ from ramify.errors import (
 )
 from ramify.http_server.rejections import RequestRejected
 from ramify.serve.answer_request import AnswerRequest, RunProgressCollector
-from ramify.serve.caller_tools import RequestedToolCall, ToolCallsAsAnswer, new_call_id
+from ramify.serve.api_keys import ApiClientAccount, ApiKeys, BudgetHold
+from ramify.serve.client_function_tools import RequestedToolCall, ToolCallsAsAnswer, new_call_id
 from ramify.serve.conversation_to_question import QuestionAndContext
-from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
 from ramify.serve.server_metrics import ServerMetrics
-from ramify.serve.unfinished_runs import UnfinishedRuns
+from ramify.serve.unfinished_runs import UnfinishedRunMarkers
 from ramify.types.message import Usage, escape_surrogates
 from ramify.types.trajectory import Stop
 
@@ -158,7 +158,7 @@ def _cut_answer(text: str, request: AnswerRequest) -> tuple[str, bool]:
     return text[:most], len(text) > most
 
 
-class ServedQuestion:
+class ActiveQuestion:
     """One question that a server is answering: its request, its reserved budget and its run."""
 
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
@@ -207,7 +207,7 @@ class ServedQuestion:
         return build_served_answer(result, self.request)
 
 
-class ServedQuestions:
+class ActiveQuestions:
     """The questions that one server is currently answering, with limits on their number."""
 
     def __init__(
@@ -218,9 +218,9 @@ class ServedQuestions:
         self._metrics = metrics
         self._max_runs = max_runs
         self._sampling = sampling
-        self._active: set[ServedQuestion] = set()
+        self._active: set[ActiveQuestion] = set()
         self._num_admitted = 0
-        self.unfinished = UnfinishedRuns(rlm.store)
+        self.unfinished = UnfinishedRunMarkers(rlm.store)
         self._idle = asyncio.Event()
         self.is_ending = False
         self._most_cost: float | None = None
@@ -256,7 +256,7 @@ class ServedQuestions:
         return min(client.window for client in clients)
 
     @contextmanager
-    def admit_request(self, caller: ApiCaller) -> Iterator[None]:
+    def admit_request(self, caller: ApiClientAccount) -> Iterator[None]:
         """Count a caller's request as active until the block ends.
 
         The block begins before the body is read, and ends when the response has been sent.
@@ -289,8 +289,8 @@ class ServedQuestions:
 
     @asynccontextmanager
     async def ask(
-        self, caller: ApiCaller, request: AnswerRequest, prompt: QuestionAndContext
-    ) -> AsyncIterator[ServedQuestion]:
+        self, caller: ApiClientAccount, request: AnswerRequest, prompt: QuestionAndContext
+    ) -> AsyncIterator[ActiveQuestion]:
         """Start the run of an admitted request.
 
         Leaving the block early cancels the run.
@@ -298,7 +298,7 @@ class ServedQuestions:
         Raises RequestRejected if the server is stopping, or the key's budget is spent.
         """
         self._refuse_if_ending()
-        served = ServedQuestion(request, self._hold_budget(caller, request))
+        served = ActiveQuestion(request, self._hold_budget(caller, request))
         self._active.add(served)
         try:
             self._keys.save_spending()
@@ -309,7 +309,7 @@ class ServedQuestions:
             self._active.discard(served)
             self._settle(served, caller)
 
-    def _hold_budget(self, caller: ApiCaller, request: AnswerRequest) -> BudgetHold:
+    def _hold_budget(self, caller: ApiClientAccount, request: AnswerRequest) -> BudgetHold:
         tighter = request.ramify.limit_overrides()
         if tighter.max_cost is not None and self._most_cost is None:
             raise RequestRejected(
@@ -318,7 +318,9 @@ class ServedQuestions:
             )
         return caller.reserve_budget(tighter.apply_to_limits(self._rlm.limits, self._most_cost))
 
-    def _start(self, served: ServedQuestion, caller: ApiCaller, prompt: QuestionAndContext) -> None:
+    def _start(
+        self, served: ActiveQuestion, caller: ApiClientAccount, prompt: QuestionAndContext
+    ) -> None:
         request = served.request
         question = prompt.question + max_length_instruction(request.max_tokens)
         context, query = (question, None) if prompt.context is None else (prompt.context, question)
@@ -353,7 +355,7 @@ class ServedQuestions:
         served.watch.begin(running)
 
     def _resume_run(
-        self, served: ServedQuestion, caller: ApiCaller, options: RunOptions
+        self, served: ActiveQuestion, caller: ApiClientAccount, options: RunOptions
     ) -> RunHandle:
         run = served.request.ramify.resume
         recorded = self.unfinished.recorded_run(run, caller.name)
@@ -364,7 +366,7 @@ class ServedQuestions:
         except (ReplayDiverged, RunInUse) as error:
             raise RequestRejected(str(error), status=409, param="ramify.resume") from None
 
-    def _settle(self, served: ServedQuestion, caller: ApiCaller) -> None:
+    def _settle(self, served: ActiveQuestion, caller: ApiClientAccount) -> None:
         running = served.watch.running
         if running is None:
             caller.release(served.hold)

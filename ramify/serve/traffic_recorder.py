@@ -14,8 +14,8 @@ is complete, so that a killed server loses only replies that were not sent yet.
 
 Conversations are deleted when no reply was added for too long, and the oldest first when the store
 is too large. A conversation that cannot be stored is counted and logged; its reply is still sent.
-What is redacted is decided in ``redaction.py``; HTTP is handled by ``policy.py`` and
-``feedback.py``; training reads the store with ``ramify/train/traffic.py``.
+What is redacted is decided in ``redaction.py``; HTTP is handled by ``policy_server.py`` and
+``feedback.py``; training reads the store with ``ramify/train/traffic_training.py``.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from ramify.errors import ConfigError, RamifyError, StoreError, UnknownRun
 from ramify.logging import ComponentLogger
 from ramify.serve.redaction import RedactionRules
 from ramify.store.durable_files import FILE_MODE
-from ramify.store.journal import Journal
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
+from ramify.store.journal import FileRunJournal
 from ramify.store.traffic_policy_identity import read_identity, write_identity
 from ramify.types.event import (
     AnyEvent,
@@ -65,7 +65,7 @@ from ramify.types.recorded_traffic import (
     TEMPERATURE,
     TokenizerAndArchitecture,
 )
-from ramify.types.trajectory import Call, Fork, NewCallReason, Stop, Trajectory, cut
+from ramify.types.trajectory import Call, CallForkOrigin, NewCallReason, Stop, Trajectory, cut
 
 if TYPE_CHECKING:
     from ramify.models.load import Policy
@@ -185,7 +185,7 @@ class TrafficRecorder:
         self._paths: OrderedDict[bytes, _RecordedTurn] = OrderedDict()
         self._responses: OrderedDict[str, _RecordedTurn] = OrderedDict()
         """Id of a response -> the turn of its last reply."""
-        self._journals: OrderedDict[str, Journal] = OrderedDict()
+        self._journals: OrderedDict[str, FileRunJournal] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "traffic")
         self._checked_at = 0.0
         self._pruning: threading.Thread | None = None
@@ -374,7 +374,7 @@ class TrafficRecorder:
                 model=f"local:{self._policy.identity.name}",
                 depth=0,
                 question=conversation.question,
-                fork=None if earlier is None else Fork(earlier.call, earlier.turn),
+                fork=None if earlier is None else CallForkOrigin(earlier.call, earlier.turn),
                 cause=_new_call_reason(earlier, first),
             )
             events.insert(0, started)
@@ -460,7 +460,7 @@ class TrafficRecorder:
             journal.append(msgspec.structs.replace(event, at_s=at_s))
         self._written += journal.file.size - before
 
-    def _journal(self, run: str) -> Journal | None:
+    def _journal(self, run: str) -> FileRunJournal | None:
         """Return the journal of a run, opening it if necessary.
 
         Returns None if the run does not exist.
@@ -474,7 +474,7 @@ class TrafficRecorder:
         except UnknownRun:
             return None
 
-    def _cache_journal(self, journal: Journal) -> Journal:
+    def _cache_journal(self, journal: FileRunJournal) -> FileRunJournal:
         self._journals[journal.id] = journal
         while len(self._journals) > _MAX_OPEN:
             self._journals.popitem(last=False)[1].close()

@@ -14,14 +14,14 @@ from ramify.errors import RamifyError
 from ramify.http_server.rejections import RequestRejected
 from ramify.store.base import RunStore
 from ramify.store.durable_files import FILE_MODE, make_folder
+from ramify.store.folder_store import Store
 from ramify.store.recorded_replies import RunEventIndex
-from ramify.store.store import Store
 from ramify.types.trajectory import Trajectory
 
 _ID = re.compile(r"[\w-]+")
 
 
-class UnfinishedRuns:
+class UnfinishedRunMarkers:
     """Markers for the runs in progress in one store.
 
     They show a restarted server which runs are unfinished.

@@ -23,11 +23,11 @@ import zipfile
 import zlib
 from typing import Any, BinaryIO, cast
 
-from ramify.sources.file_kinds import SourceFile, read_as, read_file
+from ramify.sources.file_kinds import InputFile, read_as, read_file
 from ramify.sources.loaded_sources import (
-    OversizedSource,
+    OversizedSourceError,
     SourceCollector,
-    UnreadableSource,
+    UnreadableSourceError,
     missing_library_advice,
 )
 
@@ -69,22 +69,22 @@ def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0
     The caller has already counted its bytes towards the limit.
     """
     try:
-        read_file(SourceFile(name, data, inside=True, depth=depth), loading)
-    except OversizedSource:
+        read_file(InputFile(name, data, inside=True, depth=depth), loading)
+    except OversizedSourceError:
         raise  # the whole archive is
-    except UnreadableSource as error:
+    except UnreadableSourceError as error:
         loading.report_problem(name, str(error))
 
 
 def check_ratio(num_bytes: int, packed_bytes: int) -> None:
     if num_bytes > RATIO_FROM_BYTES and num_bytes > MAX_RATIO * max(packed_bytes, 1):
-        raise OversizedSource(
+        raise OversizedSourceError(
             f"unpacks to over {MAX_RATIO} times its size, as a zip bomb would",
             "unpack it yourself if you trust it",
         )
 
 
-def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[str]:
+def check_parts(file: InputFile, what: str, loading: SourceCollector) -> list[str]:
     """Check the declared sizes of the parts of a document that is a zip archive, and return the
     names of the parts.
 
@@ -95,7 +95,7 @@ def check_parts(file: SourceFile, what: str, loading: SourceCollector) -> list[s
         with zipfile.ZipFile(io.BytesIO(file.data)) as archive:
             parts = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-        raise UnreadableSource(f"is a damaged {what}", str(error)) from None
+        raise UnreadableSourceError(f"is a damaged {what}", str(error)) from None
     check_count(len(parts))
     for part in parts:
         check_ratio(part.file_size, part.compress_size)
@@ -110,16 +110,16 @@ def has_macros(parts: list[str]) -> bool:
 
 def check_count(num_members: int) -> None:
     if num_members > MAX_MEMBERS:
-        raise OversizedSource(
+        raise OversizedSourceError(
             f"has over {MAX_MEMBERS:,} members", "unpack it and name the ones that matter"
         )
 
 
-def read_zip(file: SourceFile, loading: SourceCollector) -> None:
+def read_zip(file: InputFile, loading: SourceCollector) -> None:
     try:
         archive = zipfile.ZipFile(io.BytesIO(file.data))
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-        raise UnreadableSource("is a damaged zip archive", str(error)) from None
+        raise UnreadableSourceError("is a damaged zip archive", str(error)) from None
     with archive:
         members = [info for info in archive.infolist() if not info.is_dir()]
         check_count(len(members))
@@ -170,7 +170,7 @@ _DAMAGED = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error, Val
 _SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 
 
-def read_tar(file: SourceFile, loading: SourceCollector) -> None:
+def read_tar(file: InputFile, loading: SourceCollector) -> None:
     try:
         with _open(file.data) as unpacked:
             stream = _BoundedStream(unpacked, file, loading)
@@ -181,7 +181,9 @@ def read_tar(file: SourceFile, loading: SourceCollector) -> None:
             else:
                 _read_single(stream, file, loading)
     except _DAMAGED as error:
-        raise UnreadableSource("is a damaged archive", str(error) or type(error).__name__) from None
+        raise UnreadableSourceError(
+            "is a damaged archive", str(error) or type(error).__name__
+        ) from None
 
 
 def _open(data: bytes) -> BinaryIO:
@@ -204,7 +206,7 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
         else:
             from backports import zstd
     except ImportError:
-        raise UnreadableSource("is compressed with zstd", missing_library_advice()) from None
+        raise UnreadableSourceError("is compressed with zstd", missing_library_advice()) from None
     return cast("BinaryIO", _ZstdStream(zstd, raw))
 
 
@@ -231,7 +233,7 @@ class _ZstdStream(contextlib.closing[Any]):
         return data
 
 
-def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceCollector) -> None:
+def _read_members(stream: _BoundedStream, file: InputFile, loading: SourceCollector) -> None:
     num_members = 0
     # In stream mode, tarfile calls only read().
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
@@ -250,21 +252,21 @@ def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceColle
                 loading.report_problem(name, "is a link or a device, not a file")
 
 
-def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceCollector) -> None:
+def _read_single(stream: _BoundedStream, file: InputFile, loading: SourceCollector) -> None:
     blocks = []
     while block := stream.read(_BLOCK_BYTES):
         blocks.append(block)
     name = file.name
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
-    inner = SourceFile(name, b"".join(blocks), inside=True)
+    inner = InputFile(name, b"".join(blocks), inside=True)
     read_file(inner, loading)
 
 
 class _BoundedStream:
     """A stream of unpacked bytes that counts towards the limits of the load."""
 
-    def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceCollector) -> None:
+    def __init__(self, stream: BinaryIO, file: InputFile, loading: SourceCollector) -> None:
         self._stream = stream
         self._file = file
         self._loading = loading

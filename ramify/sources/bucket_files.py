@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.secret_redaction import redact_likely_secrets
-from ramify.sources.loaded_sources import UnreadableSource, missing_library_advice
+from ramify.sources.loaded_sources import UnreadableSourceError, missing_library_advice
 from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, redact_url_for_display
 
 _CONNECT_S, _REQUEST_S, _TRIES = 10, 30, 3
@@ -42,7 +42,7 @@ class OpenBucketFile:
     def read(self) -> bytes:
         """Return the next bytes of the file, or b"" at its end.
 
-        Raises UnreadableSource if they cannot be read.
+        Raises UnreadableSourceError if they cannot be read.
         """
         with _convert_client_errors(self.head.final_url):
             return bytes(self._stream.read(_BLOCK_BYTES))
@@ -55,10 +55,11 @@ class OpenBucketFile:
 def list_bucket(url: str) -> list[ListedFile]:
     """Return the files that a URL names.
 
-    The URL may contain a wildcard pattern. Raises UnreadableSource if the bucket cannot be listed.
+    The URL may contain a wildcard pattern. Raises UnreadableSourceError if the bucket cannot be
+    listed.
     """
     if re.match(r"[^/]*://[^/]*[*?\[]", url):
-        raise UnreadableSource("has a pattern in its bucket name", "name one bucket")
+        raise UnreadableSourceError("has a pattern in its bucket name", "name one bucket")
     with _convert_client_errors(url):
         files, path = _open_bucket(url)
         import pyarrow.fs as pafs
@@ -83,7 +84,7 @@ def list_bucket(url: str) -> list[ListedFile]:
             if info.type == pafs.FileType.File and (pattern is None or pattern.fullmatch(info.path))
         ]
         if not listed:
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 "matches no file" if first else "does not exist, or is empty", "check its name"
             )
         return listed
@@ -93,7 +94,7 @@ def open_file(url: str, version: str) -> OpenBucketFile:
     """Open one file for reading.
 
     ``version`` identifies a copy that is already on this machine, or is empty. Raises
-    UnreadableSource if the file cannot be opened.
+    UnreadableSourceError if the file cannot be opened.
     """
     with _convert_client_errors(url):
         files, path = _open_bucket(url)
@@ -199,7 +200,7 @@ def _open_azure(rest: str) -> tuple[Any, str]:
     if server:
         given["account_name"] = server.partition(".")[0]
     if "account_name" not in given:
-        raise UnreadableSource("names no account", "set AZURE_STORAGE_ACCOUNT_NAME")
+        raise UnreadableSourceError("names no account", "set AZURE_STORAGE_ACCOUNT_NAME")
     if "account_key" in given:
         given.pop("sas_token", None)
     return pafs.AzureFileSystem(**given), f"{container}{slash}{path}"
@@ -232,7 +233,9 @@ def _open_hub(rest: str) -> tuple[Any, str]:
     try:
         from huggingface_hub import HfFileSystem
     except ImportError:
-        raise UnreadableSource("is on the Hugging Face hub", missing_library_advice()) from None
+        raise UnreadableSourceError(
+            "is on the Hugging Face hub", missing_library_advice()
+        ) from None
     return pafs.PyFileSystem(pafs.FSSpecHandler(HfFileSystem())), rest
 
 
@@ -281,24 +284,24 @@ def _name_check(url: str) -> str:
 
 @contextlib.contextmanager
 def _convert_client_errors(url: str) -> Iterator[None]:
-    """Return a context manager that converts errors of the bucket clients to UnreadableSource.
+    """Return a context manager that converts errors of the bucket clients to UnreadableSourceError.
 
     The new messages are readable sentences without secrets.
     """
     try:
         yield
-    except UnreadableSource:
+    except UnreadableSourceError:
         raise
     except FileNotFoundError:
-        raise UnreadableSource("does not exist", _name_check(url)) from None
+        raise UnreadableSourceError("does not exist", _name_check(url)) from None
     except ModuleNotFoundError:
-        raise UnreadableSource("is in a bucket", missing_library_advice()) from None
+        raise UnreadableSourceError("is in a bucket", missing_library_advice()) from None
     except Exception as error:  # noqa: BLE001 -- each client has its own errors
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         for signs, (reason, remedy) in _SIGNS.items():
             if re.search(signs, text):
-                raise UnreadableSource(reason, remedy or _name_check(url)) from None
+                raise UnreadableSourceError(reason, remedy or _name_check(url)) from None
         text = redact_likely_secrets(text)[:200]
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"cannot be fetched ({text})", f"check {redact_url_for_display(url)}"
         ) from None

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ramify.sandbox.base import SharedContext, Table, anonymous_file
+from ramify.sandbox.base import SharedContextValue, Table, anonymous_file
 from ramify.sources.duckdb_process import NUM_SAMPLES, query_tables
 from ramify.sources.loaded_sources import listing
 from ramify.sources.query_process import to_session_value
@@ -55,7 +55,7 @@ class ContextSqlTables:
             }
             for name, table in tables.items()
         ]
-        self._context: SharedContext | None = None
+        self._context: SharedContextValue | None = None
         self._file = -1
 
     @classmethod
@@ -96,7 +96,7 @@ class ContextSqlTables:
             "columns, rows and samples"
         )
 
-    def set_context(self, context: SharedContext) -> None:
+    def set_context(self, context: SharedContextValue) -> None:
         """Set the context whose tables ``sql`` queries."""
         self._context = context
 
@@ -114,7 +114,7 @@ class ContextSqlTables:
         ]
         return query_tables(sources, query, params)
 
-    def _descriptor(self, context: SharedContext) -> int:
+    def _descriptor(self, context: SharedContextValue) -> int:
         """Return the descriptor of a file with the encoded context.
 
         If the context has none, create a memory file.

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, SourceError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.sandbox.base import Column, MappedText, NumberArray, Table
 
 _LEAVES = {

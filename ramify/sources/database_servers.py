@@ -27,13 +27,13 @@ import msgspec
 from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
 from ramify.format_quantities import pluralize
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.sources.database_urls import PASSWORD_VARIABLES, DatabaseAddress, parse_address
-from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSourceError
 from ramify.sources.query_process import (
     QUERY_S,
     BoundedRowCollector,
-    QueryProcesses,
+    QueryProcessPool,
     encode_outcome,
     to_session_value,
 )
@@ -53,14 +53,14 @@ class DatabaseQueryRequest(msgspec.Struct, frozen=True):
     limit_s: float = QUERY_S
 
 
-_processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
+_processes = QueryProcessPool(f"{__name__}:serve", is_bare=True)
 
 
 def add_database_description(url: str, loading: SourceCollector) -> None:
     """Add a description of the database at ``url`` to the context, and give sessions a function
     that queries it.
 
-    Raises UnreadableSource if the server cannot be read, and SourceError for an invalid URL.
+    Raises UnreadableSourceError if the server cannot be read, and SourceError for an invalid URL.
     """
     address = parse_address(url)
     try:
@@ -69,7 +69,7 @@ def add_database_description(url: str, loading: SourceCollector) -> None:
         reason = str(error).removeprefix("sql: ")
         variable = PASSWORD_VARIABLES[address.kind]
         remedy = f"; set {variable} if it needs a password" if not address.password else ""
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             "cannot be read", f"{reason}; check address and user{remedy or ' and password'}"
         ) from None
     name, number = address.database, 2

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ramify.sources.loaded_sources import SourcePlace
+from ramify.sources.loaded_sources import DocumentPartLocation
 
 MAX_PLACES = 20_000
 """Maximum number of recorded places of one document. Further headings are skipped."""
@@ -34,29 +34,31 @@ class DocumentPart(msgspec.Struct, frozen=True):
     """Title of the part, if the text does not begin with it."""
 
 
-def assemble(parts: Sequence[DocumentPart], *, has_headings: bool) -> tuple[str, list[SourcePlace]]:
+def assemble(
+    parts: Sequence[DocumentPart], *, has_headings: bool
+) -> tuple[str, list[DocumentPartLocation]]:
     """Join the parts of a document.
 
     Returns the text, and the place in it at which each part begins.
     """
     lines: list[str] = []
-    places: list[SourcePlace] = []
+    places: list[DocumentPartLocation] = []
     for part in parts:
         if part.place:
             title = _shorten_text(part.title)
             name = f"{part.place}: {title}" if title else part.place
-            places.append(SourcePlace(len(lines) + 1, name))
+            places.append(DocumentPartLocation(len(lines) + 1, name))
             lines.append(f"--- {name} ---")
         body = part.text.split("\n")
         if has_headings:
             for index, heading in _headings(body):
                 name = f"{part.place}, {heading}" if part.place else heading
-                places.append(SourcePlace(len(lines) + index + 1, name))
+                places.append(DocumentPartLocation(len(lines) + index + 1, name))
         lines += body
     return "\n".join(lines), places[:MAX_PLACES]
 
 
-def place_at_line(places: Sequence[SourcePlace], line: int) -> str:
+def place_at_line(places: Sequence[DocumentPartLocation], line: int) -> str:
     """Return the name of the page, slide or heading that contains a line, or an empty string if the
     line comes before the first one."""
     index = bisect.bisect_right([place.line for place in places], line)

@@ -6,8 +6,8 @@
 
 A document is untrusted, and its parser may hang, use all memory or crash. The process has no keys
 in its environment, cannot write files, and has limited memory. The time limit begins once the
-converter has been imported. The converters are in ``office_documents.py``, ``mail.py`` and
-``pdf.py``; ``documents.py`` adds their result to a context.
+converter has been imported. The converters are in ``office_documents.py``, ``email_conversion.py``
+and ``pdf.py``; ``documents.py`` adds their result to a context.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from collections.abc import Callable
 
 import msgspec
 
-from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.child_process import HelperProcessPool
 from ramify.actors.helper_process import answer_requests, ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
-from ramify.sources.file_kinds import SourceFile
-from ramify.sources.loaded_sources import SourceCollector, SourcePlace, UnreadableSource
+from ramify.sources.file_kinds import InputFile
+from ramify.sources.loaded_sources import (
+    DocumentPartLocation,
+    SourceCollector,
+    UnreadableSourceError,
+)
 
 MEMORY_BYTES = 4 << 30
 """Limit on the address space of a conversion process, in bytes."""
@@ -42,9 +46,9 @@ CONVERTERS = {
     "odt": "ramify.sources.office_documents:convert_odt",
     "epub": "ramify.sources.office_documents:convert_epub",
     "html": "ramify.sources.office_documents:convert_html",
-    "eml": "ramify.sources.mail:convert_eml",
-    "mbox": "ramify.sources.mail:convert_mbox",
-    "msg": "ramify.sources.mail:convert_msg",
+    "eml": "ramify.sources.email_conversion:convert_eml",
+    "mbox": "ramify.sources.email_conversion:convert_mbox",
+    "msg": "ramify.sources.email_conversion:convert_msg",
     "7z": "ramify.sources.seven_zip:convert",
 }
 """Kind of document -> module and function that converts it."""
@@ -56,7 +60,7 @@ class ConvertedDocument(msgspec.Struct, frozen=True):
     text: str
     detail: str
     """Number of parts and notes on the contents, such as ``presentation: 3 slides``."""
-    places: list[SourcePlace] = []
+    places: list[DocumentPartLocation] = []
     members: list[tuple[str, bytes]] = []
     """Name and content of each attachment or archive member."""
 
@@ -84,18 +88,18 @@ class ConversionAnswer(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-_processes = RequestProcessPool(
+_processes = HelperProcessPool(
     functools.partial(start_python_process, f"{__name__}:serve", is_bare=True)
 )
 
 
 def convert_document(
-    kind: str, what: str, file: SourceFile, loading: SourceCollector
+    kind: str, what: str, file: InputFile, loading: SourceCollector
 ) -> ConvertedDocument:
     """Convert a document to text in a separate process, and return the result.
 
-    ``what`` describes the document in errors, such as ``a PDF``. Raises UnreadableSource if the
-    conversion fails.
+    ``what`` describes the document in errors, such as ``a PDF``. Raises UnreadableSourceError if
+    the conversion fails.
     """
     try:
         with _processes.lend_process() as process:
@@ -103,19 +107,19 @@ def convert_document(
             request = [encode(ConversionRequest(kind, max(0, loading.remaining_bytes))), file.data]
             (answered,) = ask(process, request, loading.max_file_s)
     except TimeoutError:
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"is {what} that takes more than {loading.max_file_s:g} s to read",
             "convert it to text first",
         ) from None
     except (EOFError, OSError):
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"is {what} that crashes its reader (memory limit: {MEMORY_BYTES >> 30} GB)",
             "convert it to text first",
         ) from None
     answer: ConversionAnswer = decode(answered, ConversionAnswer)
     if answer.document is None:
         reason = answer.reason or f"is {what} that cannot be read"
-        raise UnreadableSource(reason, answer.remedy)
+        raise UnreadableSourceError(reason, answer.remedy)
     return answer.document
 
 
@@ -148,14 +152,14 @@ def _answer(request: list[bytes]) -> list[bytes]:
             document = converter(request[1])
         size = len(document.text) + sum(len(data) for _, data in document.members)
         if size > asked.max_bytes:
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 f"has {size / 1e6:,.0f} MB of text, more than is left of the limit",
                 "name fewer files",
             )
         return [encode(ConversionAnswer(document))]
     except MemoryError:
         raise
-    except UnreadableSource as error:
+    except UnreadableSourceError as error:
         return [encode(ConversionAnswer(reason=error.reason, remedy=error.remedy))]
     except Exception as error:  # noqa: BLE001 -- a damaged document raises anything
         why = " ".join(str(error).split())[:200]

@@ -5,8 +5,9 @@ Each document becomes one text, with the places of its pages, slides or headings
     file ──convert_document──> text, places, attachments ──> SourceCollector
            (document_process.py)                └── each is read as a file of its kind
 
-The conversion itself is done in ``pdf.py``, ``office_documents.py`` and ``mail.py``. Scans are read
-by ``pdf_page_pictures.py``, workbooks by ``table_files.py`` and notebooks by ``notebook.py``.
+The conversion itself is done in ``pdf.py``, ``office_documents.py`` and ``email_conversion.py``.
+Scans are read by ``pdf_page_pictures.py``, workbooks by ``table_files.py`` and notebooks by
+``notebook.py``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ramify.sources.archives import (
     member_name,
 )
 from ramify.sources.document_process import ConvertedDocument, convert_document
-from ramify.sources.file_kinds import SourceFile, decode
+from ramify.sources.file_kinds import InputFile, decode
 from ramify.sources.loaded_sources import (
-    OversizedSource,
+    OversizedSourceError,
     SourceCollector,
-    UnreadableSource,
+    UnreadableSourceError,
     missing_library_advice,
 )
 from ramify.sources.pdf_page_pictures import keep, register_pdf
@@ -51,10 +52,10 @@ _WHAT = {
 _ZIPPED = ("docx", "pptx", "odt", "epub")
 
 
-def _convert_document(kind: str, file: SourceFile, loading: SourceCollector) -> ConvertedDocument:
+def _convert_document(kind: str, file: InputFile, loading: SourceCollector) -> ConvertedDocument:
     what, module = _WHAT[kind]
     if importlib.util.find_spec(module) is None:
-        raise UnreadableSource(f"is {what}", missing_library_advice())
+        raise UnreadableSourceError(f"is {what}", missing_library_advice())
     parts = check_parts(file, what.partition(" ")[2], loading) if kind in _ZIPPED else []
     found = convert_document(kind, what, file, loading)
     if has_macros(parts):
@@ -62,7 +63,7 @@ def _convert_document(kind: str, file: SourceFile, loading: SourceCollector) -> 
     return found
 
 
-def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceCollector) -> None:
+def _add(kind: str, file: InputFile, found: ConvertedDocument, loading: SourceCollector) -> None:
     """Add the text of a converted document to the load, then read the document's attachments."""
     # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
@@ -80,14 +81,14 @@ def _add(kind: str, file: SourceFile, found: ConvertedDocument, loading: SourceC
             load_member(name, data, loading, file.depth + 1)
 
 
-def _read(kind: str, file: SourceFile, loading: SourceCollector) -> None:
+def _read(kind: str, file: InputFile, loading: SourceCollector) -> None:
     found = _convert_document(kind, file, loading)
     if not found.text.strip() and not found.members:
-        raise UnreadableSource(f"is {_WHAT[kind][0]} without text", "name one that has some")
+        raise UnreadableSourceError(f"is {_WHAT[kind][0]} without text", "name one that has some")
     _add(kind, file, found, loading)
 
 
-def read_pdf(file: SourceFile, loading: SourceCollector) -> None:
+def read_pdf(file: InputFile, loading: SourceCollector) -> None:
     found = _convert_document("pdf", file, loading)
     if found.text:
         _add("pdf", file, found, loading)
@@ -96,7 +97,7 @@ def read_pdf(file: SourceFile, loading: SourceCollector) -> None:
         register_pdf(file, len(found.places), loading)
 
 
-def read_html(file: SourceFile, loading: SourceCollector) -> None:
+def read_html(file: InputFile, loading: SourceCollector) -> None:
     """Read an HTML page and add its text as Markdown.
 
     If the page cannot be converted, its HTML source is added.
@@ -104,9 +105,9 @@ def read_html(file: SourceFile, loading: SourceCollector) -> None:
     text, _ = decode(file.data)
     try:
         _read("html", file, loading)
-    except OversizedSource:
+    except OversizedSourceError:
         raise
-    except UnreadableSource as error:
+    except UnreadableSourceError as error:
         why = error.remedy if error.remedy == missing_library_advice() else error.reason
         loading.add(file.name, text, "html", len(file.data), f"markup of a page, because it {why}")
 

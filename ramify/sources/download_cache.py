@@ -35,7 +35,7 @@ _SPARED_S = 24 * 3600.0
 """Seconds for which a copy is kept after its last use, because a run may still query it."""
 
 
-class CachedCopy(msgspec.Struct, frozen=True):
+class CachedDownload(msgspec.Struct, frozen=True):
     """The copy of one remote file on this machine."""
 
     path: Path
@@ -60,7 +60,7 @@ class DownloadCache:
         self._root = root if root is not None else _default_root()
         self._max_bytes = max_bytes
 
-    def find(self, url: str) -> CachedCopy | None:
+    def find(self, url: str) -> CachedDownload | None:
         """Return the newest copy of the file at ``url``.
 
         Returns None if there is none whose version the server can confirm.
@@ -73,7 +73,7 @@ class DownloadCache:
                 return None
         except (OSError, msgspec.MsgspecError):
             return None
-        return CachedCopy(path, entry.num_bytes, entry.head)
+        return CachedDownload(path, entry.num_bytes, entry.head)
 
     def mark_used(self, url: str) -> None:
         """Record that the copy of the file at ``url`` was used now, so that it is kept longer."""
@@ -105,11 +105,11 @@ class DownloadCache:
             path.unlink(missing_ok=True)
             raise
 
-    def keep(self, url: str, path: Path, head: RemoteFileInfo) -> CachedCopy:
+    def keep(self, url: str, path: Path, head: RemoteFileInfo) -> CachedDownload:
         """Make a downloaded file the cached copy of ``url``, and delete older copies that are no
         longer needed."""
         size = path.stat().st_size
-        copy = CachedCopy(path, size, head)
+        copy = CachedDownload(path, size, head)
         kept = head if head.may_keep else msgspec.structs.replace(head, version="")
         # The URL after redirects may have keys.
         kept = msgspec.structs.replace(kept, final_url="")

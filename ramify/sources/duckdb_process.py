@@ -41,7 +41,7 @@ from ramify.format_quantities import pluralize
 from ramify.sources.query_process import (
     QUERY_S,
     BoundedRowCollector,
-    QueryProcesses,
+    QueryProcessPool,
     encode_outcome,
     to_session_value,
 )
@@ -75,7 +75,7 @@ class TableQueryRequest(msgspec.Struct, frozen=True):
     """Limit on the text of all sheets in bytes, if tables are described."""
 
 
-_processes = QueryProcesses(f"{__name__}:serve", is_bare=True)
+_processes = QueryProcessPool(f"{__name__}:serve", is_bare=True)
 
 
 def query_tables(

@@ -27,7 +27,7 @@ import msgspec
 from ramify.actors.child_process import kill_and_reap
 from ramify.actors.helper_process import answer_requests, ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
-from ramify.sources.loaded_sources import UnreadableSource
+from ramify.sources.loaded_sources import UnreadableSourceError
 from ramify.sources.url_recognition import ListedFile, RemoteFileInfo, is_web
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FetchProcess:
     """The host's handle of the process that fetches remote files.
 
     The first request starts the process, which is killed at the end. Every method raises
-    UnreadableSource if its request fails.
+    UnreadableSourceError if its request fails.
     """
 
     def __init__(self, allow_private: bool = False, answer_s: float = ANSWER_S) -> None:
@@ -124,12 +124,12 @@ class FetchProcess:
             answer: FetchAnswer = decode(data, FetchAnswer)
         except TimeoutError:
             self._end()
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 f"cannot be fetched (no answer within {limit_s:g} s)", "try again later"
             ) from None
         except (EOFError, OSError, msgspec.MsgspecError):
             self._end()
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 "crashed the process that fetched it", "fetch it with another program"
             ) from None
         except (
@@ -138,7 +138,7 @@ class FetchProcess:
             self._end()
             raise
         if answer.reason:
-            raise UnreadableSource(answer.reason, answer.remedy)
+            raise UnreadableSourceError(answer.reason, answer.remedy)
         return answer
 
     def _end(self) -> None:
@@ -176,7 +176,7 @@ def _answer_request(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
             case _:
                 opened.close(asked.url)
                 return FetchAnswer()
-    except UnreadableSource as error:
+    except UnreadableSourceError as error:
         return FetchAnswer(reason=error.reason, remedy=error.remedy)
 
 

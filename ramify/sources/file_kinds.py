@@ -27,7 +27,7 @@ from ramify.sources.loaded_sources import (
     MISNAMED,
     NOT_UTF8,
     SourceCollector,
-    UnreadableSource,
+    UnreadableSourceError,
     count_with_names,
 )
 
@@ -35,7 +35,7 @@ HEAD_BYTES = 8192
 """Number of leading bytes that determine the kind of a file."""
 
 
-class SourceFile(msgspec.Struct):
+class InputFile(msgspec.Struct):
     """The bytes and the name of one file, from any origin."""
 
     name: str
@@ -50,7 +50,7 @@ class SourceFile(msgspec.Struct):
     """Nesting depth of an attachment: the number of email messages around it."""
 
 
-Reader = Callable[[SourceFile, SourceCollector], None]
+Reader = Callable[[InputFile, SourceCollector], None]
 
 READERS: dict[str, str] = {
     "text": "ramify.sources.file_kinds:read",
@@ -144,20 +144,20 @@ BINARY_SUFFIXES = frozenset(
 """Suffixes of binary files, which are skipped when a folder is read."""
 
 
-def read_file(file: SourceFile, loading: SourceCollector) -> None:
+def read_file(file: InputFile, loading: SourceCollector) -> None:
     """Read a file with the reader for its kind, and add the result to the load.
 
-    Raises UnreadableSource if the kind is not supported.
+    Raises UnreadableSourceError if the kind is not supported.
     """
     kind = kind_of(file.name, file.data[:HEAD_BYTES])
     if file.inside and kind in ("zip", "tar", "packed"):
-        raise UnreadableSource("is an archive within an archive", "unpack the outer one first")
+        raise UnreadableSourceError("is an archive within an archive", "unpack the outer one first")
     if file.inside and kind == "picture":
-        raise UnreadableSource("is a picture in an archive", "unpack it, and name the picture")
+        raise UnreadableSourceError("is a picture in an archive", "unpack it, and name the picture")
     read_as(kind, file, loading)
 
 
-def read_as(kind: str, file: SourceFile, loading: SourceCollector) -> None:
+def read_as(kind: str, file: InputFile, loading: SourceCollector) -> None:
     module, _, name = READERS[kind].partition(":")
     reader: Reader = getattr(importlib.import_module(module), name)
     reader(file, loading)
@@ -177,7 +177,7 @@ def kind_of(name: str, head: bytes) -> str:
             return _PACKED_KINDS[suffix]
         if head.startswith(_OLE):
             what = "workbook" if _PACKED_KINDS[suffix] == "xlsx" else "document"
-            raise UnreadableSource(f"is an encrypted {what}", "save it without a password")
+            raise UnreadableSourceError(f"is an encrypted {what}", "save it without a password")
     if suffix == "msg" and head.startswith(_OLE):
         return "msg"
     if head.startswith(_ZIP):
@@ -185,7 +185,7 @@ def kind_of(name: str, head: bytes) -> str:
             if head[30 : 30 + len(mime)] == mime:
                 return kind
     if name.lower().endswith(_OFFICE) and head[:2] == b"PK":
-        raise UnreadableSource("is an office document", "save it as text or PDF")
+        raise UnreadableSourceError("is an office document", "save it as text or PDF")
     for magic, kind in _MAGIC.items():
         if head.startswith(magic):
             return kind
@@ -193,7 +193,7 @@ def kind_of(name: str, head: bytes) -> str:
         return "picture"
     for magic, description in _FOREIGN.items():
         if head.startswith(magic):
-            raise UnreadableSource(f"is {description}")
+            raise UnreadableSourceError(f"is {description}")
     if head[:3] == b"BZh" and head[4:10] == b"1AY&SY":
         return "packed"
     if head[257:262] == b"ustar":
@@ -216,7 +216,7 @@ def read_regular(
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise UnreadableSource("is a pipe, a socket or a device")
+            raise UnreadableSourceError("is a pipe, a socket or a device")
         head = os.pread(fd, 16, 0)
         if head == b"SQLite format 3\0" or head.startswith((b"PAR1", b"ARROW1\0\0", b"FEA1")):
             return head
@@ -242,7 +242,7 @@ _MAX_PARSED_CHARS = 20_000_000
 """Size in characters above which a table or JSON file is described by its first line only."""
 
 
-def read(file: SourceFile, loading: SourceCollector) -> None:
+def read(file: InputFile, loading: SourceCollector) -> None:
     text, note = decode(file.data)
     kind, detail = describe(file.name, text)
     stem, _, suffix = file.name.lower().rpartition("/")[2].rpartition(".")
@@ -272,8 +272,8 @@ def is_binary(head: bytes) -> bool:
 def decode(data: bytes) -> tuple[str, str]:
     """Decode the bytes of a file.
 
-    Returns the text, with a note if its encoding is not UTF-8. Raises UnreadableSource for binary
-    data.
+    Returns the text, with a note if its encoding is not UTF-8. Raises UnreadableSourceError for
+    binary data.
     """
     for mark, encoding in _MARKS:
         if data.startswith(mark):
@@ -284,7 +284,7 @@ def decode(data: bytes) -> tuple[str, str]:
             except UnicodeDecodeError:
                 break
     if is_binary(data[:HEAD_BYTES]):
-        raise UnreadableSource("is binary")
+        raise UnreadableSourceError("is binary")
     try:
         return data.decode("utf-8"), ""
     except UnicodeDecodeError:

@@ -22,12 +22,12 @@ from ramify.sources.file_kinds import (
     BINARY_SUFFIXES,
     HEAD_BYTES,
     PICTURE_SUFFIXES,
-    SourceFile,
+    InputFile,
     kind_of,
     read_file,
     read_regular,
 )
-from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSourceError
 from ramify.sources.mapped_files import read_mapped
 
 MAX_FILES = 200_000
@@ -136,10 +136,10 @@ class _Walk:
         suffix = os.path.splitext(name)[1].lower()
         try:
             if suffix in BINARY_SUFFIXES and not is_picture:
-                raise UnreadableSource("is binary")
+                raise UnreadableSourceError("is binary")
             with self._loading.undo_if_oversized():
                 self._read_file(path, name, is_picture)
-        except UnreadableSource as error:
+        except UnreadableSourceError as error:
             self._loading.report_problem(self._prefix + name, str(error))
         except OSError as error:
             self._loading.report_problem(self._prefix + name, f"cannot be read: {error.strerror}")
@@ -152,10 +152,10 @@ class _Walk:
             self._pictures.append(name)
             self._loading.seen.discard(path)
             return
-        read_file(SourceFile(self._prefix + name, data, Path(path)), self._loading)
+        read_file(InputFile(self._prefix + name, data, Path(path)), self._loading)
 
 
-class IgnoreFile(msgspec.Struct, frozen=True):
+class GitignorePatterns(msgspec.Struct, frozen=True):
     """The patterns of one ``.gitignore`` file."""
 
     spec: GitIgnoreSpec
@@ -164,7 +164,7 @@ class IgnoreFile(msgspec.Struct, frozen=True):
     top."""
 
 
-Layers = tuple[IgnoreFile, ...]
+Layers = tuple[GitignorePatterns, ...]
 
 
 def enclosing_ignore_files(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
@@ -193,7 +193,7 @@ def add_ignore_file(layers: Layers, path: Path, base: str, loading: SourceCollec
     except OSError:
         return layers
     try:
-        return (*layers, IgnoreFile(GitIgnoreSpec.from_lines(lines), base))
+        return (*layers, GitignorePatterns(GitIgnoreSpec.from_lines(lines), base))
     except ValueError as error:
         loading.report_problem(
             f"{base}{path.name}", f"has an invalid pattern, so none of its patterns apply: {error}"

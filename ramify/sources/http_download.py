@@ -24,7 +24,7 @@ from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 from ramify.errors import ConfigError, ModelError, Unreachable
 from ramify.http_client.http_transport import HttpConnectionPool, HttpExchange, route_to
 from ramify.http_client.urls_and_proxies import is_http_url
-from ramify.sources.loaded_sources import UnreadableSource
+from ramify.sources.loaded_sources import UnreadableSourceError
 from ramify.sources.url_recognition import RemoteFileInfo, is_web, redact_url_for_display
 
 MAX_REDIRECTS = 10
@@ -40,7 +40,7 @@ _LATER = "try again later"
 _ALLOW = "allow it with --allow-private, or in Python with ramify.load(…, allow_private=True)"
 
 
-class PrivateAddress(UnreadableSource):
+class PrivateAddressError(UnreadableSourceError):
     """Raised if every address of a host is private or reserved, before any connection is made."""
 
     def __init__(self, host: str, address: str) -> None:
@@ -78,11 +78,11 @@ _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 def filter_public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
     """Return the public addresses of a host, out of all its ``addresses``.
 
-    Raises PrivateAddress if there are none.
+    Raises PrivateAddressError if there are none.
     """
     chosen = [each for each in addresses if is_public(each)]
     if not chosen:
-        raise PrivateAddress(host, addresses[0])
+        raise PrivateAddressError(host, addresses[0])
     return chosen
 
 
@@ -107,13 +107,13 @@ class OpenDownload:
     async def read(self) -> bytes:
         """Return the next bytes of the file, or b"" at its end.
 
-        Raises UnreadableSource if the connection fails.
+        Raises UnreadableSourceError if the connection fails.
         """
         try:
             return await self._exchange.receive()
         except ModelError as error:
             reason = _error_without_url(error, self.head.final_url)
-            raise UnreadableSource(f"was cut off ({reason})", _LATER) from None
+            raise UnreadableSourceError(f"was cut off ({reason})", _LATER) from None
 
     async def close(self) -> None:
         await self._exchange.__aexit__()
@@ -124,7 +124,7 @@ async def open_download(
 ) -> OpenDownload:
     """Request a URL, follow its redirects, and return the download once its headers have arrived.
 
-    Retries if the server is busy. Raises UnreadableSource if the file cannot be downloaded.
+    Retries if the server is busy. Raises UnreadableSourceError if the file cannot be downloaded.
 
     ``version`` is the version of an earlier copy on this machine, or empty. The server then sends
     the file only if it has changed since.
@@ -161,7 +161,9 @@ async def _follow_redirects(
             if exchange.status in _REDIRECTS and location:
                 url = _redirect_target(plain, location)
                 if url in seen:
-                    raise UnreadableSource("redirects in a loop", "name the page that it leads to")
+                    raise UnreadableSourceError(
+                        "redirects in a loop", "name the page that it leads to"
+                    )
                 seen.add(url)
             elif exchange.status in (200, 203) or (exchange.status == 304 and version):
                 return OpenDownload(exchange, _file_info(exchange, plain))
@@ -171,7 +173,7 @@ async def _follow_redirects(
             await exchange.__aexit__()
             raise
         await exchange.__aexit__()
-    raise UnreadableSource(
+    raise UnreadableSourceError(
         f"redirects more than {MAX_REDIRECTS} times", "name the page that it leads to"
     )
 
@@ -186,17 +188,17 @@ async def _open_exchange(
     try:
         route = route_to(url, headers, "GET")
         if route.origin[3] and not allow_private and _is_inside(host):
-            raise PrivateAddress(host, host)
+            raise PrivateAddressError(host, host)
         return await pool.prepare_exchange(host, route).__aenter__()
     except ConfigError as error:
-        raise UnreadableSource("cannot be fetched", str(error)) from None
+        raise UnreadableSourceError("cannot be fetched", str(error)) from None
     except Unreachable as error:
         reason = error.reason or _error_without_url(error, url)
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"cannot be fetched ({reason})", "check the address and the network"
         ) from None
     except ModelError as error:
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"cannot be fetched ({_error_without_url(error, url)})", _LATER
         ) from None
 
@@ -226,7 +228,7 @@ def _error_without_url(error: ModelError, url: str) -> str:
 def _redirect_target(url: str, location: str) -> str:
     """Resolve the Location header of a redirect and return the new URL.
 
-    Raises UnreadableSource if the redirect is refused, for example from https to http.
+    Raises UnreadableSourceError if the redirect is refused, for example from https to http.
     """
     try:
         to = urljoin(url, location.encode("latin-1").decode("utf-8", "replace"))
@@ -235,11 +237,13 @@ def _redirect_target(url: str, location: str) -> str:
         to = ""
     if to and not is_web(to):
         scheme = urlsplit(to).scheme
-        raise UnreadableSource(f"redirects to {scheme}:, which is refused", "name what you want")
+        raise UnreadableSourceError(
+            f"redirects to {scheme}:, which is refused", "name what you want"
+        )
     if not is_http_url(to):
-        raise UnreadableSource("redirects to something that is not a URL", _LATER)
+        raise UnreadableSourceError("redirects to something that is not a URL", _LATER)
     if url.startswith("https:") and to.startswith("http:"):
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"redirects from https to {redact_url_for_display(to)}, which is refused",
             "name that address itself if it is meant",
         )
@@ -281,21 +285,25 @@ def _disposition_file_name(disposition: str) -> str:
         return ""
 
 
-def _status_error(status: int, headers: Mapping[str, str]) -> UnreadableSource:
+def _status_error(status: int, headers: Mapping[str, str]) -> UnreadableSourceError:
     after = headers.get("retry-after", "")
     wait = f"try again in {after} s" if after.isdecimal() else _LATER
     answered = f"cannot be fetched (the server answered {status}"
     if status in (401, 403, 407):
-        return UnreadableSource(f"{answered}: no right to read it)", "give a login, or ask for it")
+        return UnreadableSourceError(
+            f"{answered}: no right to read it)", "give a login, or ask for it"
+        )
     if status in (404, 410):
-        return UnreadableSource(f"does not exist (the server answered {status})", "check the URL")
+        return UnreadableSourceError(
+            f"does not exist (the server answered {status})", "check the URL"
+        )
     reason = f"{answered}: too many requests)" if status == 429 else f"{answered})"
     if status in _BUSY:
         return _ServerBusy(reason, wait, float(after) if after.isdecimal() else None)
-    return UnreadableSource(reason, wait if status >= 500 else "check the URL")
+    return UnreadableSourceError(reason, wait if status >= 500 else "check the URL")
 
 
-class _ServerBusy(UnreadableSource):
+class _ServerBusy(UnreadableSourceError):
     """Raised if a server is temporarily unable to answer.
 
     ``wait_s`` is the number of seconds after which it asks for a new request, or None.

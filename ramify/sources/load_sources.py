@@ -28,14 +28,14 @@ from ramify.errors import SourceError
 from ramify.nearest_name import nearest_name
 from ramify.progress import report_progress
 from ramify.sources.database_urls import is_database_url, without_password
-from ramify.sources.file_kinds import SourceFile, read_file, read_regular
+from ramify.sources.file_kinds import InputFile, read_file, read_regular
 from ramify.sources.loaded_sources import (
     MAX_FILE_S,
     LoadedContext,
     LoadedSourceItem,
     SourceCollector,
     SourceProblem,
-    UnreadableSource,
+    UnreadableSourceError,
     listing,
 )
 from ramify.sources.mapped_files import read_mapped
@@ -144,7 +144,7 @@ def _read_server(url: str, is_alone: bool, loading: SourceCollector) -> None:
 
     try:
         add_database_description(url, loading)
-    except UnreadableSource as error:
+    except UnreadableSourceError as error:
         if is_alone:
             raise SourceError(f"{without_password(url)} {error}") from None
         loading.report_problem(without_password(url), str(error))
@@ -290,8 +290,8 @@ def _read_path(
             with loading.undo_if_oversized():
                 data = _drain(stream, shown, loading)
                 if not data and not is_alone:
-                    raise UnreadableSource("is empty")
-                read_file(SourceFile(label, data, is_named=True), loading)
+                    raise UnreadableSourceError("is empty")
+                read_file(InputFile(label, data, is_named=True), loading)
         elif os.path.isdir(path):
             from ramify.sources.folder import read_folder
 
@@ -299,7 +299,7 @@ def _read_path(
         else:
             with loading.undo_if_oversized():
                 _read_one(path, label, loading)
-    except UnreadableSource as error:
+    except UnreadableSourceError as error:
         if is_alone:
             raise SourceError(
                 f"{shown} {error.reason}: {error.remedy or 'convert it to text first'}"
@@ -333,7 +333,7 @@ def _read_one(path: str, label: str, loading: SourceCollector) -> None:
         with open(path, "rb") as stream:
             data = _drain(stream, path, loading)
     place = Path(path) if stat.S_ISREG(mode) else None
-    read_file(SourceFile(label, data, place, is_named=True), loading)
+    read_file(InputFile(label, data, place, is_named=True), loading)
 
 
 def _read_pipe(path: str, loading: SourceCollector) -> bytes:
@@ -355,7 +355,7 @@ def _first_block(fd: int) -> bytes:
 
     The result is empty if the writing program has finished, or has not written anything yet.
 
-    Raises UnreadableSource if no program writes to it within ``WRITER_S``.
+    Raises UnreadableSourceError if no program writes to it within ``WRITER_S``.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
@@ -368,7 +368,7 @@ def _first_block(fd: int) -> bytes:
             return b""
         if block or was_written_to:
             return block
-    raise UnreadableSource("is a pipe without a writer", "start the program that writes to it")
+    raise UnreadableSourceError("is a pipe without a writer", "start the program that writes to it")
 
 
 def _drain(stream: BinaryIO, name: str, loading: SourceCollector) -> bytes:

@@ -4,9 +4,9 @@ return.
     paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
 
-A reader raises ``UnreadableSource`` for a file that it cannot read. If other files are loaded too,
-the error becomes a ``SourceProblem``, so that no file is skipped silently. If the file is the only
-source, the load fails.
+A reader raises ``UnreadableSourceError`` for a file that it cannot read. If other files are loaded
+too, the error becomes a ``SourceProblem``, so that no file is skipped silently. If the file is the
+only source, the load fails.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import msgspec
 
 from ramify.errors import SourceError
 from ramify.format_quantities import pluralize
-from ramify.install_command import install_command
-from ramify.printable import replace_unprintable
+from ramify.pip_install_command import install_command
 from ramify.progress import ProgressReporter
 from ramify.sandbox.base import MappedText
 from ramify.sources.queryable_tables import SourceTable
+from ramify.terminal_sanitizer import replace_unprintable
 from ramify.types.picture import Picture, picture_reference_digest
 
 MAX_FILE_S = 60.0
@@ -54,7 +54,7 @@ def missing_library_advice() -> str:
     return f"reading it needs {install_command('inputs')}"
 
 
-class UnreadableSource(Exception):
+class UnreadableSourceError(Exception):
     """Raised if a source cannot be read.
 
     ``reason`` completes a sentence that begins with the source's name. ``remedy`` says what to do.
@@ -66,14 +66,14 @@ class UnreadableSource(Exception):
         self.remedy = remedy
 
 
-class OversizedSource(UnreadableSource):
+class OversizedSourceError(UnreadableSourceError):
     """Raised if a source is larger than a limit, or if a small file unpacks to an enormous size.
 
     Nothing from the source is loaded.
     """
 
 
-class SourcePlace(msgspec.Struct, frozen=True):
+class DocumentPartLocation(msgspec.Struct, frozen=True):
     """A named part of a document, such as a page, and the line at which it begins in the document's
     text."""
 
@@ -105,7 +105,7 @@ class LoadedSourceItem(msgspec.Struct, frozen=True):
     in_file: bool = False
     """True if the text is file-backed: it is read from its file only when used, and stored by
     reference."""
-    places: tuple[SourcePlace, ...] = ()
+    places: tuple[DocumentPartLocation, ...] = ()
     """Pages, slides, sheets or headings of a document, by line."""
 
 
@@ -218,7 +218,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
     @property
-    def places(self) -> dict[str, tuple[SourcePlace, ...]]:
+    def places(self) -> dict[str, tuple[DocumentPartLocation, ...]]:
         """The pages, slides, sheets or headings of each document.
 
         The key is the name by which citations refer to the document.
@@ -375,7 +375,7 @@ class SourceCollector:
         num_items, num_tables = len(self.items), len(self.tables)
         try:
             yield
-        except OversizedSource:
+        except OversizedSourceError:
             self._spent = self._began
             for item in self.items[num_items:]:
                 self.texts.pop(item.name, None)
@@ -395,8 +395,8 @@ class SourceCollector:
     def count_mapped(self, num_bytes: int, name: str) -> None:
         """Count a text that is file-backed instead of loaded into memory.
 
-        If such texts are limited, raises OversizedSource for a single file above the limit, and
-        SourceError if all files together exceed it.
+        If such texts are limited, raises OversizedSourceError for a single file above the limit,
+        and SourceError if all files together exceed it.
         """
         if self._counts_mapped and num_bytes > self.max_bytes:
             raise self._oversized_error(num_bytes)
@@ -414,8 +414,8 @@ class SourceCollector:
         """Count bytes of the current file towards the limit: first its own size, then the size of
         its unpacked parts.
 
-        Raises SourceError if all files together exceed the limit, and OversizedSource if this file
-        alone, packed or unpacked, exceeds it.
+        Raises SourceError if all files together exceed the limit, and OversizedSourceError if this
+        file alone, packed or unpacked, exceeds it.
         """
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
@@ -425,12 +425,12 @@ class SourceCollector:
             raise self._oversized_error(0 if is_part else num_bytes)
         if self._spent + self._mapped * self._counts_mapped > self.max_bytes:
             if not is_size:
-                raise OversizedSource(self._sum_over, MORE)
+                raise OversizedSourceError(self._sum_over, MORE)
             raise self._too_many(name)
 
-    def _oversized_error(self, num_bytes: int) -> OversizedSource:
+    def _oversized_error(self, num_bytes: int) -> OversizedSourceError:
         has = f"has {size_text(num_bytes)}," if num_bytes > self.max_bytes else "is"
-        return OversizedSource(f"{has} over the limit of {size_text(self.max_bytes)}", MORE)
+        return OversizedSourceError(f"{has} over the limit of {size_text(self.max_bytes)}", MORE)
 
     def _too_many(self, name: str) -> SourceError:
         return SourceError(f"{name} {self._sum_over}: name fewer files, or {MORE}")
@@ -446,7 +446,7 @@ class SourceCollector:
         kind: str,
         num_bytes: int,
         detail: str = "",
-        places: Sequence[SourcePlace] = (),
+        places: Sequence[DocumentPartLocation] = (),
     ) -> None:
         """Add one text to the context under the given name, or as ``name (2)`` if that name is
         taken."""

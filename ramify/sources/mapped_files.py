@@ -22,7 +22,7 @@ import msgspec
 from ramify.format_quantities import pluralize
 from ramify.sandbox.base import MappedText, mapped_text
 from ramify.sources.file_kinds import HEAD_BYTES, bom_encoding, describe, is_binary, kind_of
-from ramify.sources.loaded_sources import NOT_UTF8, SourceCollector, UnreadableSource
+from ramify.sources.loaded_sources import NOT_UTF8, SourceCollector, UnreadableSourceError
 
 TINY_BYTES = 1 << 16
 """Files smaller than this many bytes are always read into memory."""
@@ -36,8 +36,8 @@ _HEAD_CHARS = 100_000
 def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.O_NOFOLLOW) -> bool:
     """Add the text of a large file to the load without reading it into memory.
 
-    Returns False if the file must be read in the ordinary way. Raises UnreadableSource for a type
-    of file that has no reader.
+    Returns False if the file must be read in the ordinary way. Raises UnreadableSourceError for a
+    type of file that has no reader.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -51,7 +51,7 @@ def read_mapped(path: str, name: str, loading: SourceCollector, flags: int = os.
         if kind_of(name, head) != "text" or bom_encoding(head) not in ("", "utf-8"):
             return False
         if is_binary(head):
-            raise UnreadableSource("is binary")
+            raise UnreadableSourceError("is binary")
         loading.count_mapped(status.st_size, name)
         text = mapped_text(
             fd, os.path.realpath(path), lambda read: loading.show_progress(read, name)

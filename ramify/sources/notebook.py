@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ramify.sources.document_parts import DocumentPart, assemble
-from ramify.sources.file_kinds import SourceFile, decode
+from ramify.sources.file_kinds import InputFile, decode
 from ramify.sources.file_kinds import read as read_text
 from ramify.sources.loaded_sources import SourceCollector
 
@@ -37,7 +37,7 @@ class IpynbFile(msgspec.Struct):
     metadata: dict[str, Any] = {}
 
 
-def read(file: SourceFile, loading: SourceCollector) -> None:
+def read(file: InputFile, loading: SourceCollector) -> None:
     try:
         notebook = msgspec.json.decode(decode(file.data)[0], type=IpynbFile)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):

@@ -27,7 +27,7 @@ from urllib.parse import unquote
 
 from ramify.sources.document_parts import DocumentPart, assemble
 from ramify.sources.document_process import ConvertedDocument
-from ramify.sources.loaded_sources import UnreadableSource
+from ramify.sources.loaded_sources import UnreadableSourceError
 
 _STYLES = """p[style-name='Title'] => h1:fresh
 p[style-name='Subtitle'] => h2:fresh
@@ -115,7 +115,7 @@ def convert_odt(data: bytes) -> ConvertedDocument:
 
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if b"encryption-data" in archive.read("META-INF/manifest.xml"):
-            raise UnreadableSource("is an encrypted document", "save it without a password")
+            raise UnreadableSourceError("is an encrypted document", "save it without a password")
     text = str(odfdo.Document(io.BytesIO(data)).to_markdown())
     return _document([DocumentPart("", text.strip())], "OpenDocument text")
 
@@ -144,7 +144,7 @@ def convert_epub(data: bytes) -> ConvertedDocument:
         ]
         locked = _encrypted_parts(ElementTree, book, names)
         if locked.intersection(spine):
-            raise UnreadableSource("is an encrypted book", "only its own reader can open it")
+            raise UnreadableSourceError("is an encrypted book", "only its own reader can open it")
         chapters: list[DocumentPart] = []
         for name in spine:
             if name in names and name.lower().endswith((".xhtml", ".html", ".htm", ".xml")):

@@ -18,7 +18,7 @@ from typing import Any
 
 from ramify.sources.document_parts import DocumentPart, assemble
 from ramify.sources.document_process import ConvertedDocument
-from ramify.sources.loaded_sources import UnreadableSource
+from ramify.sources.loaded_sources import UnreadableSourceError
 
 
 def convert(data: bytes) -> ConvertedDocument:
@@ -26,7 +26,7 @@ def convert(data: bytes) -> ConvertedDocument:
 
     reader = pypdf.PdfReader(io.BytesIO(data))
     if reader.is_encrypted and not reader.decrypt(""):
-        raise UnreadableSource("is an encrypted PDF", "save it without a password")
+        raise UnreadableSourceError("is an encrypted PDF", "save it without a password")
     pages = [_text(page) for page in reader.pages]
     parts = [DocumentPart(f"page {number}", text) for number, text in enumerate(pages, 1)]
     text, places = assemble(parts, has_headings=False)

@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from ramify.format_quantities import pluralize
-from ramify.install_command import install_command
 from ramify.nearest_name import nearest_name
-from ramify.sources.file_kinds import SourceFile
-from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
-from ramify.sources.picture_process import PictureFailed, rendered_page
+from ramify.pip_install_command import install_command
+from ramify.sources.file_kinds import InputFile
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSourceError
+from ramify.sources.picture_process import PictureProcessingError, rendered_page
 from ramify.types.picture import MAX_PICTURE_BYTES, MAX_PICTURES, PictureBytes, picture_from_bytes
 
 PAGE_WIDTH = 1600
@@ -68,7 +68,7 @@ class PdfPagePictures:
         try:
             data = self._read_file(name)
             made = rendered_page(data, page, width, MAX_PICTURE_BYTES, self._limit_s)
-        except PictureFailed as error:
+        except PictureProcessingError as error:
             raise ValueError(f"page_picture: {name}: {error}") from None
         return PictureBytes(made, f"{name}, page {page}")
 
@@ -88,9 +88,9 @@ class PdfPagePictures:
         try:
             data = found.source.read_bytes()
         except OSError as error:
-            raise PictureFailed(f"it cannot be read again: {error.strerror}") from None
+            raise PictureProcessingError(f"it cannot be read again: {error.strerror}") from None
         if hashlib.sha256(data).hexdigest() != found.digest:
-            raise PictureFailed("it has changed since it was read")
+            raise PictureProcessingError("it has changed since it was read")
         return data
 
 
@@ -99,7 +99,7 @@ def can_render() -> bool:
     return all(importlib.util.find_spec(name) for name in ("pypdfium2", "PIL"))
 
 
-def keep(file: SourceFile, loading: SourceCollector) -> None:
+def keep(file: InputFile, loading: SourceCollector) -> None:
     """Register a PDF, so that sessions can view its pages as pictures.
 
     Does nothing if the rendering libraries are not installed.
@@ -109,13 +109,13 @@ def keep(file: SourceFile, loading: SourceCollector) -> None:
         loading.pdfs[file.name] = RenderablePdf(file.path or file.data, digest)
 
 
-def register_pdf(file: SourceFile, num_pages: int, loading: SourceCollector) -> None:
+def register_pdf(file: InputFile, num_pages: int, loading: SourceCollector) -> None:
     """Load a scanned PDF, which has pictures of pages but no text.
 
-    Raises UnreadableSource if its pages cannot be rendered on this machine.
+    Raises UnreadableSourceError if its pages cannot be rendered on this machine.
     """
     if not (can_render() and loading.has_tools):
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             "is a PDF without text, perhaps a scan",
             "run OCR on it first, or ask a model that reads pictures, after "
             + install_command("inputs"),
@@ -132,8 +132,8 @@ def register_pdf(file: SourceFile, num_pages: int, loading: SourceCollector) -> 
         name = f"{file.name}, page {page:0{len(str(num_pages))}}"
         try:
             made = rendered_page(file.data, page, PAGE_WIDTH, MAX_PICTURE_BYTES, loading.max_file_s)
-        except PictureFailed as error:
-            raise UnreadableSource(
+        except PictureProcessingError as error:
+            raise UnreadableSourceError(
                 f"is a PDF whose page {page} cannot be shown", str(error)
             ) from None
         picture = picture_from_bytes(made, name)

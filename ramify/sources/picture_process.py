@@ -17,7 +17,7 @@ import resource
 
 import msgspec
 
-from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.child_process import HelperProcessPool
 from ramify.actors.helper_process import answer_requests, ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
 
@@ -31,7 +31,7 @@ _START_S = 20.0
 """Extra seconds to start the process and import its library."""
 
 
-class PictureFailed(Exception):
+class PictureProcessingError(Exception):
     """Raised if a picture cannot be scaled down or a page cannot be rendered.
 
     The message is a clause for use in another error message, such as ``it takes more than 5 s``.
@@ -59,7 +59,7 @@ class _Answer(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-_processes = RequestProcessPool(
+_processes = HelperProcessPool(
     functools.partial(start_python_process, f"{__name__}:serve", is_bare=True)
 )
 
@@ -67,8 +67,8 @@ _processes = RequestProcessPool(
 def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
     """Scale a picture down to at most ``max_side`` pixels per side and ``max_bytes`` bytes.
 
-    Returns PNG data, or JPEG data if that is smaller. Raises PictureFailed if the picture cannot be
-    decoded.
+    Returns PNG data, or JPEG data if that is smaller. Raises PictureProcessingError if the picture
+    cannot be decoded.
     """
     return _ask_process(ImageDownscaleRequest(max_side, max_bytes), data, limit_s)
 
@@ -76,7 +76,7 @@ def scaled(data: bytes, max_side: int, max_bytes: int, limit_s: float) -> bytes:
 def rendered_page(pdf: bytes, page: int, width: int, max_bytes: int, limit_s: float) -> bytes:
     """Render one page of a PDF as a picture that is ``width`` pixels wide.
 
-    Raises PictureFailed on failure.
+    Raises PictureProcessingError on failure.
     """
     return _ask_process(PdfPageRenderRequest(page, width, max_bytes), pdf, limit_s)
 
@@ -89,13 +89,13 @@ def _ask_process(
             head, made = ask(process, [encode(request), data], limit_s + _START_S)
             answer: _Answer = decode(head, _Answer)
     except TimeoutError:
-        raise PictureFailed(f"it takes more than {limit_s:g} s") from None
+        raise PictureProcessingError(f"it takes more than {limit_s:g} s") from None
     except (EOFError, OSError, ValueError):
-        raise PictureFailed(
+        raise PictureProcessingError(
             "it takes too much memory, or crashes the process that decodes it"
         ) from None
     if answer.error:
-        raise PictureFailed(answer.error)
+        raise PictureProcessingError(answer.error)
     return made
 
 

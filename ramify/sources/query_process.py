@@ -1,6 +1,6 @@
 """A pool of killable processes that run database queries, and the messages with which they answer.
 
-    QueryProcesses("module:serve").ask(request, limit_s)
+    QueryProcessPool("module:serve").ask(request, limit_s)
         ──> idle process ── ProcessValueOrError ──> its value or an error
         └── no reply within the limit: it is killed, and the next query starts another
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.child_process import RequestProcessPool
+from ramify.actors.child_process import HelperProcessPool
 from ramify.actors.helper_process import ask, start_python_process
 from ramify.actors.message_encoding import decode, encode
 
@@ -40,7 +40,7 @@ class ProcessValueOrError(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-class QueryProcesses:
+class QueryProcessPool:
     """A pool of child processes that run queries.
 
     Each runs the function ``serve``, named as ``module:name``.
@@ -50,7 +50,7 @@ class QueryProcesses:
     """
 
     def __init__(self, serve: str, *, is_bare: bool = False) -> None:
-        self._processes = RequestProcessPool(
+        self._processes = HelperProcessPool(
             functools.partial(start_python_process, serve, is_bare=is_bare)
         )
 

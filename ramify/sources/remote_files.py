@@ -26,11 +26,11 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.progress import ProgressReporter, report_progress
 from ramify.sources.archives import is_hidden
-from ramify.sources.download_cache import CachedCopy, DownloadCache
+from ramify.sources.download_cache import CachedDownload, DownloadCache
 from ramify.sources.fetch_process import FetchProcess
 from ramify.sources.file_kinds import BINARY_SUFFIXES
 from ramify.sources.http_content_type import file_name, to_utf8
-from ramify.sources.loaded_sources import MORE, SourceCollector, UnreadableSource, size_text
+from ramify.sources.loaded_sources import MORE, SourceCollector, UnreadableSourceError, size_text
 from ramify.sources.url_recognition import (
     ListedFile,
     RemoteFileInfo,
@@ -121,14 +121,14 @@ class _Fetching:
                     head = self._open_url(url)
                     self._check_size(head.num_bytes)
                     wanted.append(_Wanted(ListedFile(url, "", head.num_bytes), "", True, head))
-            except UnreadableSource as error:
+            except UnreadableSourceError as error:
                 self._report_failure(url, error)
         return wanted
 
     def _listed_bucket(self, url: str) -> list[_Wanted]:
         files = self._process.list_files(url)
         if len(files) > MAX_FILES:
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 f"has {len(files):,} files, more than {MAX_FILES:,}", "name a narrower prefix"
             )
         is_named = len(files) == 1 and files[0].url == url
@@ -147,7 +147,7 @@ class _Fetching:
                 try:
                     self._check_size(file.num_bytes)
                     wanted.append(_Wanted(file, label, is_named))
-                except UnreadableSource as error:
+                except UnreadableSourceError as error:
                     self._report_failure(file.url, error, is_named=is_named)
         return wanted
 
@@ -159,7 +159,7 @@ class _Fetching:
         url = wanted.file.url
         try:
             copy = self._fetch_copy(wanted, work)
-        except UnreadableSource as error:
+        except UnreadableSourceError as error:
             self._report_failure(url, error, is_named=wanted.is_named)
             return None
         except OSError as error:
@@ -180,7 +180,7 @@ class _Fetching:
         copy = self._cache.find(url)
         return self._process.open_file(url, copy.head.version if copy else "")
 
-    def _fetch_copy(self, wanted: _Wanted, work: ProgressReporter) -> CachedCopy:
+    def _fetch_copy(self, wanted: _Wanted, work: ProgressReporter) -> CachedDownload:
         url, note = wanted.file.url, redact_url_for_display(wanted.file.url)
         copy = self._cache.find(url)
         head = wanted.head or self._open_url(url)
@@ -201,10 +201,10 @@ class _Fetching:
                 work.set_progress(work.done + len(data), note)
                 if time.monotonic() - slow_from > _SLOW_S:
                     if slow_bytes < _SLOW_BYTES:
-                        raise UnreadableSource("arrives too slowly", "try again later")
+                        raise UnreadableSourceError("arrives too slowly", "try again later")
                     slow_from, slow_bytes = time.monotonic(), 0
             if head.num_bytes not in (-1, num_bytes):
-                raise UnreadableSource(
+                raise UnreadableSourceError(
                     f"was cut off after {num_bytes:,} of {head.num_bytes:,} bytes",
                     "try again later",
                 )
@@ -216,20 +216,22 @@ class _Fetching:
     def _spend(self, num_bytes: int) -> None:
         self._left -= num_bytes
         if self._left < 0:
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 f"brings the downloads over the limit of {size_text(self._loading.max_bytes)}",
                 MORE,
             )
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._loading.max_bytes:
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 f"has {size_text(num_bytes)}, over the limit of "
                 f"{size_text(self._loading.max_bytes)}",
                 MORE,
             )
 
-    def _report_failure(self, url: str, error: UnreadableSource, *, is_named: bool = True) -> None:
+    def _report_failure(
+        self, url: str, error: UnreadableSourceError, *, is_named: bool = True
+    ) -> None:
         shown = redact_url_for_display(url)
         if self._is_single and is_named:
             remedy = error.remedy or "check the URL"

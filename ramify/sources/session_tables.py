@@ -33,7 +33,7 @@ from ramify.sources.loaded_sources import (
     NO_DUCKDB,
     NO_TABLE,
     SourceCollector,
-    UnreadableSource,
+    UnreadableSourceError,
     count_with_names,
 )
 from ramify.sources.queryable_tables import SourceTable, TableInfo, TableLocation
@@ -67,10 +67,13 @@ def add_file_tables(
 ) -> list[TableInfo]:
     """Describe the tables of a file and add them to the load.
 
-    Raises UnreadableSource if the file cannot be read as tables, or if it changes while it is read.
+    Raises UnreadableSourceError if the file cannot be read as tables, or if it changes while it is
+    read.
     """
     if len(loading.tables) >= MAX_TABLES:
-        raise UnreadableSource(f"is not among the first {MAX_TABLES} tables", "name fewer files")
+        raise UnreadableSourceError(
+            f"is not among the first {MAX_TABLES} tables", "name fewer files"
+        )
     place = (path if path is not None else _write_temporary(name, kind, data, loading)).resolve()
     before = file_change_stamp(place)
     started = time.monotonic()
@@ -81,20 +84,22 @@ def add_file_tables(
             max(0, loading.remaining_bytes),
         )
     except TimeoutError:
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"is a {kind} file that takes more than {DESCRIBE_S:g} s to read as a table"
         ) from None
     except (ValueError, PermissionError) as error:
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"is a damaged {kind} file, or is not one",
             _wrong_record(name, kind, place) or str(error).removeprefix("sql: "),
         ) from None
     finally:
         loading.describing_s += time.monotonic() - started
     if file_change_stamp(place) != before:
-        raise UnreadableSource("changed while it was read", "load it again once it is complete")
+        raise UnreadableSourceError(
+            "changed while it was read", "load it again once it is complete"
+        )
     if kind == "csv" and len(found[0].columns) == 1 and _has_many_columns(name, place):
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             "is a csv file without the columns that its header names",
             _wrong_record(name, kind, place) or "its quotes do not match",
         )
@@ -201,7 +206,7 @@ def add_table(
         try:
             table = add_file_tables(name, kind, path, data, loading)[0]
             return _describe_csv(table) if kind == "csv" else detail
-        except UnreadableSource as error:
+        except UnreadableSourceError as error:
             reason = error.reason if is_full else error.remedy or error.reason
     return f"{detail}; {NO_TABLE} ({reason})"
 
@@ -237,7 +242,7 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
         plain = f"{plain}_" if _KEYWORDS.fullmatch(plain.casefold()) else plain
         if plain.casefold() not in taken:
             return plain
-    raise UnreadableSource("has too many tables with the same name")
+    raise UnreadableSourceError("has too many tables with the same name")
 
 
 def file_change_stamp(path: Path | str) -> tuple[int, ...]:

@@ -12,16 +12,20 @@ from typing import Any
 
 from ramify.sources.archives import check_count, check_ratio, is_hidden, load_member, member_name
 from ramify.sources.document_process import ConvertedDocument, convert_document
-from ramify.sources.file_kinds import SourceFile
-from ramify.sources.loaded_sources import SourceCollector, UnreadableSource, missing_library_advice
+from ramify.sources.file_kinds import InputFile
+from ramify.sources.loaded_sources import (
+    SourceCollector,
+    UnreadableSourceError,
+    missing_library_advice,
+)
 
 MAX_UNPACKED_BYTES = 1 << 30
 """Maximum total size in bytes of all files in an archive, which are unpacked in memory."""
 
 
-def read(file: SourceFile, loading: SourceCollector) -> None:
+def read(file: InputFile, loading: SourceCollector) -> None:
     if importlib.util.find_spec("py7zr") is None:
-        raise UnreadableSource("is a 7-Zip archive", missing_library_advice())
+        raise UnreadableSourceError("is a 7-Zip archive", missing_library_advice())
     found = convert_document("7z", "a 7-Zip archive", file, loading)
     check_count(len(found.members))
     total = 0
@@ -46,11 +50,11 @@ def convert(data: bytes) -> ConvertedDocument:
 
     with py7zr.SevenZipFile(io.BytesIO(data)) as archive:
         if archive.needs_password():
-            raise UnreadableSource("is an encrypted archive", "unpack it first")
+            raise UnreadableSourceError("is an encrypted archive", "unpack it first")
         members = [each for each in archive.list() if each.is_file]
         size = sum(each.uncompressed for each in members)
         if size > MAX_UNPACKED_BYTES:
-            raise UnreadableSource(
+            raise UnreadableSourceError(
                 f"unpacks to {size / 1e6:,.0f} MB, more than {MAX_UNPACKED_BYTES / 1e6:,.0f} MB",
                 "unpack it first",
             )

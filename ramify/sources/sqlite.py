@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from ramify.format_quantities import pluralize
-from ramify.sources.file_kinds import SourceFile
-from ramify.sources.loaded_sources import SourceCollector, UnreadableSource
+from ramify.sources.file_kinds import InputFile
+from ramify.sources.loaded_sources import SourceCollector, UnreadableSourceError
 from ramify.sources.session_tables import add_file_tables, has_duckdb
 from ramify.sources.sqlite_query import run_query
 
@@ -29,23 +29,25 @@ _NUM_SAMPLES = 3
 _MAX_SHOWN_CHARS = 80
 
 
-def read(file: SourceFile, loading: SourceCollector) -> None:
+def read(file: InputFile, loading: SourceCollector) -> None:
     if not loading.has_tools:
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             "is an SQLite database, which only sql reads", "send its rows as CSV or JSONL"
         )
     if file.path is None:
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             "is an SQLite database", "unpack it into a separate file and name that file"
         )
     path = file.path.resolve()
     try:
         tables = _describe_tables(path)
     except (sqlite3.Error, ValueError, TimeoutError) as error:
-        raise UnreadableSource("is an SQLite database that cannot be read", str(error)) from None
+        raise UnreadableSourceError(
+            "is an SQLite database that cannot be read", str(error)
+        ) from None
     loading.databases[file.name] = path
     if has_duckdb():
-        with contextlib.suppress(UnreadableSource):  # it can be queried in its own dialect
+        with contextlib.suppress(UnreadableSourceError):  # it can be queried in its own dialect
             add_file_tables(file.name, "sqlite", path, b"", loading)
     head = f'SQLite database {file.name!r}. Query it with sql("SELECT …", db={file.name!r}).\n\n'
     detail = f"SQLite: {pluralize(len(tables), 'table')}"

@@ -15,11 +15,11 @@ import msgspec
 
 from ramify.actors.helper_process import answer_requests
 from ramify.actors.message_encoding import decode
-from ramify.sources.query_process import GRACE_S, QUERY_S, QueryProcesses, encode_outcome
+from ramify.sources.query_process import GRACE_S, QUERY_S, QueryProcessPool, encode_outcome
 from ramify.sources.sqlite_query import Params, run_query
 
 
-class SqlQuery(msgspec.Struct, frozen=True):
+class SqliteQueryRequest(msgspec.Struct, frozen=True):
     """A query on a SQLite file, as sent to the process that runs it."""
 
     path: str
@@ -28,7 +28,7 @@ class SqlQuery(msgspec.Struct, frozen=True):
     limit_s: float
 
 
-_processes = QueryProcesses(f"{__name__}:serve")
+_processes = QueryProcessPool(f"{__name__}:serve")
 
 
 def query_with_timeout(
@@ -43,7 +43,7 @@ def query_with_timeout(
     Raises TimeoutError if the answer does not begin within ``limit_s + grace_s`` seconds.
     """
     given = dict(params) if isinstance(params, Mapping) else list(params)
-    rows = _processes.ask(SqlQuery(str(path), query, given, limit_s), limit_s, grace_s)
+    rows = _processes.ask(SqliteQueryRequest(str(path), query, given, limit_s), limit_s, grace_s)
     return [tuple(row) for row in rows]
 
 
@@ -53,7 +53,7 @@ def serve() -> None:
 
 
 def _answer(request: list[bytes]) -> list[bytes]:
-    asked: SqlQuery = decode(request[0], SqlQuery)
+    asked: SqliteQueryRequest = decode(request[0], SqliteQueryRequest)
     return encode_outcome(
         lambda: run_query(Path(asked.path), asked.query, asked.params, asked.limit_s)
     )

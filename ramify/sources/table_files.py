@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from ramify.format_quantities import pluralize
 from ramify.sources.archives import MACROS, check_parts, has_macros
-from ramify.sources.file_kinds import SourceFile
+from ramify.sources.file_kinds import InputFile
 from ramify.sources.loaded_sources import (
+    DocumentPartLocation,
     SourceCollector,
-    SourcePlace,
-    UnreadableSource,
+    UnreadableSourceError,
     missing_library_advice,
 )
 from ramify.sources.queryable_tables import TableInfo
@@ -27,39 +27,41 @@ _WHAT = {
 }
 
 
-def read_parquet(file: SourceFile, loading: SourceCollector) -> None:
+def read_parquet(file: InputFile, loading: SourceCollector) -> None:
     _read(file, "parquet", loading)
 
 
-def read_arrow(file: SourceFile, loading: SourceCollector) -> None:
+def read_arrow(file: InputFile, loading: SourceCollector) -> None:
     _read(file, "arrow", loading)
 
 
-def read_duckdb(file: SourceFile, loading: SourceCollector) -> None:
+def read_duckdb(file: InputFile, loading: SourceCollector) -> None:
     _read(file, "duckdb", loading)
 
 
-def read_xlsx(file: SourceFile, loading: SourceCollector) -> None:
+def read_xlsx(file: InputFile, loading: SourceCollector) -> None:
     parts = check_parts(file, "xlsx file", loading)
     infos = _infos(file, "xlsx", loading)
     if not infos:
-        raise UnreadableSource("is a workbook without cells", "name one that has some")
+        raise UnreadableSourceError("is a workbook without cells", "name one that has some")
     notes = [f"sheet {info.source.member}: {info.note}" for info in infos if info.note]
     notes += [MACROS] if has_macros(parts) else []
     detail = f"xlsx: {len(infos)} sheet{'s' * (len(infos) != 1)}"
     sheets, places, line = [], [], 1
     for info in infos:
         sheets.append(f"# Sheet {info.source.member}\n{info.text}")
-        places.append(SourcePlace(line, f"sheet {info.source.member}"))
+        places.append(DocumentPartLocation(line, f"sheet {info.source.member}"))
         line += sheets[-1].count("\n") + 2
     text = "\n\n".join(sheets)
     loading.add(file.name, text, "xlsx", len(file.data), "; ".join([detail, *notes]), places)
 
 
-def _read(file: SourceFile, kind: str, loading: SourceCollector) -> None:
+def _read(file: InputFile, kind: str, loading: SourceCollector) -> None:
     infos = _infos(file, kind, loading)
     if not infos:
-        raise UnreadableSource(f"is a {_WHAT[kind]} file without tables", "name one that has some")
+        raise UnreadableSourceError(
+            f"is a {_WHAT[kind]} file without tables", "name one that has some"
+        )
     head = f"{_WHAT[kind]} file {file.name!r}. Query it with sql("
     head += f'"SELECT … FROM {infos[0].source.name}").\n\n'
     size = file.path.stat().st_size if file.path is not None else len(file.data)
@@ -67,14 +69,14 @@ def _read(file: SourceFile, kind: str, loading: SourceCollector) -> None:
     loading.add(file.name, text, kind, size, f"{_WHAT[kind]}: {_summary(infos)}")
 
 
-def _infos(file: SourceFile, kind: str, loading: SourceCollector) -> list[TableInfo]:
+def _infos(file: InputFile, kind: str, loading: SourceCollector) -> list[TableInfo]:
     if kind != "xlsx" and not loading.has_tools:
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"is {'an' if kind == 'arrow' else 'a'} {_WHAT[kind]} file, which only sql reads",
             "send its rows as CSV or JSONL",
         )
     if not has_duckdb():
-        raise UnreadableSource(
+        raise UnreadableSourceError(
             f"is {'an' if kind in 'arrow xlsx' else 'a'} {_WHAT[kind]} file",
             missing_library_advice(),
         )

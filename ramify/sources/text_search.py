@@ -24,8 +24,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ramify.module_compiler import read_module_source
 from ramify.sandbox.base import MappedText
+from ramify.session_module_compiler import read_module_source
 from ramify.sources.loaded_sources import MIN_SEARCHED_CHARS
 from ramify.sources.search_units import (
     BLOCK_CHARS,

@@ -6,11 +6,11 @@ The engine uses it to record, read and continue runs.
            ── blobs ───────────> RunBlobs      contexts and long outputs, by content hash
     page, terminal, resume, replay, fork ── stored, events, load, runs ──> lines, ids, size
 
-``Store`` (``store.py``) keeps runs in a folder, and ``MemoryStore`` (``memory_store.py``) in this
-process. Another store inherits from ``RunStore`` and implements the methods that have no body here;
-the other methods are built on them. This module also defines how runs are named and looked up.
-Checking, repairing and pruning runs and the call cache need a folder and belong to ``Store`` alone;
-replies that are still arriving are handled by ``live_text.py``.
+``Store`` (``folder_store.py``) keeps runs in a folder, and ``MemoryStore`` (``memory_store.py``) in
+this process. Another store inherits from ``RunStore`` and implements the methods that have no body
+here; the other methods are built on them. This module also defines how runs are named and looked
+up. Checking, repairing and pruning runs and the call cache need a folder and belong to ``Store``
+alone; replies that are still arriving are handled by ``live_replies.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ramify.errors import RunInUse, StoreError, UnknownRun
 from ramify.nearest_name import nearest_name
 from ramify.store.durable_files import Bytes
 from ramify.store.journal import NOTHING_KEPT, read_events
-from ramify.store.live_text import LiveReplyFileWriter
+from ramify.store.live_replies import LiveReplyFileWriter
 from ramify.store.reviews import HumanRunReview
 from ramify.store.stored_run import StoredRun, is_run_id
-from ramify.types.event import AnyEvent, TrajectoryFold
+from ramify.types.event import AnyEvent, TrajectoryBuilder
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from ramify.store.summary import RunSummary
+    from ramify.store.run_summary import RunSummary
 
 
 class RunJournal(Protocol):
@@ -191,7 +191,7 @@ class RunStore(Protocol):
 
     def load(self, run: str) -> Trajectory:
         """Read all events of ``run`` and return its trajectory, the complete tree of calls."""
-        fold = TrajectoryFold()
+        fold = TrajectoryBuilder()
         for event in self.events(run):
             fold.apply(event)
         return fold.trajectory
@@ -201,7 +201,7 @@ class RunStore(Protocol):
 
         Summaries are cached until their run grows.
         """
-        from ramify.store.summary import summarise
+        from ramify.store.run_summary import summarise
 
         known = _summaries.setdefault(self, {})
         found = []

@@ -41,10 +41,10 @@ _log = ComponentLogger("store")
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 EVALUATIONS = "evaluations"
-"""Folder of a store with one file per evaluation, which ``evaluate/run.py`` writes."""
+"""Folder of a store with one file per evaluation, which ``evaluate/run_evaluation.py`` writes."""
 MATRIX = ".matrix"
 """Suffix of the file of a matrix of evaluations in that folder. The names of its evaluations begin
-with the matrix's name; ``evaluate/matrix.py`` writes it.
+with the matrix's name; ``evaluate/evaluation_matrix.py`` writes it.
 """
 TOKENIZED = "tokenized"
 """Folder of a store for the token ids of conversations; ``train/data/tokenization_cache.py`` writes

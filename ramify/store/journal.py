@@ -43,10 +43,10 @@ from ramify.store.durable_files import (
     write_all,
 )
 from ramify.store.line_checksums import ChecksumChain, has_checksum
-from ramify.store.live_text import LiveReplyFileWriter
+from ramify.store.live_replies import LiveReplyFileWriter
 from ramify.store.reviews import HumanRunReview, read_reviews, write_review
 from ramify.store.stored_run import StoredRun, is_run_id
-from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, RunStarted, TrajectoryFold
+from ramify.types.event import AnyEvent, ReplyReceived, RunEnded, RunStarted, TrajectoryBuilder
 from ramify.types.trajectory import SCHEMA_VERSION, Stop
 
 _PATIENCE_S = 0.3
@@ -70,7 +70,7 @@ def this_process() -> WriterProcessId:
     return WriterProcessId(os.getpid(), socket.gethostname())
 
 
-class LineWriter:
+class ChecksummedLineWriter:
     """Appends lines with checksums to a locked file in the folder of a store.
 
     Safe for several threads.
@@ -176,7 +176,7 @@ class LineWriter:
             raise _not_on_disk(self.path, self._failure)
 
 
-class Journal:
+class FileRunJournal:
     """The journal of one run in a file, open for writing.
 
     ``Store.create`` and ``Store.reopen`` create it. Safe for several threads.
@@ -197,7 +197,7 @@ class Journal:
         """
         self.id = path.stem
         self.path = path
-        self.file = LineWriter(path, fd, flusher, chain)
+        self.file = ChecksummedLineWriter(path, fd, flusher, chain)
         self._blobs = blobs
         self._flusher = flusher
         self._secrets = secrets
@@ -243,7 +243,7 @@ class Journal:
         """
         return LiveReplyFileWriter(self.path, self._secrets)
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> FileRunJournal:
         return self
 
     def __exit__(
@@ -500,7 +500,7 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
 
     Raises StoreError at the first damaged line.
     """
-    chain, fold, number = ChecksumChain(), TrajectoryFold(), 0
+    chain, fold, number = ChecksumChain(), TrajectoryBuilder(), 0
     for block in run.line_blocks():
         lines = block[:-1].split(b"\n")
         for line, decoded in zip(lines, _decode_block(block, len(lines)), strict=True):

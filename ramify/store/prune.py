@@ -30,7 +30,7 @@ from ramify.store.durable_files import (
     remove_file,
 )
 from ramify.store.journal import find_writer_process, open_locked, writer_process_file
-from ramify.store.live_text import delete_if_unfollowed, live_reply_file_path
+from ramify.store.live_replies import delete_if_unfollowed, live_reply_file_path
 from ramify.store.repair import backups
 from ramify.store.reviews import review_file
 
@@ -41,7 +41,7 @@ SETTLE_S = 60.0
 _NAME = re.compile(rb'"([0-9a-f]{64})"')
 
 
-class PruneResult(msgspec.Struct):
+class StorePruneResult(msgspec.Struct):
     """The ids of the deleted runs and evaluations, oldest first."""
 
     runs: list[str]
@@ -73,7 +73,7 @@ class StorePruner:
         older_than_s: float | None,
         keep_last: int | None,
         max_bytes: int | None,
-    ) -> PruneResult:
+    ) -> StorePruneResult:
         """Delete runs and evaluations that exceed a limit on age, number or size, and return their
         ids.
 
@@ -94,7 +94,7 @@ class StorePruner:
             old_runs, old_records = (
                 _older_than(paths, older_than_s) for paths in (oldest_first, records)
             )
-        removed = PruneResult(
+        removed = StorePruneResult(
             self._remove_all(old_runs), [path.stem for path in old_records if _delete_record(path)]
         )
         self._sweep()
@@ -148,7 +148,7 @@ class StorePruner:
         return sum(map(remove_file, (self._root / TOKENIZED).glob("*")))
 
     def _prune_to_size(
-        self, max_bytes: int, oldest_first: list[Path], removed: PruneResult
+        self, max_bytes: int, oldest_first: list[Path], removed: StorePruneResult
     ) -> None:
         """Delete the oldest runs until the store has at most ``max_bytes`` bytes, and add their ids
         to ``removed``.

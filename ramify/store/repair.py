@@ -38,7 +38,7 @@ from ramify.types.event import (
     RunEnded,
     RunResumed,
     RunStarted,
-    TrajectoryFold,
+    TrajectoryBuilder,
 )
 from ramify.types.trajectory import Stop
 
@@ -52,7 +52,7 @@ _REPLY = b'{"type":"Replied"'
 _MESSAGE = b'"reply":{"message"'
 
 
-class LineDamage(msgspec.Struct, frozen=True):
+class JournalLineDamage(msgspec.Struct, frozen=True):
     """A damaged line of a journal."""
 
     number: int
@@ -71,7 +71,7 @@ class JournalCheckResult(msgspec.Struct):
     num_checked: int = 0
     """Number of lines that have a checksum."""
     num_damaged: int = 0
-    damage: list[LineDamage] = []
+    damage: list[JournalLineDamage] = []
     """The first damaged lines, in the order of the file."""
     torn_bytes: int = 0
     """Length in bytes of an incomplete last line, left by a killed writer. Resuming the run cuts
@@ -92,7 +92,7 @@ class JournalRepairResult(msgspec.Struct, frozen=True):
     """Result of repairing one journal: what was kept, and what was lost."""
 
     id: str
-    damage: LineDamage
+    damage: JournalLineDamage
     """The first damaged line."""
     num_kept: int
     """Number of lines before the damage, which the repaired journal keeps."""
@@ -108,7 +108,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckRes
     If ``blobs`` is given, also check the stored contexts that it refers to.
     """
     check = JournalCheckResult(path.stem, is_written=find_writer_process(path) is not None)
-    chain, fold = ChecksumChain(), TrajectoryFold()
+    chain, fold = ChecksumChain(), TrajectoryBuilder()
     offset, crcs, digests = 0, [0], dict[str, None]()
     for number, line in enumerate(lines(path), start=1):
         reason = chain.damage_reason(line)
@@ -128,7 +128,7 @@ def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckRes
         if reason:
             check.num_damaged += 1
             if len(check.damage) < _MAX_NAMED:
-                check.damage.append(LineDamage(number, offset, reason))
+                check.damage.append(JournalLineDamage(number, offset, reason))
         chain.advance(line)
         crcs.append(chain.crc)
         check.num_lines, check.num_checked = number, check.num_checked + has_checksum(line)
@@ -226,7 +226,7 @@ def _free_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}.damaged" + (f"-{num + 1}" if num else ""))
 
 
-def _count_replies(path: Path, damage: LineDamage) -> int:
+def _count_replies(path: Path, damage: JournalLineDamage) -> int:
     """Count the paid model replies that a repair would lose.
 
     Replies after the damage are counted, even if they cannot be decoded. Replies before it, and

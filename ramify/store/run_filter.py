@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ramify.errors import ConfigError, did_you_mean
 from ramify.nearest_name import nearest_name
-from ramify.store.summary import RunSummary
+from ramify.store.run_summary import RunSummary
 
 Number = Callable[[RunSummary], float | None]
 Text = Callable[[RunSummary], str]

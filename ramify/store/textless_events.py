@@ -2,8 +2,8 @@
 
 Listings and the page of a run use this.
 
-    journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (store.py)
-                                        └─> RunTree: the page of a run       (viewer/run_tree.py)
+    journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (folder_store.py)
+                                        └─> RunCallTree: the page of a run (viewer/run_call_tree.py)
     trajectory lines ──> TrajectoryOutline ──> one row of a listing          (viewer/run_catalog.py)
 
 Most of a journal is prompts, replies, token ids and outputs, which neither listings nor a run's
@@ -47,10 +47,10 @@ from ramify.types.struct_subset_check import check_struct_subset
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
     Call,
+    CallForkOrigin,
     CallKind,
     CallSite,
     ContextRef,
-    Fork,
     Stop,
     Trajectory,
     Turn,
@@ -67,7 +67,7 @@ class TextlessCallStarted(Event, frozen=True, gc=False, tag="CallStarted"):
     depth: int
     question: str
     parent: CallSite | None = None
-    fork: Fork | None = None
+    fork: CallForkOrigin | None = None
     context: ContextRef | None = None
 
 
@@ -153,7 +153,7 @@ def decode_textless_event(line: bytes, run: StoredRun) -> AnyEventOutline:
     return _decoder().decode(line)
 
 
-class DamagedLine(msgspec.Struct, frozen=True):
+class DamagedJournalLine(msgspec.Struct, frozen=True):
     """Placeholder for a journal line that cannot be decoded."""
 
     reason: str
@@ -161,7 +161,7 @@ class DamagedLine(msgspec.Struct, frozen=True):
 
 def decode_textless_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
-) -> Iterator[tuple[AnyEventOutline | DamagedLine, int]]:
+) -> Iterator[tuple[AnyEventOutline | DamagedJournalLine, int]]:
     """Decode a block of complete lines of ``run`` into shortened events.
 
     ``chain`` is the running checksum of all lines before the block.
@@ -173,13 +173,13 @@ def decode_textless_events(
     lines = block[:-1].split(b"\n")
     for line, event in zip(lines, _decode_block(block, lines, run), strict=True):
         problem = chain.damage_reason(line)
-        yield DamagedLine(problem) if problem else event, len(line) + 1
+        yield DamagedJournalLine(problem) if problem else event, len(line) + 1
         chain.advance(line)
 
 
 def _decode_block(
     block: bytes, lines: list[bytes], run: StoredRun
-) -> Iterable[AnyEventOutline | DamagedLine]:
+) -> Iterable[AnyEventOutline | DamagedJournalLine]:
     if _FIRST not in block:
         with suppress(*CANNOT_DECODE):  # decoding all lines at once is several times faster
             events = _decoder().decode_lines(block)
@@ -189,12 +189,14 @@ def _decode_block(
     return _one_by_one(lines, run)
 
 
-def _one_by_one(lines: list[bytes], run: StoredRun) -> Iterator[AnyEventOutline | DamagedLine]:
+def _one_by_one(
+    lines: list[bytes], run: StoredRun
+) -> Iterator[AnyEventOutline | DamagedJournalLine]:
     for line in lines:
         try:
             yield decode_textless_event(line, run)
         except CANNOT_DECODE as error:
-            yield DamagedLine(str(error))
+            yield DamagedJournalLine(str(error))
 
 
 # --- trajectories ---------------------------------------------------------------------------------

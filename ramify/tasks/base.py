@@ -44,7 +44,7 @@ from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, did_you_mean, user_line_of_error
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 from ramify.sandbox.base import Session
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.dataset_messages import convert_messages
@@ -59,7 +59,7 @@ task may define further held-out splits.
 ENDLESS = 1 << 40
 """Length of a generated split that has no fixed size."""
 _OTHERS = "file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID"
-TASKS = Registry(
+TASKS = PluginRegistry(
     "task",
     "ramify.tasks",
     {

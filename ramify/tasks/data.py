@@ -10,7 +10,7 @@ Columns are selected by name. An error names the file, the row and the column. A
 without splits is divided by a hash of question and context: a row stays in its split when other
 rows are added, and the same question is never in two splits. Rows are read on access.
 
-The prompt around a question is written by ``engine/scaffold.py``.
+The prompt around a question is written by ``engine/prompt_scaffold.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, SourceError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.tasks.base import (
     DATA_SUFFIXES,
     SPLITS,

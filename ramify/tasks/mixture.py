@@ -42,7 +42,7 @@ from ramify.tasks.base import (
     task_of,
 )
 from ramify.tasks.batch_scoring import batch_scores, is_scored_by_step
-from ramify.types.trajectory import GroupFate, Trajectory
+from ramify.types.trajectory import RolloutGroupOutcome, Trajectory
 
 _PERIOD = 1000
 """Number of items after which the order of the tasks repeats."""
@@ -50,7 +50,7 @@ _MARK = ":"
 """Separates the name of a part from the id of an item in that part's task."""
 
 
-class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TaskMixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One of the tasks of a mixture, with its weight and options."""
 
     task: str
@@ -64,7 +64,7 @@ class MixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Path of a run's folder or its ``groups.jsonl``. Training then uses only items that had one of
     ``outcomes`` in that run.
     """
-    outcomes: tuple[GroupFate, ...] = (GroupFate.LEARNT,)
+    outcomes: tuple[RolloutGroupOutcome, ...] = (RolloutGroupOutcome.LEARNT,)
     """``learnt``: some attempts were better than others. ``no_signal``: all attempts scored the
     same, so the item was too easy or too hard.
     """
@@ -76,7 +76,7 @@ class _GroupLine(msgspec.Struct, frozen=True):
     """
 
     item: str
-    outcome: GroupFate
+    outcome: RolloutGroupOutcome
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
         ]
 
 
-class MixedItems(LazySequence[Item]):
+class TaskMixtureItems(LazySequence[Item]):
     """A sequence of the items of several tasks, which take turns in proportion to their weights."""
 
     def __init__(
@@ -188,7 +188,7 @@ def mixture(*, parts: Any = None) -> MixtureTask:
     """Return a task that combines several weighted tasks.
 
     Args:
-        parts: Name -> ``MixturePart`` or a mapping of its fields.
+        parts: Name -> ``TaskMixturePart`` or a mapping of its fields.
 
     Raises ConfigError if no part has a weight above 0, and for a pool without items.
     """
@@ -218,11 +218,11 @@ def mixture(*, parts: Any = None) -> MixtureTask:
         )
     tasks = {name: task_of(spec.task, **spec.options) for name, spec in specs.items()}
     train = {name: _train_items(name, specs[name], tasks[name]) for name in trained}
-    splits: dict[str, Sequence[Item]] = {"train": MixedItems(train, trained, repeats=True)}
+    splits: dict[str, Sequence[Item]] = {"train": TaskMixtureItems(train, trained, repeats=True)}
     for split in ("validation", "test"):
         each = {name: items_of(task, split) for name, task in tasks.items()}
-        splits[split] = MixedItems(each, dict.fromkeys(trained, 1.0))
-        splits |= {f"{split}_{name}": MixedItems(each, {name: 1.0}) for name in tasks}
+        splits[split] = TaskMixtureItems(each, dict.fromkeys(trained, 1.0))
+        splits |= {f"{split}_{name}": TaskMixtureItems(each, {name: 1.0}) for name in tasks}
     factors = {name: spec.reward for name, spec in specs.items()}
     return MixtureTask("mixture", splits, _Weights(factors, tasks), tasks, factors, tuple(trained))
 
@@ -246,11 +246,13 @@ class _Weights(dict[str, float]):
         return self._factors[part] * self._tasks[part].weights.get(reward, 1.0)
 
 
-def _to_mixture_part(name: str, value: Any) -> MixturePart:
+def _to_mixture_part(name: str, value: Any) -> TaskMixturePart:
     try:
-        part = value if isinstance(value, MixturePart) else msgspec.convert(value, MixturePart)
+        part = (
+            value if isinstance(value, TaskMixturePart) else msgspec.convert(value, TaskMixturePart)
+        )
     except msgspec.ValidationError as error:
-        known = f" (known: {', '.join(GroupFate)})" if "outcomes" in str(error) else ""
+        known = f" (known: {', '.join(RolloutGroupOutcome)})" if "outcomes" in str(error) else ""
         raise ConfigError(
             f"mixture: part '{name}' is {value!r:.60}: {error}{known}; give a task with its "
             'options, as in {"task": "ledger", "weight": 2}'
@@ -263,7 +265,7 @@ def _to_mixture_part(name: str, value: Any) -> MixturePart:
     return part
 
 
-def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
+def _train_items(name: str, spec: TaskMixturePart, task: Task) -> Sequence[Item]:
     items = items_of(task, "train")
     if not spec.pool:
         return items
@@ -284,12 +286,12 @@ def _train_items(name: str, spec: MixturePart, task: Task) -> Sequence[Item]:
     return [items[index] for index in indices]
 
 
-def _outcomes(path: Path) -> list[tuple[str, GroupFate]]:
+def _outcomes(path: Path) -> list[tuple[str, RolloutGroupOutcome]]:
     """Return the item id and the outcome of each group in a run's ``groups.jsonl``.
 
     An incomplete line, left by a killed run, is skipped.
     """
-    records: list[tuple[str, GroupFate]] = []
+    records: list[tuple[str, RolloutGroupOutcome]] = []
     for line in path.read_bytes().splitlines():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             record = msgspec.json.decode(line, type=_GroupLine)

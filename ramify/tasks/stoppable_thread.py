@@ -4,7 +4,7 @@ It can report which line is running, and it can be stopped.
 
     thread = StoppableThread(work, "name", on_end)
     thread.place()        ", at score.py:12 (score)"
-    thread.stop()         raises ThreadStopped in it, at its next Python instruction
+    thread.stop()         raises ThreadStoppedError in it, at its next Python instruction
 
 A thread that waits outside Python (a system call) cannot be stopped and is abandoned. ``os._exit``
 would end the whole process without a message, so in such a thread it raises an error instead. How
@@ -29,7 +29,7 @@ _running = threading.local()
 """Thread-local state. In a ``StoppableThread``, the attribute ``process`` is the process id."""
 
 
-class ThreadStopped(BaseException):
+class ThreadStoppedError(BaseException):
     """Raised inside a function that takes too long.
 
     It does not derive from Exception, so that ``except Exception`` in the function cannot catch it.
@@ -87,10 +87,10 @@ class StoppableThread:
         return ""
 
     def stop(self) -> None:
-        """Stop the function by raising ThreadStopped at its next Python instruction."""
+        """Stop the function by raising ThreadStoppedError at its next Python instruction."""
         # Python has no public way to stop a thread: only this C function raises in another one.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(ThreadStopped)
+            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(ThreadStoppedError)
         )
 
     def _run(self) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.tasks.async_reward_loop import run_coroutine
 from ramify.tasks.base import (
     ENDLESS,
@@ -150,7 +150,7 @@ def _load_taskset(id: str) -> Any:
     return taskset
 
 
-class VerifiersRows:
+class LazyVerifiersTasks:
     """The tasks of a ``verifiers`` taskset.
 
     They are loaded lazily, up to the last one that was accessed.
@@ -198,7 +198,7 @@ class VerifiersTasksetItems(LazySequence[Item]):
         self._name = name
         self._context = context
         self._right = right
-        self._rows = VerifiersRows(taskset)
+        self._rows = LazyVerifiersTasks(taskset)
 
     def __len__(self) -> int:
         return len(self._rows)

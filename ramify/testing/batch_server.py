@@ -27,7 +27,7 @@ import msgspec
 
 from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.errors import Refused
-from ramify.testing.script import Lines, Script, ScriptedFailure, step_outcome
+from ramify.testing.reply_script import Lines, Script, ScriptedFailure, step_outcome
 from ramify.testing.scripted_server import completion_body
 from ramify.types.message import Message, Reply, Usage
 
@@ -40,7 +40,7 @@ _FAR = "2096-01-01T00:00:00Z"
 End = Literal["completed", "expired", "cancelled"]
 
 
-class BatchRequest(msgspec.Struct):
+class FakeBatchApiRequest(msgspec.Struct):
     """One request of a batch."""
 
     custom_id: str
@@ -56,7 +56,7 @@ class BatchApiJob(msgspec.Struct):
 
     id: str
     kind: Literal["openai", "anthropic"]
-    requests: list[BatchRequest]
+    requests: list[FakeBatchApiRequest]
     number: int
     endpoint: str = ""
     input_file: str = ""
@@ -176,7 +176,7 @@ class BatchServer:
                 request.result = _unserved_result(batch, request)
         batch.status = end
 
-    async def _serve(self, batch: BatchApiJob, request: BatchRequest) -> None:
+    async def _serve(self, batch: BatchApiJob, request: FakeBatchApiRequest) -> None:
         status, body = await self._answer(request.body, is_openai=batch.kind == "openai")
         request.kind = "succeeded" if status == 200 else "errored"
         if batch.kind == "openai":
@@ -289,7 +289,7 @@ class BatchServer:
         if given.get("completion_window") != "24h":
             return 400, _error_body("completion_window must be 24h", 400, is_openai=True)
         lines = [msgspec.json.decode(line) for line in content.splitlines() if line.strip()]
-        requests = [BatchRequest(line["custom_id"], line["body"]) for line in lines]
+        requests = [FakeBatchApiRequest(line["custom_id"], line["body"]) for line in lines]
         number = len(self.batches)
         batch = BatchApiJob(
             f"batch_{number}",
@@ -307,7 +307,7 @@ class BatchServer:
 
     async def _create_messages(self, body: bytes) -> tuple[int, Any]:
         lines = msgspec.json.decode(body)["requests"]
-        requests = [BatchRequest(line["custom_id"], line["params"]) for line in lines]
+        requests = [FakeBatchApiRequest(line["custom_id"], line["params"]) for line in lines]
         problem = self._problem_of(requests, 100_000)
         for each in requests:
             if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", each.custom_id):
@@ -320,7 +320,7 @@ class BatchServer:
         batch = BatchApiJob(f"msgbatch_{number}", "anthropic", requests, number)
         return 200, await self._begin(batch, "")
 
-    def _problem_of(self, requests: list[BatchRequest], limit: int) -> str:
+    def _problem_of(self, requests: list[FakeBatchApiRequest], limit: int) -> str:
         limit = self._max_rows or limit
         if not 0 < len(requests) <= limit:
             return f"invalid_batch_size: {len(requests)} requests, and 1 to {limit} are allowed"
@@ -429,7 +429,7 @@ def _error_body(text: str, status: int, *, is_openai: bool) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": "req_0"}
 
 
-def _unserved_result(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any]:
+def _unserved_result(batch: BatchApiJob, request: FakeBatchApiRequest) -> dict[str, Any]:
     if batch.kind == "anthropic":
         return {"custom_id": request.custom_id, "result": {"type": request.kind}}
     code = "batch_expired" if request.kind == "expired" else "batch_cancelled"
@@ -437,7 +437,7 @@ def _unserved_result(batch: BatchApiJob, request: BatchRequest) -> dict[str, Any
     return {"id": "batch_req", "custom_id": request.custom_id, "response": None, "error": error}
 
 
-def _result_lines(requests: list[BatchRequest]) -> bytes:
+def _result_lines(requests: list[FakeBatchApiRequest]) -> bytes:
     """Return the results as JSON lines in reverse order, since real providers do not guarantee the
     order of results.
     """

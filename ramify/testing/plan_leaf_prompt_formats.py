@@ -12,8 +12,8 @@ A ready plan is a fixed program of model calls, and its calls that read text are
     search      passage     a passage                  JSON: found, answer and certainty
 
 A form is recognized by the prompt of the leaf, which is taken from the ready plan itself. Only the
-request is read. Which reply is right is known to the suites, and ``offline.py`` decides how often a
-reply is right.
+request is read. Which reply is right is known to the suites, and ``offline_model.py`` decides how
+often a reply is right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify.plans import ready_plans
-from ramify.plans.leaf import QUESTION
+from ramify.plans.leaf_questions import QUESTION
 
 _SCHEMA = "The answer must be a value of this JSON schema:\n"
 _ALONE = " Reply with the JSON value alone."

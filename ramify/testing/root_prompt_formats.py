@@ -11,7 +11,7 @@ Each prompt asks a root model for its next step.
 
 A form is recognized by the system prompt that the system itself writes, and only the messages of
 the request are read. From them come the question, the number of cells run so far and the limits
-that the prompt states. Which code a root writes is chosen by ``offline.py``.
+that the prompt states. Which code a root writes is chosen by ``offline_model.py``.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ import msgspec
 from ramify.clients.function_client import estimate_message_tokens
 from ramify.clients.mock_http_server import MockHttpServer, PendingMockRequest
 from ramify.errors import ConfigError, Refused
-from ramify.testing.offline import simulated_model
-from ramify.testing.script import Lines, Script, ScriptedFailure, Step, step_outcome
+from ramify.testing.offline_model import simulated_model
+from ramify.testing.reply_script import Lines, Script, ScriptedFailure, Step, step_outcome
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from ramify.types.picture import Picture, picture_from_bytes
 

@@ -13,7 +13,7 @@ budget.
 The budget is divided at each fork among its continuations, so it does not depend on which of them
 runs first. Whether a rollout forks depends only on what it has done before that turn: estimators
 over forks are unbiased only then. ``advantages/fork_estimators.py`` learns from the lines, and
-``engine/branch.py`` makes a fork.
+``engine/run_branching.py`` makes a fork.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ from ramify.errors import ConfigError, RunInUse, StoreError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
 from ramify.store.journal import WriterProcessId, this_process
+from ramify.train.config_overrides import migrate_config
 from ramify.train.config_redaction import check_bounds
-from ramify.train.override import migrate_config
 from ramify.train.training_guard import TrainingGuardState
 
 _log = ComponentLogger("train")

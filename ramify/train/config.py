@@ -41,8 +41,9 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget, check_depths
+from ramify.train.config_overrides import Choices
 from ramify.train.config_redaction import check_bounds, check_none_or_positive, redact_config
-from ramify.train.depth_models import DepthSpec, FrozenModelBudget, check_depths
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.named_objectives import (
@@ -53,12 +54,11 @@ from ramify.train.named_objectives import (
     loss_of,
     replace_estimator,
 )
-from ramify.train.override import Choices
 from ramify.train.placement.placement_spec import PlacementSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge_calls import BUDGET
+from ramify.train.signals.signal_composition import Hybrid
 from ramify.train.signals.signal_runner import build_signals
 from ramify.train.training_guard import TrainingGuard
 

@@ -22,7 +22,8 @@ give its recipe. Secrets under names that do not mark them are not found.
     check_types(Run(…, optim=OptimizerSpec(kind="adam")))
     ConfigError: rl.optim.kind='adam': Invalid enum value 'adam': did you mean 'adamw'? known: …
 
-Configurations of earlier versions, in which 0 had that meaning, are converted by ``override.py``.
+Configurations of earlier versions, in which 0 had that meaning, are converted by
+``config_overrides.py``.
 """
 
 from __future__ import annotations

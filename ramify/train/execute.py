@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigError
-from ramify.log_outputs import RUN_LOG, FileLogHandler
+from ramify.log_handlers import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, run_log
 from ramify.progress import report_progress
-from ramify.time_account import PARTS, ROLLOUTS, WAITING
+from ramify.step_time_accounting import PARTS, ROLLOUTS, WAITING
 from ramify.train.backends import launch
-from ramify.train.build import opened_trainer
+from ramify.train.build_trainer import opened_trainer
 from ramify.train.checkpoint import (
     FOLDER,
     CheckpointStore,
@@ -34,7 +34,7 @@ from ramify.train.load_run_parts import assemble
 from ramify.train.metrics import StepMetrics
 from ramify.train.policy_dependent_defaults import report_policy_defaults
 from ramify.train.preflight import check_folder
-from ramify.train.resolve import resolve
+from ramify.train.resolve_run import resolve
 from ramify.train.stall_watchdog import StoppedBySignal
 from ramify.train.trainer import Trainer
 

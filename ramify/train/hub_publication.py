@@ -26,8 +26,8 @@ import msgspec
 from ramify import __version__
 from ramify.clients.function_client import FunctionClient
 from ramify.engine import event_loop_thread
+from ramify.engine.prompt_scaffold import scaffold_of
 from ramify.engine.rlm import RLM
-from ramify.engine.scaffold import scaffold_of
 from ramify.errors import ConfigError, RamifyError, StoreError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
@@ -318,7 +318,7 @@ def _scores(kept: FinalPolicyInfo, begun: Mapping[str, float]) -> str:
     return "\n".join([*rows, "", "The checkpoint was chosen by its validation reward."])
 
 
-class AnswerWays(NamedTuple):
+class UsedAnswerModes(NamedTuple):
     """How a policy answered in training: with plain calls, in sessions, or both."""
 
     plain: bool
@@ -331,14 +331,14 @@ _LOOKED_AT = 20
 """Maximum number of validation items that are looked at."""
 
 
-def _answer_ways(run: Run, *, direct: bool) -> AnswerWays:
+def _answer_ways(run: Run, *, direct: bool) -> UsedAnswerModes:
     """Return how the policy answered.
 
     ``direct`` is true if it was trained with plain calls; then the validation items tell whether
     some of them need a session.
     """
     if not direct:
-        return AnswerWays(plain=False, session=True)
+        return UsedAnswerModes(plain=False, session=True)
     try:
         items = items_of(task_of(run.task.name, **run.task.options), "validation")
         num = min(len(items), _LOOKED_AT)
@@ -351,7 +351,7 @@ def _answer_ways(run: Run, *, direct: bool) -> AnswerWays:
             ]
     except (RamifyError, LookupError):
         plain = []  # _prompt reports it
-    return AnswerWays(plain=True, session=not all(plain))
+    return UsedAnswerModes(plain=True, session=not all(plain))
 
 
 def _asking_nobody(run: Run) -> RLM:
@@ -364,7 +364,7 @@ def _task_start(item: Item) -> TaskStart:
     return TaskStart(context=item.context, messages=item.messages)
 
 
-def _describe_policy(ways: AnswerWays) -> str:
+def _describe_policy(ways: UsedAnswerModes) -> str:
     if not ways.plain:
         return (
             "A policy for recursive language models: it gets its input as a variable in a Python "
@@ -404,7 +404,7 @@ def _shorten_text(text: str, chars: int = 6000) -> str:
     return text if len(text) <= chars else f"{text[:chars]}… ({len(text):,} characters)"
 
 
-def _limits(run: Run, ways: AnswerWays) -> Iterator[str]:
+def _limits(run: Run, ways: UsedAnswerModes) -> Iterator[str]:
     yield "It was trained on the task above, and was not tested on others."
     limits = run.limits
     if not ways.session:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.clients.base import Tool
 from ramify.engine.limits import Limits
-from ramify.engine.scaffold import SCAFFOLDS
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
@@ -160,8 +160,8 @@ def _scratch_model_config(
     Its sizes fit the demonstrations. A resumed run reads them from the checkpoint, because its
     demonstrations may have changed.
     """
+    from ramify.models.chat_renderer import renderer_of
     from ramify.models.load import read_config
-    from ramify.models.renderer import renderer_of
 
     if checkpoint is not None:
         config: dict[str, Any] = read_config(checkpoint / "policy").to_dict()

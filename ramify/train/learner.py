@@ -18,7 +18,7 @@ What the engines have:
 A run has one learner for ``Run.policy`` and one for each of ``Run.policies``. All functions of
 ``Learner`` except ``paths`` are called in the training thread. The order of the operations is
 decided in ``trainer.py``, weights are transferred by ``inference/weight_sync``, and engines are
-checked in ``selfcheck.py``.
+checked in ``engine_consistency_checks.py``.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ import numpy as np
 from ramify.errors import TrainError
 from ramify.logging import ComponentLogger
 from ramify.models import folder_file_checksums
-from ramify.time_account import WallAndCpuTimer, WallTimer
+from ramify.step_time_accounting import WallAndCpuTimer, WallTimer
 from ramify.train.backends.base import Backend, ReferenceModel
+from ramify.train.call_depth_models import mask_other_calls
 from ramify.train.checkpoint import Write
 from ramify.train.data.pack import copy_to_sequences, pack, packing_statistics
-from ramify.train.depth_models import mask_other_calls
+from ramify.train.engine_consistency_checks import EngineConsistencyChecks
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.sampling_metrics import (
-    UpdateProbe,
+    PolicyUpdateProbe,
     advantage_metrics,
     num_sampled_tokens,
     store_logprob_gaps,
     token_metrics,
 )
-from ramify.train.selfcheck import EngineConsistencyChecks
 from ramify.train.signals.teacher_logprobs import REFERENCE
 from ramify.train.stages import Minibatch, StepData, TrainingStage
 from ramify.train.stall_watchdog import WatchedTrainingThread
@@ -63,7 +63,7 @@ from ramify.types.trajectory import Group
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ramify.inference.http.http_engines import HttpEngines
+    from ramify.inference.http.http_engines import HttpEngineClient
     from ramify.inference.local.local_client import LocalClient
     from ramify.inference.weight_sync.base import LazyWeight
     from ramify.models.load import Policy
@@ -103,7 +103,7 @@ class Learner:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         backend_of: Callable[[TrainingStage], Backend],
         *,
         reference_of: Callable[[Path], ReferenceModel] | None = None,
@@ -241,7 +241,7 @@ class Learner:
 
     def sample_update_probe(
         self, stage: TrainingStage, work: StepData, step: int
-    ) -> UpdateProbe | None:
+    ) -> PolicyUpdateProbe | None:
         """Score a sample of the step's calls with the policy before the policy learns.
 
         The effect of the update can then be measured on the same calls. Returns None if nothing was
@@ -250,9 +250,11 @@ class Learner:
         assert self.publisher.backend is not None
         with WallAndCpuTimer("forward_backward"):
             rows = stage.select_probe_sequences(self.mask_other_calls(work.groups), step)
-            return UpdateProbe.score_before_update(rows, self.publisher.backend)
+            return PolicyUpdateProbe.score_before_update(rows, self.publisher.backend)
 
-    def metrics_before_update(self, work: StepData, probe: UpdateProbe | None) -> dict[str, float]:
+    def metrics_before_update(
+        self, work: StepData, probe: PolicyUpdateProbe | None
+    ) -> dict[str, float]:
         """Return metrics of all tokens that this policy sampled for a step, measured before it
         learns from them.
 
@@ -266,7 +268,7 @@ class Learner:
             )
             return measured if probe is None else measured | probe.logprob_gap_metrics
 
-    def store_logprob_gaps(self, work: StepData, probe: UpdateProbe | None) -> None:
+    def store_logprob_gaps(self, work: StepData, probe: PolicyUpdateProbe | None) -> None:
         """Store the gaps between the log-probabilities of trainer and sampler in the rollouts of a
         step.
 
@@ -278,7 +280,7 @@ class Learner:
             store_logprob_gaps(work.groups, [*rows, *(probe.rows if probe is not None else ())])
 
     def metrics_after_update(
-        self, stage: TrainingStage, work: StepData, probe: UpdateProbe | None
+        self, stage: TrainingStage, work: StepData, probe: PolicyUpdateProbe | None
     ) -> dict[str, float]:
         """Return metrics of a step's update, measured after the policy has learned.
 
@@ -359,7 +361,7 @@ class EngineWeightState(enum.Enum):
     """The engines have released their memory to the trainer and do not answer."""
 
 
-class Publisher:
+class WeightPublisher:
     """Sends the weights of a policy to its engines, and checks that the engines use these
     weights."""
 
@@ -500,7 +502,7 @@ class PolicyWeightTransfer:
         self,
         trained: Policy,
         serving: Policy,
-        client: LocalClient | HttpEngines,
+        client: LocalClient | HttpEngineClient,
         model: TrainedModel,
     ) -> None:
         """Connect the trained weights with the engines that use them.

@@ -2,11 +2,11 @@
 
 Cheap checks come first, so that mistakes are found before time is spent.
 
-    ResolvedTrainingRun ── device ─ placement ─ precision ─ demonstrations ─ policy ──> RunParts
+    ResolvedTrainingRun ─ device ─ placement ─ precision ─ demonstrations ─ policy ─> LoadedRunParts
 
 No process is started and nothing is written. Checks that need no tensor library are in
-``resolve.py``, the policy is created in ``initial_policy.py``, and ``build.py`` starts the run from
-these parts.
+``resolve_run.py``, the policy is created in ``initial_policy.py``, and ``build_trainer.py`` starts
+the run from these parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.actors.launcher import NodeResourceSlot
-from ramify.engine.scaffold import Scaffold
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Task
@@ -36,9 +36,9 @@ from ramify.train.initial_policy import (
     stored_precision,
     trained_policy_settings,
 )
+from ramify.train.numeric_precision import RunNumericPrecision, precision_of
 from ramify.train.placement_plan import plan_placement, resolved_inference
 from ramify.train.policy_dependent_defaults import with_policy_defaults
-from ramify.train.precision import RunPrecision, precision_of
 from ramify.train.preflight import (
     check_device,
     check_engine_memory,
@@ -50,7 +50,7 @@ from ramify.train.preflight import (
     warn_history_rewritten,
     warn_missing_chat_template,
 )
-from ramify.train.resolve import ResolvedTrainingRun
+from ramify.train.resolve_run import ResolvedTrainingRun
 from ramify.train.sft_training_data import (
     DemonstrationSet,
     are_plain_calls,
@@ -58,7 +58,7 @@ from ramify.train.sft_training_data import (
     sft_rows,
 )
 from ramify.train.stages import RandomStringWarmUpStage, SftStage, TrainingStage
-from ramify.train.traffic import TrafficTask
+from ramify.train.traffic_training import RecordedTrafficTask
 from ramify.trained_policy_settings import read_policy_settings
 from ramify.types.training_sequences import TokenSequence
 
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunParts:
+class LoadedRunParts:
     """The loaded and checked parts of a run, which is ready to start."""
 
     run: Run
@@ -82,7 +82,7 @@ class RunParts:
     """Class of the trained model, which implements ``TrainedModel``."""
     compute: ComputeSpec
     """Compute settings of the backend, in which the precision is already chosen."""
-    precision: RunPrecision
+    precision: RunNumericPrecision
     task: Task
     scaffold: Scaffold
     policy: Policy
@@ -93,7 +93,7 @@ class RunParts:
     """Token sequences for the supervised stages that precede reinforcement learning."""
     fixed: Sequence[TrainingStage]
     """The training stages without rollouts."""
-    others: Mapping[str, RunParts] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, LoadedRunParts] = dataclasses.field(default_factory=dict)
     """Maps the name of each additional policy to its parts. Their ``run`` is a copy of this run
     with that policy and its optimizer."""
 
@@ -144,7 +144,7 @@ class RunParts:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
 
-def assemble(resolved: ResolvedTrainingRun) -> RunParts:
+def assemble(resolved: ResolvedTrainingRun) -> LoadedRunParts:
     """Load and check all parts of a run.
 
     Raises ConfigError for mistakes in the recipe that can only be found with a tensor library or
@@ -173,7 +173,7 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
         check_reply_fits(run, policy.window, "by its demonstrations; policy.shape sets it")
     direct = _answers_directly(run, demonstrations, scaffold, checkpoint)
     policy.card = trained_policy_settings(run, policy, direct=direct)
-    if isinstance(task, TrafficTask):
+    if isinstance(task, RecordedTrafficTask):
         from ramify.models.policy_vocabulary_identity import identity_of
 
         task.check_policy(identity_of(policy))
@@ -193,7 +193,7 @@ def assemble(resolved: ResolvedTrainingRun) -> RunParts:
         rows = sft_rows(run.sft, demonstrations, policy, scaffold, task.weights)
     rows = rows or []
     fixed = _fixed_stages(run, policy, rows)
-    parts = RunParts(
+    parts = LoadedRunParts(
         run,
         placement_slots,
         engines,
@@ -243,7 +243,7 @@ def _rows_key(run: Run) -> str:
     return key_of([chosen, sft["task"] or config["task"], config["seed"], config["scaffold"]])
 
 
-def _other_parts(parts: RunParts, name: str) -> RunParts:
+def _other_parts(parts: LoadedRunParts, name: str) -> LoadedRunParts:
     """Return the run's parts for an additional policy.
 
     ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy.

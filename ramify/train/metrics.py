@@ -23,17 +23,17 @@ Metrics of a step's rollouts, in addition to those of their algorithm:
 
 All files of a run's folder that hold one JSON line per record are ``JsonlRecordFile``:
 
-    LINES = JsonlRecordFile("groups.jsonl", GroupRecord)
+    LINES = JsonlRecordFile("groups.jsonl", RolloutGroupRecord)
     LINES.append(folder, records)     one write: a kill leaves whole lines, except perhaps the last
-    LINES.read(folder)                the records in order; skips a line that a kill tore
-    LINES.cut(folder, step)           drops the records of later steps; atomic
+    LINES.read(folder)                   the records in order; skips a line that a kill tore
+    LINES.drop_after_step(folder, step)  drops the records of later steps; atomic
 
 Each record has the number of its ``step``.
 
 Where the time of each step went, since the line before it, as metrics of the step:
 
-    time/sampling_s, time/packing_s, …         wall seconds of each part (``time_account.py``), and
-    time/step_s                                their sum
+    time/sampling_s, time/packing_s, …         wall seconds of each part, and
+    time/step_s                                their sum (``step_time_accounting.py``)
     time_cpu/sampling_s, …, time_cpu/step_s    CPU seconds
     time/overhead, time_cpu/overhead           share of all parts but sampling and passes
 
@@ -66,11 +66,11 @@ import msgspec
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
 from ramify.inference.local.step_timings import EngineStepTotals
+from ramify.step_time_accounting import StepPartTimes
 from ramify.tasks.base import total
 from ramify.tasks.mixture import item_part_name
-from ramify.time_account import PartTimes
 from ramify.types.agent_outcome import AGENT_RECORD, AgentOutcome
-from ramify.types.trajectory import Call, Group, GroupFate, Trajectory
+from ramify.types.trajectory import Call, Group, RolloutGroupOutcome, Trajectory
 
 
 class StepNumberedRecord(Protocol):
@@ -236,7 +236,7 @@ def _round_to_float32(value: float) -> float:
 # --- outcomes of groups
 
 
-class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutGroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of one rollout group.
 
     It is one line of ``groups.jsonl``.
@@ -251,19 +251,19 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Id of the item."""
     version: int | None
     """Oldest policy version that sampled any of its tokens; None if it is not known."""
-    outcome: GroupFate
+    outcome: RolloutGroupOutcome
     rollouts: list[str]
     """Ids of the rollouts that have a reward."""
     failed: list[str] = []
     """Ids of the other rollouts, including those that were given up."""
 
 
-GROUPS = JsonlRecordFile("groups.jsonl", GroupRecord)
+GROUPS = JsonlRecordFile("groups.jsonl", RolloutGroupRecord)
 
 
 def group_record(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
-) -> GroupRecord:
+) -> RolloutGroupRecord:
     """Return the record of a group's outcome.
 
     ``learnt`` holds the ids of the step's rollouts that have an advantage, or is None if the step
@@ -271,12 +271,12 @@ def group_record(
     group continued.
     """
     scored = [trajectory.id for trajectory in group.trajectories if trajectory.rewards]
-    outcome = GroupFate.SPARE if learnt is None else GroupFate.NO_SIGNAL
+    outcome = RolloutGroupOutcome.SPARE if learnt is None else RolloutGroupOutcome.NO_SIGNAL
     if not scored:
-        outcome = GroupFate.LOST
+        outcome = RolloutGroupOutcome.LOST
     elif learnt and not set(learnt).isdisjoint(scored):
-        outcome = GroupFate.LEARNT
-    return GroupRecord(
+        outcome = RolloutGroupOutcome.LEARNT
+    return RolloutGroupRecord(
         number=number,
         item=group.task,
         version=_oldest_version(group),
@@ -299,7 +299,7 @@ def _oldest_version(group: Group) -> int | None:
 # --- metrics of rollouts
 
 
-class DepthMetrics(msgspec.Struct, frozen=True):
+class CallDepthMetrics(msgspec.Struct, frozen=True):
     """Metrics of all calls of one depth and kind, over a set of rollouts."""
 
     depth: int
@@ -319,7 +319,7 @@ class DepthMetrics(msgspec.Struct, frozen=True):
 
 def metrics_by_depth(
     trajectories: Sequence[Trajectory], weights: Mapping[str, float]
-) -> list[DepthMetrics]:
+) -> list[CallDepthMetrics]:
     """Return the metrics of the calls at each depth, separately for each kind of call.
 
     ``weights`` are the task's reward weights. The reward of a root call is that of its rollout.
@@ -338,13 +338,13 @@ def metrics_by_depth(
 
 def _depth_metrics(
     depth: int, kind: str, members: Sequence[tuple[Call, float | None]]
-) -> DepthMetrics:
+) -> CallDepthMetrics:
     calls = [call for call, _ in members]
     rewards = [reward for _, reward in members if reward is not None]
     replies = [turn.reply for call in calls for turn in call.turns]
     logprobs = [value for reply in replies for value in reply.logprobs or ()]
     cut_short = sum(call.stop is not None and call.stop.is_truncated() for call in calls)
-    return DepthMetrics(
+    return CallDepthMetrics(
         depth,
         kind,
         len(calls),
@@ -470,7 +470,7 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
     }
 
 
-class CpuMeter:
+class RolloutCpuMeter:
     """Measures the CPU time that rollouts use, between ``restart`` and ``measure_and_restart``.
 
     Call both methods in the event loop's thread.
@@ -515,7 +515,7 @@ def engine_timing_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float
         yield f"{prefix}/read", float(timing.read)
 
 
-def step_time_metrics(times: PartTimes) -> dict[str, float]:
+def step_time_metrics(times: StepPartTimes) -> dict[str, float]:
     """Return metrics of the time that each part of a step took.
 
     ``overhead`` is the share of all parts except sampling and the forward and backward passes.

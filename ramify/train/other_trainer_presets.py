@@ -23,9 +23,10 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plugins import Registry, is_object_location
+from ramify.plugins import PluginRegistry, is_object_location
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.config import CHOICES, CriticSpec, Run
+from ramify.train.config_overrides import Choices
 from ramify.train.losses import POLICY_LOSSES
 from ramify.train.named_objectives import (
     OBJECTIVES,
@@ -34,7 +35,6 @@ from ramify.train.named_objectives import (
     canonical_objective_name,
     replace_estimator,
 )
-from ramify.train.override import Choices
 
 
 class PresetObjective(msgspec.Struct, frozen=True):
@@ -81,7 +81,7 @@ class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
     """Differences that no option removes, one sentence each."""
 
 
-PRESETS = Registry("preset", "ramify.presets", {})
+PRESETS = PluginRegistry("preset", "ramify.presets", {})
 """Map the name of each preset to its ``TrainerPreset``."""
 ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
 """Map other names, in lower case, to the names of presets."""
@@ -91,7 +91,7 @@ class PresetObjectBuilder(msgspec.Struct, frozen=True):
     """Builds configuration objects from names, such as a policy loss from ``gspo``, with the
     options that a preset sets for that name."""
 
-    registry: Registry
+    registry: PluginRegistry
     each: Options
     options: Mapping[str, Options]
 

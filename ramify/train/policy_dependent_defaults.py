@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from ramify.engine.limits import Limits
-from ramify.engine.scaffold import trained_policy_settings
+from ramify.engine.prompt_scaffold import trained_policy_settings
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
 from ramify.train.backends.base import OptimizerSpec
@@ -188,7 +188,7 @@ def _fill_policy(policy: PolicySpec) -> PolicySpec:
             f"{policy.path or 'a policy from scratch'} has no enable_thinking: remove it"
         )
     if thinking is None and tokenizer is not None and can_think:
-        from ramify.models.template import thinking_default
+        from ramify.models.chat_template import thinking_default
 
         thinking = bool(thinking_default(tokenizer))
     return _replace_fields(policy, lora=lora, thinking=thinking)

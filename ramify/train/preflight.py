@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ramify.engine import event_loop_thread, observation_messages
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.prompt_text import PromptFacts, context_facts
-from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import GRACE_S, check_task_start
 from ramify.inference.http.engine_process import check_program_installed
@@ -47,7 +47,7 @@ from ramify.train.named_objectives import (
 from ramify.train.other_trainer_presets import policy_losses_for
 from ramify.train.signals.teacher import needed_scorers
 from ramify.train.stages import with_schedule_defaults
-from ramify.train.traffic import TrafficTask
+from ramify.train.traffic_training import RecordedTrafficTask
 from ramify.trained_policy_settings import packaged_policy_folder
 from ramify.types.message import Message
 
@@ -175,7 +175,7 @@ def traffic_task(run: Run, task: Task) -> Task:
             f"task.traffic={run.task.traffic}: {reason}, and recorded conversations have none: "
             "choose another option, such as rl.algorithm=reinforce_pp"
         )
-    return TrafficTask(
+    return RecordedTrafficTask(
         task,
         Path(run.task.traffic).expanduser(),
         group=rollout.group,

@@ -18,8 +18,8 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.checkpoint import read_state, resolve_checkpoint
 from ramify.train.config import CHOICES, Run, to_plain_data
 from ramify.train.config_fields import fields, unknown_field_hint
+from ramify.train.config_overrides import override, renamed_field
 from ramify.train.config_redaction import check_types, redacted_keys
-from ramify.train.override import override, renamed_field
 from ramify.training_run_recognition import append_training_run_hint
 
 

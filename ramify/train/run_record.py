@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.log_outputs import RUN_LOG
+from ramify.log_handlers import RUN_LOG
 from ramify.logging import ComponentLogger
-from ramify.time_account import TimeAccount
+from ramify.step_time_accounting import StepTimeAccount
 from ramify.train.checkpoint import FOLDER, CheckpointStore, TrainingProgress, Write, read_state
 from ramify.train.config import Schedule
 from ramify.train.data.sft_data import append_trajectories
@@ -36,10 +36,10 @@ from ramify.train.metrics import (
     FILE,
     GROUPS,
     METRICS,
-    CpuMeter,
     Diagnosis,
-    GroupRecord,
     MetricsFile,
+    RolloutCpuMeter,
+    RolloutGroupRecord,
     StepMetrics,
     descendant_cpu_s,
     read_metrics,
@@ -106,7 +106,7 @@ class TrainingRunRecorder:
         first_item: int = 0,
         listener: Callable[[StepMetrics], None] | None = None,
         measures: Sequence[Callable[[], Mapping[str, float]]] = (),
-        meter: CpuMeter | None = None,
+        meter: RolloutCpuMeter | None = None,
     ) -> None:
         """Create the recorder of the run in the folder ``out``.
 
@@ -121,7 +121,7 @@ class TrainingRunRecorder:
         self._listener = listener
         self._measures = measures
         self._meter = meter
-        self.account = TimeAccount(None if meter is None else descendant_cpu_s)
+        self.account = StepTimeAccount(None if meter is None else descendant_cpu_s)
         """Accounts for the time of a step by activity. Sessions are counted only if a CPU meter was
         given, since only then are the child processes known to be sessions."""
         self._metrics: MetricsFile | None = None
@@ -299,7 +299,9 @@ class TrainingRunRecorder:
             diagnoses,
         )
 
-    def write_rollouts(self, groups: Sequence[Group], records: Sequence[GroupRecord]) -> None:
+    def write_rollouts(
+        self, groups: Sequence[Group], records: Sequence[RolloutGroupRecord]
+    ) -> None:
         """Write the outcomes of a step's groups.
 
         Also write the full rollouts if the schedule asks for them at this step.

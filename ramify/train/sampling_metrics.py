@@ -5,7 +5,7 @@ trained on.
                                                 reward and length
     replies     ── token_metrics ─────────────> entropy, over all tokens that this policy sampled
     rows        ── advantage_metrics ─────────> advantages, and the share of tokens without loss
-    a sample    ── UpdateProbe ───────────────> the gaps between sampler and trainer, and between
+    a sample    ── PolicyUpdateProbe ─────────> the gaps between sampler and trainer, and between
                                                 the policies before and after the update
     scored rows ── store_logprob_gaps ────────> the gap of each token, in rollouts that are saved
 
@@ -32,10 +32,10 @@ import numpy as np
 from ramify.evaluate.evaluation_report import RIGHT
 from ramify.tasks.base import total
 from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
-from ramify.train.advantages.credit import ends_in_cut_reply
+from ramify.train.advantages.credit_assignment import ends_in_cut_reply
 from ramify.train.backends.base import ReferenceModel
-from ramify.train.data.compile import token_sequences
 from ramify.train.data.pack import copy_to_sequences, pack
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.types.training_sequences import Batch, Floats, TokenSequence
 from ramify.types.trajectory import Call, Group, Stop, Trajectory
 
@@ -224,7 +224,7 @@ def num_sampled_tokens(groups: Sequence[Group]) -> int:
     )
 
 
-class UpdateProbe(NamedTuple):
+class PolicyUpdateProbe(NamedTuple):
     """A sample of a step's calls with their log-probabilities before the policy update.
 
     Scoring the same calls after the update shows how far the policy moved.
@@ -242,7 +242,7 @@ class UpdateProbe(NamedTuple):
     @classmethod
     def score_before_update(
         cls, rows: Sequence[TokenSequence], backend: ReferenceModel
-    ) -> UpdateProbe | None:
+    ) -> PolicyUpdateProbe | None:
         """Score ``rows`` with the policy before its update and return them as a probe.
 
         Returns None if there are no rows.

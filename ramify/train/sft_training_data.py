@@ -30,21 +30,21 @@ import msgspec
 from ramify.clients.base import Tool
 from ramify.clients.function_client import FunctionClient
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.engine.rlm import RLM
-from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
-from ramify.evaluate.run import AttemptOutcome, EvaluationPlan, EvaluationStore, evaluate
+from ramify.evaluate.run_evaluation import AttemptOutcome, EvaluationPlan, EvaluationStore, evaluate
 from ramify.logging import ComponentLogger
 from ramify.progress import report_progress
 from ramify.sandbox.base import SandboxSpec
 from ramify.store.durable_files import TOKENIZED
-from ramify.store.store import Store, default_root
+from ramify.store.folder_store import Store, default_root
 from ramify.tasks.base import Item, Task, items_of, task_of
 from ramify.tasks.data import row_location, rows_of
 from ramify.tasks.dataset_messages import OpenAIChatMessage
 from ramify.train.config import Run, SftSpec
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.data.sft_data import (
     DEMOS,
     TrajectoryTokenizer,
@@ -62,8 +62,8 @@ from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from ramify.models.chat_renderer import ChatRenderer
     from ramify.models.load import Policy
-    from ramify.models.renderer import Renderer
 
 
 class _Row(msgspec.Struct):
@@ -339,7 +339,7 @@ def _load_attempt(store: Store, outcome: AttemptOutcome) -> Trajectory:
 def tokenise_demonstrations(
     demonstrations: Sequence[DemonstrationSet],
     tokenizer: PreTrainedTokenizerFast,
-    renderer: Renderer,
+    renderer: ChatRenderer,
     tools: Sequence[Tool],
 ) -> list[Trajectory]:
     """Add token ids to the trajectories of all demonstrations and return the trajectories.

@@ -24,9 +24,9 @@ from typing import Protocol
 import msgspec
 
 from ramify.errors import ConfigError, TrainError
+from ramify.step_time_accounting import WallAndCpuTimer
 from ramify.tasks.base import Task, items_of
 from ramify.tasks.mixture import MixtureTask
-from ramify.time_account import WallAndCpuTimer
 from ramify.train.advantages.base import (
     Algorithm,
     RolloutAdvantages,
@@ -38,13 +38,13 @@ from ramify.train.advantages.base import (
 )
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.data.sft_data import induction_warmup_sequences, rows_by_step
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.metrics import GroupRecord, group_record, mixture_metrics, rollout_metrics
+from ramify.train.metrics import RolloutGroupRecord, group_record, mixture_metrics, rollout_metrics
 from ramify.train.policy_dependent_defaults import usual_warmup
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
-from ramify.train.rollouts.group_queue import GroupQueue, StepGroups
+from ramify.train.rollouts.group_queue import RolloutGroupQueue, StepRolloutGroups
 from ramify.train.rollouts.rollouter import Rollouter, RootModeCounts, next_items
 from ramify.train.sampling_metrics import (
     advantage_reward_correlation,
@@ -53,7 +53,7 @@ from ramify.train.sampling_metrics import (
 )
 from ramify.train.score_failure_counts import ScoreFailureCounts, error_summary
 from ramify.train.signals.signal_runner import SignalRunner, TrainingSignalSet
-from ramify.train.traffic import TrafficTask, mask_redacted_tokens
+from ramify.train.traffic_training import RecordedTrafficTask, mask_redacted_tokens
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Call, Group
 
@@ -88,14 +88,14 @@ class StepData(msgspec.Struct, eq=False):
     """Messages for the user, as full sentences."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """State of the stage's algorithm after this step."""
-    accounts: list[GroupRecord] = msgspec.field(default_factory=list)
+    accounts: list[RolloutGroupRecord] = msgspec.field(default_factory=list)
     """The outcome of each group that the step used up. The field ``step`` of each is set when it is
     written."""
     others: dict[str, StepData] = msgspec.field(default_factory=dict)
     """The data for each other trained policy from the same rollouts, by the policy's name."""
 
 
-class StepSource(Protocol):
+class StageDataSource(Protocol):
     """The source of one stage's training data.
 
     It stays open for the duration of the stage.
@@ -121,7 +121,7 @@ class StepSource(Protocol):
         item, and the indices of the items in progress."""
         ...
 
-    def take_skipped(self) -> list[GroupRecord]:
+    def take_skipped(self) -> list[RolloutGroupRecord]:
         """Return the records of skipped items that no step's data has reported yet.
 
         Only items before the next new one are included.
@@ -209,7 +209,7 @@ class TrainingStage(Protocol):
 
     def open_data_source(
         self, next_item: int, pending: Sequence[int]
-    ) -> AbstractAsyncContextManager[StepSource]:
+    ) -> AbstractAsyncContextManager[StageDataSource]:
         """Open the stage's data source at a position from a checkpoint.
 
         ``next_item`` is the index of the next new item, and ``pending`` holds the indices of the
@@ -255,7 +255,7 @@ class FixedDataStage(ABC):
     @contextlib.asynccontextmanager
     async def open_data_source(
         self, next_item: int, pending: Sequence[int]
-    ) -> AsyncIterator[StepSource]:
+    ) -> AsyncIterator[StageDataSource]:
         self._state = (next_item, list(pending))
         yield self
 
@@ -271,7 +271,7 @@ class FixedDataStage(ABC):
     def data_position(self) -> tuple[int, list[int]]:
         return self._state
 
-    def take_skipped(self) -> list[GroupRecord]:
+    def take_skipped(self) -> list[RolloutGroupRecord]:
         return []
 
     def paused(self) -> AbstractContextManager[None]:
@@ -391,7 +391,7 @@ class RlStage:
     @contextlib.asynccontextmanager
     async def open_data_source(
         self, next_item: int, pending: Sequence[int]
-    ) -> AsyncIterator[StepSource]:
+    ) -> AsyncIterator[StageDataSource]:
         async with contextlib.AsyncExitStack() as stack:
             reader = (
                 None
@@ -400,7 +400,7 @@ class RlStage:
             )
             if self._pool is not None:
                 self._pool.load()
-            queue = GroupQueue(
+            queue = RolloutGroupQueue(
                 self._rollouts,
                 self._items,
                 self._sample,
@@ -415,7 +415,7 @@ class RlStage:
                 pool=self._pool,
             )
             stack.push_async_callback(queue.close)
-            yield RolloutStepSource(self, queue, reader)
+            yield RolloutDataSource(self, queue, reader)
 
     async def count_planned_root_modes(self, next_item: int) -> RootModeCounts | None:
         return await self._rollouts.count_planned_modes(next_items(self._items, next_item))
@@ -426,7 +426,9 @@ class RlStage:
     def select_probe_sequences(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
         return probe_sequences(groups, self._temperature, step)
 
-    def step_data(self, taken: StepGroups, step: int, reader: SignalRunner | None) -> StepData:
+    def step_data(
+        self, taken: StepRolloutGroups, step: int, reader: SignalRunner | None
+    ) -> StepData:
         """Return the training data of step ``step``, built from the groups of rollouts in
         ``taken``."""
         groups = [group for _, group in taken.groups]
@@ -440,7 +442,7 @@ class RlStage:
         metrics |= rollout_metrics(groups, self._task.weights)
         if isinstance(self._task, MixtureTask):
             metrics = mixture_metrics(groups, self._task.weights) | metrics
-        is_recorded = isinstance(self._task, TrafficTask)
+        is_recorded = isinstance(self._task, RecordedTrafficTask)
         allowed = self.num_steps if is_recorded else self._sample.max_token_staleness
         metrics["staleness_allowed"] = float(allowed)
         data.metrics = metrics
@@ -473,7 +475,7 @@ class RlStage:
             groups, self._task.weights, every_token=self.loss.needs_zero_advantage
         )
         self.memory = {**self.memory, **assigned.memory}
-        if isinstance(self._task, TrafficTask):
+        if isinstance(self._task, RecordedTrafficTask):
             mask_redacted_tokens(assigned)
         parts = self._minibatches(assigned)
         if not needs_of(self._algorithm).streams:  # otherwise advantages are not known yet
@@ -517,13 +519,15 @@ class RlStage:
             ]
 
 
-class RolloutStepSource:
+class RolloutDataSource:
     """The source of training data for ``RlStage``.
 
     A step's data is ready when its groups of rollouts are complete.
     """
 
-    def __init__(self, stage: RlStage, queue: GroupQueue, reader: SignalRunner | None) -> None:
+    def __init__(
+        self, stage: RlStage, queue: RolloutGroupQueue, reader: SignalRunner | None
+    ) -> None:
         self._stage = stage
         self._queue = queue
         self._reader = reader

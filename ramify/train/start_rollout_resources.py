@@ -1,10 +1,10 @@
 """Start the resources that rollouts need: processes on other machines, services, engines and
 rollout workers.
 
-    RunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutResources
+    LoadedRunParts ── placed machines ─ services ─ engines ─ rollout workers ──> RolloutResources
 
 This module decides the order in which these parts start, and what each process receives. All of
-them are closed by the caller's exit stack. The trainer is started in ``build.py``.
+them are closed by the caller's exit stack. The trainer is started in ``build_trainer.py``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 
 from ramify.actors.launcher import Launcher, LocalLauncher, register_cleanup
 from ramify.engine.rlm import RLM
-from ramify.train.depth_models import DepthModels
-from ramify.train.load_run_parts import RunParts
+from ramify.train.call_depth_models import ModelsByCallDepth
+from ramify.train.engine_consistency_checks import TokenIdHashingClient
+from ramify.train.load_run_parts import LoadedRunParts
 from ramify.train.metrics import last_step_metrics
 from ramify.train.placement.reward_services import RewardServices
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec
 from ramify.train.placement.rollout_workers import RolloutWorkers
 from ramify.train.placement_plan import attached_inference_spec, check_weight_sync_reach
-from ramify.train.selfcheck import TokenIdHashingClient
 
 if TYPE_CHECKING:
-    from ramify.inference.http.http_engines import HttpEngines
+    from ramify.inference.http.http_engines import HttpEngineClient
     from ramify.inference.local.local_client import LocalClient
 
 
@@ -38,21 +38,21 @@ class RolloutResources:
     """The resources that the rollouts of a training run need: engines, the ``RLM`` that runs
     recursive calls, worker processes, and the models of each depth."""
 
-    client: LocalClient | HttpEngines
+    client: LocalClient | HttpEngineClient
     audited: TokenIdHashingClient
     rlm: RLM
     workers: RolloutWorkers | None
     """The processes that run rollouts. None: this process runs them."""
-    depths: DepthModels
+    depths: ModelsByCallDepth
     """The models that answer calls, by depth."""
-    others: Mapping[str, tuple[LocalClient | HttpEngines, TokenIdHashingClient]] = (
+    others: Mapping[str, tuple[LocalClient | HttpEngineClient, TokenIdHashingClient]] = (
         dataclasses.field(default_factory=dict)
     )
     """The engines of each additional policy, by its name."""
 
 
 async def reserve_machines(
-    parts: RunParts, out: Path, stack: contextlib.AsyncExitStack
+    parts: LoadedRunParts, out: Path, stack: contextlib.AsyncExitStack
 ) -> Launcher | None:
     """Reserve the machines on which the run places processes, and start the run's services.
 
@@ -74,7 +74,7 @@ async def reserve_machines(
 
 
 async def open_rollouts(
-    parts: RunParts, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
+    parts: LoadedRunParts, out: Path, hosts: Launcher | None, stack: contextlib.AsyncExitStack
 ) -> RolloutResources:
     """Start the engines and the rollout workers, and return the resources that rollouts need.
 
@@ -86,7 +86,7 @@ async def open_rollouts(
         for name, each in parts.others.items()
     }
     run = parts.run
-    depths = DepthModels(
+    depths = ModelsByCallDepth(
         run.depths,
         run.frozen,
         audited,
@@ -109,12 +109,12 @@ async def open_rollouts(
 
 
 async def _start_engines(
-    parts: RunParts,
+    parts: LoadedRunParts,
     folder: Path,
     hosts: Launcher | None,
     stack: contextlib.AsyncExitStack,
     suffix: str = "",
-) -> tuple[LocalClient | HttpEngines, TokenIdHashingClient]:
+) -> tuple[LocalClient | HttpEngineClient, TokenIdHashingClient]:
     """Start the engines of one policy, and return their client.
 
     ``folder`` is for files that the engines read and write.
@@ -131,7 +131,7 @@ async def _start_engines(
     )
 
 
-def _choose_key(parts: RunParts) -> None:
+def _choose_key(parts: LoadedRunParts) -> None:
     """Choose the API key of the engines that the run starts.
 
     It is set in the environment before other processes start, so that they inherit it.
@@ -140,14 +140,14 @@ def _choose_key(parts: RunParts) -> None:
         os.environ.setdefault(parts.engines.key_variable, secrets.token_urlsafe(24))
 
 
-def client_of(parts: RunParts) -> LocalClient | HttpEngines:
+def client_of(parts: LoadedRunParts) -> LocalClient | HttpEngineClient:
     """Return the client of the engine in this process, or of engines in other processes, which are
     not started yet."""
     if parts.engines is not None:
-        from ramify.inference.http.http_engines import HttpEngines
+        from ramify.inference.http.http_engines import HttpEngineClient
 
         name = f"{parts.engines.engine}:{parts.run.name}"
-        return HttpEngines(parts.serving, parts.engines, name=name)
+        return HttpEngineClient(parts.serving, parts.engines, name=name)
     import torch
 
     from ramify.inference.local.local_client import LocalClient
@@ -166,7 +166,7 @@ def client_of(parts: RunParts) -> LocalClient | HttpEngines:
     return client
 
 
-def _make_launcher(parts: RunParts) -> Launcher | None:
+def _make_launcher(parts: LoadedRunParts) -> Launcher | None:
     """Return the launcher of processes on other machines, or None if the run has none.
 
     Raises ConfigError if the requested machines are not available.
@@ -196,8 +196,8 @@ def _make_launcher(parts: RunParts) -> Launcher | None:
 
 
 def _make_rollout_workers(
-    parts: RunParts,
-    client: LocalClient | HttpEngines,
+    parts: LoadedRunParts,
+    client: LocalClient | HttpEngineClient,
     audited: TokenIdHashingClient,
     out: Path,
     hosts: Launcher | None,
@@ -226,7 +226,9 @@ def _make_rollout_workers(
     )
 
 
-def _worker_spec(parts: RunParts, client: HttpEngines, checkpoint: Path) -> RolloutWorkerSpec:
+def _worker_spec(
+    parts: LoadedRunParts, client: HttpEngineClient, checkpoint: Path
+) -> RolloutWorkerSpec:
     """Return the part of the run's configuration that rollout workers need."""
     run = parts.run
     assert run.inference is not None

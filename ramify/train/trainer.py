@@ -29,14 +29,14 @@ from typing import Literal, NamedTuple, TypeVar
 from ramify.errors import StoreError
 from ramify.logging import ComponentLogger
 from ramify.progress import on_heartbeat, report_progress, subscribe
-from ramify.time_account import WallAndCpuTimer
+from ramify.step_time_accounting import WallAndCpuTimer
 from ramify.train.checkpoint import TrainingProgress, Write, read_state
 from ramify.train.learner import Learner
 from ramify.train.metrics import Diagnosis
 from ramify.train.policy_learners import Learners
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.score_failure_counts import ScoreFailureCounts
-from ramify.train.stages import RolloutsFailed, StepData, StepSource, TrainingStage
+from ramify.train.stages import RolloutsFailed, StageDataSource, StepData, TrainingStage
 from ramify.train.stall_watchdog import StallError, StoppedBySignal
 from ramify.train.training_guard import (
     TrainingGuard,
@@ -86,7 +86,7 @@ class Trainer:
         self._stages = stages
         self._evaluation = evaluation
         self._guard = guard or TrainingGuard()
-        self._source: StepSource | None = None
+        self._source: StageDataSource | None = None
         self._rollback = ""
         """Why the stage must return to its best checkpoint. Empty if it need not."""
         self._thread = self._learners.thread
@@ -288,7 +288,7 @@ class Trainer:
         state.is_due = True
         await self._at_intervals(stage)
 
-    def _note_position(self, source: StepSource) -> None:
+    def _note_position(self, source: StageDataSource) -> None:
         """Update the position in the data for the next checkpoint: which items have begun and which
         were skipped."""
         self.state.next_item, self.state.pending = source.data_position()

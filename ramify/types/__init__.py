@@ -3,17 +3,17 @@
 They do no I/O, and their methods only derive values from the data.
 """
 
+from ramify.types.call_token_ids import CallTokenIds, SampledTokenSpan
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
-from ramify.types.token_path import SampledTokenSpan, TokenPath
-from ramify.types.training_sequences import Batch, Segment, TokenSequence
+from ramify.types.training_sequences import Batch, PackedTokenSegment, TokenSequence
 from ramify.types.trajectory import (
     Call,
+    CallForkOrigin,
     CallSite,
     Cell,
     ContextRef,
-    Fork,
     Group,
-    GroupFate,
+    RolloutGroupOutcome,
     Stop,
     Trajectory,
     Turn,
@@ -22,18 +22,18 @@ from ramify.types.trajectory import (
 __all__ = [
     "Batch",
     "Call",
+    "CallForkOrigin",
     "CallSite",
+    "CallTokenIds",
     "Cell",
     "ContextRef",
-    "Fork",
     "Group",
-    "GroupFate",
     "Message",
+    "PackedTokenSegment",
     "Reply",
+    "RolloutGroupOutcome",
     "SampledTokenSpan",
-    "Segment",
     "Stop",
-    "TokenPath",
     "TokenSequence",
     "ToolCall",
     "Trajectory",

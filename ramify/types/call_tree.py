@@ -2,13 +2,13 @@
 
 Views show this tree while the run is in progress.
 
-    events ──> CallTree ──┬─> rows of the terminal   (cli/live.py)
-                          ├─> the page of the run    (viewer/run_tree.py)
+    events ──> CallTree ──┬─> rows of the terminal   (cli/live_run_view.py)
+                          ├─> the page of the run    (viewer/run_call_tree.py)
                           └─> OpenTelemetry spans    (engine/opentelemetry_spans.py)
 
 Each call is a node with its state, times and costs, but without its full texts. The run as a whole
 is a ``Trajectory`` without calls. Events may be given in a short form that has the same tags but
-only the fields read here (see ``store/textless_events.py``). ``TrajectoryFold`` in event.py
+only the fields read here (see ``store/textless_events.py``). ``TrajectoryBuilder`` in event.py
 collects complete calls with their texts.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ramify.types.call_node import CallNode
 from ramify.types.event import (
     AttemptFailed,
     CallEnded,
@@ -33,12 +32,13 @@ from ramify.types.event import (
     RunStarted,
     ScoreAdded,
     ToolAnswered,
-    TrajectoryFold,
+    TrajectoryBuilder,
     add_failed_attempt,
 )
 from ramify.types.message import Usage
+from ramify.types.run_call_node import RunCallNode
 from ramify.types.sibling_outliers import SiblingOutlierFinder
-from ramify.types.trajectory import Annotation, Call, Trajectory, cut
+from ramify.types.trajectory import Call, RunAnnotation, Trajectory, cut
 
 _ACTS = {
     "RunStarted": "_on_run_event",
@@ -65,25 +65,25 @@ class CallTree:
     """
 
     def __init__(self) -> None:
-        self.nodes: dict[str, CallNode] = {}
+        self.nodes: dict[str, RunCallNode] = {}
         """Nodes by call id, in order of creation."""
-        self.order: list[CallNode] = []
+        self.order: list[RunCallNode] = []
         self.at_s = 0.0
         """Time of the last event, in seconds since the run began."""
         self.siblings = SiblingOutlierFinder()
-        self.marked: list[CallNode] = []
+        self.marked: list[RunCallNode] = []
         """Calls that changed because of an event of another call. The code that displays the tree
         clears this list.
         """
-        self._fold = TrajectoryFold()
-        self._acts: dict[type[Event], Callable[[Any], CallNode | None]] = {}
+        self._fold = TrajectoryBuilder()
+        self._acts: dict[type[Event], Callable[[Any], RunCallNode | None]] = {}
 
     @property
     def run_data(self) -> Trajectory:
         """Data of the run as a whole, such as rewards and cost, without its calls."""
         return self._fold.trajectory
 
-    def apply(self, event: Event) -> CallNode | None:
+    def apply(self, event: Event) -> RunCallNode | None:
         """Update the tree with ``event``.
 
         Returns the node of the call that the event belongs to, or None if it belongs to no call.
@@ -99,8 +99,8 @@ class CallTree:
             self.at_s = event.at_s
         return node
 
-    def _on_call_started(self, event: CallStarted) -> CallNode:
-        node = self.nodes[event.id] = CallNode(
+    def _on_call_started(self, event: CallStarted) -> RunCallNode:
+        node = self.nodes[event.id] = RunCallNode(
             len(self.order),
             event.id,
             event.kind,
@@ -117,14 +117,14 @@ class CallTree:
         self.marked += self.siblings.add(node, event.question)
         return node
 
-    def _on_request_started(self, event: RequestStarted) -> CallNode:
+    def _on_request_started(self, event: RequestStarted) -> RunCallNode:
         node = self.nodes[event.call]
         node.asking, node.is_running = event.turn, False
         if node.kind == "rlm":
             _add_span(node, event.at_s)
         return node
 
-    def _on_reply_received(self, event: ReplyReceived) -> CallNode:
+    def _on_reply_received(self, event: ReplyReceived) -> RunCallNode:
         node = self.nodes[event.call]
         if node.asking < 0:
             raise KeyError(f"no open request of call {event.call}, turn {event.turn}")
@@ -136,7 +136,7 @@ class CallTree:
         self._charge(node, event.reply.usage, event.reply.cost)
         return node
 
-    def _on_cell_ran(self, event: CellRan) -> CallNode:
+    def _on_cell_ran(self, event: CellRan) -> RunCallNode:
         node = self.nodes[event.call]
         if event.turn >= node.num_turns:
             raise IndexError(f"no turn {event.turn} of call {event.call}")
@@ -144,17 +144,17 @@ class CallTree:
         self.marked += self.siblings.mark_outliers(event.call, event.turn, event.cell)
         return node
 
-    def _on_tool_answered(self, event: ToolAnswered) -> CallNode:
+    def _on_tool_answered(self, event: ToolAnswered) -> RunCallNode:
         node = self.nodes[event.call]
         if node.tools is None:
             node.tools = []
         node.tools.append((event.at_s, event.error is not None))
         return node
 
-    def _on_note_added(self, event: NoteAdded) -> CallNode | None:
+    def _on_note_added(self, event: NoteAdded) -> RunCallNode | None:
         return self.nodes.get(event.call)
 
-    def _on_mode_chosen(self, event: ModeChosen) -> CallNode | None:
+    def _on_mode_chosen(self, event: ModeChosen) -> RunCallNode | None:
         self._fold.apply(event)
         roots = [node for node in self.order if node.parent is None]
         for root in roots if event.strategy else ():
@@ -164,7 +164,7 @@ class CallTree:
     def _on_run_event(self, event: RunStarted | RunEnded) -> None:
         self._fold.apply(event)
 
-    def _on_run_resumed(self, event: RunResumed) -> CallNode | None:
+    def _on_run_resumed(self, event: RunResumed) -> RunCallNode | None:
         """Reopen calls that a limit had ended, because the run continues with higher limits.
 
         The last turns of these calls are discarded.
@@ -180,13 +180,13 @@ class CallTree:
         self.marked += nodes
         return nodes[0] if nodes else None
 
-    def _on_attempt_failed(self, event: AttemptFailed) -> CallNode:
+    def _on_attempt_failed(self, event: AttemptFailed) -> RunCallNode:
         node = self.nodes[event.call]
         self._charge(node, event.usage, event.cost)
         add_failed_attempt(self.run_data, event)
         return node
 
-    def _on_call_ended(self, event: CallEnded) -> CallNode:
+    def _on_call_ended(self, event: CallEnded) -> RunCallNode:
         node = self.nodes[event.id]
         node.asking, node.is_running = -1, False
         node.stop, node.ended_s = event.stop, event.at_s
@@ -198,7 +198,7 @@ class CallTree:
             self.run_data.errors.append(f"call {event.id}: {event.error}")
         return node
 
-    def _on_score_added(self, event: ScoreAdded) -> CallNode | None:
+    def _on_score_added(self, event: ScoreAdded) -> RunCallNode | None:
         node = self.nodes[event.call] if event.call else None
         before = len(self.run_data.marks)
         self._fold.apply(event)
@@ -208,7 +208,7 @@ class CallTree:
             return self.order[0]  # its row shows the rewards of the run
         return node
 
-    def _charge(self, node: CallNode, usage: Usage, cost: float | None) -> None:
+    def _charge(self, node: RunCallNode, usage: Usage, cost: float | None) -> None:
         run = self.run_data
         node.input_tokens += usage.input_tokens
         node.output_tokens += usage.output_tokens
@@ -231,20 +231,20 @@ class CallTree:
         self.at_s = max([trajectory.seconds, *(call.ended_s or 0.0 for call in trajectory.calls)])
 
 
-def _add_span(node: CallNode, at_s: float) -> None:
+def _add_span(node: RunCallNode, at_s: float) -> None:
     if node.spans is None:
         node.spans = []
     node.spans.append(at_s)
 
 
-def _add_marks(node: CallNode, marks: list[Annotation]) -> None:
+def _add_marks(node: RunCallNode, marks: list[RunAnnotation]) -> None:
     if node.marks is None:
         node.marks = []
     node.marks += marks
 
 
-def _node_of(call: Call, index: int) -> CallNode:
-    node = CallNode(
+def _node_of(call: Call, index: int) -> RunCallNode:
+    node = RunCallNode(
         index,
         call.id,
         call.kind,

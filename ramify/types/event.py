@@ -2,9 +2,9 @@
 
 The journal, live views and the final record are all built from the same stream of events.
 
-The engine emits each event before it acts on it. ``TrajectoryFold`` turns a stream of events into a
-``Trajectory``, even if the stream was truncated. The engine uses this fold in memory, and the store
-uses it on a file.
+The engine emits each event before it acts on it. ``TrajectoryBuilder`` turns a stream of events
+into a ``Trajectory``, even if the stream was truncated. The engine uses this fold in memory, and
+the store uses it on a file.
 
     run   RunStarted  call*  RunEnded       calls of one run interleave
     call  CallStarted  turn*  CallEnded     RunResumed may follow the end, and then further turns
@@ -23,14 +23,14 @@ import msgspec
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
-    Annotation,
     Call,
+    CallForkOrigin,
     CallKind,
     CallSite,
     Cell,
     ContextRef,
-    Fork,
     NewCallReason,
+    RunAnnotation,
     Stop,
     Trajectory,
     Turn,
@@ -86,7 +86,7 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
     depth: int
     question: str
     parent: CallSite | None = None
-    fork: Fork | None = None
+    fork: CallForkOrigin | None = None
     context: ContextRef | None = None
     cause: NewCallReason | None = None
     """Why an outside agent's request began this call. None for calls of the engine's own loop."""
@@ -275,7 +275,7 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     reason: str = ""
     """One sentence on why the run ended, with the relevant figures. Empty for ``FINAL``."""
     typed_answer: Any = None
-    """The answer as packed by ``SharedContext.to_jsonable``, if JSON would change its type (a
+    """The answer as packed by ``SharedContextValue.to_jsonable``, if JSON would change its type (a
     tuple, NaN)."""
     partial: str = ""
     """Text of the last message of a run that ended without an answer."""
@@ -338,7 +338,7 @@ def add_failed_attempt(trajectory: Trajectory, event: AttemptFailed) -> None:
     texts.append(f"call {event.call}, turn {event.turn}: {event.error}")
 
 
-class TrajectoryFold:
+class TrajectoryBuilder:
     """Build a ``Trajectory`` from the events of a run.
 
     The attribute ``trajectory`` is valid after every event, even if the run was cut off.
@@ -523,7 +523,7 @@ def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
         values = {}
     if values or event.tokens or event.text:
         trajectory.marks.append(
-            Annotation(event.by, event.call, event.turn, values, event.tokens, event.text)
+            RunAnnotation(event.by, event.call, event.turn, values, event.tokens, event.text)
         )
 
 

@@ -41,7 +41,7 @@ _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
 _MAX_SEGMENTS = 10_000
 
 
-class NotAPicture(ValueError):
+class InvalidPictureError(ValueError):
     """Raised if bytes are not a picture, or if the picture is damaged.
 
     The message is the end of a sentence that the caller begins with the picture's name, such as "is
@@ -49,7 +49,7 @@ class NotAPicture(ValueError):
     """
 
 
-class PictureTooLarge(NotAPicture):
+class PictureTooLarge(InvalidPictureError):
     """Raised if a picture exceeds ``MAX_SIDE`` or ``MAX_PICTURE_BYTES``.
 
     The caller may scale it down and try again.
@@ -125,7 +125,7 @@ class Picture(msgspec.Struct, frozen=True, omit_defaults=True):
 def picture_from_bytes(data: bytes, name: str = "") -> Picture:
     """Return a reference to the picture whose file contents are ``data``.
 
-    Raises NotAPicture if ``data`` is not a picture, and PictureTooLarge if it is too large.
+    Raises InvalidPictureError if ``data`` is not a picture, and PictureTooLarge if it is too large.
     """
     import hashlib
 
@@ -147,7 +147,7 @@ def size_of(data: bytes) -> PictureSize:
     """Read a picture's format and size from its header, and check that the picture is not
     truncated.
 
-    Raises NotAPicture if ``data`` is not a complete picture.
+    Raises InvalidPictureError if ``data`` is not a complete picture.
     """
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         size = _png_size(data)
@@ -156,15 +156,15 @@ def size_of(data: bytes) -> PictureSize:
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         size = _webp_size(data)
     else:
-        raise NotAPicture("is not a PNG, JPEG or WebP picture")
+        raise InvalidPictureError("is not a PNG, JPEG or WebP picture")
     if not (size.width and size.height):
-        raise NotAPicture(f"is a damaged {size.kind.upper()} picture: it has no pixels")
+        raise InvalidPictureError(f"is a damaged {size.kind.upper()} picture: it has no pixels")
     return size
 
 
 def _png_size(data: bytes) -> PictureSize:
     if data[8:16] != b"\0\0\0\rIHDR" or data.rfind(b"IEND") < 0:
-        raise NotAPicture("is a damaged or cut PNG picture")
+        raise InvalidPictureError("is a damaged or cut PNG picture")
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     return PictureSize("png", width, height)
 
@@ -183,12 +183,12 @@ def _jpeg_size(data: bytes) -> PictureSize:
             height, width = (int.from_bytes(data[at + i : at + i + 2], "big") for i in (5, 7))
             return PictureSize("jpeg", width, height)
         at += 2 if marker in _WITHOUT_LENGTH else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    raise NotAPicture("is a damaged or cut JPEG picture")
+    raise InvalidPictureError("is a damaged or cut JPEG picture")
 
 
 def _webp_size(data: bytes) -> PictureSize:
     if len(data) < 30 or int.from_bytes(data[4:8], "little") + 8 > len(data) + 1:
-        raise NotAPicture("is a damaged or cut WebP picture")
+        raise InvalidPictureError("is a damaged or cut WebP picture")
     match data[12:16]:
         case b"VP8X":
             width, height = (1 + int.from_bytes(data[i : i + 3], "little") for i in (24, 27))
@@ -199,7 +199,7 @@ def _webp_size(data: bytes) -> PictureSize:
         case b"VP8 " if data[23:26] == b"\x9d\x01\x2a":
             width, height = (int.from_bytes(data[i : i + 2], "little") & 0x3FFF for i in (26, 28))
         case _:
-            raise NotAPicture("is a damaged WebP picture")
+            raise InvalidPictureError("is a damaged WebP picture")
     return PictureSize("webp", width, height)
 
 

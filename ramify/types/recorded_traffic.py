@@ -7,7 +7,7 @@ A store of traffic names the policy that replied, and marks how each turn was re
                            by ``feedback``, or a scorer: rewards of the turn by name
 
 This module is shared by the server that records (``serve/traffic_recorder.py``) and the training
-that reads (``train/traffic.py``).
+that reads (``train/traffic_training.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from ramify.types.message import Message
-from ramify.types.trajectory import Call, Fork, Trajectory
+from ramify.types.trajectory import Call, CallForkOrigin, Trajectory
 
 TASK = "traffic"
 """Task name of a recorded conversation."""
@@ -65,7 +65,9 @@ def next_user_message(run: Trajectory, call: Call, turn: int) -> Message | None:
     Returns None if no such message was recorded.
     """
     following = [call.turns[turn + 1]] if turn + 1 < len(call.turns) else []
-    forks = [each for each in run.calls if each.turns and each.fork == Fork(call.id, turn)]
+    forks = [
+        each for each in run.calls if each.turns and each.fork == CallForkOrigin(call.id, turn)
+    ]
     following += [each.turns[0] for each in forks]
     messages = (message for each in following for message in each.prompt)
     return next((message for message in messages if message.role == "user"), None)

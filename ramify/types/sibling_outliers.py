@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ramify.types.call_node import CallNode, parse_number
+from ramify.types.run_call_node import RunCallNode, parse_number
 from ramify.types.sibling_question_diff import SiblingQuestions
 
 MIN_SIBLINGS = 4
@@ -39,15 +39,15 @@ class SiblingOutlierFinder:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[str, int, int], list[CallNode]] = {}
+        self._groups: dict[tuple[str, int, int], list[RunCallNode]] = {}
         self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
 
-    def add(self, node: CallNode, question: str) -> list[CallNode]:
+    def add(self, node: RunCallNode, question: str) -> list[RunCallNode]:
         """Add a call to the calls of its cell.
 
         ``question`` is the call's complete question. Returns the earlier siblings whose
-        distinguishing part (``CallNode.distinguishing_text``) has changed, because they share less
-        text with the new question.
+        distinguishing part (``RunCallNode.distinguishing_text``) has changed, because they share
+        less text with the new question.
         """
         if (parent := node.parent) is None:
             return []
@@ -63,7 +63,7 @@ class SiblingOutlierFinder:
         group.append(node)
         return changed
 
-    def mark_outliers(self, call: str, turn: int, cell: int) -> list[CallNode]:
+    def mark_outliers(self, call: str, turn: int, cell: int) -> list[RunCallNode]:
         """Compare the calls of a cell, and mark those that differ from their siblings.
 
         Returns the marked calls.
@@ -83,7 +83,7 @@ class SiblingOutlierFinder:
             self.mark_outliers(*place)
 
 
-def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
+def outliers(siblings: Sequence[RunCallNode]) -> dict[int, str]:
     """Find the siblings that differ from the others.
 
     Returns the index of each, with a sentence (without its subject) that says how it differs.
@@ -100,11 +100,11 @@ def outliers(siblings: Sequence[CallNode]) -> dict[int, str]:
     return found
 
 
-def _failure(node: CallNode, count: int) -> str:
+def _failure(node: RunCallNode, count: int) -> str:
     return f"failed, unlike most of its {count - 1:,} siblings: {node.error or node.stop}"
 
 
-def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
+def _by_question(siblings: Sequence[RunCallNode]) -> dict[int, str]:
     """Find calls whose answer disagrees with the majority of siblings that were asked the same
     question about the same context.
 
@@ -129,7 +129,7 @@ def _by_question(siblings: Sequence[CallNode]) -> dict[int, str]:
     return found
 
 
-def _by_value(siblings: Sequence[CallNode], good: Sequence[int]) -> dict[int, str]:
+def _by_value(siblings: Sequence[RunCallNode], good: Sequence[int]) -> dict[int, str]:
     kinds = Counter(siblings[index].answer_kind for index in good)
     usual, votes = kinds.most_common(1)[0]
     if votes < 0.75 * len(good):
@@ -167,7 +167,7 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.4g}"
 
 
-def _kind_and_value(node: CallNode) -> str:
+def _kind_and_value(node: RunCallNode) -> str:
     """Describe a call's answer by its type and its beginning, such as ``text: “none found”``.
 
     Returns ``nothing`` for a call without an answer.
@@ -198,7 +198,7 @@ def _find_outliers(values: Sequence[float]) -> list[tuple[int, float]]:
     ]
 
 
-def short_answer(node: CallNode) -> str:
+def short_answer(node: RunCallNode) -> str:
     return _short_text(node.answer)
 
 

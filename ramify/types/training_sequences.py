@@ -110,7 +110,7 @@ class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
         return len(self.token_ids)
 
 
-class Segment(msgspec.Struct, frozen=True):
+class PackedTokenSegment(msgspec.Struct, frozen=True):
     """A range of tokens ``[start, end)`` in a batch.
 
     Its tokens attend causally to each other and to the segments before it in the same sequence (its
@@ -133,7 +133,7 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     """Ids of all T tokens of the forest, [T]."""
     positions: Ints
     """Depth of each token in its path, from 0, [T]."""
-    segments: list[Segment]
+    segments: list[PackedTokenSegment]
     """The S segments in preorder: each comes directly before its descendants. Together they cover
     [0, T)."""
     sources: Ints
@@ -186,7 +186,7 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
         return len(self.token_ids)
 
 
-def check_segments(segments: list[Segment], num_tokens: int) -> None:
+def check_segments(segments: list[PackedTokenSegment], num_tokens: int) -> None:
     """Raise ValueError if ``segments`` do not cover all tokens in preorder, with each segment after
     its parent."""
     end = 0

@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from ramify.types.call_token_ids import CallTokenIds, CallTokenIdsBuilder
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.token_path import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
 """Version of events and trajectories on disk. Readers accept older versions and reject newer ones.
-Version 2 added ``Scored`` and ``Annotation``."""
+Version 2 added ``Scored`` and ``RunAnnotation``."""
 
 CallKind = Literal["rlm", "strategy", "lm", "leaf", "judge"]
 """Kinds of calls. ``strategy``: a call without turns, answered by a plan or another strategy that
@@ -235,7 +235,7 @@ class CallSite(msgspec.Struct, frozen=True, gc=False):
     cell: int
 
 
-class Fork(msgspec.Struct, frozen=True, gc=False):
+class CallForkOrigin(msgspec.Struct, frozen=True, gc=False):
     """The point from which a forked call continues: the call ``call`` after its turn ``turn``.
 
     Both calls share everything up to that point.
@@ -259,7 +259,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     depth: int
     question: str
     parent: CallSite | None = None
-    fork: Fork | None = None
+    fork: CallForkOrigin | None = None
     context: ContextRef | None = None
     turns: list[Turn] = msgspec.field(default_factory=list)
     answer: Any = None
@@ -281,7 +281,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     loop."""
 
 
-class Annotation(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class RunAnnotation(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A remark on a run, a call or a turn in addition to its rewards: named numbers and a short
     text."""
 
@@ -313,7 +313,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """Rewards of single calls, by call id and then by reward name."""
-    marks: list[Annotation] = msgspec.field(default_factory=list)
+    marks: list[RunAnnotation] = msgspec.field(default_factory=list)
     """Annotations that are not rewards, oldest first. A later one replaces an earlier one with the
     same target and name.
     """
@@ -408,7 +408,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
             messages = [*messages[: step.reused], *step.prompt, step.reply.message]
         return messages
 
-    def path(self, call: Call, turn: int | None = None) -> TokenPath | None:
+    def path(self, call: Call, turn: int | None = None) -> CallTokenIds | None:
         """Return the token ids of ``call`` up to and including the reply of turn ``turn``, by
         default the last turn.
 
@@ -418,20 +418,20 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         A turn that does not extend the previous one truncates the path where they diverge.
         ``paths`` also returns the part that was cut off.
         """
-        path = TokenPathBuilder()
+        path = CallTokenIdsBuilder()
         for owner, index, step in self._lineage_turns(call, turn):
             path.add(owner, index, step.reply, step.reused_ids)
         return path.build()
 
-    def paths(self, call: Call) -> list[TokenPath]:
+    def paths(self, call: Call) -> list[CallTokenIds]:
         """Return the smallest set of token sequences (paths) that contains every token id of
         ``call``.
 
         There is one path, plus another for each turn that does not extend the previous one
         (``metrics["split_turns"]`` counts these turns). Tokens that several paths
-        share were sampled once. ``TokenPath.spans`` gives the turn and call that sampled them.
+        share were sampled once. ``CallTokenIds.spans`` gives the turn and call that sampled them.
         """
-        path = TokenPathBuilder()
+        path = CallTokenIdsBuilder()
         paths = []
         for owner, index, step in self._lineage_turns(call, None):
             is_extended = path.is_extended_by(step.reply, step.reused_ids)
@@ -454,7 +454,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
                 yield owner.id, index, step
 
 
-class GroupFate(enum.StrEnum):
+class RolloutGroupOutcome(enum.StrEnum):
     """The outcome of a group of rollouts: whether training used it, and if not, why."""
 
     LEARNT = "learnt"
@@ -472,7 +472,7 @@ class GroupFate(enum.StrEnum):
     signal."""
 
     @classmethod
-    def _missing_(cls, value: object) -> GroupFate | None:
+    def _missing_(cls, value: object) -> RolloutGroupOutcome | None:
         return cls.NO_SIGNAL if value == "silent" else None  # its name in earlier runs
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.types.call_node import CallNode
+from ramify.types.run_call_node import RunCallNode
 from ramify.types.trajectory import Call, Turn, answer_text
 from ramify.viewer.data_flow import NOTHING, CellValueOrigins, CellValueTracer, ValueOrigin, union
 from ramify.viewer.returned_value_index import (
@@ -372,12 +372,12 @@ def _position(text: str, value: str) -> int:
 
 def _calls_by_place(
     run: WatchedRun, id: str
-) -> dict[tuple[int, int], list[tuple[CallNode, str, Any]]]:
+) -> dict[tuple[int, int], list[tuple[RunCallNode, str, Any]]]:
     """Return the sub-calls of the call ``id``, grouped by the turn and cell whose code made them.
 
     Each comes with its question and answer.
     """
-    found: dict[tuple[int, int], list[tuple[CallNode, str, Any]]] = {}
+    found: dict[tuple[int, int], list[tuple[RunCallNode, str, Any]]] = {}
     children = [node for node in run.tree.order if node.parent and node.parent.call == id]
     for node in children[:MAX_CALLS]:
         assert node.parent is not None
@@ -414,7 +414,7 @@ def _plain_links(call: Call) -> list[TextProvenanceLink]:
     return links
 
 
-def _question_links(run: WatchedRun, node: CallNode, call: Call) -> list[TextProvenanceLink]:
+def _question_links(run: WatchedRun, node: RunCallNode, call: Call) -> list[TextProvenanceLink]:
     """Link values in the question of a child call to the earlier calls of its parent that returned
     them."""
     parent = run.tree.nodes.get(node.parent.call) if node.parent else None

@@ -30,8 +30,8 @@ from ramify.engine.run_fork import ForkOptions, ForkPoint
 from ramify.engine.run_handle import RunHandle
 from ramify.errors import ConfigError, StoreError
 from ramify.store.base import RunStore
+from ramify.store.folder_store import Store
 from ramify.store.recorded_replies import RunEventIndex
-from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.viewer.run_lookup import LocatedRun
 from ramify.viewer.run_overview import struct_fields
@@ -68,7 +68,7 @@ class RerunFromTurnRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
         return f"RerunFromTurnRequest({self.key!r}, {self.call!r}, {self.turn})"  # without keys
 
 
-class RunAgain:
+class RerunStarter:
     """Start the new runs that a page requests.
 
     The methods may be awaited on any event loop.

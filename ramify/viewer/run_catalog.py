@@ -6,7 +6,7 @@ A store is a folder with ``runs/``, or another ``RunStore``. A file may be a jou
 trajectories, or the record of an evaluation. A folder may be one of ``ramify train``, or contain
 any of these. Every request reads the places again, because files grow. The rows of unchanged files
 are cached. An unreadable file has a row with the reason. run_lookup.py resolves addresses, and
-watched_run.py and training.py make the pages.
+watched_run.py and training_and_evaluation_pages.py make the pages.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.evaluate.matrix import read_matrix
-from ramify.evaluate.run import read_evaluation
+from ramify.evaluate.evaluation_matrix import read_matrix
+from ramify.evaluate.run_evaluation import read_evaluation
 from ramify.store.base import RunStore
 from ramify.store.durable_files import EVALUATIONS as EVALUATIONS
 from ramify.store.durable_files import MATRIX
+from ramify.store.folder_store import SETTLED_NS
 from ramify.store.journal import FileStoredRun, find_writer_process
 from ramify.store.reviews import HumanRunReview, Verdict, read_reviews_for_listing, review_file
-from ramify.store.store import SETTLED_NS
-from ramify.store.summary import MAX_ANSWER, RunSummary, summarise
+from ramify.store.run_summary import MAX_ANSWER, RunSummary, summarise
 from ramify.store.textless_events import TrajectoryOutline
 from ramify.train.metrics import FILE as METRICS
-from ramify.types.ending import describe_ending
+from ramify.types.end_reason import describe_ending
 from ramify.types.trajectory import SCHEMA_VERSION, answer_text, cut
 from ramify.viewer.run_lookup import (
     LocatedRun,
@@ -122,7 +122,7 @@ class EvaluationListRow(msgspec.Struct, omit_defaults=True):
     problem: str | None = None
 
 
-class MatrixListRow(msgspec.Struct, omit_defaults=True):
+class EvalMatrixListRow(msgspec.Struct, omit_defaults=True):
     """One evaluation matrix (suites, models and modes) in the viewer's list of matrices."""
 
     key: str
@@ -257,7 +257,7 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationListRow:
 
 
 @functools.lru_cache(1000)
-def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
+def _row_of_matrix(path: Path, key: str) -> EvalMatrixListRow:
     """Return the list row of an evaluation matrix, with its axes and planned attempts.
 
     The row is cached, because a matrix file never changes.
@@ -266,13 +266,13 @@ def _row_of_matrix(path: Path, key: str) -> MatrixListRow:
     try:
         plan = read_matrix(path)
     except StoreError as error:
-        return MatrixListRow(key, name, problem=str(error))
+        return EvalMatrixListRow(key, name, problem=str(error))
     places = [cell.place for cell in plan.cells]
     suites, models, modes = (
         tuple(dict.fromkeys(place[axis] for place in places)) for axis in ("suite", "model", "mode")
     )
     planned = sum(cell.plan.items * cell.plan.attempts for cell in plan.cells)
-    return MatrixListRow(key, name, suites, models, modes, len(places), planned)
+    return EvalMatrixListRow(key, name, suites, models, modes, len(places), planned)
 
 
 MAX_MAP_ROWS = 100_000
@@ -365,7 +365,7 @@ class RunCatalog:
                 self._trainings[place.number] = times, found
         return found
 
-    def matrices(self) -> list[MatrixListRow]:
+    def matrices(self) -> list[EvalMatrixListRow]:
         """Return the rows of all evaluation matrices, newest first."""
         rows = []
         for place in self._places:

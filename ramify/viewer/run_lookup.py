@@ -25,14 +25,14 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
-from ramify.maps.map_journal import MapStore
-from ramify.maps.map_table import DirectRowAsRun, StoredMap
+from ramify.maps.map_journal import TableMapStore
+from ramify.maps.map_table import DirectRowAsRun, StoredTableMap
 from ramify.maps.stored_maps import StoredMapCache
 from ramify.store.base import RunStore
+from ramify.store.folder_store import Store
 from ramify.store.journal import FileStoredRun
-from ramify.store.store import Store
+from ramify.store.store_opening import open_store
 from ramify.store.stored_run import StoredRun
-from ramify.store.stores import open_store
 from ramify.types.trajectory import SCHEMA_VERSION
 
 Kind = Literal["journal", "trajectory", "evaluation"]
@@ -161,18 +161,18 @@ class ViewerSources:
         path = _resolve_inside(place, file_name if is_line else name)
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
-    def stored_maps(self) -> Iterator[tuple[ViewerSource, StoredMap]]:
+    def stored_maps(self) -> Iterator[tuple[ViewerSource, StoredTableMap]]:
         """Yield the maps in all stores, with their latest results.
 
         A map asks one question about many rows. Unreadable maps are skipped.
         """
         for place in self._all:
             if isinstance(place.store, Store):
-                for path in MapStore(place.store.root).paths():
+                for path in TableMapStore(place.store.root).paths():
                     with contextlib.suppress(StoreError, OSError):
                         yield place, self._maps.get_table(path)
 
-    def find_map(self, key: str) -> tuple[ViewerSource, StoredMap]:
+    def find_map(self, key: str) -> tuple[ViewerSource, StoredTableMap]:
         """Find the map with address ``key``, and return it with the place that contains it.
 
         Raises StoreError if the map does not exist.
@@ -182,13 +182,13 @@ class ViewerSources:
             raise StoreError(f"unknown map {key!r}: choose one from the list")
         return place, self.load_map(place, name)
 
-    def load_map(self, place: ViewerSource, id: str) -> StoredMap:
+    def load_map(self, place: ViewerSource, id: str) -> StoredTableMap:
         """Return the map ``id`` from the store at ``place``.
 
         Raises StoreError if it does not exist.
         """
         store = place.store
-        path = MapStore(store.root).find_journal_path(id) if isinstance(store, Store) else None
+        path = TableMapStore(store.root).find_journal_path(id) if isinstance(store, Store) else None
         if path is None:
             raise StoreError(f"{place} has no map {id!r}")
         return self._maps.get_table(path)

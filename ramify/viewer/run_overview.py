@@ -22,14 +22,14 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.reviews import HumanRunReview
-from ramify.types.call_node import CallNode
-from ramify.types.ending import describe_ending
+from ramify.types.end_reason import describe_ending
 from ramify.types.event import mode_and_reason
+from ramify.types.run_call_node import RunCallNode
 from ramify.types.trajectory import ContextRef, cut
 from ramify.viewer.shown_sources import answer_and_citations
 from ramify.viewer.watched_run import WatchedRun
 
-COLUMNS: dict[str, Callable[[CallNode], Any]] = {
+COLUMNS: dict[str, Callable[[RunCallNode], Any]] = {
     "id": attrgetter("id"),
     "kind": attrgetter("kind"),
     "turn": lambda node: -1 if node.parent is None else node.parent.turn,
@@ -110,7 +110,7 @@ def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
 
 
 def _columns(
-    run: WatchedRun, nodes: Sequence[CallNode], num_texts: int | None = None
+    run: WatchedRun, nodes: Sequence[RunCallNode], num_texts: int | None = None
 ) -> dict[str, list[Any]]:
     """Return the table of the calls ``nodes`` by column.
 
@@ -176,7 +176,7 @@ def _collapse_column(column: list[Any]) -> Any:
     return first if is_plain and column.count(first) == len(column) else column
 
 
-def _scores(node: CallNode) -> list[tuple[Any, ...]]:
+def _scores(node: RunCallNode) -> list[tuple[Any, ...]]:
     return [(mark.turn, *score) for mark in node.marks or () for score in mark.values.items()]
 
 
@@ -273,7 +273,7 @@ def _ending(run: WatchedRun) -> str:
     )
 
 
-def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
+def rewards_of(run: WatchedRun, node: RunCallNode) -> dict[str, float]:
     """Return the rewards of a call.
 
     If the first call has none, return those of the run.
@@ -282,7 +282,7 @@ def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
     return call_rewards or ({} if node.index else run.tree.run_data.rewards)
 
 
-def call_state(node: CallNode) -> str:
+def call_state(node: RunCallNode) -> str:
     """Return the state of a call as the page names it: ``asking``, ``running``, ``open`` or
     ``done``."""
     if node.stop is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ramify.errors import StoreError
 from ramify.types.message import Message
-from ramify.types.picture import NotAPicture, picture_from_bytes
+from ramify.types.picture import InvalidPictureError, picture_from_bytes
 from ramify.viewer.watched_run import WatchedRun
 
 
@@ -43,7 +43,7 @@ def picture_bytes(run: WatchedRun, id: str, digest: str) -> tuple[bytes, str]:
     try:
         data = run.source.blob(digest)
         picture = picture_from_bytes(data)
-    except NotAPicture as error:
+    except InvalidPictureError as error:
         raise StoreError(f"the picture {digest[:12]}… is not in the store: {error}") from None
     if hashlib.sha256(data).hexdigest() != digest:
         raise StoreError(f"the picture {digest[:12]}… is damaged in the store")

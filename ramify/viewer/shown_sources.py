@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.typed import CitedAnswer
+from ramify.engine.typed_answers import CitedAnswer
 from ramify.errors import SandboxError, SourceError, StoreError
-from ramify.sandbox.base import SharedContext
+from ramify.sandbox.base import SharedContextValue
 from ramify.sandbox.guest.mapped_text import MappedText
 from ramify.sources.loaded_sources import RecordedSources
 from ramify.store.stored_run import StoredRun
@@ -126,6 +126,6 @@ def _context(run: StoredRun, context: ContextRef) -> Any:
     Raises StoreError if it cannot be read.
     """
     try:
-        return SharedContext.from_encoded(run.blob(context.digest), context.files).value
+        return SharedContextValue.from_encoded(run.blob(context.digest), context.files).value
     except (SandboxError, SourceError) as error:
         raise StoreError(str(error)) from None

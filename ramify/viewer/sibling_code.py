@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from ramify.errors import StoreError
-from ramify.types.call_node import CallNode
+from ramify.types.run_call_node import RunCallNode
 from ramify.types.trajectory import Stop
 from ramify.viewer.watched_run import WatchedRun
 
@@ -61,7 +61,7 @@ def _code_of(run: WatchedRun, id: str) -> _Code:
     return tuple(cell.code[:_MAX_CHARS].rstrip() for turn in call.turns for cell in turn.cells)
 
 
-def _codes_of_siblings(run: WatchedRun, node: CallNode) -> dict[str, _Code]:
+def _codes_of_siblings(run: WatchedRun, node: RunCallNode) -> dict[str, _Code]:
     """Return the code of each sibling of a call, by the sibling's id.
 
     Siblings that failed or are outliers are left out.

@@ -17,9 +17,9 @@ from ramify.errors import StoreError
 from ramify.trained_policy_settings import local_model_folder
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Annotation, Call, Cell, Turn, answer_text
+from ramify.types.trajectory import Call, Cell, RunAnnotation, Turn, answer_text
+from ramify.viewer.run_call_tree import UnansweredModelRequest
 from ramify.viewer.run_overview import call_state, context_fields, rewards_of, struct_fields
-from ramify.viewer.run_tree import UnansweredModelRequest
 from ramify.viewer.shown_pictures import describe_pictures
 from ramify.viewer.watched_run import WatchedRun
 
@@ -39,7 +39,7 @@ def transcript(
     tools: dict[int, list[ToolAnswered]] = {}
     for answer in detail.tools:
         tools.setdefault(answer.turn, []).append(answer)
-    marks: dict[int, list[Annotation]] = {}
+    marks: dict[int, list[RunAnnotation]] = {}
     for mark in node.marks or ():
         marks.setdefault(max(mark.turn, -1), []).append(mark)
     return {
@@ -104,7 +104,7 @@ def _turn_data(
     index: int,
     span: Sequence[float],
     tools: Sequence[ToolAnswered],
-    marks: Sequence[Annotation],
+    marks: Sequence[RunAnnotation],
     cut: _TextCutter,
 ) -> dict[str, Any]:
     return {
@@ -173,7 +173,7 @@ def _tool_data(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
     }
 
 
-def _mark_data(mark: Annotation) -> dict[str, Any]:
+def _mark_data(mark: RunAnnotation) -> dict[str, Any]:
     return {"by": mark.by, "values": mark.values, "tokens": list(mark.tokens), "text": mark.text}
 
 

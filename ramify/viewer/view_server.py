@@ -39,8 +39,8 @@ It sends the page, its data as JSON, and changes as server-sent events.
 Only POST /api/again, /api/review and /api/verdict change anything. They are refused if every
 process of this machine may send requests (see run_again.py and store/reviews.py). While a page
 follows a run in progress, a file beside its journal asks the run for arriving replies (see
-store/live_text.py). Static files are served from memory. ramify/http_server/ controls access, and
-script_bundle.py bundles scripts.
+store/live_replies.py). Static files are served from memory. ramify/http_server/ controls access,
+and script_bundle.py bundles scripts.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ import msgspec
 from aiohttp import web
 
 from ramify.errors import RamifyError, StoreError
-from ramify.http_server.access import BearerKeys, ListenAddress, new_key
+from ramify.http_server.access import AcceptedApiKeys, ListenAddress, new_key
 from ramify.http_server.base_server import AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 from ramify.http_server.rejections import RequestRejected
 from ramify.store.reviews import UNSCORED, HumanRunReview, Verdict, inter_rater_agreements
-from ramify.viewer.comparison import MAX_RUNS, match_calls, overview_and_calls
-from ramify.viewer.feed import FileChangeFeed, FileChangeFeeds
-from ramify.viewer.matrices import matrix_page_data, stored_matrix_page
+from ramify.viewer.eval_matrix_page import matrix_page_data, stored_matrix_page
+from ramify.viewer.file_change_feed import FileChangeFeed, FileChangeFeeds
 from ramify.viewer.page_headers import add_headers
 from ramify.viewer.provenance import provenance
-from ramify.viewer.run_again import Rebuild, RerunFromTurnRequest, RunAgain
+from ramify.viewer.run_again import Rebuild, RerunFromTurnRequest, RerunStarter
 from ramify.viewer.run_catalog import RunCatalog
+from ramify.viewer.run_comparison import MAX_RUNS, match_calls, overview_and_calls
 from ramify.viewer.run_list_updates import VersionedRunList
 from ramify.viewer.run_lookup import Kind, LocatedRun, detect_file_kind
 from ramify.viewer.run_overview import call_texts, run_overview, struct_fields
@@ -88,8 +88,8 @@ from ramify.viewer.script_bundle import (
 from ramify.viewer.shown_pictures import picture_bytes
 from ramify.viewer.shown_sources import source_text, sources
 from ramify.viewer.sibling_code import compare_sibling_code
-from ramify.viewer.training import (
-    EvaluationLibrary,
+from ramify.viewer.training_and_evaluation_pages import (
+    EvaluationReportCache,
     rollout_files,
     rollouts_of_item,
     saved_rollouts,
@@ -131,7 +131,7 @@ class ViewServer:
         """Access token of the page. Empty if the address needs none."""
         self._http = AiohttpServer(
             address,
-            BearerKeys.from_key(self.token) if self.token else None,
+            AcceptedApiKeys.from_key(self.token) if self.token else None,
             token=self.token,
             statuses={StoreError: 404, RamifyError: 400},
             limits=HttpLimits(max_body_bytes=MAX_BODY),
@@ -141,9 +141,9 @@ class ViewServer:
         self._first = first
         self._reading: asyncio.Task[Any] | None = None
         self._feeds = FileChangeFeeds()
-        self._evaluations = EvaluationLibrary(library)
+        self._evaluations = EvaluationReportCache(library)
         self._assets = StaticAssets()
-        self._again = RunAgain(rebuild) if rebuild is not None else None
+        self._again = RerunStarter(rebuild) if rebuild is not None else None
         self._listing = VersionedRunList(library)
         self._person = getpass.getuser()
 
@@ -407,7 +407,7 @@ class ViewServer:
         store, id = await again.start(self._library.find(wanted.key), wanted)
         return json_response({"key": self._library.key_of_stored_run(store, id)})
 
-    def _require_run_again(self) -> RunAgain:
+    def _require_run_again(self) -> RerunStarter:
         self._refuse_if_open("running a turn again costs money")
         if self._again is None:
             raise RequestRejected("this server cannot start runs", status=403)

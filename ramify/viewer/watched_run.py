@@ -2,8 +2,8 @@
 
 The tree is updated from the lines that were added to the run's journal.
 
-    journal ─┬─ new bytes since the last refresh ──> short events ──> RunTree (run_tree.py)
-             └─ lines of one call, when it is opened ──> CallDetail (run_tree.py)
+    journal ─┬─ new bytes since the last refresh ──> short events ──> RunCallTree (run_call_tree.py)
+             └─ lines of one call, when it is opened ──> CallDetail (run_call_tree.py)
 
 An incomplete last line is read once it is complete. A line that is damaged, or inconsistent with
 earlier lines, is skipped, and the page says so. A journal that was truncated or replaced is read
@@ -20,17 +20,17 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.store.line_checksums import ChecksumChain
 from ramify.store.reviews import HumanRunReview
-from ramify.store.textless_events import DamagedLine, decode_textless_events
-from ramify.types.call_node import CallNode
+from ramify.store.textless_events import DamagedJournalLine, decode_textless_events
 from ramify.types.event import CallEnded, CallStarted, RunStarted
+from ramify.types.run_call_node import RunCallNode
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.run_lookup import LocatedRun, detect_file_kind, newer_schema_error
-from ramify.viewer.run_tree import (
+from ramify.viewer.run_call_tree import (
     CallDetail,
     CallDetailReader,
-    RunTree,
+    RunCallTree,
     journal_events,
 )
+from ramify.viewer.run_lookup import LocatedRun, detect_file_kind, newer_schema_error
 
 
 class WatchedRun:
@@ -55,7 +55,7 @@ class WatchedRun:
         """
         self.is_alive = False
         """True if a process is writing the journal now."""
-        self.tree = RunTree()
+        self.tree = RunCallTree()
         self.offset = 0
         """Number of bytes read."""
         self.generation = 0
@@ -148,7 +148,7 @@ class WatchedRun:
             return CallDetail(self.tree.run_data.calls[node.index])
         return self._details.read_call(self.tree, node)
 
-    def call_question_and_answer(self, node: CallNode) -> tuple[str, Any]:
+    def call_question_and_answer(self, node: RunCallNode) -> tuple[str, Any]:
         """Return the full question and answer of a call, which are read from its first and last
         journal lines.
 
@@ -199,7 +199,7 @@ class WatchedRun:
         return changed
 
     def _begin_again(self) -> None:
-        self.tree, self._details = RunTree(), CallDetailReader(self.source)
+        self.tree, self._details = RunCallTree(), CallDetailReader(self.source)
         self._chain = ChecksumChain()
         self.offset, self.damage, self._num_damaged, self._suspect_offset = 0, "", 0, -1
         self.generation += 1
@@ -209,7 +209,7 @@ class WatchedRun:
         try:
             for block in self.source.line_blocks(offset):
                 for event, size in decode_textless_events(block, self.source, self._chain):
-                    if isinstance(event, DamagedLine):
+                    if isinstance(event, DamagedJournalLine):
                         if self._should_retry(offset):
                             return
                         self._skip_line(offset, f"is damaged and was skipped: {event.reason}")

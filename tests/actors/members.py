@@ -13,7 +13,7 @@ from ramify.actors.child_process import ForegroundProcess, pythonpath_environmen
 from ramify.actors.connect_back import ConnectBackListener, connect_back, read_ticket
 from ramify.actors.launcher import LocalLauncher, RoleInstanceId
 from ramify.actors.rank_group import RankGroup, serve_rank_zero
-from ramify.actors.rank_watch import RankConnection, RankProgress
+from ramify.actors.rank_monitor import RankConnection, RankProgress
 from ramify.actors.run_channel import connect
 
 ROLES = ("trainer", "rank", "engine", "worker", "service", "supervisor")

@@ -18,7 +18,7 @@ import pytest
 from ramify.actors.child_process import ChildProcess, pythonpath_environment
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.message_encoding import decode, encode
-from ramify.actors.run_channel import LOOPBACK, Channel, ChannelListener, connect
+from ramify.actors.run_channel import LOOPBACK, AuthenticatedChannel, ChannelListener, connect
 from ramify.errors import ConfigError
 
 KEY = b"the key of this run"
@@ -85,7 +85,7 @@ def test_stranger_is_not_accepted_and_delays_nobody(
     for thread in threads:
         thread.start()
     time.sleep(0.05)
-    ours: list[Channel] = []
+    ours: list[AuthenticatedChannel] = []
 
     def join() -> None:
         ours.append(connect(listener.address, KEY, Word("I am rank 1")))
@@ -164,7 +164,7 @@ def test_message_of_another_type_is_an_error() -> None:
     import pickle
 
     one, other = socket.socketpair()
-    with Channel(one) as ours, Channel(other) as theirs:
+    with AuthenticatedChannel(one) as ours, AuthenticatedChannel(other) as theirs:
         theirs.send(ConnectBackTicket("a", b"b", "c"))
         with pytest.raises(msgspec.MsgspecError):
             ours.receive(Word)

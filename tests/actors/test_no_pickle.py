@@ -26,7 +26,7 @@ EXCEPTIONS = {
     ("actors/process_guard.py", "marshal"): "the other end: a guard starts with the standard "
     "library alone",
     (
-        "module_compiler.py",
+        "session_module_compiler.py",
         "marshal",
     ): "compiled code of a cell goes from the host into the session, never back",
     ("sandbox/guest/notebook.py", "marshal"): "the other end, inside the sandbox",

@@ -18,7 +18,7 @@ import pytest
 from ramify.actors.child_process import ChildProcess, pythonpath_environment
 from ramify.actors.connect_back import ConnectBackListener
 from ramify.actors.rank_group import PeerRankFailedError, RankGroup
-from ramify.actors.rank_watch import RankConnection, RankProgress
+from ramify.actors.rank_monitor import RankConnection, RankProgress
 from ramify.errors import ConfigError, TrainError
 from ramify.progress import on_heartbeat
 
@@ -27,7 +27,7 @@ import sys
 from ramify.actors.run_channel import connect
 from ramify.actors.connect_back import read_ticket
 from ramify.actors.rank_group import serve_rank_zero
-from ramify.actors.rank_watch import RankProgress
+from ramify.actors.rank_monitor import RankProgress
 from tests.actors.test_rank_group import FakeRank
 pulse = RankProgress()
 ticket, rank = read_ticket(), int(sys.argv[1])

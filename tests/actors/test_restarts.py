@@ -10,7 +10,7 @@ import pytest
 from ramify.actors.child_process import ChildProcess
 from ramify.actors.restarts import ProcessRestartLimiter, retry_until_started
 from ramify.errors import ConfigError
-from ramify.log_outputs import RUN_LOG, FileLogHandler
+from ramify.log_handlers import RUN_LOG, FileLogHandler
 from ramify.logging import ComponentLogger, attached_handler, run_log_context
 from tests.shown import heard, logged
 

@@ -20,9 +20,9 @@ from ramify.train.losses.total_loss import LossSpec
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal
-from ramify.train.signals.weighted_term import HybridTerm
+from ramify.train.signals.signal_composition import Hybrid
+from ramify.train.signals.signal_term import HybridTerm
 from tests.agents.small_agent import ROWS, ask, chat, even
 from tests.shown import train
 from tests.train.small import small

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ramify.cli.parser import ExitCode
-from ramify.evaluate.run import EvaluationStore, read_evaluation
+from ramify.evaluate.run_evaluation import EvaluationStore, read_evaluation
 from ramify.types.message import Message
 from tests.cli.helpers import Shell
 from tests.cli.test_eval import FAST, MINE, RIGHT

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from tests.cli.helpers import COMMAND, Shell
 
 MODEL = ("-m", "scripted:script.json")

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.cli.parser import ExitCode
-from ramify.evaluate.run import EvaluationStore
+from ramify.evaluate.run_evaluation import EvaluationStore
 from ramify.evaluate.statistics import paired_difference, share_with_interval
 from tests.cli.helpers import Shell
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ramify.cli.parser import ExitCode
-from ramify.evaluate.matrix import EvaluationMatrixStore
-from ramify.evaluate.run import AttemptOutcome, EvaluationStore
+from ramify.evaluate.evaluation_matrix import EvaluationMatrixStore
+from ramify.evaluate.run_evaluation import AttemptOutcome, EvaluationStore
 from tests.cli.helpers import Shell
 
 SUITE = """

@@ -9,7 +9,7 @@ import re
 import struct
 import termios
 
-from ramify.cli.live import TerminalTreeRows, budget_row
+from ramify.cli.live_run_view import CallTreeRowBuilder, budget_row
 from ramify.progress import ReplyTextDelta
 from ramify.types.event import (
     AnyEvent,
@@ -34,8 +34,8 @@ def call_started(id: str, kind: str = "rlm", parent: CallSite | None = AT_ROOT) 
     )  # type: ignore[arg-type]
 
 
-def tree(*events: AnyEvent) -> TerminalTreeRows:
-    made = TerminalTreeRows()
+def tree(*events: AnyEvent) -> CallTreeRowBuilder:
+    made = CallTreeRowBuilder()
     for event in events:
         made.apply(event)
     return made
@@ -88,7 +88,7 @@ def test_node_state_follows_events_of_its_call() -> None:
         (CellEnded := CallEnded(id="0", stop=Stop.DEADLINE), (2, "done", "x = 1")),
     ]
     assert CellEnded
-    watched = TerminalTreeRows()
+    watched = CallTreeRowBuilder()
     for event, expected in steps:
         watched.apply(event)
         node = watched.nodes["0"]

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.engine.prompt_scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.plugins import Registry, load_file, registries
+from ramify.plugins import PluginRegistry, load_file, registries
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.tasks.base import task_of
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.signals.judge import build_judge
@@ -30,8 +30,8 @@ from collections.abc import Iterator
 
 import msgspec
 from ramify.clients.providers import ModelProviderSpec
-from ramify.testing.scripted import ScriptedClient
-from ramify.engine.scaffold import Scaffold
+from ramify.testing.scripted_client import ScriptedClient
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.sandbox.providers.process import open_provider as open_process
 from ramify.tasks.base import Item, generated
 from ramify.tasks.base import SimpleTask
@@ -123,7 +123,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "broken-plugins",
         "0.1",
         BROKEN,
-        __init__="from ramify.engine.scaffold import Scaffold\nTWIN = Scaffold(name='twin')\n",
+        __init__="from ramify.engine.prompt_scaffold import Scaffold\nTWIN = Scaffold(name='twin')\n",
         needs="import no_such_library",
         stops="import sys; sys.exit('enough')",
     )
@@ -132,7 +132,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in [name for name in sys.modules if name.startswith(("acme_plug", "broken_plug"))]:
         del sys.modules[name]
     for found in registries():
-        assert isinstance(found, Registry)
+        assert isinstance(found, PluginRegistry)
         found.reset()
 
 
@@ -263,8 +263,8 @@ def test_installed_plugins_are_found_from_python(site: Path) -> None:
     assert jail.__name__ == "ramify.sandbox.providers.jail"
 
 
-def registries_by_kind() -> dict[str, Registry]:
-    return {found.kind: found for found in registries() if isinstance(found, Registry)}
+def registries_by_kind() -> dict[str, PluginRegistry]:
+    return {found.kind: found for found in registries() if isinstance(found, PluginRegistry)}
 
 
 @pytest.mark.parametrize("kind", registries_by_kind())

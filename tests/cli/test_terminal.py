@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.printable import (
+from ramify.terminal_sanitizer import (
     SanitizingTerminalStream,
     escape_json_controls,
     strip_control_characters,

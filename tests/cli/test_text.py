@@ -7,7 +7,7 @@ import pytest
 from ramify.cli import terminal_text
 from ramify.cli.parser import parse_duration, parse_size
 from ramify.errors import ConfigError
-from ramify.printable import strip_control_characters
+from ramify.terminal_sanitizer import strip_control_characters
 
 
 @pytest.mark.parametrize(

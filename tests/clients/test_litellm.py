@@ -8,7 +8,7 @@ import pytest
 from ramify.clients.base import Price
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError, ModelError
-from ramify.testing.scripted import dropped, no_usage, rate_limited, refused
+from ramify.testing.scripted_client import dropped, no_usage, rate_limited, refused
 from ramify.testing.scripted_server import ScriptedServer
 from tests.clients.helpers import Books, request, run, says
 

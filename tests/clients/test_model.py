@@ -11,8 +11,8 @@ import pytest
 
 import ramify
 from ramify import RLM, ConfigError, Limits, Model, Price, Sampling, ScriptedClient
-from ramify.sandbox.base import SharedContext
-from ramify.store.store import Store
+from ramify.sandbox.base import SharedContextValue
+from ramify.store.folder_store import Store
 from ramify.testing import ScriptedServer
 from tests.clients.helpers import run
 from tests.engine.helpers import SCAFFOLD, code
@@ -198,7 +198,7 @@ def test_a_key_is_shown_nowhere(tmp_path: Any) -> None:
         with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(model)
         with pytest.raises(ramify.SandboxError):
-            SharedContext(model)
+            SharedContextValue(model)
         with pytest.raises(AttributeError, match="a Model is immutable"):
             model.alias = "other"
         assert copy.deepcopy(model) is model

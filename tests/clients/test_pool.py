@@ -24,7 +24,7 @@ from ramify.errors import (
     is_fixable_by_user,
 )
 from ramify.secret_redaction import register_secret
-from ramify.testing.scripted import (
+from ramify.testing.scripted_client import (
     ScriptedClient,
     cut,
     dropped,

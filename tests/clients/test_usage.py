@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.types.message import Message, Reply, Usage
 from tests.clients.helpers import Books, request, run, says
 

@@ -27,10 +27,10 @@ from ramify.types.event import (
     RunStarted,
     ScoreAdded,
     ToolAnswered,
-    TrajectoryFold,
+    TrajectoryBuilder,
 )
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
-from ramify.types.trajectory import CallSite, Cell, ContextRef, Fork, Stop
+from ramify.types.trajectory import CallForkOrigin, CallSite, Cell, ContextRef, Stop
 
 JOURNAL = Path(__file__).with_name("golden.jsonl")
 TRAJECTORY = Path(__file__).with_name("golden_trajectory.json")
@@ -188,7 +188,7 @@ def _second_question() -> list[AnyEvent]:
     return [
         RunStarted(at_s=10.0, id="20260301-142501-5gk0x7m-which-host", question="And last?", started_at=1772375111.5),
         CallStarted(at_s=10.0, id="1", kind="rlm", model="scripted:root", depth=0, question="And last?",
-                    fork=Fork("0", 3), context=CONTEXT),
+                    fork=CallForkOrigin("0", 3), context=CONTEXT),
         ask(10.0, "1", 0, 4, Message("user", "And last?")),
         say(10.5, "1", 0, "FINAL(host-2)", Usage(110, 5, cached_tokens=95, calls=1), 0.0005),
         CallEnded(at_s=10.5, id="1", stop=Stop.FINAL, answer="host-2"),
@@ -225,7 +225,7 @@ def journal_bytes() -> bytes:
 
 
 def trajectory_bytes() -> bytes:
-    fold = TrajectoryFold()
+    fold = TrajectoryBuilder()
     for event in events():
         fold.apply(event)
     return msgspec.json.format(msgspec.json.encode(fold.trajectory), indent=1) + b"\n"

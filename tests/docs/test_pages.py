@@ -15,8 +15,8 @@ import yaml
 import ramify
 from ramify.clients.providers import PriceTable
 from ramify.evaluate.attempt import attempt
-from ramify.tasks.mixture import MixturePart
-from ramify.testing.scripted import ScriptedClient
+from ramify.tasks.mixture import TaskMixturePart
+from ramify.testing.scripted_client import ScriptedClient
 from tests.docs import world
 from tests.docs.pages import ALL, PAGES, ROOT, Block, prose, script
 
@@ -195,7 +195,7 @@ def test_json_block_loads(block: Block, tmp_path):
         # What the script gives, or what its code counted.
         assert (result.stop, result.answer in (42, 15)) == (ramify.Stop.FINAL, True)
     elif "task" in block.code:
-        assert len(msgspec.json.decode(block.code, type=dict[str, MixturePart])) == 4
+        assert len(msgspec.json.decode(block.code, type=dict[str, TaskMixturePart])) == 4
     else:
         table = PriceTable.load(path)
         price = table.price("openai:gpt-5-mini")

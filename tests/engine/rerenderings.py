@@ -18,7 +18,7 @@ from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_server import AgentModelAccess, AgentModelServer
 from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
-from ramify.types.trajectory import Fork, NewCallReason, Trajectory
+from ramify.types.trajectory import CallForkOrigin, NewCallReason, Trajectory
 from tests.engine.template_client import TemplateClient
 
 Wire = list[dict[str, Any]]
@@ -46,7 +46,7 @@ class Rerendering(NamedTuple):
     change: Callable[[Wire], Wire]
     cause: NewCallReason | None = None
     """Why a call begins; None if the request continues the call."""
-    fork: Fork | None = None
+    fork: CallForkOrigin | None = None
     """The turn that the new call continues, if it does."""
     standing: Sequence[int] = ()
     """Turns of call 0 whose sampled ids are in the new call's prompt, not sampled by it."""
@@ -144,7 +144,11 @@ SORTED = _with_arguments(lambda value: json.dumps(value, sort_keys=True))
 RERENDERINGS = (
     Rerendering("thinking dropped", _each_reply(_without_thinking), NewCallReason.THINKING),
     Rerendering(
-        "whitespace", _each_reply(_stripped), NewCallReason.WHITESPACE, Fork("0", 0), standing=[2]
+        "whitespace",
+        _each_reply(_stripped),
+        NewCallReason.WHITESPACE,
+        CallForkOrigin("0", 0),
+        standing=[2],
     ),
     Rerendering("key order", SORTED, NewCallReason.ARGUMENTS, standing=[1, 2]),
     Rerendering("tool ids", _other_tool_ids),

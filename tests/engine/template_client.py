@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ramify.clients.base import Request
-from ramify.models.renderer import make_prompt_renderer, prompt_ids, renderer_of
+from ramify.models.chat_renderer import make_prompt_renderer, prompt_ids, renderer_of
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 from tests.models.templates import tokenizer_of
 

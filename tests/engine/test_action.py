@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ramify.engine.action import FinalAnswerText, ParsedAction, parse_action, prose_of
+from ramify.engine.prompt_scaffold import DEFAULT, RETOOL
 from ramify.engine.python_lexer import closing_parenthesis_index
-from ramify.engine.scaffold import DEFAULT, RETOOL
+from ramify.engine.reply_action_parsing import FinalAnswerText, ParsedAction, parse_action, prose_of
 from ramify.types.message import Message, ToolCall
 
 UNCLOSED = "the last code fence was not closed; it was run up to the end of the message"

@@ -14,7 +14,7 @@ from ramify.errors import ModelError
 from ramify.tasks.base import TaskStart
 from ramify.testing import refused
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Fork, Trajectory
+from ramify.types.trajectory import CallForkOrigin, Trajectory
 from tests.engine.rerenderings import RERENDERINGS, Rerendering, fault, play
 from tests.engine.template_client import TemplateClient
 
@@ -38,7 +38,7 @@ def played(conduct: Conduct, client: Any) -> Trajectory:
     return trajectory
 
 
-def shape(trajectory: Trajectory) -> list[tuple[str, str | None, Fork | None, int]]:
+def shape(trajectory: Trajectory) -> list[tuple[str, str | None, CallForkOrigin | None, int]]:
     return [
         (call.id, call.cause and str(call.cause), call.fork, len(call.turns))
         for call in trajectory.calls
@@ -65,9 +65,9 @@ def test_a_fork_shares_the_ids_of_its_origin_and_each_sampled_id_is_recorded_onc
     trajectory = played(conduct, client)
     assert shape(trajectory) == [
         ("0", "new", None, 3),
-        ("0:1", "branch", Fork("0", 0), 1),
-        ("0:2", "repeated", Fork("0", 0), 1),
-        ("0:3", "sample", Fork("0", 0), 1),
+        ("0:1", "branch", CallForkOrigin("0", 0), 1),
+        ("0:2", "repeated", CallForkOrigin("0", 0), 1),
+        ("0:3", "sample", CallForkOrigin("0", 0), 1),
     ]
     for call, (prompt, sampled) in zip(trajectory.calls, client.log[2:], strict=True):
         path = trajectory.path(call)

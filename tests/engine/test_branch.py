@@ -12,7 +12,7 @@ from ramify import Stop, Store
 from ramify.engine.branch_search import Branches, by_score, vote
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.types.message import Message
-from ramify.types.trajectory import Fork
+from ramify.types.trajectory import CallForkOrigin
 from tests.engine.helpers import client, code, rlm
 from tests.store.test_line_checksums import without_checksums
 
@@ -28,9 +28,9 @@ def test_branches_of_first_turn_are_decided_by_majority(tmp_path: Path) -> None:
         }
         assert calls == {
             "0": ("a", None, 1),
-            "0:1": ("b", Fork("0", -1), 1),
-            "0:2": ("b", Fork("0", -1), 1),
-            "0:3": (None, Fork("0", -1), 3),
+            "0:1": ("b", CallForkOrigin("0", -1), 1),
+            "0:2": ("b", CallForkOrigin("0", -1), 1),
+            "0:3": (None, CallForkOrigin("0", -1), 3),
         }
         assert result.trajectory.answered_by == "0:1"
         assert result.usage == model.served
@@ -48,7 +48,7 @@ def test_later_turn_branches_in_forks_of_its_session() -> None:
     assert result.answer == [1, 2]
     assert sorted(call.answer for call in result.trajectory.calls[1:]) == [[1, 1], [1, 2]]
     _, *branches = result.trajectory.calls
-    assert [branch.fork for branch in branches] == [Fork("0", 0)] * 2
+    assert [branch.fork for branch in branches] == [CallForkOrigin("0", 0)] * 2
     for branch in branches:
         assert result.trajectory.conversation(branch)[:-1] == list(model.requests[1].messages)
 
@@ -219,12 +219,12 @@ def test_conversation_continues_from_the_chosen_branch() -> None:
         trajectory = c.trajectory
     assert [(call.id, call.fork, call.answer) for call in trajectory.calls] == [
         ("0", None, "a"),
-        ("0:1", Fork("0", -1), "b"),
-        ("0:2", Fork("0", -1), "b"),
-        ("1", Fork("0:1", 0), "b1"),
-        ("1:1", Fork("1", -1), "b2"),
-        ("1:2", Fork("1", -1), "b2"),
-        ("2", Fork("1:1", 0), "b"),
+        ("0:1", CallForkOrigin("0", -1), "b"),
+        ("0:2", CallForkOrigin("0", -1), "b"),
+        ("1", CallForkOrigin("0:1", 0), "b1"),
+        ("1:1", CallForkOrigin("1", -1), "b2"),
+        ("1:2", CallForkOrigin("1", -1), "b2"),
+        ("2", CallForkOrigin("1:1", 0), "b"),
     ]
     said = [
         message.content
@@ -258,11 +258,11 @@ def test_branches_can_branch_again() -> None:
     last = calls.pop("1")
     assert {id: call.fork for id, call in calls.items()} == {
         "0": None,
-        "0:1": Fork("0", -1),
-        "0:2": Fork("0", 0),
-        "0:1:1": Fork("0:1", 0),
+        "0:1": CallForkOrigin("0", -1),
+        "0:2": CallForkOrigin("0", 0),
+        "0:1:1": CallForkOrigin("0:1", 0),
     }
-    assert last.fork == Fork(answered_by, len(calls[answered_by].turns) - 1)
+    assert last.fork == CallForkOrigin(answered_by, len(calls[answered_by].turns) - 1)
     answers = {id: call.answer for id, call in calls.items()}
     assert answers["0"][0] == answers["0:2"][0] != answers["0:1"][0] == answers["0:1:1"][0]
     assert len({answer[1] for answer in answers.values()}) == 4

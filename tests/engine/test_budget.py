@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ramify import RLM, Limits, Stop
 from ramify.clients.base import Price
 from ramify.errors import ConfigError
-from ramify.testing.scripted import ScriptedClient, dropped, no_usage
+from ramify.testing.scripted_client import ScriptedClient, dropped, no_usage
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.event import CallStarted, RunEnded, RunStarted
 from ramify.types.message import Message

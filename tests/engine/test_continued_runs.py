@@ -12,7 +12,7 @@ import pytest
 
 from ramify import Limits, Sampling, Stop, Store, Suspended
 from ramify.errors import ConfigError, ReplayDiverged
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 

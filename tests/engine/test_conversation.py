@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from ramify import Limits, ModelError, SandboxSpec, Stop
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from tests.engine.helpers import client, code, rlm
 
 

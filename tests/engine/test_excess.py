@@ -10,7 +10,7 @@ import pytest
 
 from ramify import Limits, Stop
 from ramify.clients.base import Price
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, Usage
 from tests.engine.helpers import client, code, rlm

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ramify import Stop
-from ramify.engine.action import FinalAnswerText, ParsedAction
 from ramify.engine.foreign_reply_syntax import parse_any_syntax
+from ramify.engine.reply_action_parsing import FinalAnswerText, ParsedAction
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import code, rlm
 

@@ -19,7 +19,7 @@ import pytest
 
 from ramify import Limits, Scaffold, ScriptedClient, load
 from ramify.clients.base import Request
-from ramify.engine.scaffold import SCAFFOLDS
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import RamifyError
 from ramify.sources.loaded_sources import LoadedContext, LoadedSourceItem
 from ramify.sources.text_search import TextChunkingTool, TextSearchTool

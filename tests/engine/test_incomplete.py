@@ -15,7 +15,7 @@ from ramify import RLM, DepthOptions, Limits, RamifyError, Stop, Store
 from ramify.clients.base import Price
 from ramify.engine.run_result import Result
 from ramify.errors import ReplyCut, ReplyFiltered
-from ramify.testing.scripted import ScriptedByteTokenizer, ScriptedClient, refused
+from ramify.testing.scripted_client import ScriptedByteTokenizer, ScriptedClient, refused
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, ToolCall, Usage

@@ -118,10 +118,10 @@ def test_model_is_told_what_the_context_is(has_pandas: bool) -> None:
 def test_first_look_and_worked_example_run(context: Any, has_pandas: bool) -> None:
     from ramify.engine.prompt_facts import ContextFacts, PromptFacts
     from ramify.engine.prompt_text import batch_example, context_facts, inspection_example
-    from ramify.sandbox.base import SharedContext
+    from ramify.sandbox.base import SharedContextValue
     from ramify.sources.convert_to_context import as_context
 
-    shared = SharedContext(as_context(context))
+    shared = SharedContextValue(as_context(context))
     facts = context_facts(shared.value, shared.chars, packages=("pandas",) if has_pandas else ())
     assert isinstance(facts, ContextFacts)
     look = inspection_example(PromptFacts(context=facts))

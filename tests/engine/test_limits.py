@@ -16,9 +16,9 @@ from ramify.clients.base import Price
 from ramify.engine.limits import (
     BudgetAmount,
     BudgetLedger,
+    BudgetReservation,
     Limits,
-    ObservedOverrun,
-    Reservation,
+    ReservationOverrun,
     max_request_amount,
 )
 from ramify.errors import ConfigError, LimitReached
@@ -227,7 +227,9 @@ def test_a_large_reservation_is_not_overtaken() -> None:
 def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
     async def main() -> None:
         ledger = BudgetLedger(Limits(max_tokens=1_000), priced=False)
-        first, second = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in range(2))
+        first, second = (
+            BudgetReservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in range(2)
+        )
         await first.reserve()
         await second.reserve()
         assert second.is_still_valid()
@@ -244,7 +246,9 @@ def test_a_reservation_that_was_made_before_a_report_is_made_again() -> None:
 def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
     async def main() -> None:
         ledger = BudgetLedger(Limits(), priced=False)
-        first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
+        first, sent, third = (
+            BudgetReservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc"
+        )
         await first.reserve()
         await sent.reserve()
         first.settle(Usage(10, 500, calls=1), None, "call 0")
@@ -263,7 +267,9 @@ def test_nothing_is_admitted_before_requests_in_flight_are_settled() -> None:
 def test_a_waiting_request_reserves_as_much_as_was_reported_while_it_waited() -> None:
     async def main() -> None:
         ledger = BudgetLedger(Limits(), priced=False)
-        first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
+        first, sent, third = (
+            BudgetReservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc"
+        )
         await first.reserve()
         await sent.reserve()
         first.settle(Usage(10, 500, calls=1), None, "call 0")
@@ -440,14 +446,14 @@ def test_a_smaller_request_goes_on_when_the_large_one_before_it_is_cancelled() -
 def test_the_largest_report_of_each_kind_is_kept() -> None:
     """(most, reported, cost) one after the other -> the bound of the next request."""
     most = Usage(100, 50, calls=1)
-    excess = ObservedOverrun().with_report(most, Usage(400, 10), 0.5)
-    assert excess == ObservedOverrun(400, 10, 300, 0, 0.5)
+    excess = ReservationOverrun().with_report(most, Usage(400, 10), 0.5)
+    assert excess == ReservationOverrun(400, 10, 300, 0, 0.5)
     excess = excess.with_report(most, Usage(20, 80), 0.25)
-    assert excess == ObservedOverrun(400, 80, 300, 30, 0.5)
+    assert excess == ReservationOverrun(400, 80, 300, 30, 0.5)
     assert excess.padded_max_usage(Usage(10, 10, calls=1)) == Usage(400, 80, calls=1)
     assert excess.padded_max_usage(Usage(1_000, 1_000)) == Usage(1_300, 1_030)
-    assert ObservedOverrun().padded_max_usage(most) == most
-    assert ObservedOverrun().padded_max_usage(Usage(0, 0)) == Usage(0, 0)
+    assert ReservationOverrun().padded_max_usage(most) == most
+    assert ReservationOverrun().padded_max_usage(Usage(0, 0)) == Usage(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +479,7 @@ def test_an_excess_is_more_than_was_reserved(
 def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() -> None:
     async def main() -> None:
         ledger = BudgetLedger(Limits(max_cost=1.0), priced=True)
-        first = Reservation(ledger, "m", Usage(10, 10, calls=1), None)
+        first = BudgetReservation(ledger, "m", Usage(10, 10, calls=1), None)
         assert first.cost is None
         await first.reserve()
         text = first.settle(Usage(50, 5, calls=1), 0.0, "call 7")
@@ -486,11 +492,11 @@ def test_what_a_server_charges_for_a_model_without_a_price_is_reserved_next() ->
         await first.reserve()
         text = first.settle(Usage(5, 5, calls=1), 0.3, "call 0")
         assert text == ("m reported 10 tokens ($0.3) for call 0, which had reserved 20 tokens ($0)")
-        later = Reservation(ledger, "m", Usage(10, 10, calls=1), None)
+        later = BudgetReservation(ledger, "m", Usage(10, 10, calls=1), None)
         assert (later.cost, later.amount) == (0.3, BudgetAmount(1, 20, 0.3))
-        other = Reservation(ledger, "n", Usage(10, 10, calls=1), None)
+        other = BudgetReservation(ledger, "n", Usage(10, 10, calls=1), None)
         assert other.amount == BudgetAmount(1, 20)
-        priced = Reservation(ledger, "m", Usage(10, 10, calls=1), Price(1e5, 1e5))
+        priced = BudgetReservation(ledger, "m", Usage(10, 10, calls=1), Price(1e5, 1e5))
         assert priced.cost == 2.0
 
     asyncio.run(main())
@@ -500,11 +506,11 @@ def test_unknown_usage_is_booked_as_reserved() -> None:
     async def main() -> None:
         ledger = BudgetLedger(Limits(), priced=True)
         most = Usage(10, 20, calls=1, unknown_calls=1)
-        reservation = Reservation(ledger, "m", most, Price(1.0, 2.0))
+        reservation = BudgetReservation(ledger, "m", most, Price(1.0, 2.0))
         await reservation.reserve()
         assert reservation.settle(Usage(calls=1, unknown_calls=1), None, "call 0") == ""
         assert (ledger.usage, ledger.cost) == (most, pytest.approx(50e-6))
-        release_unspent = Reservation(ledger, "free", most, Price(0.0, 0.0))
+        release_unspent = BudgetReservation(ledger, "free", most, Price(0.0, 0.0))
         assert release_unspent.cost == 0.0
         await release_unspent.reserve()
         release_unspent.release()
@@ -516,7 +522,9 @@ def test_unknown_usage_is_booked_as_reserved() -> None:
 def test_a_request_that_can_never_fit_is_refused_while_others_are_settled() -> None:
     async def main() -> None:
         ledger = BudgetLedger(Limits(max_tokens=100), priced=False)
-        first, sent, third = (Reservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc")
+        first, sent, third = (
+            BudgetReservation(ledger, "m", Usage(10, 10, calls=1), None) for _ in "abc"
+        )
         await first.reserve()
         await sent.reserve()
         waiting = asyncio.create_task(ledger.reserve(BudgetAmount(1, 70)))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ramify import Citation, JailSpec, Limits, SandboxSpec, Scaffold, Stop, Store
-from ramify.engine.action import FinalAnswerText, ParsedAction, parse_action
+from ramify.engine.reply_action_parsing import FinalAnswerText, ParsedAction, parse_action
 from ramify.errors import ConfigError, ModelError, SandboxError, WeakSandboxWarning
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
@@ -327,7 +327,7 @@ def _result_of(r: Any) -> Any:
 
 
 def test_model_error_is_raised_if_there_is_no_answer() -> None:
-    from ramify.testing.scripted import refused
+    from ramify.testing.scripted_client import refused
 
     with (
         rlm([refused(401, "no such key")]) as r,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ramify import Limits, SandboxSpec, Stop, Store, Suspended
-from ramify.errors import LoopBlocked
+from ramify.errors import EventLoopBlockedError
 from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, code, rlm
@@ -63,7 +63,9 @@ def test_blocked_run_without_store_names_the_blocking_code() -> None:
     try:
         with (
             rlm(model.reply, limits=LIMITS, scaffold=None) as r,
-            pytest.raises(LoopBlocked, match=r"in reply, called from|called from .* in reply: "),
+            pytest.raises(
+                EventLoopBlockedError, match=r"in reply, called from|called from .* in reply: "
+            ),
         ):
             r.completion("b")
     finally:

@@ -18,7 +18,7 @@ from ramify.errors import LimitReached
 from ramify.tasks.base import TaskStart
 from ramify.types.event import NoteAdded
 from ramify.types.message import Message, Reply, VersionSpan
-from ramify.types.trajectory import Fork, Stop
+from ramify.types.trajectory import CallForkOrigin, Stop
 
 Conduct = Callable[[RunModelClient], Awaitable[Any]]
 
@@ -71,8 +71,8 @@ def test_request_continues_the_call_whose_conversation_it_begins_with() -> None:
     assert [(call.cause, call.fork) for call in calls] == [
         ("new", None),
         ("edited", None),
-        ("repeated", Fork("0", -1)),
-        ("branch", Fork("0", 1)),
+        ("repeated", CallForkOrigin("0", -1)),
+        ("branch", CallForkOrigin("0", 1)),
         ("new", None),
         ("tools", None),
     ]
@@ -115,7 +115,7 @@ def test_a_conversation_that_waits_for_a_reply_is_not_continued() -> None:
         (id, num, Stop.FINAL) for id, num in {"0": 2, "0:1": 2, "0:2": 1}.items()
     ]
     third = result.trajectory.calls[2]
-    assert (third.cause, third.fork) == ("repeated", Fork("0", 0))
+    assert (third.cause, third.fork) == ("repeated", CallForkOrigin("0", 0))
 
 
 def test_several_replies_to_one_request_are_forks_that_share_its_prompt() -> None:
@@ -131,8 +131,8 @@ def test_several_replies_to_one_request_are_forks_that_share_its_prompt() -> Non
     trajectory = result.trajectory
     assert [(call.id, call.fork, len(call.turns)) for call in trajectory.calls] == [
         ("0", None, 3),
-        ("0:1", Fork("0", 0), 2),
-        ("0:2", Fork("0", 0), 2),
+        ("0:1", CallForkOrigin("0", 0), 2),
+        ("0:2", CallForkOrigin("0", 0), 2),
     ]
     assert [
         [message.content for message in trajectory.conversation(call)] for call in trajectory.calls

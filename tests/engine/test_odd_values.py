@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Citation, ConfigError, ModelError, Stop, Store
-from ramify.engine.typed import citation_error
+from ramify.engine.typed_answers import citation_error
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
 HALF = "\ud800"

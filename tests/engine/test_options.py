@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, RunOptions, Sampling, ScriptedClient, Stop, Store
-from ramify.engine.question import RunKeywords
+from ramify.engine.question import RunKeywordOptions
 from ramify.errors import ConfigError, ReplayDiverged, SourceError
 from tests.engine.helpers import client, rlm
 
 
 def test_every_option_can_be_given_as_a_keyword() -> None:
-    assert set(RunKeywords.__annotations__) == set(RunOptions.__struct_fields__)
+    assert set(RunKeywordOptions.__annotations__) == set(RunOptions.__struct_fields__)
 
 
 def test_keyword_overrides_a_field_of_options() -> None:

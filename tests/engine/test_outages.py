@@ -15,7 +15,7 @@ import pytest
 
 from ramify import RLM, Limits, RamifyError, SandboxSpec, Stop, Store, Suspended
 from ramify.errors import ModelError, ReplayDiverged
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.event import AnyEvent, NoteAdded, ReplyReceived
 from ramify.types.message import Message
@@ -72,9 +72,9 @@ def killed_after(recorded: list[bytes], num: int, folder: Path) -> Store:
 
 
 def _contexts() -> dict[str, bytes]:
-    from ramify.sandbox.base import SharedContext
+    from ramify.sandbox.base import SharedContextValue
 
-    context = SharedContext("text")
+    context = SharedContextValue("text")
     return {context.digest: bytes(context.buffer())}
 
 

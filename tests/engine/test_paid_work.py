@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import Stop, Store
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from tests.engine.helpers import by_role, client, code, rlm
 
 

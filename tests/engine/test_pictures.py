@@ -14,7 +14,7 @@ from ramify.clients.picture_token_costs import picture_tokens_upper_bound
 from ramify.engine.question import make_question
 from ramify.errors import ConfigError
 from ramify.sources.load_sources import load
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.testing import ScriptedClient, refused, server_error
 from ramify.types.picture import PictureBytes, picture_from_bytes
 

@@ -9,7 +9,7 @@ import pytest
 
 from ramify import RLM, JailSpec, Limits, SandboxSpec, Scaffold, ScriptedClient, Store, load
 from ramify.clients.base import Price
-from ramify.engine.scaffold import MARKERS
+from ramify.engine.prompt_scaffold import MARKERS
 from ramify.errors import ConfigError
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.tasks.base import TaskStart

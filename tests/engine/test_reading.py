@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from ramify.engine.action import prose_of
 from ramify.engine.nonblocking_reply_parsing import read_reply
-from ramify.engine.scaffold import BARE, DEFAULT, RETOOL, Scaffold
+from ramify.engine.prompt_scaffold import BARE, DEFAULT, RETOOL, Scaffold
+from ramify.engine.reply_action_parsing import prose_of
 from ramify.types.message import Message, ToolCall
 
 LONG = "\n".join(f"line {n} of an explanation" for n in range(10_000))

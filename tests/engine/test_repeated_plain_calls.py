@@ -15,7 +15,7 @@ import pytest
 
 from ramify import RLM, Price, ReplayDiverged, Result, Stop, Store
 from ramify.testing import ScriptedClient, refused
-from ramify.types.event import TrajectoryFold
+from ramify.types.event import TrajectoryBuilder
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Trajectory
 from tests.engine.helpers import by_role, client, code, rlm
@@ -111,7 +111,7 @@ def test_a_run_that_is_killed_anywhere_resumes_alike(whole: Recorded, tmp_path: 
         assert paid == short.result.trajectory.usage, num
         assert paid.calls - paid.unknown_calls == whole.result.usage.calls, "paid once each"
         # A listener receives each event, so each is made.
-        heard = TrajectoryFold()
+        heard = TrajectoryBuilder()
         long = resumed(whole, num, tmp_path / f"{num} heard", on_event=heard.apply)
         expected = without_times(short.result.trajectory)
         assert without_times(long.result.trajectory) == expected, num

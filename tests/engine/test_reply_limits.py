@@ -16,7 +16,7 @@ from ramify.clients.base import Price, Request
 from ramify.engine.model_requests import request_hash
 from ramify.engine.run_result import Result
 from ramify.errors import Refused, ReplyCut, ReplyFiltered
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.types.message import Message, Reply, Usage
 from tests.engine.helpers import by_role, client, code, rlm

@@ -114,7 +114,7 @@ def _last_message(request: Any) -> str:
 
 
 def test_replay_repeats_failures_tools_and_last_word_without_a_model(tmp_path: Path) -> None:
-    from ramify.testing.scripted import refused
+    from ramify.testing.scripted_client import refused
 
     num_calls = iter(range(100))
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from ramify import SandboxSpec, Scaffold, Stop
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.engine.retool_protocol import CORRECTION, SILENT, parse_reply, restore_closing_tag
-from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
 from ramify.types.message import Message, ToolCall
 from tests.engine.helpers import client, rlm

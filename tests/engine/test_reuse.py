@@ -12,7 +12,7 @@ from ramify import Limits, SandboxSpec, Stop, Store, Suspended
 from ramify.clients.base import Request, Sampling
 from ramify.engine.model_requests import request_hash
 from ramify.engine.reply_cache_lookup import ReusableReplies
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from ramify.types.message import Message, Reply
 from tests.engine.helpers import by_role, client, code, rlm
 

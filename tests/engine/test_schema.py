@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ramify.engine.typed import TypeMismatch, answer_type
+from ramify.engine.typed_answers import TypeMismatch, answer_type
 from ramify.errors import ConfigError
 
 LEVELS = 30

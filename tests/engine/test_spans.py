@@ -15,7 +15,7 @@ import pytest
 from ramify import RLM, Limits, Sampling, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
 from ramify.engine.opentelemetry_spans import OpenTelemetryListener
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel")
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -209,9 +209,9 @@ with RLM(ScriptedClient(lambda messages: "7")) as rlm, tracer.start_as_current_s
 
 async def served():
     import aiohttp
-    from ramify.serve.run_server import RunServer
+    from ramify.serve.recursive_run_server import RecursiveRunServer
     rlm = RLM(ScriptedClient(lambda messages: "7"))
-    async with RunServer(rlm, name="m") as server, aiohttp.ClientSession() as http:
+    async with RecursiveRunServer(rlm, name="m") as server, aiohttp.ClientSession() as http:
         key = {"Authorization": f"Bearer {server.key}"}
         headers = {"traceparent": "00-0123456789abcdef0123456789abcdef-00f067aa0ba902b7-01"}
         body = {"messages": [{"role": "user", "content": "how many?"}]}

@@ -12,7 +12,7 @@ import pytest
 
 from ramify import RLM, DepthOptions, Limits, Stop
 from ramify.errors import ConfigError
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, at_once, by_role, client, code, rlm
 

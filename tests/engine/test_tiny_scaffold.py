@@ -12,7 +12,7 @@ import pytest
 import ramify
 from ramify import Scaffold, Stop
 from ramify.engine.observation_messages import terse_cell_report
-from ramify.engine.scaffold import SCAFFOLDS
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, ModelError
 from ramify.sandbox.base import Session
 from ramify.tasks.base import TaskStart

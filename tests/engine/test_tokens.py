@@ -11,7 +11,7 @@ import pytest
 from ramify import Scaffold, Store
 from ramify.clients.base import KnownPrefix
 from ramify.engine.branch_search import Branches
-from ramify.testing.scripted import ScriptedByteTokenizer
+from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.types import Message, Reply, SampledTokenSpan, Trajectory
 from ramify.types.event import ReplyReceived
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm

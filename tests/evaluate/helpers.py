@@ -8,7 +8,7 @@ from typing import Any
 
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.clients.base import Price
-from ramify.evaluate.run import EvaluationPlan, EvaluationResult, evaluate
+from ramify.evaluate.run_evaluation import EvaluationPlan, EvaluationResult, evaluate
 from ramify.tasks.base import Item, SimpleTask
 from ramify.tasks.scoring import exact
 from ramify.types.message import Message

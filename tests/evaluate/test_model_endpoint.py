@@ -17,7 +17,7 @@ from ramify.engine.external_conversations import RunModelClient
 from ramify.evaluate.agent_model_server import KEY_HEADER, AgentModelAccess, AgentModelServer
 from ramify.inference.local.local_client import LocalClient
 from ramify.tasks.base import TaskStart
-from ramify.testing.scripted import ScriptedByteTokenizer
+from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.types.message import Message
 from tests.inference.helpers import policy
 

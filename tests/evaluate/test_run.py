@@ -16,7 +16,7 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.evaluate.attempt import attempt
 from ramify.evaluate.evaluation_report import difference, report, table
-from ramify.evaluate.run import (
+from ramify.evaluate.run_evaluation import (
     AttemptOutcome,
     EvaluationFileWriter,
     EvaluationStore,
@@ -26,7 +26,7 @@ from ramify.evaluate.run import (
 from ramify.evaluate.statistics import share_with_interval
 from ramify.tasks.base import Item, SimpleTask, TaskStart
 from ramify.tasks.scoring import exact
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop, Trajectory
 from tests.engine.helpers import at_once, client

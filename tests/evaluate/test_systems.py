@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.evaluate.money_curves import score_by_budget_curves
-from ramify.evaluate.run import AttemptOutcome
+from ramify.evaluate.run_evaluation import AttemptOutcome
+from ramify.evaluate.score_budget_curves import score_by_budget_curves
 from ramify.evaluate.systems.attempt import attempt_with_system, parse_system
-from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget, System, SystemAnswer
-from ramify.evaluate.systems.peers import PEERS, PeerSystem
+from ramify.evaluate.systems.base import (
+    EvaluatedSystem,
+    EvaluatedSystemAnswer,
+    MeteredModelAccess,
+    PerItemBudget,
+)
+from ramify.evaluate.systems.peer_libraries import PEERS, PeerLibrarySystem
 from ramify.tasks.base import Item, SimpleTask
 from ramify.types.trajectory import Stop
 
@@ -33,7 +38,7 @@ def seat() -> MeteredModelAccess:
     )
 
 
-def answered(system: System, context: str = "text") -> SystemAnswer:
+def answered(system: EvaluatedSystem, context: str = "text") -> EvaluatedSystemAnswer:
     return asyncio.run(system.answer(QUESTION, context, seat=seat()))
 
 
@@ -180,7 +185,7 @@ def test_a_peer_is_run_in_its_own_environment(tmp_path: Path) -> None:
         "    partial_answer = 'the best so far'\n"
     )
     (site / "rlm" / "__init__.py").write_text(RLM_DOUBLE)
-    system = PeerSystem("rlms", timeout_s=60, environment=tmp_path / "env")
+    system = PeerLibrarySystem("rlms", timeout_s=60, environment=tmp_path / "env")
     given = answered(system, "a text")
     assert given.answer == f"[{QUESTION}] over 6 characters, at most None tokens"
     assert (given.requests, given.input_tokens, given.output_tokens) == (3, 40, 2)

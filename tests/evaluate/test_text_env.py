@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ramify import Limits, ScriptedClient
-from ramify.engine.scaffold import TINY
+from ramify.engine.prompt_scaffold import TINY
 from ramify.errors import ConfigError
 from ramify.evaluate.skyrl_env import text_env
 from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, simulate_demonstration

@@ -65,7 +65,7 @@ def test_rows_and_rewards_work_with_another_harness(module: str) -> None:
 
 def demonstrator() -> Any:
     """A model for the scripted server that gives the expert's reply to each known conversation."""
-    from ramify.engine.scaffold import TINY
+    from ramify.engine.prompt_scaffold import TINY
     from ramify.tasks.ledger.scripted_demonstrator import EXPERT, simulate_demonstration
     from ramify.tasks.ledger.task import ledger
     from ramify.train.data.sft_data import prompt_format

@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from ramify.errors import ConfigError, StoreError
-from ramify.http_server.access import BearerKeys, ListenAddress, digest_of
+from ramify.http_server.access import AcceptedApiKeys, ListenAddress, digest_of
 from ramify.http_server.base_server import CALLER, AiohttpServer, receive_body
 from ramify.http_server.http_limits import HttpLimits
 
@@ -47,7 +47,7 @@ async def shell(
     address = address or ListenAddress()
     keys = {"a": digest_of("right"), "b": digest_of("other")}
     options = {
-        "keys": BearerKeys(keys) if address.needs_key else None,
+        "keys": AcceptedApiKeys(keys) if address.needs_key else None,
         "public": ("/health",),
         "statuses": {StoreError: 404},
         **options,

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ramify.clients.base import Client, KnownPrefix, Request, Sampling, Tool
-from ramify.engine.scaffold import trained_scaffold_name
+from ramify.engine.prompt_scaffold import trained_scaffold_name
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import InferenceClient
 from ramify.inference.local.local_client import LocalClient
+from ramify.models.chat_renderer import prompt_ids
 from ramify.models.load import SamplingDefaults, save_policy
-from ramify.models.renderer import prompt_ids
 from ramify.models.weights import fingerprint
 from ramify.types.message import Message, Reply
 from tests.inference.helpers import WINDOW, logits, pauses, policy

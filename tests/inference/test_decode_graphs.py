@@ -13,9 +13,9 @@ from torch import Tensor
 from ramify.inference.local.decode_graphs import CudaGraphShape, Replay
 from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState
-from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache
-from ramify.inference.local.model_runner import SinglePassRunner
-from ramify.inference.local.slots import EngineStep
+from ramify.inference.local.kv_cache import KeyValueCache, KvCacheLayout
+from ramify.inference.local.kv_cache_slots import EngineStep
+from ramify.inference.local.model_runner import SinglePassModelRunner
 from ramify.models.dense import DenseModel
 from ramify.models.load import Policy
 from tests.inference.helpers import WINDOW, drained, policy
@@ -38,11 +38,11 @@ def recording_engine(made: Policy, record: Callable[..., Replay], slots: int = 8
     assert isinstance(model, DenseModel)
     shape = model.shape
     sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
-    layout = CacheLayout(*sizes, torch.float32, torch.device("cpu"))
+    layout = KvCacheLayout(*sizes, torch.float32, torch.device("cpu"))
     limits = InferenceEngineLimits(
         slots=slots, prefill_tokens=64, cache_bytes=64 << 20, window=WINDOW
     )
-    return LocalEngine(SinglePassRunner(model, layout, record), limits)
+    return LocalEngine(SinglePassModelRunner(model, layout, record), limits)
 
 
 @pytest.mark.parametrize("slots", [1, 5, 8])
@@ -89,7 +89,7 @@ def test_device_without_graphs_is_named_once_and_computes() -> None:
 
 
 def test_shapes_hold_their_steps_in_few_sizes() -> None:
-    cache = KeyValueCache(CacheLayout(1, 1, 2, torch.float32, torch.device("cpu")), 48, 1000)
+    cache = KeyValueCache(KvCacheLayout(1, 1, 2, torch.float32, torch.device("cpu")), 48, 1000)
     shapes = set()
     for num in range(1, 49):
         for position in range(0, 1000, 7):

@@ -14,7 +14,7 @@ import pytest
 
 import ramify
 from ramify import Limits, Sampling
-from ramify.engine.scaffold import trained_scaffold_name
+from ramify.engine.prompt_scaffold import trained_scaffold_name
 from ramify.errors import ConfigError
 from ramify.inference.local import connect
 from ramify.inference.local.local_client import LocalClient
@@ -111,13 +111,13 @@ def test_no_module_but_its_scaffold_and_its_task_knows_a_packaged_policy() -> No
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.Constant) and node.value in names
     }
-    assert knowing == {"engine/scaffold.py"}
+    assert knowing == {"engine/prompt_scaffold.py"}
 
 
 def test_naming_a_model_imports_no_heavy_library() -> None:
     script = (
         "import sys; sys.modules['torch'] = None; import ramify\n"
-        "from ramify.engine.scaffold import trained_scaffold_name\n"
+        "from ramify.engine.prompt_scaffold import trained_scaffold_name\n"
         "from ramify.inference.local import connect\n"
         "trained_scaffold_name('local:/nowhere'); ramify.RLM('local:/nowhere')\n"
         "import importlib.util; found = importlib.util.find_spec\n"

@@ -24,7 +24,11 @@ from ramify.inference.local.generation_request import (
     SamplingSettings,
     sample_tokens,
 )
-from ramify.inference.local.model_runner import SinglePassRunner, TransformersRunner, create_runner
+from ramify.inference.local.model_runner import (
+    SinglePassModelRunner,
+    TransformersModelRunner,
+    create_runner,
+)
 from tests.inference.helpers import drained
 
 _SIZES: dict[str, Any] = {
@@ -47,15 +51,15 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 CONFIGS: dict[str, tuple[Any, type]] = {
-    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), SinglePassRunner),
-    "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), SinglePassRunner),
-    "llama-yarn": (LlamaConfig(**_SIZES, rope_parameters=YARN), SinglePassRunner),
+    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), SinglePassModelRunner),
+    "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), SinglePassModelRunner),
+    "llama-yarn": (LlamaConfig(**_SIZES, rope_parameters=YARN), SinglePassModelRunner),
     "qwen3-moe": (
-        Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), SinglePassRunner,
+        Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), SinglePassModelRunner,
     ),
-    "gemma2": (Gemma2Config(**_SIZES, head_dim=8, sliding_window=16), TransformersRunner),
+    "gemma2": (Gemma2Config(**_SIZES, head_dim=8, sliding_window=16), TransformersModelRunner),
     "mamba": (
-        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3), TransformersRunner,
+        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3), TransformersModelRunner,
     ),
 }  # fmt: skip
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 
-from ramify.inference.local import prepared_decoder
-from ramify.inference.local.prepared_decoder import PreparedDecoder
+from ramify.inference.local import cpu_optimized_decoder
+from ramify.inference.local.cpu_optimized_decoder import CpuOptimizedDecoder
 from ramify.models import onednn_products
 from ramify.models.dense import DenseModel
 from tests.inference.helpers import causal
@@ -36,7 +36,7 @@ def model(config: Any, seed: int = 0) -> DenseModel:
 
 @torch.inference_mode()
 def logits(
-    decoder: DenseModel | PreparedDecoder, num: int, rows: list[int] | None = None
+    decoder: DenseModel | CpuOptimizedDecoder, num: int, rows: list[int] | None = None
 ) -> Tensor:
     """Return the logits of some tokens, all of them or ``rows``."""
     ids = torch.arange(num) * 7 % 97
@@ -47,7 +47,7 @@ def logits(
 @pytest.mark.parametrize("name", list(configs()))
 def test_logits_are_those_of_the_model(name: str) -> None:
     made = model(configs()[name])
-    decoder = PreparedDecoder(made)
+    decoder = CpuOptimizedDecoder(made)
     for num in (1, 40, 3):  # fewer tokens after more use the same memory
         torch.testing.assert_close(logits(decoder, num), logits(made, num), rtol=0, atol=1e-5)
     for rows in ([0, 20, 39], []):
@@ -61,14 +61,14 @@ def test_logits_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", list(configs()))
 def test_logits_of_many_tokens_by_onednn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = model(configs()[name])
-    decoder = PreparedDecoder(made)
+    decoder = CpuOptimizedDecoder(made)
     expected = {
         (num, step): logits(made, num, list(range(0, num, step)))
         for num in (70, 300)
         for step in (1, 5)
     }
     monkeypatch.setattr(onednn_products, "is_faster_on_cpu", lambda: True)
-    monkeypatch.setattr(prepared_decoder, "_LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(cpu_optimized_decoder, "_LEAST_MULTIPLICATIONS", 0)
     for (num, step), wanted in expected.items():
         found = logits(decoder, num, list(range(0, num, step)))
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
@@ -105,7 +105,7 @@ def convert(made: DenseModel) -> None:
 @pytest.mark.parametrize("change", [change_in_place, replace_memory, load_others, adapt, convert])
 def test_changed_weights_apply_at_once(change: Callable[[DenseModel], None]) -> None:
     made = model(configs()["qwen3-tied"])
-    decoder = PreparedDecoder(made)
+    decoder = CpuOptimizedDecoder(made)
     before = logits(decoder, 9)
     change(made)
     after = logits(decoder, 9)
@@ -116,7 +116,7 @@ def test_changed_weights_apply_at_once(change: Callable[[DenseModel], None]) -> 
 def test_forget_notices_what_has_no_trace() -> None:
     """Memory that others write to, such as weights that engines share, has no version."""
     made = model(configs()["qwen3-tied"])
-    decoder = PreparedDecoder(made)
+    decoder = CpuOptimizedDecoder(made)
     logits(decoder, 9)
     made.get_parameter("model.layers.0.self_attn.q_proj.weight").data.mul_(2)
     decoder.drop_weight_copies()
@@ -125,8 +125,8 @@ def test_forget_notices_what_has_no_trace() -> None:
 
 def test_only_small_models_on_a_cpu_in_fp32_are_prepared() -> None:
     config = configs()["qwen3-tied"]
-    assert PreparedDecoder.is_worthwhile_for(model(config))
-    assert not PreparedDecoder.is_worthwhile_for(model(config).bfloat16())
-    assert not PreparedDecoder.is_worthwhile_for(model(config).to("meta"))
+    assert CpuOptimizedDecoder.is_worthwhile_for(model(config))
+    assert not CpuOptimizedDecoder.is_worthwhile_for(model(config).bfloat16())
+    assert not CpuOptimizedDecoder.is_worthwhile_for(model(config).to("meta"))
     config.vocab_size = 200_000
-    assert not PreparedDecoder.is_worthwhile_for(model(config))
+    assert not CpuOptimizedDecoder.is_worthwhile_for(model(config))

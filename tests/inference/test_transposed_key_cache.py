@@ -11,14 +11,14 @@ from torch import Tensor
 
 from ramify.inference.local import transposed_key_cache
 from ramify.inference.local.generation_request import GenerationState
-from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, PrefillDecodeAttention
-from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
+from ramify.inference.local.kv_cache import KeyValueCache, KvCacheLayout, PrefillDecodeAttention
+from ramify.inference.local.kv_cache_slots import CacheSlotMove, EngineStep, SlotTokenSpan
 from ramify.inference.local.transposed_key_cache import TransposedKeyCache, is_faster
 from tests.inference.helpers import drained, engine
 from tests.inference.test_engine import POLICY, assert_as_expected, requests
 
 HEADS, SIZE = 2, 8
-LAYOUT = CacheLayout(2, HEADS, SIZE, torch.float32, torch.device("cpu"))
+LAYOUT = KvCacheLayout(2, HEADS, SIZE, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("least_heads", [0, 1000])
@@ -72,7 +72,7 @@ class BothCaches:
         torch.testing.assert_close(at_wanted, outputs[1][rows], rtol=0, atol=1e-5)
         return torch.stack(outputs)
 
-    def move(self, *changes: SlotMove) -> None:
+    def move(self, *changes: CacheSlotMove) -> None:
         for cache in self.caches:
             for change in changes:
                 cache.copy_or_swap_slots(change)
@@ -99,7 +99,9 @@ def test_attention_is_that_of_the_plain_cache(group: int, *, equal: bool) -> Non
     for _ in range(20):  # more than the steps that are prepared together
         both.step(decoding(list(range(num)), lengths))
         lengths = [length + 1 for length in lengths]
-    both.move(SlotMove("copy", 3, 5, 33), SlotMove("swap", 2, 9, max(lengths[2], lengths[9])))
+    both.move(
+        CacheSlotMove("copy", 3, 5, 33), CacheSlotMove("swap", 2, 9, max(lengths[2], lengths[9]))
+    )
     lengths[5] = min(33, lengths[3])
     lengths[2], lengths[9] = lengths[9], lengths[2]
     # Only some slots decode, and another gets a span of several tokens.

@@ -13,12 +13,12 @@ import pytest
 
 import ramify
 from ramify import testing
-from ramify.clients.batches import split
+from ramify.clients.provider_batch_apis import split
 from ramify.errors import ConfigError
 from ramify.maps.api import map_limits
-from ramify.maps.map_journal import MapStore, read_lines
+from ramify.maps.map_journal import TableMapStore, read_lines
 from ramify.maps.map_journal_state import MapJournalState
-from ramify.maps.map_run import MapRun, MapSpec
+from ramify.maps.map_run import TableMapRun, TableMapSpec
 from ramify.maps.open_row_source import open_rows
 
 PRICE = ramify.Price(input=1.0, output=2.0)
@@ -51,7 +51,7 @@ class BatchedMap:
         return [json.loads(line)["error"] for line in self.out.read_text().splitlines()]
 
     def recorded(self) -> MapJournalState:
-        ((path, _),) = MapStore(self.store.root).headers()
+        ((path, _),) = TableMapStore(self.store.root).headers()
         return MapJournalState.read(path)
 
     def num_uploaded(self) -> int:
@@ -197,7 +197,7 @@ def test_a_batch_that_is_refused_as_a_whole_says_why(tmp_path: Path) -> None:
 @PROVIDERS
 def test_a_map_that_stops_leaves_its_batch_and_collects_it(provider: str, tmp_path: Path) -> None:
     async def work(map: BatchedMap) -> None:
-        request = MapSpec(
+        request = TableMapSpec(
             question="Which word?",
             budget=map_limits(None, None, None),
             columns=("text",),
@@ -205,7 +205,7 @@ def test_a_map_that_stops_leaves_its_batch_and_collects_it(provider: str, tmp_pa
             batch=True,
         )
         rlm = ramify.RLM(map.model, store=map.store)
-        started = MapRun(rlm, open_rows(texts(4)), request)
+        started = TableMapRun(rlm, open_rows(texts(4)), request)
         at_look(map.server, started.stop)
         result = await started.run()
         (id,) = map.server.batches
@@ -336,7 +336,7 @@ def test_uploads_are_split_by_requests_and_bytes() -> None:
 def test_the_journal_has_a_batch_before_it_is_uploaded(tmp_path: Path) -> None:
     async def work(map: BatchedMap) -> None:
         await map.ask(2)
-        ((path, _),) = MapStore(map.store.root).headers()
+        ((path, _),) = TableMapStore(map.store.root).headers()
         kinds = [
             name
             for _, line in read_lines(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ramify import testing
-from ramify.maps.map_journal import MapStore
+from ramify.maps.map_journal import TableMapStore
 from ramify.maps.map_journal_state import MapJournalState
 
 NUM = 40
@@ -83,7 +83,7 @@ def test_a_killed_map_finds_its_batches_again(provider: str, tmp_path: Path) -> 
             answers = [json.loads(line) for line in map.out.read_text().splitlines()]
             assert [row["answer"] for row in answers] == [f"w{number}" for number in range(NUM)]
             assert server.num_direct == 0
-            ((path, _),) = MapStore(tmp_path / "home").headers()
+            ((path, _),) = TableMapStore(tmp_path / "home").headers()
             assert MapJournalState.read(path).usage.calls == NUM
 
     asyncio.run(work())

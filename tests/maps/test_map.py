@@ -15,7 +15,7 @@ import pytest
 import ramify
 from ramify import testing
 from ramify.errors import ConfigError, SourceError
-from ramify.maps.map_journal import MapStore
+from ramify.maps.map_journal import TableMapStore
 from ramify.maps.map_journal_state import MapJournalState
 from ramify.progress import subscribe
 
@@ -424,7 +424,7 @@ def test_a_row_has_at_most_200_bytes_of_journal_beside_its_texts(tmp_path: Path)
     store = ramify.Store(tmp_path / "store")
     rows = texts(500)
     ask(rows, model(price=PRICE), store=store, out=tmp_path / "a.jsonl")
-    ((path, _),) = MapStore(store.root).headers()
+    ((path, _),) = TableMapStore(store.root).headers()
     own = sum(len(row["text"]) + len(f"w{row['id']}") for row in rows)
     header = len(path.read_bytes().splitlines()[0])
     assert (path.stat().st_size - own - header) / len(rows) <= 200
@@ -434,7 +434,7 @@ def test_a_request_in_flight_at_the_end_of_a_journal_counts_as_paid(tmp_path: Pa
     store, out = ramify.Store(tmp_path / "store"), tmp_path / "a.jsonl"
     client = model(price=PRICE)
     ask(texts(3), client, store=store, out=out, limits=one_at_once())
-    ((path, _),) = MapStore(store.root).headers()
+    ((path, _),) = TableMapStore(store.root).headers()
     before = MapJournalState.read(path)
     lines = path.read_bytes().splitlines(keepends=True)
     assert lines[-1].startswith(b'{"r":')

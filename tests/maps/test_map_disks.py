@@ -14,7 +14,7 @@ import pytest
 
 import ramify
 from ramify import testing
-from ramify.maps.map_journal import MapStore, read_lines
+from ramify.maps.map_journal import TableMapStore, read_lines
 from ramify.store.durable_files import release_reserve
 from ramify.types.message import Message
 
@@ -60,7 +60,7 @@ def answers_of(path: Path) -> list[str]:
 
 
 def journal_of(store: ramify.Store) -> Path:
-    ((path, _),) = MapStore(store.root).headers()
+    ((path, _),) = TableMapStore(store.root).headers()
     return path
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from ramify import testing
-from ramify.maps.map_journal import MapStore, read_lines
+from ramify.maps.map_journal import TableMapStore, read_lines
 from ramify.maps.map_journal_state import MapJournalState
 
 NUM = 300
@@ -65,7 +65,7 @@ async def _killed(folder: Path) -> None:
     # Only what was in flight at a kill, at most eight requests, is asked again.
     assert max(asked.values()) <= 1 + num_kills
     assert asked.total() - NUM <= 8 * num_kills
-    ((path, _),) = MapStore(folder / "home").headers()
+    ((path, _),) = TableMapStore(folder / "home").headers()
     replies = Counter(line.r.number for _, line in read_lines(path) if line.r is not None)
     assert set(replies.values()) == {1}
     assert MapJournalState.read(path).usage.calls >= asked.total()

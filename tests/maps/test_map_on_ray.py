@@ -23,7 +23,7 @@ from ramify import testing
 from ramify.actors.ray_cluster import RayClusterConnection
 from ramify.engine import event_loop_thread
 from ramify.errors import ConfigError, SourceError
-from ramify.maps.map_journal import MapStore
+from ramify.maps.map_journal import TableMapStore
 from ramify.maps.ray_row_partition import PART_ROWS, read_row_partitions, row_files_of_urls
 from tests.maps.ray_nodes import ROOT, RayNodes
 from tests.maps.s3_server import WritableS3Server
@@ -326,7 +326,7 @@ def test_a_node_with_another_version_is_named_before_anything_is_asked(
     assert list((cluster.folder / "versions").iterdir()) == []
     assert not any(
         header.out.endswith("/versions")
-        for _, header in MapStore(cluster.folder / "home").headers()
+        for _, header in TableMapStore(cluster.folder / "home").headers()
     )
 
 

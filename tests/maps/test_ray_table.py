@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from ramify.errors import StoreError
-from ramify.maps.map_journal import RAY_MAPS, MapHeader, MapStore, RayMapMetadata
+from ramify.maps.map_journal import RAY_MAPS, MapJournalHeader, RayMapMetadata, TableMapStore
 from ramify.maps.map_output import AnswerColumns
 from ramify.maps.map_table import row_events
 from ramify.maps.part_output import open_output_folder
 from ramify.maps.row_source import RowSource
-from ramify.maps.shared_budget import MapSpending
+from ramify.maps.shared_budget import TableMapSpending
 from ramify.maps.stored_maps import open_map_table
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.types.message import Usage
 from ramify.viewer.run_catalog import RunCatalog
 from tests.cli.helpers import Shell
@@ -29,10 +29,10 @@ def stored(home: Path, out: Path) -> Path:
     """Write what a map on a cluster leaves: its header, its record and two parts, of which the
     second has a row that was not asked."""
     parts = RayMapMetadata("0123.json", ("text",), ADDED.answers, ADDED.error)
-    header = MapHeader(ID, "0123", "Is it urgent?", 5.0, "openai:m", str(out), parts=parts)
-    journal = MapStore(home).create(header)
+    header = MapJournalHeader(ID, "0123", "Is it urgent?", 5.0, "openai:m", str(out), parts=parts)
+    journal = TableMapStore(home).create(header)
     journal.close()
-    spent = MapSpending(Usage(100, 20, calls=4), 0.5, answered=2, failed=1)
+    spent = TableMapSpending(Usage(100, 20, calls=4), 0.5, answered=2, failed=1)
     (home / RAY_MAPS).mkdir()
     (home / RAY_MAPS / "0123.json").write_text(msgspec.json.encode(spent).decode())
     out.mkdir()

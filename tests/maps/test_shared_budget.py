@@ -12,10 +12,10 @@ import pytest
 from ramify.engine.limits import BudgetAmount, Limits
 from ramify.errors import LimitReached, RamifyError
 from ramify.maps.shared_budget import (
-    MapSpending,
     RemoteBudget,
     RowOutcomeCounts,
     SharedBudget,
+    TableMapSpending,
     read_spending,
 )
 from ramify.types.message import Usage
@@ -98,7 +98,7 @@ def test_a_lost_workers_part_is_paid_again_and_counted(tmp_path: Path) -> None:
         assert (found.usage.calls, found.unwritten, found.answered) == (3, 1, 0)
         await budget.mark_written("part-0")
         found = read_spending(path)
-        assert found == MapSpending(Usage(10, 110, calls=3, unknown_calls=1), 2.0, 0, 1, 0)
+        assert found == TableMapSpending(Usage(10, 110, calls=3, unknown_calls=1), 2.0, 0, 1, 0)
         # The next start of the map has seven calls left, and not ten.
         copy = tmp_path / "copy.json"
         copy.write_bytes(Path(path).read_bytes())  # the record itself is locked

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ramify.errors import ConfigError
-from ramify.models.dense import CausalAttentionKernel, DenseModel, DenseShape
+from ramify.models.dense import CausalAttentionKernel, DenseModel, DenseModelConfig
 from tests.models.configs import configs
 
 NAMES = list(configs())
@@ -154,7 +154,9 @@ def test_unsupported_configuration_is_refused_by_name(changed: dict[str, Any], n
 
 
 def test_window_is_limited_to_the_sliding_window() -> None:
-    windows = {name: DenseShape.from_config(config).window for name, config in configs().items()}
+    windows = {
+        name: DenseModelConfig.from_config(config).window for name, config in configs().items()
+    }
     assert windows == {**dict.fromkeys(NAMES, 256), "mistral-sliding": 100}
 
 

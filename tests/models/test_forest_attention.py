@@ -19,7 +19,7 @@ from ramify.models.forest_attention import (
     ForestAttentionPlan,
     LayerOutputRows,
 )
-from ramify.types.training_sequences import Segment
+from ramify.types.training_sequences import PackedTokenSegment
 
 KERNELS = [CpuFlashKernel(), PlainAttentionKernel(), PlainVarlenKernel()]
 KERNELS += [TILED] if onednn_products.is_available() else []
@@ -27,18 +27,18 @@ needs_onednn = pytest.mark.skipif(
     not onednn_products.is_available(), reason="this build of PyTorch has no oneDNN"
 )
 TREES = {
-    "a row": [Segment(0, 7, -1)],
-    "rows of one length": [Segment(0, 5, -1), Segment(5, 10, -1), Segment(10, 15, -1)],
-    "siblings": [Segment(0, 33, -1), Segment(33, 50, 0), Segment(50, 67, 0), Segment(67, 70, 0)],
+    "a row": [PackedTokenSegment(0, 7, -1)],
+    "rows of one length": [PackedTokenSegment(0, 5, -1), PackedTokenSegment(5, 10, -1), PackedTokenSegment(10, 15, -1)],
+    "siblings": [PackedTokenSegment(0, 33, -1), PackedTokenSegment(33, 50, 0), PackedTokenSegment(50, 67, 0), PackedTokenSegment(67, 70, 0)],
     "two levels": [
-        Segment(0, 4, -1), Segment(4, 9, 0), Segment(9, 12, 1), Segment(12, 15, 1), Segment(15, 16, 0),
-        Segment(16, 20, -1), Segment(20, 21, 5), Segment(21, 22, 6), Segment(22, 23, 7), Segment(23, 24, 6),
+        PackedTokenSegment(0, 4, -1), PackedTokenSegment(4, 9, 0), PackedTokenSegment(9, 12, 1), PackedTokenSegment(12, 15, 1), PackedTokenSegment(15, 16, 0),
+        PackedTokenSegment(16, 20, -1), PackedTokenSegment(20, 21, 5), PackedTokenSegment(21, 22, 6), PackedTokenSegment(22, 23, 7), PackedTokenSegment(23, 24, 6),
     ],
-    "empty segment": [Segment(0, 3, -1), Segment(3, 3, 0), Segment(3, 6, 1), Segment(6, 8, 1)],
+    "empty segment": [PackedTokenSegment(0, 3, -1), PackedTokenSegment(3, 3, 0), PackedTokenSegment(3, 6, 1), PackedTokenSegment(6, 8, 1)],
 }  # fmt: skip
 
 
-def parents(tokens: list[Segment]) -> list[int]:
+def parents(tokens: list[PackedTokenSegment]) -> list[int]:
     """Return for each token the one before it on its path, -1 for the first."""
     last = {-1: -1}
     found: list[int] = []
@@ -51,7 +51,9 @@ def parents(tokens: list[Segment]) -> list[int]:
     return found
 
 
-def naive(segments: list[Segment], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def naive(
+    segments: list[PackedTokenSegment], q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Tensor:
     """Compute each query separately, over the keys of its path."""
     before, rows = parents(segments), []
     for token in range(len(q)):
@@ -75,7 +77,7 @@ def tensors(num: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Ten
 
 
 def check(
-    segments: list[Segment],
+    segments: list[PackedTokenSegment],
     kernel: object,
     dtype: torch.dtype,
     tolerance: float,
@@ -105,8 +107,8 @@ def test_each_token_attends_to_its_path(tree: str, kernel: object):
 
 
 LARGE = [
-    Segment(0, 900, -1), Segment(900, 1310, 0), Segment(1310, 1313, 1), Segment(1313, 1700, 0),
-    Segment(1700, 1765, 3), Segment(1765, 1765, 3), Segment(1765, 1960, 3),
+    PackedTokenSegment(0, 900, -1), PackedTokenSegment(900, 1310, 0), PackedTokenSegment(1310, 1313, 1), PackedTokenSegment(1313, 1700, 0),
+    PackedTokenSegment(1700, 1765, 3), PackedTokenSegment(1765, 1765, 3), PackedTokenSegment(1765, 1960, 3),
 ]  # fmt: skip
 
 
@@ -152,12 +154,12 @@ def test_random_forest_matches_naive_attention(
 ):
     """Each pair: number of tokens of a segment, and how far up the current path its parent is.
     ``needed``: rows whose output matters; None: all."""
-    segments: list[Segment] = []
+    segments: list[PackedTokenSegment] = []
     path: list[int] = []
     for num, up in [(1, 0), *shape]:
         path = path[: max(0, len(path) - up)]
         start = segments[-1].end if segments else 0
-        segments.append(Segment(start, start + num, path[-1] if path else -1))
+        segments.append(PackedTokenSegment(start, start + num, path[-1] if path else -1))
         path.append(len(segments) - 1)
     num = segments[-1].end
     rows = None if needed is None else sorted({row % num for row in needed} | {num - 1})
@@ -193,7 +195,10 @@ def test_any_number_of_siblings_is_one_block_below_their_prefix():
     bounds = [10]
     for index in range(100):
         bounds.append(bounds[-1] + 1 + index % 7)
-    segments = [Segment(0, 10, -1), *(Segment(a, b, 0) for a, b in pairwise(bounds))]
+    segments = [
+        PackedTokenSegment(0, 10, -1),
+        *(PackedTokenSegment(a, b, 0) for a, b in pairwise(bounds)),
+    ]
     plan = ForestAttentionPlan.for_segments(segments)
     assert len(plan.below) == 1
     assert (len(plan.own), sum(plan.own)) == (101, bounds[-1])

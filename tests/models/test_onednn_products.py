@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ramify.models import onednn_products, training_forward
 from ramify.models.onednn_products import linear, rounded_rows
 from ramify.models.training_forward import pad_rows_for_onednn
-from ramify.types.training_sequences import Segment
+from ramify.types.training_sequences import PackedTokenSegment
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_few_numbers_of_rows_occur():
 @pytest.mark.usefixtures("_faster")
 def test_a_batch_gets_a_segment_of_unused_tokens():
     ids = torch.arange(300)
-    found_ids, positions, segments = pad_rows_for_onednn(ids, ids, [Segment(0, 300, -1)])
+    found_ids, positions, segments = pad_rows_for_onednn(ids, ids, [PackedTokenSegment(0, 300, -1)])
     assert found_ids.tolist() == [*range(300), *[0] * 20]
     assert positions.tolist() == found_ids.tolist()
-    assert segments == [Segment(0, 300, -1), Segment(300, 320, -1)]
-    whole = pad_rows_for_onednn(ids[:256], ids[:256], [Segment(0, 256, -1)])
-    assert whole[2] == [Segment(0, 256, -1)]
+    assert segments == [PackedTokenSegment(0, 300, -1), PackedTokenSegment(300, 320, -1)]
+    whole = pad_rows_for_onednn(ids[:256], ids[:256], [PackedTokenSegment(0, 256, -1)])
+    assert whole[2] == [PackedTokenSegment(0, 256, -1)]

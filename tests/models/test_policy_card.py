@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.engine.scaffold import scaffold_of
+from ramify.engine.prompt_scaffold import scaffold_of
 from ramify.errors import ConfigError
 from ramify.models.model_config_files import local_model_folder
 from ramify.trained_policy_settings import FILE, TrainedPolicySettings, read_policy_settings

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ramify.clients.base import Tool
 from ramify.errors import ConfigError
-from ramify.models.renderer import parse_reply, renderer_of
+from ramify.models.chat_renderer import parse_reply, renderer_of
 from ramify.types.message import Message, ToolCall
 from tests.models.templates import TEMPLATES, tokenizer_of
 

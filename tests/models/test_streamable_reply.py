@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ramify.models.template import split_reply, streamable_reply
+from ramify.models.chat_template import split_reply, streamable_reply
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"line": 1}}\n</tool_call>'
 

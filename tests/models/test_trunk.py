@@ -22,7 +22,7 @@ from transformers import (
 
 from ramify.errors import ConfigError
 from ramify.models.training_forward import wrap_for_training
-from ramify.types.training_sequences import Segment
+from ramify.types.training_sequences import PackedTokenSegment
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -70,11 +70,11 @@ ROWS = {
 }
 ROWS_OF = [[3, 1, 4, 1, 5, 9], [3, 1, 4, 2, 6], [3, 1, 4, 2, 7, 1, 8]]
 FOREST = [
-    Segment(0, 3, -1),
-    Segment(3, 6, 0),
-    Segment(6, 7, 0),
-    Segment(7, 8, 2),
-    Segment(8, 11, 2),
+    PackedTokenSegment(0, 3, -1),
+    PackedTokenSegment(3, 6, 0),
+    PackedTokenSegment(6, 7, 0),
+    PackedTokenSegment(7, 8, 2),
+    PackedTokenSegment(8, 11, 2),
 ]
 IDS, POSITIONS = [3, 1, 4, 1, 5, 9, 2, 6, 7, 1, 8], [0, 1, 2, 3, 4, 5, 3, 4, 4, 5, 6]
 ENDS = [5, 7, 10]
@@ -128,7 +128,11 @@ def test_model_without_forest_support_runs_on_rows(name: str):
     assert not trunk.can_share_prefixes
     ids, rows = (
         torch.tensor([id for row in ROWS_OF for id in row]),
-        [Segment(0, 6, -1), Segment(6, 11, -1), Segment(11, 18, -1)],
+        [
+            PackedTokenSegment(0, 6, -1),
+            PackedTokenSegment(6, 11, -1),
+            PackedTokenSegment(11, 18, -1),
+        ],
     )
     with torch.no_grad(), trunk.forward_context():
         found = trunk.logits(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ramify import ConfigError, plans
-from ramify.plans.calibration import calibration_path, part_size, store_calibration
+from ramify.plans.part_size_calibration import calibration_path, part_size, store_calibration
 
 MODEL = "offline:default"
 

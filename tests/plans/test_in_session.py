@@ -21,7 +21,7 @@ from ramify import (
     load,
     plans,
 )
-from ramify.engine.scaffold import SCAFFOLDS
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.extras.suites.oolong import oolong
 from ramify.extras.suites.oolong_pairs import oolong_pairs
 from ramify.tasks.base import SimpleTask

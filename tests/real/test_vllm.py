@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ramify.clients.base import Request, Sampling
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import to_lazy_weight, to_lazy_weights
@@ -59,7 +59,7 @@ def test_weight_sync_through_vllm_routes(
     long = Request((Message("user", "go on"),), Sampling(200, 1.0, seed=1, logprobs=True))
 
     async def run() -> None:
-        engines, local = HttpEngines(policy, spec, name="vllm:tiny"), LocalClient(policy)
+        engines, local = HttpEngineClient(policy, spec, name="vllm:tiny"), LocalClient(policy)
         await engines.start(tmp_path, lambda folder: save_policy(policy, folder))
         try:
             for version in (0, 1, 2):
@@ -117,7 +117,7 @@ def test_lora_adapters_are_merged_inside_vllm(
     )
 
     async def run() -> None:
-        engines, local = HttpEngines(serving, spec, name="vllm:tiny"), LocalClient(serving)
+        engines, local = HttpEngineClient(serving, spec, name="vllm:tiny"), LocalClient(serving)
         await engines.start(tmp_path, lambda folder: save_policy(serving, folder))
         before: list[float] = []
         try:

@@ -17,7 +17,7 @@ from ramify.extras.sandboxes.daytona import DaytonaService, DaytonaSpec
 from ramify.extras.sandboxes.e2b import E2BService, E2BSpec
 from ramify.extras.sandboxes.modal import ModalService, ModalSpec
 from ramify.extras.sandboxes.prime import PrimeService, PrimeSpec, open_provider
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.providers.remote import RemoteSandbox
 

@@ -9,11 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.sandbox.guest.frames import FrameReader, frame, pack_value, unpack_value, write_all
+from ramify.sandbox.guest.message_frames import (
+    MessageFrameReader,
+    frame,
+    pack_value,
+    unpack_value,
+    write_all,
+)
 from ramify.sandbox.guest.output import HeadTailBuffer
-from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
-from ramify.sandbox.host.session_wire import parse
-from ramify.sandbox.host.transport import FrameAssembler
+from ramify.sandbox.guest.value_encoding import (
+    ProtocolError,
+    ValueDecoder,
+    ValueEncoder,
+    ValueEncodingError,
+)
+from ramify.sandbox.host.session_frame_connection import parse
+from ramify.sandbox.host.transport import MessageFrameAssembler
 
 text = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 scalars = (
@@ -91,7 +102,7 @@ def test_equal_sets_encode_identically() -> None:
     ],
 )
 def test_unsupported_value_is_named_with_its_path(value: Any, message: str) -> None:
-    with pytest.raises(CodecError) as caught:
+    with pytest.raises(ValueEncodingError) as caught:
         pack_value(value)
     assert message in str(caught.value)
 
@@ -137,18 +148,22 @@ def test_frames_reassemble_from_pieces_of_any_size(tmp_path: Any) -> None:
     )
     data = b"".join(part for parts in frames for part in parts)
     for step in (1, 7, 4096, 65_537, len(data)):
-        assembler, got = FrameAssembler(), []
+        assembler, got = MessageFrameAssembler(), []
         for at in range(0, len(data), step):
             got += [
                 (type(m).__name__, [len(b) for b in blobs])
                 for m, blobs in map(parse, assembler.feed(memoryview(data[at : at + step])))
             ]
-        assert got == [("OutputFrame", [5]), ("OkFrame", []), ("OutputFrame", [200_000])]
+        assert got == [
+            ("CellOutputFrame", [5]),
+            ("OkReplyFrame", []),
+            ("CellOutputFrame", [200_000]),
+        ]
     path = tmp_path / "frames"
     with path.open("w+b") as file:
         write_all(file.fileno(), [part for parts in frames for part in parts])
         file.seek(0)
-        reader, sizes = FrameReader(file.fileno()), []
+        reader, sizes = MessageFrameReader(file.fileno()), []
         while len(sizes) < 3:
             view = reader.next()
             if view is None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import SharedContext
-from ramify.sandbox.guest.frames import pack_value
+from ramify.sandbox.base import SharedContextValue
+from ramify.sandbox.guest.message_frames import pack_value
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ from ramify.sandbox.guest.frames import pack_value
     ],
 )
 def test_context_round_trips_through_its_bytes(value: Any) -> None:
-    context = SharedContext(value)
+    context = SharedContextValue(value)
     data = bytes(context.buffer())
     assert context.digest == hashlib.sha256(data).hexdigest()
     assert context.nbytes == len(data)
     assert data == b"".join(pack_value(value)[0])
-    again = SharedContext.from_encoded(data)
+    again = SharedContextValue.from_encoded(data)
     assert (again.value, again.digest, again.chars, again.kind) == (
         value,
         context.digest,
@@ -42,8 +42,11 @@ def test_context_round_trips_through_its_bytes(value: Any) -> None:
 
 
 def test_context_reports_kind_and_chars() -> None:
-    assert (SharedContext("héllo").kind, SharedContext("héllo").chars) == ("str", 5)
-    assert (SharedContext(["ab", {"c": "de"}]).kind, SharedContext(["ab", {"c": "de"}]).chars) == (
+    assert (SharedContextValue("héllo").kind, SharedContextValue("héllo").chars) == ("str", 5)
+    assert (
+        SharedContextValue(["ab", {"c": "de"}]).kind,
+        SharedContextValue(["ab", {"c": "de"}]).chars,
+    ) == (
         "list",
         5,
     )
@@ -52,7 +55,9 @@ def test_context_reports_kind_and_chars() -> None:
 def test_packed_context_survives_json() -> None:
     value = {"a": (1, b"\xff" * 5000, "é\ud800", {2}), "text": "x" * 10_000}
     assert (
-        SharedContext.from_jsonable(json.loads(json.dumps(SharedContext(value).to_jsonable())))
+        SharedContextValue.from_jsonable(
+            json.loads(json.dumps(SharedContextValue(value).to_jsonable()))
+        )
         == value
     )
 
@@ -62,6 +67,6 @@ def test_packed_context_survives_json() -> None:
 )
 def test_damaged_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(SandboxError, match="cannot be read"):
-        SharedContext.from_encoded(data)
+        SharedContextValue.from_encoded(data)
     with pytest.raises(SandboxError, match="cannot be read"):
-        SharedContext.from_jsonable(data)
+        SharedContextValue.from_jsonable(data)

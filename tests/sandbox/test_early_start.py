@@ -109,7 +109,7 @@ def test_start_imports_nothing_that_is_heavy() -> None:
     assert run.stdout.split() == [
         "ramify.sandbox",
         "ramify.sandbox.host",
-        "ramify.sandbox.host.shipped_modules",
+        "ramify.sandbox.host.guest_module_files",
         "ramify.sandbox.host.forkserver_process",
     ]
 

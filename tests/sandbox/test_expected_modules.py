@@ -11,7 +11,7 @@ import pytest
 
 from ramify import RLM, Limits, Scaffold, ScriptedClient
 from ramify.errors import SandboxError
-from ramify.sandbox.base import SharedContext, expect_module
+from ramify.sandbox.base import SharedContextValue, expect_module
 from ramify.sandbox.host.process_transport import pid_of
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.jail import JailSandbox
@@ -62,7 +62,7 @@ def test_expected_module_is_run_once_for_all_sessions(tier: str, chars: int) -> 
 
     async def test(sandbox: JailSandbox) -> None:
         expect_module(sandbox, "m", MODULE)
-        context = SharedContext("x" * chars) if chars else None
+        context = SharedContextValue("x" * chars) if chars else None
         first, second = [await opened(sandbox, context=context) for _ in range(2)]
         assert await ran_in(first) == await ran_in(second) != int(await value(first, "here()"))
         assert await value(first, "echo(3)") == "[3]"

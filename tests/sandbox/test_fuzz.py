@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import CellResult, SandboxCapabilities
-from ramify.sandbox.guest.frames import frame
-from ramify.sandbox.guest.values import ProtocolError
-from ramify.sandbox.host import session_wire
+from ramify.sandbox.guest.message_frames import frame
+from ramify.sandbox.guest.value_encoding import ProtocolError
+from ramify.sandbox.host import session_frame_connection
 from ramify.sandbox.host.running_cell import CellLimits
 from ramify.sandbox.host.session import GuestSessionProxy
-from ramify.sandbox.host.transport import FrameAssembler
+from ramify.sandbox.host.transport import MessageFrameAssembler
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 HELLO = b"".join(frame(b'{"op":"hello","pid":1}'))
@@ -143,25 +143,29 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 def test_mutated_frames_parse_or_raise_protocol_error(pieces: list[bytes]) -> None:
     """Bytes -> messages and values, or a ProtocolError; the reader never holds more than it was
     fed."""
-    assembler, fed = FrameAssembler(), 0
+    assembler, fed = MessageFrameAssembler(), 0
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             fed += len(piece)
             for view in assembler.feed(memoryview(piece)):
-                message, blobs = session_wire.parse(view)
-                if isinstance(message, session_wire.HostCallFrame | session_wire.ValueFrame):
-                    session_wire.decode_value(message, message.value, blobs)
+                message, blobs = session_frame_connection.parse(view)
+                if isinstance(
+                    message,
+                    session_frame_connection.HostCallFrame
+                    | session_frame_connection.ValueReplyFrame,
+                ):
+                    session_frame_connection.decode_value(message, message.value, blobs)
             assert assembler.held_bytes() <= fed
 
 
 @FUZZ
 @given(st.lists(st.binary(max_size=64), max_size=6))
 def test_random_bytes_parse_or_raise_protocol_error(pieces: list[bytes]) -> None:
-    assembler = FrameAssembler()
+    assembler = MessageFrameAssembler()
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             for view in assembler.feed(memoryview(piece)):
-                session_wire.parse(view)
+                session_frame_connection.parse(view)
 
 
 class ScriptedTransport:
@@ -278,7 +282,7 @@ def test_flood_of_frames_is_not_retained() -> None:
 
 
 def test_unfinished_long_frame_is_buffered_once() -> None:
-    assembler, piece = FrameAssembler(), memoryview(b"x" * 100_000)
+    assembler, piece = MessageFrameAssembler(), memoryview(b"x" * 100_000)
     list(assembler.feed(memoryview((200 << 20).to_bytes(4, "little"))))
     tracemalloc.start()
     for _ in range(300):

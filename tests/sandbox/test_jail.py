@@ -18,7 +18,7 @@ import pytest
 from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
-from ramify.sandbox.base import JailSpec, SandboxSpec, SharedContext, open_sandbox
+from ramify.sandbox.base import JailSpec, SandboxSpec, SharedContextValue, open_sandbox
 from ramify.sandbox.host.process_transport import pid_of
 from ramify.sandbox.jail import seccomp_requests
 from ramify.sandbox.providers.jail import WEAKER, JailSandbox, launch, launched, probe
@@ -334,7 +334,7 @@ def test_close_tree_ends_every_branch() -> None:
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
 def test_closed_jail_leaves_no_processes_mounts_or_descriptors(tier: str) -> None:
-    async def life(jail: JailSandbox, context: SharedContext) -> None:
+    async def life(jail: JailSandbox, context: SharedContextValue) -> None:
         for index in range(6):
             session = await jail.open(context=context if index % 2 else None)
             await value(session, "1")
@@ -342,7 +342,7 @@ def test_closed_jail_leaves_no_processes_mounts_or_descriptors(tier: str) -> Non
             await session.close()
 
     async def main() -> None:
-        context = SharedContext("x" * (2 << 20))
+        context = SharedContextValue("x" * (2 << 20))
         jail = tiers.open_jail(JailSpec(tier=tier))
         await life(jail, context)
         await asyncio.sleep(0.2)

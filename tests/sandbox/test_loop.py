@@ -18,7 +18,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.guest.frames import frame
+from ramify.sandbox.guest.message_frames import frame
 from ramify.sandbox.host.running_cell import CellLimits
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.process import ProcessSandbox

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from ramify.errors import SandboxError, SourceError
-from ramify.sandbox.base import MappedText, SandboxSpec, SharedContext, mapped_text, open_sandbox
+from ramify.sandbox.base import (
+    MappedText,
+    SandboxSpec,
+    SharedContextValue,
+    mapped_text,
+    open_sandbox,
+)
 
 PARTS = {
     "ascii": ["a", "b", "ab", "\n", "word ", "\r\n"],
@@ -143,7 +149,7 @@ def test_sessions_map_the_file(tmp_path: Path, provider: str) -> None:
     }
     for number in range(3, 250):  # more than one message can carry
         files[f"{number}"] = in_file(tmp_path / f"{number}", f"{number}")
-    context = SharedContext({**files, "small": "text"})
+    context = SharedContextValue({**files, "small": "text"})
     assert context.nbytes < 100_000
 
     async def life() -> None:
@@ -173,7 +179,7 @@ def test_sessions_map_the_file(tmp_path: Path, provider: str) -> None:
 
 @pytest.mark.parametrize("provider", ["inprocess"])
 def test_sandbox_that_cannot_map_files_gets_their_text(tmp_path: Path, provider: str) -> None:
-    context = SharedContext(in_file(tmp_path / "text", "größe"))
+    context = SharedContextValue(in_file(tmp_path / "text", "größe"))
 
     async def life() -> None:
         sandbox = open_sandbox(SandboxSpec(provider=provider, allow_weaker=True))
@@ -191,35 +197,35 @@ async def nothing(*_: Any) -> None: ...
 
 def test_stored_context_refers_to_the_file_and_refuses_another_one(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    context = SharedContext(in_file(path, "one\ntwo\n"))
+    context = SharedContextValue(in_file(path, "one\ntwo\n"))
     data, references = bytes(context.buffer()), [file.reference for file in context.files]
-    again = SharedContext.from_encoded(data, references)
+    again = SharedContextValue.from_encoded(data, references)
     assert (again.digest, again.value[:], again.kind) == (
         context.digest,
         "one\ntwo\n",
         "MappedText",
     )
     os.utime(path, (1, 1))  # the same content at another time
-    assert SharedContext.from_encoded(data, references).value[:3] == "one"
+    assert SharedContextValue.from_encoded(data, references).value[:3] == "one"
     with path.open("a") as file:
         file.write("three\n")  # a log that has grown since
-    assert SharedContext.from_encoded(data, references).value[:] == "one\ntwo\n"
+    assert SharedContextValue.from_encoded(data, references).value[:] == "one\ntwo\n"
     path.write_text("one\nTWO\nthree\n")
     with pytest.raises(SourceError, match=r"a\.log has changed since it was read"):
-        SharedContext.from_encoded(data, references)
+        SharedContextValue.from_encoded(data, references)
     path.write_text("one\n")
     with pytest.raises(SourceError, match=r"a\.log has changed .*\(it has 4 bytes, not 8\)"):
-        SharedContext.from_encoded(data, references)
+        SharedContextValue.from_encoded(data, references)
     path.unlink()
     with pytest.raises(SourceError, match=r"a\.log cannot be read again: No such file"):
-        SharedContext.from_encoded(data, references)
+        SharedContextValue.from_encoded(data, references)
     with pytest.raises(SandboxError, match="cannot be read"):
-        SharedContext.from_encoded(data)
+        SharedContextValue.from_encoded(data)
 
 
 def test_file_that_changes_before_a_session_opens_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    context = SharedContext(in_file(path, "one\ntwo\n"))
+    context = SharedContextValue(in_file(path, "one\ntwo\n"))
     path.write_text("one\n")
 
     async def life() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ramify.errors import ConfigError, HostCallError, SandboxError
 from ramify.extras.sandboxes.monty import CAPS, MontySession
-from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
+from ramify.sandbox.base import SandboxSpec, SharedContextValue, open_sandbox
 from ramify.testing.sandbox_conformance import CHECKS, ConformanceCheck, answer_host_call, check_one
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
@@ -205,7 +205,7 @@ def test_context_is_readable_and_restored_after_overwrite() -> None:
         assert [r.cell.value for r in ran] == ["('xyz', 2)", None, "'x'"]
         assert ran[1].cell.restored == ("context",)
 
-    with_session(test, context=SharedContext({"a": "xyz" * 1000, "b": [1, 2]}))
+    with_session(test, context=SharedContextValue({"a": "xyz" * 1000, "b": [1, 2]}))
 
 
 def test_packages_and_missing_extra_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +227,8 @@ for name in ("fork", "memfd_create", "pidfd_open", "pipe2", "preadv", "readv", "
     vars(os).pop(name, None)
 sys.modules.update(dict.fromkeys(("fcntl", "grp", "pwd", "resource")))
 import ramify.extras.sandboxes.monty
-from ramify.sandbox.base import SharedContext
-print(SharedContext.from_encoded(SharedContext({"a": (1, 2)}).buffer()).value)
+from ramify.sandbox.base import SharedContextValue
+print(SharedContextValue.from_encoded(SharedContextValue({"a": (1, 2)}).buffer()).value)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("{'a': (1, 2)}\n", "")

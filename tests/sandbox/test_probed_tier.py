@@ -14,11 +14,16 @@ import pytest
 from ramify.errors import SandboxError
 from ramify.sandbox.base import JailSpec
 from ramify.sandbox.prewarm import prewarm_sandbox
+from ramify.sandbox.providers.isolation_tier_cache import (
+    ProbedIsolationTier,
+    forget_tier,
+    keep_tier,
+    kept_tier,
+)
 from ramify.sandbox.providers.jail import NEWEST, JailSandbox
-from ramify.sandbox.providers.probed_tier_cache import ProbedTier, forget_tier, keep_tier, kept_tier
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the jail needs Linux")
-FOUND = ProbedTier("A", {}, 6)
+FOUND = ProbedIsolationTier("A", {}, 6)
 
 
 @pytest.fixture
@@ -41,7 +46,10 @@ def test_result_is_kept_for_its_user_alone(cache: Path) -> None:
 
 
 def test_machine_that_lacks_something_is_tried_again(cache: Path) -> None:
-    for found in (ProbedTier("B", {"A": "user namespace: refused"}, 6), ProbedTier(None, {})):
+    for found in (
+        ProbedIsolationTier("B", {"A": "user namespace: refused"}, 6),
+        ProbedIsolationTier(None, {}),
+    ):
         keep_tier(found)
         assert kept_tier() is None
 
@@ -118,7 +126,7 @@ def test_each_fork_server_proves_its_own_walls(cache: Path) -> None:
         prewarm_sandbox(JailSpec())
         sandbox = JailSandbox(JailSpec())
         real = sandbox.reached
-        sandbox.reached = ProbedTier("A", {}, 1)  # as a wrong result would say
+        sandbox.reached = ProbedIsolationTier("A", {}, 1)  # as a wrong result would say
         try:
             await sandbox.open()
             assert sandbox.reached == real == kept_tier()

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
-from ramify.sandbox.base import SandboxSpec, SharedContext, open_sandbox
-from ramify.sandbox.host.process_transport import ProcessTransport
+from ramify.sandbox.base import SandboxSpec, SharedContextValue, open_sandbox
+from ramify.sandbox.host.process_transport import ForkedSessionTransport
 from ramify.sandbox.providers.process import ProcessSandbox
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -128,11 +128,11 @@ def test_processes_and_files_vanish_with_killed_host(tmp_path: Path) -> None:
         textwrap.dedent("""
         import asyncio
         from ramify.sandbox.base import SandboxSpec, open_sandbox
-        from ramify.sandbox.base import SharedContext
+        from ramify.sandbox.base import SharedContextValue
         async def answer(*a): print(*a[1], flush=True)
         async def main():
             sandbox = open_sandbox(SandboxSpec(provider="process", cell_s=60))
-            sessions = [await sandbox.open(), await sandbox.open(context=SharedContext("x" * 2_000_000))]
+            sessions = [await sandbox.open(), await sandbox.open(context=SharedContextValue("x" * 2_000_000))]
             for session in sessions:
                 await session.install("m", "__all__ = ['tell']\\ndef tell(*a): call_host('t', *a)")
             code = "import os, subprocess\\np = subprocess.Popen(['sleep', '60'], start_new_session=True)\\n"
@@ -175,7 +175,9 @@ def test_killed_fork_server_is_reported_and_replaced() -> None:
             await value(session, "import time; time.sleep(60)")
         assert await value(await sandbox.open(), "'alive'") == "'alive'"
         assert (
-            await value(await sandbox.open(context=SharedContext("x" * 2_000_000)), "len(context)")
+            await value(
+                await sandbox.open(context=SharedContextValue("x" * 2_000_000)), "len(context)"
+            )
             == "2000000"
         )
 
@@ -184,7 +186,7 @@ def test_killed_fork_server_is_reported_and_replaced() -> None:
 
 def test_crashed_session_leaves_siblings_alive() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
-        context = SharedContext(["shared"] * 400_000)
+        context = SharedContextValue(["shared"] * 400_000)
         first, second = await sandbox.open(context=context), await sandbox.open(context=context)
         with pytest.raises(SessionDied, match="SIGKILL"):
             await value(first, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
@@ -197,9 +199,9 @@ def test_crashed_session_leaves_siblings_alive() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions fork on Linux")
 def test_branch_hello_before_host_continues_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = ProcessTransport.request_fork
+    send = ForkedSessionTransport.request_fork
 
-    def send_and_be_slow(transport: ProcessTransport, frame: list[Any]) -> Any:
+    def send_and_be_slow(transport: ForkedSessionTransport, frame: list[Any]) -> Any:
         sent = send(transport, frame)
         ours = sent[0].dup()
         ours.setblocking(True)
@@ -213,7 +215,7 @@ def test_branch_hello_before_host_continues_is_read(monkeypatch: pytest.MonkeyPa
         await session.run("x = 1", answer=answer)
         assert await value(await session.fork(), "x") == "1"
 
-    monkeypatch.setattr(ProcessTransport, "request_fork", send_and_be_slow)
+    monkeypatch.setattr(ForkedSessionTransport, "request_fork", send_and_be_slow)
     with_sandbox(test)
 
 
@@ -221,7 +223,7 @@ def test_sessions_outlive_their_retired_template() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         sessions = []
         for number in range(10):
-            context = SharedContext(f"{number}" * 2_000_000)
+            context = SharedContextValue(f"{number}" * 2_000_000)
             sessions.append(await sandbox.open(context=context))
             del context
         template = int(await value(sessions[0], "import os; os.getppid()"))
@@ -237,7 +239,7 @@ def test_sessions_outlive_their_retired_template() -> None:
 
 def test_template_retired_during_start_still_serves_waiters() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
-        contexts = [SharedContext(f"{number:02}" * 1_000_000) for number in range(20)]
+        contexts = [SharedContextValue(f"{number:02}" * 1_000_000) for number in range(20)]
         sessions = await asyncio.gather(*(sandbox.open(context=each) for each in contexts))
         assert await asyncio.gather(*(value(each, "context[:2]") for each in sessions)) == [
             repr(f"{number:02}") for number in range(20)
@@ -314,7 +316,7 @@ def test_cancelled_open_leaks_no_descriptors() -> None:
             ConfigError,
             "no package",
         ),
-        (lambda: SharedContext(object()), SandboxError, "a value of type object at value"),
+        (lambda: SharedContextValue(object()), SandboxError, "a value of type object at value"),
     ],
 )
 def test_invalid_options_are_named(

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.guest.frames import frame, to_base64_lines
+from ramify.sandbox.guest.message_frames import frame, to_base64_lines
 from ramify.sandbox.providers.remote import Carries, RemoteSandbox
 
 SPEC = SandboxSpec(provider="docker")

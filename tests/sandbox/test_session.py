@@ -10,7 +10,7 @@ import pytest
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxCapabilities
-from ramify.sandbox.guest.frames import frame
+from ramify.sandbox.guest.message_frames import frame
 from ramify.sandbox.host.running_cell import CellLimits
 from ramify.sandbox.host.session import GuestSessionProxy
 

@@ -14,8 +14,8 @@ from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import open_sandbox, provider_spec
 from ramify.tasks import UnitTestScorer
 from ramify.train.config import CHOICES, PolicySpec, RlSpec, Run, to_plain_data
+from ramify.train.config_overrides import override
 from ramify.train.lineage import changes
-from ramify.train.override import override
 from ramify.train.recipe import with_defaults
 
 FORMER = {

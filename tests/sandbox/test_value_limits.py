@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ramify.errors import SessionDied
 from ramify.sandbox.base import CellResult, SandboxSpec, open_sandbox
-from ramify.sandbox.guest.frames import (
+from ramify.sandbox.guest.message_frames import (
     MAX_BLOBS,
     MAX_CONTAINERS,
     MAX_ITEMS,
@@ -27,8 +27,8 @@ from ramify.sandbox.guest.frames import (
     json_bytes,
     json_complexity,
 )
-from ramify.sandbox.guest.values import ValueEncoder
-from ramify.sandbox.host import session_wire
+from ramify.sandbox.guest.value_encoding import ValueEncoder
+from ramify.sandbox.host import session_frame_connection
 from tests.sandbox.test_codec import same, values
 from tests.sandbox.test_session import LyingTransport, run, said
 
@@ -150,9 +150,9 @@ def test_oversized_value_from_lying_guest_is_refused_naming_limit(what: str) -> 
     ],
 )
 def test_value_within_limits_is_accepted(value: Any) -> None:
-    message, blobs = session_wire.parse(memoryview(call_frame(value))[4:])
-    assert isinstance(message, session_wire.HostCallFrame)
-    assert len(session_wire.decode_value(message, message.value, blobs)[0]) == 1
+    message, blobs = session_frame_connection.parse(memoryview(call_frame(value))[4:])
+    assert isinstance(message, session_frame_connection.HostCallFrame)
+    assert len(session_frame_connection.decode_value(message, message.value, blobs)[0]) == 1
 
 
 plain = st.recursive(
@@ -205,9 +205,9 @@ def test_host_accepts_every_value_a_guest_may_send(value: Any) -> None:
     data = b"".join(
         [b"\x01", len(json_bytes(header)).to_bytes(4, "little"), json_bytes(header), *encoder.blobs]
     )
-    message, blobs = session_wire.parse(memoryview(data))
-    assert isinstance(message, session_wire.ValueFrame)
-    assert same(session_wire.decode_value(message, message.value, blobs), value)
+    message, blobs = session_frame_connection.parse(memoryview(data))
+    assert isinstance(message, session_frame_connection.ValueReplyFrame)
+    assert same(session_frame_connection.decode_value(message, message.value, blobs), value)
 
 
 async def echo(name: str, args: Any, kwargs: Any) -> Any:

@@ -11,11 +11,11 @@ from aiohttp import web
 
 from ramify.clients.base import Request
 from ramify.errors import RamifyError, Refused
-from ramify.http_server.access import BearerKeys, ListenAddress
+from ramify.http_server.access import AcceptedApiKeys, ListenAddress
 from ramify.http_server.base_server import AiohttpServer
 from ramify.http_server.model_api_routes import ModelApiRoutes, ModelForCaller, model_list_response
-from ramify.http_server.responses_api import StoredResponses
-from ramify.models.template import split_reply, streamable_reply
+from ramify.http_server.responses_api import RecentResponseStore
+from ramify.models.chat_template import split_reply, streamable_reply
 from ramify.types.message import Message, Reply, Usage
 
 KEY = "rk-of-the-scripted-model"
@@ -34,7 +34,7 @@ class ScriptedModel:
     ) -> None:
         self.window = window
         self.requests: list[Request] = []
-        self.stored = StoredResponses()
+        self.stored = RecentResponseStore()
         self._says = list(says)
         self._reports_top = reports_top
 
@@ -104,7 +104,7 @@ async def serving(model: ScriptedModel) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_get("/v1/models", models)
     ModelApiRoutes(admit).add_to(app)
-    server = AiohttpServer(ListenAddress(), BearerKeys.from_key(KEY))
+    server = AiohttpServer(ListenAddress(), AcceptedApiKeys.from_key(KEY))
     await server.start(app)
     try:
         yield server.url

@@ -13,8 +13,8 @@ import openai
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
-from ramify.serve.keys import ApiKey, ApiKeys
-from ramify.serve.run_server import RunServer
+from ramify.serve.api_keys import ApiKey, ApiKeys
+from ramify.serve.recursive_run_server import RecursiveRunServer
 from ramify.types.message import Message
 
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
@@ -52,17 +52,17 @@ async def serving(
     store: Any = None,
     keys: dict[str, ApiKey] | ApiKeys | None = None,
     **options: Any,
-) -> AsyncIterator[RunServer]:
+) -> AsyncIterator[RecursiveRunServer]:
     is_ready = isinstance(model, ScriptedClient | str)
     client = model if is_ready else ScriptedClient(model, price=price)
     rlm = RLM(client, scaffold=MINIMAL, sandbox=SANDBOX, limits=limits, store=store)
     given = keys if isinstance(keys, ApiKeys) else ApiKeys(keys or {})
-    async with RunServer(rlm, name="mine", keys=given, **options) as server:
+    async with RecursiveRunServer(rlm, name="mine", keys=given, **options) as server:
         yield server
 
 
 @asynccontextmanager
-async def asking(server: RunServer, key: str = "") -> AsyncIterator[openai.AsyncOpenAI]:
+async def asking(server: RecursiveRunServer, key: str = "") -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client with only another base URL and key (default: the server's own). It does not retry, so that errors are seen, and
     allows more than 5 s to connect, for hundreds of simultaneous connections on a slow
     machine."""
@@ -72,7 +72,7 @@ async def asking(server: RunServer, key: str = "") -> AsyncIterator[openai.Async
         yield client
 
 
-def session_of(server: RunServer) -> aiohttp.ClientSession:
+def session_of(server: RecursiveRunServer) -> aiohttp.ClientSession:
     """A plain HTTP client that presents the server's key."""
     return aiohttp.ClientSession(headers={"Authorization": f"Bearer {server.key}"})
 

@@ -12,7 +12,7 @@ import pytest
 
 from ramify import Limits
 from ramify.errors import ConfigError
-from ramify.serve.keys import ApiKey, ApiKeys, read_keys
+from ramify.serve.api_keys import ApiKey, ApiKeys, read_keys
 from tests.serve.serving import LONG, PRICE, asking, cell, serving, session, user
 
 

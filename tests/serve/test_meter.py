@@ -17,9 +17,9 @@ import pytest
 from ramify import RLM, Price, ScriptedClient
 from ramify.errors import ConfigError
 from ramify.evaluate.systems.base import NO_LIMIT, MeteredModelAccess, PerItemBudget
-from ramify.serve.meter import MeteringProxy
-from ramify.testing.script import dropped, rate_limited, server_error, stalled
-from ramify.testing.scripted import ScriptedByteTokenizer
+from ramify.serve.metering_proxy import MeteringProxy
+from ramify.testing.reply_script import dropped, rate_limited, server_error, stalled
+from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.types.message import Usage
 
 TALKATIVE = "word " * 50_000

@@ -20,7 +20,7 @@ from ramify.errors import ConfigError, Refused
 from ramify.http_server.access import ListenAddress
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from ramify.types.message import Message, Reply
 from tests.inference.helpers import WINDOW, logits, policy
 from tests.models.templates import tokenizer_of

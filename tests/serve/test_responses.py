@@ -15,7 +15,7 @@ import pydantic
 import pytest
 
 from ramify import ScriptedClient, Store
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from tests.serve.serving import LONG, asking, cell, serving, session, user
 from tests.serve.test_streams import progress_of
 

@@ -16,8 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ramify import Limits, ScriptedClient, Store
-from ramify.serve.keys import ApiKey
-from ramify.testing.scripted import refused
+from ramify.serve.api_keys import ApiKey
+from ramify.testing.scripted_client import refused
 from tests.serve.serving import LONG, PRICE, asking, cell, file, serving, session, session_of, user
 
 COUNT = session(

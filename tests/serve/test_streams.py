@@ -13,7 +13,7 @@ import pytest
 
 from ramify import Limits, ScriptedClient, Store
 from ramify.serve.answer_request import RunProgressFormatter
-from ramify.testing.scripted import refused
+from ramify.testing.scripted_client import refused
 from ramify.testing.scripted_server import completion_body, completion_stream_chunks
 from ramify.types.message import Message, Reply, Usage
 from tests.serve.serving import (

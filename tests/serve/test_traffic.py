@@ -21,13 +21,13 @@ from ramify import RLM, Limits
 from ramify.clients.base import Request
 from ramify.errors import ConfigError
 from ramify.inference.local.local_client import LocalClient
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
+from ramify.serve.recursive_run_server import RecursiveRunServer
 from ramify.serve.redaction import RedactionRules
-from ramify.serve.run_server import RunServer
 from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder, TrafficRetention
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Fork, Stop, Trajectory
+from ramify.types.trajectory import CallForkOrigin, Stop, Trajectory
 from tests.inference.helpers import policy
 from tests.serve.serving import SANDBOX
 
@@ -148,7 +148,7 @@ def test_a_second_continuation_is_a_fork_in_the_same_run(tmp_path: Path) -> None
             await traffic.chat("something else")
         tree, other = sorted(traffic.runs(), key=lambda run: -len(run.calls))
         assert [len(call.turns) for call in tree.calls] == [2, 1]
-        assert tree.calls[1].fork == Fork("0", 0)
+        assert tree.calls[1].fork == CallForkOrigin("0", 0)
         assert tree.calls[1].turns[0].prompt == (Message("user", "two again"),)
         assert [len(call.turns) for call in other.calls] == [1]
         _, reply = traffic.engine.log[2]
@@ -408,7 +408,7 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 from ramify.inference.local.local_client import LocalClient
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
 from ramify.http_server.access import ListenAddress
 from tests.serve.test_traffic import POLICY
@@ -473,7 +473,7 @@ def test_runs_are_recorded_with_their_ids_and_scored(tmp_path: Path) -> None:
         recorder = TrafficRecorder(tmp_path / "traffic", PolicyFactsForRecorder.from_policy(POLICY))
         limits = Limits(max_turns=2, max_reply_tokens=8)
         rlm = RLM(engine, scaffold="bare", sandbox=SANDBOX, limits=limits)
-        async with RunServer(rlm, name="mine", open_recorder=lambda _: recorder) as server:
+        async with RecursiveRunServer(rlm, name="mine", open_recorder=lambda _: recorder) as server:
             traffic = Traffic(server, recorder, engine)  # type: ignore[arg-type]
             asked = [{"role": "user", "content": "write to ann@example.org"}]
             body = {"messages": asked, "temperature": 1.0}

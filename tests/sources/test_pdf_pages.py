@@ -10,7 +10,7 @@ from PIL import Image
 import ramify
 from ramify.errors import SourceError
 from ramify.sources.load_sources import load
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.testing import ScriptedClient
 from ramify.types.picture import picture_from_bytes, size_of
 from tests.sources.test_pdf import make_pdf

@@ -15,7 +15,7 @@ from ramify.sources.load_sources import load
 from ramify.types.picture import (
     MAX_PICTURE_BYTES,
     MAX_SIDE,
-    NotAPicture,
+    InvalidPictureError,
     PictureTooLarge,
     picture_from_bytes,
     pictures_in,
@@ -62,7 +62,7 @@ def test_the_header_of_each_format_gives_the_size_that_its_own_library_wrote(nam
 def test_every_beginning_of_a_picture_is_refused_and_raises_nothing_else(name):
     data = FILES[name]
     for end in {*range(min(60, len(data) - 2)), len(data) // 2, len(data) - 20}:
-        with pytest.raises(NotAPicture):
+        with pytest.raises(InvalidPictureError):
             size_of(data[:end])
 
 
@@ -71,7 +71,7 @@ def test_damaged_bytes_never_raise_anything_else(name):
     data = FILES[name]
     for at in range(min(len(data), 200)):
         for value in (0, 0xFF):
-            with contextlib.suppress(NotAPicture):
+            with contextlib.suppress(InvalidPictureError):
                 size_of(data[:at] + bytes([value]) + data[at + 1 :])
 
 

@@ -16,7 +16,7 @@ import pytest
 from ramify.errors import SourceError
 from ramify.secret_redaction import SecretRedactor
 from ramify.sources.http_content_type import file_name
-from ramify.sources.http_download import PrivateAddress, filter_public_addresses, is_public
+from ramify.sources.http_download import PrivateAddressError, filter_public_addresses, is_public
 from ramify.sources.load_sources import LoadedContext, load
 from ramify.sources.url_recognition import (
     RemoteFileInfo,
@@ -418,7 +418,9 @@ def test_only_public_addresses_of_a_name_are_connected_to():
         "93.184.216.34",
         "2606:2800:220:1::1",
     ]
-    with pytest.raises(PrivateAddress, match=r"leads to inside\.example, which is 10\.0\.0\.1"):
+    with pytest.raises(
+        PrivateAddressError, match=r"leads to inside\.example, which is 10\.0\.0\.1"
+    ):
         filter_public_addresses("inside.example", ["10.0.0.1", "::1"])
 
 

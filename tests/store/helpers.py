@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ramify.store.journal import Journal
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
+from ramify.store.journal import FileRunJournal
 from ramify.types.event import (
     AnyEvent,
     CallEnded,
@@ -56,7 +56,7 @@ def write_run(store: Store, id: str, **how: object) -> None:
         append_all(journal, short_run(id, **how))  # type: ignore[arg-type]
 
 
-def append_all(journal: Journal, events: list[AnyEvent]) -> None:
+def append_all(journal: FileRunJournal, events: list[AnyEvent]) -> None:
     for event in events:
         journal.append(event)
 
@@ -64,7 +64,7 @@ def append_all(journal: Journal, events: list[AnyEvent]) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from tests.store.helpers import short_run, append_all
 root, id, num_events = sys.argv[1], sys.argv[2], int(sys.argv[3])
 journal = Store(root).create(id)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_missing_blob_and_invalid_name_are_reported(store: Store):
 
 def test_threads_and_processes_put_same_blobs_concurrently(store: Store):
     code = (
-        "import sys; from ramify.store.store import Store; s = Store(sys.argv[1])\n"
+        "import sys; from ramify.store.folder_store import Store; s = Store(sys.argv[1])\n"
         "for n in range(40): s.blobs.put(b'%d' % n * 5000)"
     )
     others = [

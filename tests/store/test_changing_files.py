@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
+from ramify.store.folder_store import Store
 from ramify.store.journal import line_blocks
-from ramify.store.store import Store
 from ramify.types.event import AnyEvent
 from tests.clients.helpers import run_skipping
 from tests.store.helpers import append_all, short_run

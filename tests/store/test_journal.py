@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import RunInUse, StoreError
+from ramify.store.folder_store import Store
 from ramify.store.journal import find_writer_process, this_process, writer_process_file
-from ramify.store.store import Store
 from ramify.types.event import CallEnded, CellRan, NoteAdded, ReplyReceived, RunEnded
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Stop
@@ -218,7 +218,7 @@ def test_many_journals_share_one_flusher_thread(store: Store):
 FULL = """
 import resource, signal, sys
 from ramify.errors import StoreError
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.types.event import NoteAdded
 from tests.store.helpers import short_run, append_all
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -264,7 +264,7 @@ RESERVE = """
 import resource, signal, sys
 from ramify.errors import StoreError
 from ramify.store.durable_files import RESERVE_BYTES, release_reserve, reserve_file_size
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.types.event import NoteAdded, RunEnded
 from ramify.types.trajectory import Stop
 from tests.store.helpers import short_run, append_all

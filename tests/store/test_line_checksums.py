@@ -13,7 +13,7 @@ import pytest
 from ramify import RLM, RamifyError, ScriptedClient, Stop
 from ramify.cli.main import run as command
 from ramify.errors import RunInUse, StoreError
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
 from ramify.viewer.run_catalog import RunCatalog

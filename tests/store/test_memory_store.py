@@ -19,7 +19,7 @@ from ramify import (
     Suspended,
 )
 from ramify.errors import ConfigError, RunInUse, UnknownRun
-from ramify.testing.script import refused
+from ramify.testing.reply_script import refused
 from ramify.types.event import CellRan, Event
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
-from ramify.store.journal import Journal
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
+from ramify.store.journal import FileRunJournal
 from ramify.testing import ForgetfulDisk
 from ramify.types.event import AnyEvent, ReplyReceived
 from tests.store.helpers import append_all, short_run
@@ -117,7 +117,7 @@ def test_a_repaired_journal_and_its_backup_are_on_the_disk(folder: Path) -> None
     assert found.path("r1").with_suffix(".damaged").read_bytes() == damaged
 
 
-def append_until_it_fails(journal: Journal, event: AnyEvent) -> None:
+def append_until_it_fails(journal: FileRunJournal, event: AnyEvent) -> None:
     while True:  # the flush of a reply fails in the background
         journal.append(event)
         time.sleep(0.01)

@@ -27,7 +27,7 @@ from ramify.store.durable_files import (
     reserve_file_size,
     write_all,
 )
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 
 
 def mode(path: Path) -> int:

@@ -15,9 +15,9 @@ import pytest
 
 from ramify.clients.base import Price
 from ramify.errors import ConfigError, StoreError
-from ramify.evaluate.run import EvaluationPlan, EvaluationStore
-from ramify.store.store import Store
-from ramify.store.summary import RunSummary
+from ramify.evaluate.run_evaluation import EvaluationPlan, EvaluationStore
+from ramify.store.folder_store import Store
+from ramify.store.run_summary import RunSummary
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 from tests.data.golden import JOURNAL
@@ -111,7 +111,7 @@ def test_locked_index_does_not_block_listing(store: Store, monkeypatch: pytest.M
     write_run(store, IDS[0])
     store.runs()
     write_run(store, IDS[1])
-    monkeypatch.setattr("ramify.store.run_index.PATIENCE_S", 0.05)
+    monkeypatch.setattr("ramify.store.run_summary_cache.PATIENCE_S", 0.05)
     other = sqlite3.connect(store.root / "index.sqlite")
     try:
         other.execute("BEGIN EXCLUSIVE")
@@ -122,7 +122,7 @@ def test_locked_index_does_not_block_listing(store: Store, monkeypatch: pytest.M
 
 def test_processes_list_and_write_concurrently(store: Store):
     code = (
-        "import sys; from ramify.store.store import Store; from tests.store.helpers import "
+        "import sys; from ramify.store.folder_store import Store; from tests.store.helpers import "
         "write_run\n"
         "store = Store(sys.argv[1])\n"
         "for n in range(10): write_run(store, f'{sys.argv[2]}-{n}'); store.runs()"

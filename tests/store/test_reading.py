@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
+from ramify.store.folder_store import Store
 from ramify.store.recorded_replies import RunEventIndex
-from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunEnded, ScoreAdded
 from tests.store.helpers import append_all, short_run, start_writer, write_run
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
-from ramify.store.call_cache import CallCache
+from ramify.store.folder_store import Store
 from ramify.store.recorded_replies import RunEventIndex
-from ramify.store.store import Store
+from ramify.store.reply_cache import ModelReplyCache
 from ramify.types.event import AttemptFailed, CallEnded, NoteAdded, RequestStarted
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Stop
@@ -138,14 +138,14 @@ REPLY = Reply(
 
 
 def test_cache_shares_replies_across_processes(tmp_path: Path):
-    cache = CallCache(Store(tmp_path))
+    cache = ModelReplyCache(Store(tmp_path))
     assert cache.get("h") is None
     cache.put("h", REPLY)
     assert cache.get("h") == REPLY
     code = (
-        "import sys; from ramify.store.store import Store; from ramify.store.call_cache import "
-        "CallCache\n"
-        "from tests.store.test_replay import REPLY; cache = CallCache(Store(sys.argv[1])); assert "
+        "import sys; from ramify.store.folder_store import Store; from ramify.store.reply_cache import "
+        "ModelReplyCache\n"
+        "from tests.store.test_replay import REPLY; cache = ModelReplyCache(Store(sys.argv[1])); assert "
         "cache.get('h') == REPLY\n"
         "for n in range(50): cache.put(f'p{n}', REPLY)\ncache.close()"
     )
@@ -168,7 +168,7 @@ def test_cache_shares_replies_across_processes(tmp_path: Path):
 
 
 def test_cache_skips_replies_that_do_not_round_trip(tmp_path: Path):
-    cache = CallCache(Store(tmp_path))
+    cache = ModelReplyCache(Store(tmp_path))
     cache.put("h", Reply(Message("assistant", "\ud800")))
     assert cache.get("h") is None
     cache.close()
@@ -176,9 +176,9 @@ def test_cache_skips_replies_that_do_not_round_trip(tmp_path: Path):
 
 def test_a_damaged_cache_is_named(tmp_path: Path):
     store = Store(tmp_path)
-    CallCache(store).close()
+    ModelReplyCache(store).close()
     (tmp_path / "cache" / "replies.sqlite").write_bytes(b"not a database" * 500)
     with pytest.raises(
         StoreError, match=r"the call cache .*replies\.sqlite cannot be used: .*; delete the file"
     ):
-        CallCache(store)
+        ModelReplyCache(store)

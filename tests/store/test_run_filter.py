@@ -12,7 +12,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.store.reviews import HumanRunReview
 from ramify.store.run_filter import parse_run_filter
-from ramify.store.summary import RunSummary
+from ramify.store.run_summary import RunSummary
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 

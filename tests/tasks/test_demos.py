@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from ramify import RLM, Limits, SandboxSpec
-from ramify.engine.scaffold import TINY
+from ramify.engine.prompt_scaffold import TINY
 from ramify.tasks.base import Item, score_trajectory
 from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.tasks.ledger.scripted_demonstrator import (

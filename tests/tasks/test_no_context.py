@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from ramify import RLM, Limits, Message, SandboxSpec, ScriptedClient
-from ramify.engine.scaffold import SCAFFOLDS, scaffold_of
+from ramify.engine.prompt_scaffold import SCAFFOLDS, scaffold_of
 from ramify.evaluate.attempt import attempt
 from ramify.tasks.base import Item, SimpleTask, Task, TaskStart
 from ramify.tasks.data import dataset

@@ -10,7 +10,7 @@ import gymnasium
 import msgspec
 import pytest
 
-from ramify.engine.scaffold import TINY
+from ramify.engine.prompt_scaffold import TINY
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import GeneratedSplit, Item, score_trajectory
 from ramify.tasks.text_env import ENDED, REJECTED, EnvEpisode, env_task, seed_of

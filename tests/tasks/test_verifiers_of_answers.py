@@ -17,7 +17,7 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item
 from ramify.tasks.scoring import SCORERS, MathScorer, UnitTestScorer
 from ramify.tasks.scoring.rubric import Rubric, RubricScorer
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.types.boxed_answer import last_boxed
 
 

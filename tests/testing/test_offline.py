@@ -10,7 +10,7 @@ import pytest
 from ramify.clients.base import Price
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError
-from ramify.testing.offline import (
+from ramify.testing.offline_model import (
     AccuracyCurve,
     ModelLatency,
     OfflineModel,

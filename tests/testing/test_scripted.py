@@ -5,8 +5,15 @@ import pytest
 
 from ramify.clients.base import Client
 from ramify.errors import ConfigError, ModelError, RateLimited, Refused
-from ramify.testing.script import Script, ScriptRule
-from ramify.testing.scripted import ScriptedClient, dropped, html, no_usage, rate_limited, stalled
+from ramify.testing.reply_script import Script, ScriptRule
+from ramify.testing.scripted_client import (
+    ScriptedClient,
+    dropped,
+    html,
+    no_usage,
+    rate_limited,
+    stalled,
+)
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import request, run
 

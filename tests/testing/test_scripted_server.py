@@ -15,7 +15,7 @@ import pytest
 
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.errors import ConfigError
-from ramify.testing.scripted import (
+from ramify.testing.scripted_client import (
     cut,
     dropped,
     html,

@@ -23,9 +23,9 @@ from ramify.train.config import (
     TaskSpec,
 )
 from ramify.train.findings import CollapseAlarms
-from ramify.train.load_run_parts import RunParts
+from ramify.train.load_run_parts import LoadedRunParts
 from ramify.train.load_run_parts import assemble as load_parts
-from ramify.train.resolve import resolve
+from ramify.train.resolve_run import resolve
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_guard import TrainingGuard
@@ -116,7 +116,7 @@ def weights_of(out: Path) -> dict[str, Any]:
     return read_weights(out / "policy")
 
 
-def assemble(run: Run) -> RunParts:
+def assemble(run: Run) -> LoadedRunParts:
     """The parts of ``run``, loaded and checked as before a training."""
     return load_parts(resolve(run))
 

@@ -182,7 +182,7 @@ def test_packaged_policy_is_found_by_name() -> None:
 
 def test_saved_policy_names_its_scaffold_and_its_limits(tmp_path: Path) -> None:
     own = tmp_path / "own.py"
-    own.write_text("from ramify.engine.scaffold import TINY\n")
+    own.write_text("from ramify.engine.prompt_scaffold import TINY\n")
     limits = {"max_turns": 2, "max_reply_tokens": 8}
     for scaffold, named in (("tiny", "tiny"), (f"{own}:TINY", None)):
         assemble(small(scaffold=scaffold)).save_initial_policy(tmp_path / "policy")

@@ -1,11 +1,11 @@
-"""ConcurrencyController: the number of concurrent rollouts follows the engine's cache pressure."""
+"""RolloutConcurrencyLimiter: the number of concurrent rollouts follows the engine's cache pressure."""
 
 from __future__ import annotations
 
 import asyncio
 
 from ramify.inference.base import CachePressure
-from ramify.train.rollouts.rollouter import ConcurrencyController
+from ramify.train.rollouts.rollouter import RolloutConcurrencyLimiter
 
 
 class Engine:
@@ -21,7 +21,7 @@ class Engine:
 def test_evictions_lower_the_limit_by_a_quarter_once() -> None:
     async def run() -> list[int]:
         engine, limits = Engine(), []
-        room = ConcurrencyController(16, engine, least=3)
+        room = RolloutConcurrencyLimiter(16, engine, least=3)
         async with asyncio.TaskGroup() as tasks:
             leave = asyncio.Event()
 
@@ -53,7 +53,7 @@ def test_evictions_lower_the_limit_by_a_quarter_once() -> None:
 def test_limit_stays_between_least_and_most() -> None:
     async def run() -> list[int]:
         engine = Engine()
-        room, limits, leave = ConcurrencyController(6, engine, least=3), [], asyncio.Event()
+        room, limits, leave = RolloutConcurrencyLimiter(6, engine, least=3), [], asyncio.Event()
 
         async def rollout() -> None:
             async with room:
@@ -84,7 +84,7 @@ def test_limit_stays_between_least_and_most() -> None:
 
 def test_slots_are_granted_in_order_and_cancelled_waiters_are_skipped() -> None:
     async def run() -> list[str]:
-        room, order, leave = ConcurrencyController(1), [], asyncio.Event()
+        room, order, leave = RolloutConcurrencyLimiter(1), [], asyncio.Event()
 
         async def rollout(name: str) -> None:
             async with room:
@@ -111,7 +111,7 @@ def test_slots_are_granted_in_order_and_cancelled_waiters_are_skipped() -> None:
 def test_pressure_is_read_when_a_rollout_ends() -> None:
     async def run() -> int:
         engine = Engine()
-        room = ConcurrencyController(8, engine, every_s=0)
+        room = RolloutConcurrencyLimiter(8, engine, every_s=0)
         for evicted in (0, 1):
             engine.now = CachePressure(0.5, 0, evicted)
             async with room:

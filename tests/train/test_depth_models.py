@@ -18,11 +18,12 @@ from ramify.clients.base import Request, Sampling
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, Refused
-from ramify.testing.script import server_error
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.reply_script import server_error
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.testing.scripted_server import ScriptedServer
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget, ModelsByCallDepth
 from ramify.train.config import (
     CoTrainedPolicySpec,
     EvaluateSpec,
@@ -33,7 +34,6 @@ from ramify.train.config import (
     TaskSpec,
 )
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.depth_models import DepthModels, DepthSpec, FrozenModelBudget
 from ramify.train.metrics import read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
@@ -139,7 +139,7 @@ def test_frozen_budgets_hold_under_concurrent_requests() -> None:
         async with ScriptedServer(lambda _: "y" * 40, latency_s=0.01) as server:
             urls, keys = {"openai": server.url}, {"openai": "sk-test"}
             pool = RateLimitedClientPool(max_attempts=1, base_urls=urls, keys=keys)
-            models = DepthModels([POLICY, FROZEN], frozen, ScriptedClient(["-"]), pool=pool)
+            models = ModelsByCallDepth([POLICY, FROZEN], frozen, ScriptedClient(["-"]), pool=pool)
             assert models.take_step_metrics() == {}  # as in the steps of SFT
             asked = [models.clients[1].complete(request) for _ in range(40)]
             replies = await asyncio.gather(*asked, return_exceptions=True)
@@ -163,7 +163,7 @@ def test_resumed_run_keeps_its_spent_budget(monkeypatch: pytest.MonkeyPatch) -> 
     async def refused() -> str:
         before = {"frozen/cost_total": 0.5, "frozen/calls_total": 9.0}
         policy = ScriptedClient(["-"])
-        models = DepthModels([POLICY, FROZEN], FrozenModelBudget(run_calls=9), policy, before)
+        models = ModelsByCallDepth([POLICY, FROZEN], FrozenModelBudget(run_calls=9), policy, before)
         with pytest.raises(Refused) as error:
             await models.clients[1].complete(Request((Message("user", "x"),), Sampling()))
         await models.close()

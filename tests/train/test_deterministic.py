@@ -16,13 +16,13 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import LoraSpec, Run
 from ramify.train.data.pack import PackingSpec, pack
+from ramify.train.engine_consistency_checks import EngineConsistencyChecks, TokenIdHashingClient
 from ramify.train.execute import train
 from ramify.train.losses import PpoClip
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.selfcheck import EngineConsistencyChecks, TokenIdHashingClient
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 from tests.train.backends.test_precision import PROMPT, at_once

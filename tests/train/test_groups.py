@@ -12,15 +12,15 @@ from ramify.train import metrics, run_record
 from ramify.train.checkpoint import CheckpointStore, TrainingProgress, read_state
 from ramify.train.config import Schedule
 from ramify.train.execute import train
-from ramify.train.metrics import GroupRecord, StepMetrics
+from ramify.train.metrics import RolloutGroupRecord, StepMetrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from tests.train.small import small
 from tests.train.test_loop import Killed
 
 
-def one(step: int, number: int, outcome: metrics.Outcome = "learnt") -> GroupRecord:
-    return GroupRecord(
+def one(step: int, number: int, outcome: metrics.Outcome = "learnt") -> RolloutGroupRecord:
+    return RolloutGroupRecord(
         step=step, number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"]
     )
 

@@ -19,7 +19,7 @@ import pytest
 
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.weight_sync.base import remove_stale_files
-from ramify.inference.weight_sync.shared_memory import SharedMemorySync
+from ramify.inference.weight_sync.shared_memory import SharedMemoryWeightSync
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train import metrics, run_record
@@ -241,7 +241,7 @@ def test_shared_memory_of_dead_trainers_is_removed_and_of_live_ones_kept(
 
     from ramify.inference.weight_sync.base import to_lazy_weights
 
-    living = SharedMemorySync(folder=str(tmp_path))
+    living = SharedMemoryWeightSync(folder=str(tmp_path))
     living.open(1)
     list(living.chunks(to_lazy_weights([("a", torch.ones(3))], torch.float32), 1, whole=True))
     held = {path.name for path in tmp_path.iterdir()}

@@ -22,7 +22,7 @@ from ramify.models.load import SamplingDefaults, load_policy
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.advantages.sft import SFT
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.pack import pack

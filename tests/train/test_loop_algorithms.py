@@ -32,14 +32,14 @@ from ramify.train.config import (
     TaskSpec,
     to_plain_data,
 )
+from ramify.train.config_overrides import override
 from ramify.train.lineage import changes
 from ramify.train.losses import Decoupled, ProxApprox
 from ramify.train.losses.total_loss import LossSpec
-from ramify.train.override import override
 from ramify.train.recipe import load_stored_run
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.training_guard import CollapseAlarms, TrainingGuard
-from ramify.types.trajectory import Fork, Trajectory
+from ramify.types.trajectory import CallForkOrigin, Trajectory
 from tests.shown import train
 from tests.train.small import UNTRAINED, small, weights_of
 from tests.train.test_loop import read_rows
@@ -197,7 +197,7 @@ def test_lines_of_rollouts_that_fork_are_learnt_from(base: str, tmp_path: Path) 
     saved = [msgspec.json.decode(line, type=Trajectory) for line in path.read_bytes().splitlines()]
     num_gaps = 0
     for rollout in saved:
-        assert [call.fork for call in rollout.calls] == [None, Fork("0", 0)]
+        assert [call.fork for call in rollout.calls] == [None, CallForkOrigin("0", 0)]
         lines = [sum(rollout.call_rewards[call.id].values()) for call in rollout.calls]
         assert sum(rollout.rewards.values()) == pytest.approx(sum(lines) / 2)
         assert len({len(call.turns) for call in rollout.calls}) == 2  # the turn before is shared

@@ -13,9 +13,9 @@ from ramify.errors import ConfigError
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.base import with_reduction
 from ramify.train.config import CHOICES, Run, to_plain_data
+from ramify.train.config_overrides import override
 from ramify.train.named_objectives import OBJECTIVES
 from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
-from ramify.train.override import override
 from ramify.train.preflight import check_objective
 from tests.train.small import small
 

@@ -14,8 +14,8 @@ from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.config import Run
 from ramify.train.config_fields import OTHER_NAMES, fields
+from ramify.train.config_overrides import override
 from ramify.train.losses import Cispo, PpoClip
-from ramify.train.override import override
 from ramify.train.recipe import load_recipe
 
 CHOICES = {"algorithm": ALGORITHMS}

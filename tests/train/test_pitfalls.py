@@ -181,7 +181,7 @@ def test_10_loss_component_without_its_stream_is_rejected() -> None:
 def test_12_policy_as_its_own_teacher_has_zero_gradient() -> None:
     """Through the real backend: the teacher's log-probabilities come from the trainer's own
     pass."""
-    from ramify.train.backends.single import SingleBackend
+    from ramify.train.backends.single_device import SingleBackend
     from ramify.train.data.pack import copy_to_sequences
 
     rows, backend = tree(), SingleBackend(policy())

@@ -12,7 +12,7 @@ import pytest
 from ramify import RLM
 from ramify.cli.main import run as command
 from ramify.errors import ConfigError
-from ramify.evaluate.run import evaluate
+from ramify.evaluate.run_evaluation import evaluate
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Schedule, SftSpec, TaskSpec

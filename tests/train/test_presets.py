@@ -16,9 +16,9 @@ from ramify.cli.parser import UsageError
 from ramify.cli.train import train as train_command
 from ramify.errors import ConfigError
 from ramify.train.config import Run
+from ramify.train.config_overrides import override
 from ramify.train.named_objectives import OBJECTIVES
 from ramify.train.other_trainer_presets import PRESETS, override_choices, with_preset
-from ramify.train.override import override
 from tests.docs.pages import ROOT, script
 
 BATCHES = range(4)

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.advantage_pipeline import GroupOptions
-from ramify.train.advantages.credit import CREDITS, CreditNode, Numbers
+from ramify.train.advantages.credit_assignment import CREDITS, CreditNode, Numbers
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.checkpoint import CheckpointStore, TrainingProgress
 from ramify.train.config import to_plain_data
@@ -29,7 +29,7 @@ from tests.train.small import small
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.losses import POLICY_LOSSES, BaseLossFormula
-from ramify.train.advantages.credit import CREDITS
+from ramify.train.advantages.credit_assignment import CREDITS
 
 @ALGORITHMS.register("twice")
 class Twice(DrGRPO, frozen=True, kw_only=True, tag="twice"):
@@ -130,14 +130,16 @@ def test_dotted_path_needs_no_registration() -> None:
         (CREDITS, "no.such", r"credit 'no\.such' cannot be loaded: No module named 'no'"),
     ],
 )
-def test_unknown_name_gives_the_nearest_known_one(table: Registry, name: str, message: str) -> None:
+def test_unknown_name_gives_the_nearest_known_one(
+    table: PluginRegistry, name: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         table.resolve(name)
 
 
 def test_overrides_of_a_run_suggest_the_nearest_name() -> None:
     from ramify.train.config import CHOICES
-    from ramify.train.override import override
+    from ramify.train.config_overrides import override
 
     for word, message in [
         ("rl.loss.policy=gsop", "did you mean 'gspo'"),

@@ -11,7 +11,7 @@ import pytest
 
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec, TaskSpec
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions

@@ -14,19 +14,23 @@ import torch
 from ramify import RLM
 from ramify.clients.base import Request
 from ramify.errors import TrainError
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import to_lazy_weights
 from ramify.models.load import Policy, from_config
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from ramify.tasks.base import items_of
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import pack
-from ramify.train.load_run_parts import RunParts
+from ramify.train.engine_consistency_checks import (
+    CanaryTolerance,
+    EngineConsistencyChecks,
+    TokenIdHashingClient,
+)
+from ramify.train.load_run_parts import LoadedRunParts
 from ramify.train.preflight import first_prompt
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
-from ramify.train.selfcheck import CanaryTolerance, EngineConsistencyChecks, TokenIdHashingClient
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.inference.helpers import ENGINE_KEY
@@ -34,12 +38,12 @@ from tests.train.small import assemble, small
 
 
 @pytest.fixture(scope="module")
-def made() -> RunParts:
+def made() -> LoadedRunParts:
     return assemble(small())
 
 
 @pytest.fixture(scope="module")
-def engine(made: RunParts) -> Iterator[LocalClient]:
+def engine(made: LoadedRunParts) -> Iterator[LocalClient]:
     client = LocalClient(made.serving)
     yield client
     asyncio.run(client.close())
@@ -49,7 +53,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def check(made: RunParts, client: Any, model: Any = None) -> EngineConsistencyChecks:
+def check(made: LoadedRunParts, client: Any, model: Any = None) -> EngineConsistencyChecks:
     prompt = first_prompt(made.scaffold, made.run, made.task, items_of(made.task, "validation")[0])
     return EngineConsistencyChecks(
         TokenIdHashingClient(client), (model or made.policy.model).named_parameters, prompt
@@ -57,14 +61,14 @@ def check(made: RunParts, client: Any, model: Any = None) -> EngineConsistencyCh
 
 
 def test_canary_passes_if_engine_and_trainer_have_the_same_weights(
-    made: RunParts, engine: LocalClient
+    made: LoadedRunParts, engine: LocalClient
 ) -> None:
     checked = check(made, engine)
     asyncio.run(checked.check_engines(SingleBackend(made.policy), at_once))
     assert 0 < checked.worst < 1e-5
 
 
-def test_different_weights_in_the_engine_are_detected(made: RunParts) -> None:
+def test_different_weights_in_the_engine_are_detected(made: LoadedRunParts) -> None:
     other = from_config(made.policy.config, made.policy.tokenizer, seed=5)
     client = LocalClient(other, name="local:other")
     try:
@@ -74,7 +78,7 @@ def test_different_weights_in_the_engine_are_detected(made: RunParts) -> None:
         asyncio.run(client.close())
 
 
-def test_stale_engine_cache_is_detected(made: RunParts) -> None:
+def test_stale_engine_cache_is_detected(made: LoadedRunParts) -> None:
     """The engine shares the trainer's weights but was not notified of a change: the fingerprints
     agree, the canary does not."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
@@ -100,7 +104,7 @@ def test_stale_engine_cache_is_detected(made: RunParts) -> None:
         asyncio.run(client.close())
 
 
-def test_broken_weights_are_not_blamed_on_the_engine(made: RunParts) -> None:
+def test_broken_weights_are_not_blamed_on_the_engine(made: LoadedRunParts) -> None:
     """A learning rate that is far too high breaks the weights, and rounding grows with them."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
     client = LocalClient(policy, name="local:broken")
@@ -138,7 +142,7 @@ class OldMatrixEngine:
 
 
 def test_old_output_matrix_is_detected_even_if_samples_hide_it(
-    made: RunParts, engine: LocalClient
+    made: LoadedRunParts, engine: LocalClient
 ) -> None:
     old = LocalClient(
         from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old"
@@ -179,7 +183,7 @@ def changed(policy: Policy, by: float, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [LocalClient, UnchangedEngine])
 def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
-    made: RunParts, kind: type[LocalClient]
+    made: LoadedRunParts, kind: type[LocalClient]
 ) -> None:
     """vLLM's protocol has no fingerprint, and in bf16 the canary allows 0.3. Steps so small that
     bf16 rounds them away do not count."""
@@ -198,7 +202,7 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
             client, name="mine", key=ENGINE_KEY, weight_transfer=True
         ) as server:
             spec = InferenceSpec(engine="vllm", urls=(server.url.removesuffix("/v1"),), restarts=0)
-            engines = HttpEngines(served, spec, name="vllm:test")
+            engines = HttpEngineClient(served, spec, name="vllm:test")
             await engines.start(Path("unused"), lambda _: None)
             checked, version = (
                 EngineConsistencyChecks(
@@ -238,14 +242,14 @@ def test_ineffective_weight_sync_is_detected_even_if_canary_is_too_coarse(
     asyncio.run(run())
 
 
-def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
+def test_canary_does_not_wait_for_a_lost_engine(made: LoadedRunParts) -> None:
     """A lost engine is checked after it rejoins with new weights, so this check is skipped."""
 
     async def run() -> None:
         local = LocalClient(made.policy, slots=2)
         server = PolicyServer(local, name="mine", key=ENGINE_KEY, weight_transfer=True)
         await server.__aenter__()
-        engines = HttpEngines(
+        engines = HttpEngineClient(
             made.policy, InferenceSpec(urls=(server.url.removesuffix("/v1"),)), name="http:test"
         )
         await engines.start(Path("unused"), lambda _: None)
@@ -265,7 +269,7 @@ def test_canary_does_not_wait_for_a_lost_engine(made: RunParts) -> None:
     asyncio.run(run())
 
 
-def roll_out(made: RunParts, seen: TokenIdHashingClient) -> list[Group]:
+def roll_out(made: LoadedRunParts, seen: TokenIdHashingClient) -> list[Group]:
     async def run() -> list[Group]:
         run = made.run
         async with RLM(seen, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox) as rlm:
@@ -276,7 +280,7 @@ def roll_out(made: RunParts, seen: TokenIdHashingClient) -> list[Group]:
 
 
 def test_trajectory_ids_must_match_those_the_engine_saw(
-    made: RunParts, engine: LocalClient
+    made: LoadedRunParts, engine: LocalClient
 ) -> None:
     checked = check(made, engine)
     groups = roll_out(made, checked.seen)
@@ -298,7 +302,7 @@ def test_trajectory_ids_must_match_those_the_engine_saw(
         checked.check_token_ids(groups)
 
 
-def test_lost_or_doubled_loss_weight_is_detected(made: RunParts, engine: LocalClient) -> None:
+def test_lost_or_doubled_loss_weight_is_detected(made: LoadedRunParts, engine: LocalClient) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
     check(made, engine).check_packed_loss_weights(rows, batches)
@@ -308,7 +312,7 @@ def test_lost_or_doubled_loss_weight_is_detected(made: RunParts, engine: LocalCl
         check(made, engine).check_packed_loss_weights([*rows, rows[0]], batches)
 
 
-def test_replies_without_ids_are_not_audited(made: RunParts) -> None:
+def test_replies_without_ids_are_not_audited(made: LoadedRunParts) -> None:
     class Plain:
         name, window, price, version = "plain", 100, None, 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.engine.scaffold import scaffold_of
+from ramify.engine.prompt_scaffold import scaffold_of
 from ramify.plugins import load_file
 from ramify.tasks.base import items_of
 from ramify.train.data.sft_data import read

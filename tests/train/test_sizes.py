@@ -12,7 +12,7 @@ from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item, SimpleTask
 from ramify.train.config import EvaluateSpec, PolicySpec, TaskSpec
-from ramify.train.resolve import resolve
+from ramify.train.resolve_run import resolve
 from tests.train.small import assemble, small
 
 

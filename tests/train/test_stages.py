@@ -16,10 +16,10 @@ from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import (
-    ConcurrencyController,
-    GroupInProgress,
     RolloutAttempt,
+    RolloutConcurrencyLimiter,
     Rollouter,
+    RolloutGroupInProgress,
 )
 from ramify.train.stages import RandomStringWarmUpStage, RlStage, SftStage, StepData
 from ramify.types.trajectory import Trajectory
@@ -34,7 +34,7 @@ class PreparedRollouts(Rollouter):
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
         self.rewards = rewards
         self.asked: list[str] = []
-        self.room = ConcurrencyController(99)
+        self.room = RolloutConcurrencyLimiter(99)
         self.per_item = 2
 
     def is_scored_by_step(self, item: Item) -> bool:
@@ -42,7 +42,7 @@ class PreparedRollouts(Rollouter):
 
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
-    ) -> GroupInProgress:
+    ) -> RolloutGroupInProgress:
         self.asked.append(f"{name} {item.id}")
 
         def one(number: int, reward: float | None) -> RolloutAttempt:
@@ -53,7 +53,7 @@ class PreparedRollouts(Rollouter):
 
             return RolloutAttempt(name, item, self.room, run, over)
 
-        return GroupInProgress(
+        return RolloutGroupInProgress(
             item, [one(*each) for each in enumerate(self.rewards.get(int(item.id), (1, 1)))], None
         )
 

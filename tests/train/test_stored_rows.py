@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ramify.engine.scaffold import scaffold_of
+from ramify.engine.prompt_scaffold import scaffold_of
 from ramify.tasks.base import task_of
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.data.sft_data import DEMOS

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from ramify import Store
-from ramify.engine.scaffold import scaffold_of
-from ramify.models.renderer import renderer_of
+from ramify.engine.prompt_scaffold import scaffold_of
+from ramify.models.chat_renderer import renderer_of
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.store.durable_files import TOKENIZED
 from ramify.tasks.base import task_of

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.time_account import (
+from ramify.step_time_accounting import (
     PARTS,
     ROLLOUTS,
     WAITING,
-    TimeAccount,
+    StepTimeAccount,
     WallAndCpuTimer,
     WallTimer,
     begin_part,
@@ -94,7 +94,7 @@ def spin(cpu_s: float) -> None:
 
 
 def test_inner_block_is_not_counted_twice():
-    with TimeAccount() as account:
+    with StepTimeAccount() as account:
         with WallAndCpuTimer("credit"):
             spin(0.02)
             with WallAndCpuTimer("packing"):
@@ -114,7 +114,7 @@ def test_wall_time_counts_for_the_first_part_in_progress():
             inside.set()
             over.wait(30)
 
-    with TimeAccount() as account:
+    with StepTimeAccount() as account:
         thread = threading.Thread(target=engine)
         thread.start()
         inside.wait(30)
@@ -133,7 +133,7 @@ def test_wall_time_counts_for_the_first_part_in_progress():
 
 
 def test_event_loop_without_a_part_is_rollouts_or_waiting():
-    with TimeAccount() as account:
+    with StepTimeAccount() as account:
         spin(0.02)
         time.sleep(0.02)
         times = account.take_times()
@@ -145,7 +145,7 @@ def test_event_loop_without_a_part_is_rollouts_or_waiting():
 
 
 def test_part_that_ends_in_an_error_is_over():
-    with TimeAccount() as account:
+    with StepTimeAccount() as account:
         with pytest.raises(ZeroDivisionError), WallAndCpuTimer("packing"):
             _ = 1 / 0
         account.take_times()
@@ -155,7 +155,7 @@ def test_part_that_ends_in_an_error_is_over():
 
 def test_without_an_account_nothing_is_counted():
     begin_part("sessions")  # a session that was open before
-    with TimeAccount() as account:
+    with StepTimeAccount() as account:
         end_part("sessions")
         with WallAndCpuTimer("packing"):
             spin(0.001)

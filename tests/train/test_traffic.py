@@ -24,19 +24,19 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, load_policy, save_policy
 from ramify.serve.redaction import RedactionRules
 from ramify.serve.traffic_recorder import PolicyFactsForRecorder, TrafficRecorder
+from ramify.store.folder_store import Store
 from ramify.store.reviews import HumanRunReview
-from ramify.store.store import Store
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.train.advantages.base import RolloutAdvantages, StepAdvantages, TokenCredit
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.resolve import resolve
+from ramify.train.resolve_run import resolve
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.signals.base import SignalContext
 from ramify.train.signals.hint_sources import build_hint_source
-from ramify.train.traffic import TrafficTask, mask_redacted_tokens
+from ramify.train.traffic_training import RecordedTrafficTask, mask_redacted_tokens
 from ramify.types.message import Message
 from ramify.types.trajectory import Group
 from tests.cli.helpers import Shell
@@ -136,7 +136,7 @@ def test_training_uses_exactly_what_was_recorded(tmp_path: Path) -> None:
 def test_a_rollout_is_a_reply_with_its_whole_prompt(tmp_path: Path) -> None:
     made = served(tmp_path / "policy")
     record(made, tmp_path / "store", 4, share_of_even, texts=["no, wrong"])
-    task = TrafficTask(even, tmp_path / "store", group=8, temperature=1.0)
+    task = RecordedTrafficTask(even, tmp_path / "store", group=8, temperature=1.0)
     [item] = task.splits["train"]
     store = Store(tmp_path / "store")
     seen = set()
@@ -157,7 +157,7 @@ def test_a_rollout_is_a_reply_with_its_whole_prompt(tmp_path: Path) -> None:
 def test_redacted_tokens_are_not_learned(tmp_path: Path) -> None:
     made = served(tmp_path / "policy")
     record(made, tmp_path / "store", 4, share_of_even, patterns=["[a-zA-Z]"])
-    task = TrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
+    task = RecordedTrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
     rollouts = [
         asyncio.run(task.recorded_rollout(item, f"r{index}", 0))
         for index, item in enumerate(task.splits["train"])
@@ -217,7 +217,7 @@ def test_corrections_score_the_reply_before_them(tmp_path: Path) -> None:
     assert (done.num_scored, done.num_corrections) == (6, 3)
     again = asyncio.run(score_corrections(store, regex_correction_rule(["^no\\b"]), "pattern"))
     assert again.num_scored == 0
-    task = TrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
+    task = RecordedTrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
     assert sorted((each.turn, each.rewards["accepted"]) for each in task.replies) == [
         (0, 0.0), (0, 0.0), (0, 0.0), (1, 1.0), (1, 1.0), (1, 1.0)
     ]  # fmt: skip
@@ -260,7 +260,7 @@ def test_traffic_is_scored_from_the_command_line(tmp_path: Path) -> None:
     assert "score by one of --correction" in told()
     assert "--max-cost needs --judge" in told("--by", "checks.py:verified", "--max-cost", "2")
     assert "is not a regular expression" in told("--correction", "(")
-    task = TrafficTask(even, tmp_path / "traffic", group=1, temperature=1.0)
+    task = RecordedTrafficTask(even, tmp_path / "traffic", group=1, temperature=1.0)
     assert [sorted(each.rewards) for each in task.replies].count(["accepted", "correct"]) == 4
 
 
@@ -270,7 +270,7 @@ def test_a_verifier_and_a_review_score_whole_conversations(tmp_path: Path) -> No
     store = Store(tmp_path / "store")
     score_stored_conversations(store, lambda run: {"long": float(len(run.root.turns) > 1)})
     store.write_review(store.ids()[0], HumanRunReview(rewards={"long": 0.5}))
-    task = TrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
+    task = RecordedTrafficTask(even, tmp_path / "store", group=1, temperature=1.0)
     assert sorted(each.rewards["long"] for each in task.replies) == [0.0, 0.5]
 
 
@@ -278,7 +278,7 @@ def test_the_next_message_is_a_hint_for_a_reply_that_failed(tmp_path: Path) -> N
     made = served(tmp_path / "policy")
     thumbs = iter([0.0, 1.0])
     record(made, tmp_path / "store", 1, lambda ids: next(thumbs), texts=["No, I meant blue"])
-    task = TrafficTask(even, tmp_path / "store", group=2, temperature=1.0)
+    task = RecordedTrafficTask(even, tmp_path / "store", group=2, temperature=1.0)
     [item] = task.splits["train"]
     rollouts = [
         asyncio.run(task.recorded_rollout(item, f"r{number}", number)) for number in range(2)

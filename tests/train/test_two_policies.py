@@ -16,6 +16,7 @@ from ramify.models.weights import read_weights
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction, generated
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
+from ramify.train.call_depth_models import DepthSpec
 from ramify.train.config import (
     CoTrainedPolicySpec,
     EvaluateSpec,
@@ -26,7 +27,6 @@ from ramify.train.config import (
     TaskSpec,
 )
 from ramify.train.data.sft_data import read as read_trajectories
-from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions

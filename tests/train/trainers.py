@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.train.config import STALL_S, Schedule
-from ramify.train.learner import Learner, PolicyWeightTransfer, Publisher
+from ramify.train.learner import Learner, PolicyWeightTransfer, WeightPublisher
 from ramify.train.metrics import StepMetrics
 from ramify.train.run_record import TrainingRunRecorder
 from ramify.train.stages import TrainingStage
@@ -30,5 +30,5 @@ def trainer_over(
     """Return a trainer for ``stages`` in the folder ``out``, without engine checks."""
     record = TrainingRunRecorder(out, schedule, config=config, listener=listener)
     thread = WatchedTrainingThread(watch or StallWatchdog(out, STALL_S))
-    publisher = Publisher(policy, record, thread)
+    publisher = WeightPublisher(policy, record, thread)
     return Trainer(record, [Learner(publisher, backend_of)], stages, PolicyEvaluationPlan(evaluate))

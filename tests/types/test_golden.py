@@ -12,11 +12,11 @@ from ramify.types.event import (
     RunEnded,
     RunStarted,
     ScoreAdded,
-    TrajectoryFold,
+    TrajectoryBuilder,
     score_events,
 )
 from ramify.types.message import Message, Usage
-from ramify.types.trajectory import Annotation, Stop, Trajectory
+from ramify.types.trajectory import RunAnnotation, Stop, Trajectory
 from tests.data.golden import JOURNAL, TRAJECTORY, events, journal_bytes, trajectory_bytes
 
 
@@ -47,7 +47,7 @@ def test_trajectory_round_trips_byte_for_byte(golden: Trajectory):
 
 
 def test_folded_journal_equals_trajectory(golden: Trajectory):
-    fold = TrajectoryFold()
+    fold = TrajectoryBuilder()
     for event in read_events(FileStoredRun(JOURNAL)):
         fold.apply(event)
     assert fold.trajectory == golden
@@ -55,7 +55,7 @@ def test_folded_journal_equals_trajectory(golden: Trajectory):
 
 def test_schema_1_journal_is_read(golden: Trajectory):
     """Schema 1 has no scores; everything else is the same."""
-    fold = TrajectoryFold()
+    fold = TrajectoryBuilder()
     for line in (
         JOURNAL.read_bytes().replace(b'"schema_version":2', b'"schema_version":1').splitlines()
     ):
@@ -71,10 +71,12 @@ def test_scores_are_folded_and_round_trip_through_events(golden: Trajectory):
     assert golden.call_rewards == {"0.2": {"correct": 0.0}}
     assert golden.metrics == {"f1": 0.75}
     assert golden.marks == [
-        Annotation("process", "0", 1, {"process": 0.5}, text="asks about both parts at once"),
-        Annotation("hindsight", "0.0", 0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."),
+        RunAnnotation("process", "0", 1, {"process": 0.5}, text="asks about both parts at once"),
+        RunAnnotation(
+            "hindsight", "0.0", 0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."
+        ),
     ]
-    fold = TrajectoryFold()
+    fold = TrajectoryBuilder()
     fold.apply(RunStarted(id="again", question="?", started_at=0.0))
     for event in score_events(golden, 90.0):
         fold.apply(event)
@@ -90,7 +92,7 @@ def test_scores_are_folded_and_round_trip_through_events(golden: Trajectory):
 def test_every_prefix_of_the_journal_folds_to_a_valid_trajectory():
     whole = events()
     for length in range(len(whole) + 1):
-        fold = TrajectoryFold()
+        fold = TrajectoryBuilder()
         for event in whole[:length]:
             fold.apply(event)
         cut = fold.trajectory

@@ -8,11 +8,11 @@ import pytest
 
 from ramify.types import (
     Call,
-    Fork,
+    CallForkOrigin,
+    CallTokenIds,
     Message,
     Reply,
     SampledTokenSpan,
-    TokenPath,
     Trajectory,
     Turn,
     VersionSpan,
@@ -23,7 +23,7 @@ from ramify.types.event import (
     ReplyReceived,
     RequestStarted,
     RunStarted,
-    TrajectoryFold,
+    TrajectoryBuilder,
 )
 
 
@@ -37,7 +37,7 @@ def turn(
     return Turn(0, (), msgspec.structs.replace(reply, **more), reused_ids=reused_ids)
 
 
-def tree(*calls: tuple[str, Fork | None, list[Turn]]) -> Trajectory:
+def tree(*calls: tuple[str, CallForkOrigin | None, list[Turn]]) -> Trajectory:
     made = [Call(id, "rlm", "m", 0, "?", fork=fork, turns=turns) for id, fork, turns in calls]
     return Trajectory(id="r", question="?", calls=made)
 
@@ -51,7 +51,7 @@ ROOT = [
 def test_path_contains_prompt_and_sampled_tokens() -> None:
     trajectory = tree(("0", None, ROOT))
     path = trajectory.path(trajectory.root)
-    assert path == TokenPath(
+    assert path == CallTokenIds(
         ids=(1, 2, 10, 11, 3, 12),
         sampled=(False, False, True, True, False, True),
         logprobs=(0.0, 0.0, -1.0, -1.1, 0.0, -1.2),
@@ -66,10 +66,10 @@ def test_path_contains_prompt_and_sampled_tokens() -> None:
 def test_branch_shares_path_of_its_origin() -> None:
     trajectory = tree(
         ("0", None, ROOT),
-        ("0:1", Fork("0", 0), [turn(4, (3,), (13, 14)), turn(7, (4,), (15,))]),
-        ("0:1:1", Fork("0:1", 0), [turn(7, (4,), (16,))]),
-        ("0:2", Fork("0", -1), [turn(0, (1, 2), (17,))]),
-        ("1", Fork("0:1", 1), []),
+        ("0:1", CallForkOrigin("0", 0), [turn(4, (3,), (13, 14)), turn(7, (4,), (15,))]),
+        ("0:1:1", CallForkOrigin("0:1", 0), [turn(7, (4,), (16,))]),
+        ("0:2", CallForkOrigin("0", -1), [turn(0, (1, 2), (17,))]),
+        ("1", CallForkOrigin("0:1", 1), []),
     )
     paths = {call.id: trajectory.path(call) for call in trajectory.calls}
     assert {id: path and path.ids for id, path in paths.items()} == {
@@ -143,10 +143,12 @@ def test_fold_counts_turns_that_do_not_extend_path() -> None:
         *_turn_events("0", 0, 0, first),
         *_turn_events("0", 1, 2, again),
         *_turn_events("0", 2, 1, turn(2, (9,), (20,))),  # summarised: the messages diverge, too
-        CallStarted(id="0:1", kind="rlm", model="m", depth=0, question="?", fork=Fork("0", 0)),
+        CallStarted(
+            id="0:1", kind="rlm", model="m", depth=0, question="?", fork=CallForkOrigin("0", 0)
+        ),
         *_turn_events("0:1", 0, 2, turn(3, (9,), (20,))),
     ]
-    fold = TrajectoryFold()
+    fold = TrajectoryBuilder()
     for event in events:
         fold.apply(event)
     assert fold.trajectory.metrics == {"split_turns": 2, "retokenised_turns": 1}

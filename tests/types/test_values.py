@@ -9,7 +9,7 @@ import pytest
 
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.training_sequences import Batch, SamplingMask, Segment, TokenSequence
+from ramify.types.training_sequences import Batch, PackedTokenSegment, SamplingMask, TokenSequence
 from ramify.types.trajectory import SCHEMA_VERSION, Stop, Trajectory
 
 
@@ -90,7 +90,7 @@ def test_sequence_streams_have_one_entry_per_token():
         sequence(kept=SamplingMask([0, 1], [5]))
 
 
-def batch(segments: list[Segment], **changed: Any) -> Batch:
+def batch(segments: list[PackedTokenSegment], **changed: Any) -> Batch:
     fields: dict[str, Any] = {
         "token_ids": [1, 2, 3, 4],
         "positions": [0, 1, 2, 2],
@@ -105,14 +105,28 @@ def batch(segments: list[Segment], **changed: Any) -> Batch:
 
 
 def test_batch_segments_cover_the_tokens_in_preorder():
-    forest = [Segment(0, 2, -1), Segment(2, 3, 0), Segment(3, 4, 0)]
+    forest = [
+        PackedTokenSegment(0, 2, -1),
+        PackedTokenSegment(2, 3, 0),
+        PackedTokenSegment(3, 4, 0),
+    ]
     assert batch(forest).segments == forest
     for wrong, message in (
-        ([Segment(0, 3, -1)], "segments cover 3 of 4 tokens"),
-        ([Segment(0, 2, -1), Segment(3, 4, 0)], "segment 1 .* does not start at token 2"),
-        ([Segment(0, 2, 0), Segment(2, 4, 0)], "segment 0 .* is not among the descendants"),
+        ([PackedTokenSegment(0, 3, -1)], "segments cover 3 of 4 tokens"),
         (
-            [Segment(0, 2, -1), Segment(2, 3, -1), Segment(3, 4, 0)],
+            [PackedTokenSegment(0, 2, -1), PackedTokenSegment(3, 4, 0)],
+            "segment 1 .* does not start at token 2",
+        ),
+        (
+            [PackedTokenSegment(0, 2, 0), PackedTokenSegment(2, 4, 0)],
+            "segment 0 .* is not among the descendants",
+        ),
+        (
+            [
+                PackedTokenSegment(0, 2, -1),
+                PackedTokenSegment(2, 3, -1),
+                PackedTokenSegment(3, 4, 0),
+            ],
             "segment 2 .* the descendants of its parent",
         ),
     ):

@@ -19,7 +19,7 @@ from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify import map as run_map
 from ramify.clients.base import Price
 from ramify.errors import RamifyError
-from ramify.testing.scripted import ScriptedByteTokenizer, refused
+from ramify.testing.scripted_client import ScriptedByteTokenizer, refused
 from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
@@ -339,7 +339,7 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3), attempts: int = 2)
     """(id, id of its first run) of an evaluation: four items of two kinds, some attempts each, of
     which one is wrong at the items in ``wrong``; each looks at its text through a tool. A judge
     scored the first run's turns afterwards."""
-    from ramify.evaluate.run import EvaluationPlan, EvaluationStore, evaluate
+    from ramify.evaluate.run_evaluation import EvaluationPlan, EvaluationStore, evaluate
     from ramify.tasks.base import Item, SimpleTask
     from ramify.tasks.scoring import exact
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ramify import Store, testing
 from ramify.secret_redaction import SecretRedactor
 from ramify.store.journal import find_writer_process
-from ramify.store.live_text import (
+from ramify.store.live_replies import (
     MAX_CHARS,
     ArrivingReply,
     LiveReplyFileReader,
@@ -141,7 +141,7 @@ def test_file_is_private_and_outside_of_the_record(tmp_path: Path) -> None:
 
 def test_run_stops_writing_when_its_page_was_killed(tmp_path: Path) -> None:
     follow = (
-        "import sys, time; from pathlib import Path; from ramify.store.live_text import *\n"
+        "import sys, time; from pathlib import Path; from ramify.store.live_replies import *\n"
         "reader = LiveReplyFileReader(Path(sys.argv[1]))\n"
         "while not reader.read(): time.sleep(0.02)\n"
         "print('read', flush=True); time.sleep(1000)"

@@ -14,13 +14,13 @@ import pytest
 
 from ramify import Store
 from ramify.cli.show import show
-from ramify.store.journal import FileStoredRun, Journal
-from ramify.store.summary import summarise
+from ramify.store.journal import FileRunJournal, FileStoredRun
+from ramify.store.run_summary import summarise
 from ramify.train.metrics import (
     GROUPS,
     Diagnosis,
-    GroupRecord,
     MetricsFile,
+    RolloutGroupRecord,
     StepMetrics,
     read_metrics,
 )
@@ -28,7 +28,7 @@ from ramify.types.message import Message
 from ramify.viewer.run_catalog import RunCatalog
 from ramify.viewer.run_lookup import LocatedRun
 from ramify.viewer.run_overview import overview_update, run_overview
-from ramify.viewer.training import TrainingCurves
+from ramify.viewer.training_and_evaluation_pages import TrainingCurves
 from ramify.viewer.view_server import ViewServer
 from ramify.viewer.watched_run import WatchedRun
 from tests.data.golden import JOURNAL
@@ -56,7 +56,7 @@ def whole() -> dict[str, object]:
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Journal:
+def live(tmp_path: Path) -> FileRunJournal:
     """A journal that this process writes, still empty."""
     return Store(tmp_path).create("r")
 
@@ -67,7 +67,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 97, 4096])
-def test_run_written_in_pieces_is_shown_completely(live: Journal, piece: int) -> None:
+def test_run_written_in_pieces_is_shown_completely(live: FileRunJournal, piece: int) -> None:
     run, data = watched(live.path), b"".join(LINES)
     data = data[: 20 * piece] if piece == 1 else data
     for at in range(0, len(data), piece):
@@ -81,7 +81,7 @@ def test_run_written_in_pieces_is_shown_completely(live: Journal, piece: int) ->
 
 
 def test_no_reader_reports_damage_at_any_byte_of_a_growing_journal(
-    tmp_path: Path, live: Journal, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, live: FileRunJournal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def script(messages: tuple[Message, ...]) -> str:
         return code("FINAL(llm_query('é?'))") if messages[0].role == "system" else "ja"
@@ -108,7 +108,7 @@ def test_no_reader_reports_damage_at_any_byte_of_a_growing_journal(
     live.close()
 
 
-def test_run_read_during_writes_is_never_damaged(live: Journal) -> None:
+def test_run_read_during_writes_is_never_damaged(live: FileRunJournal) -> None:
     data = b"".join(LINES)
 
     def write() -> None:
@@ -125,7 +125,7 @@ def test_run_read_during_writes_is_never_damaged(live: Journal) -> None:
     live.close()
 
 
-def test_damaged_line_of_live_run_is_skipped_and_reported(live: Journal) -> None:
+def test_damaged_line_of_live_run_is_skipped_and_reported(live: FileRunJournal) -> None:
     run = watched(live.path)
     append(live.path, b"".join(LINES[:9]) + b'{"type":"Replied","oops\n')
     run.refresh()
@@ -147,7 +147,7 @@ def test_damaged_line_of_live_run_is_skipped_and_reported(live: Journal) -> None
     )  # lines after the damage have the right offsets
 
 
-def test_damage_repaired_by_writer_is_not_reported(live: Journal) -> None:
+def test_damage_repaired_by_writer_is_not_reported(live: FileRunJournal) -> None:
     run = watched(live.path)
     append(live.path, b"".join(LINES[:9]))
     size = live.path.stat().st_size
@@ -298,7 +298,7 @@ def test_training_page_has_what_the_doctor_found(tmp_path: Path) -> None:
 def test_torn_lines_in_training_folder_are_skipped_without_data_loss(
     tmp_path: Path,
 ) -> None:
-    account = GroupRecord(number=1, item="é", version=None, outcome="lost", rollouts=[])
+    account = RolloutGroupRecord(number=1, item="é", version=None, outcome="lost", rollouts=[])
     for name in ("metrics.jsonl", "groups.jsonl"):
         (tmp_path / name).write_bytes(b'{"item":"\xff"}\n' + b"[" * 5000 + b'\n{"item":"\xc3')
     metrics = MetricsFile(tmp_path)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from ramify.types.call_node import CallNode
+from ramify.types.run_call_node import RunCallNode
 from ramify.types.trajectory import CallSite, Stop
-from ramify.viewer.comparison import match_calls
+from ramify.viewer.run_comparison import match_calls
 
 
-def run(*calls: tuple[str, str, str]) -> list[CallNode]:
+def run(*calls: tuple[str, str, str]) -> list[RunCallNode]:
     """Calls from (id, question, answer)."""
     nodes = []
     for index, (id, question, answer) in enumerate(calls):
         parent = CallSite(id.rpartition(".")[0], 0, 0) if "." in id else None
-        node = CallNode(index, id, "rlm", "m", id.count("."), question, parent=parent)
+        node = RunCallNode(index, id, "rlm", "m", id.count("."), question, parent=parent)
         node.subject, node.stop = hash(question), Stop.FINAL
         node.set_answer(answer)
         nodes.append(node)
     return nodes
 
 
-def table(*runs: list[CallNode]) -> list[Any]:
+def table(*runs: list[RunCallNode]) -> list[Any]:
     return [
         (row["depth"], [call and call[0] for call in row["calls"]], row["same"])
         for row in match_calls(runs)

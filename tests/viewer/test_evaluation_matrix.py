@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from ramify import Store
-from ramify.evaluate.run import read_evaluation
+from ramify.evaluate.run_evaluation import read_evaluation
 from ramify.store.durable_files import EVALUATIONS
 from ramify.train.data.sft_data import read
 from tests.viewer import golden

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from ramify import Store
-from ramify.evaluate.matrix import EvaluationMatrixStore, MatrixCell, MatrixPlan
+from ramify.evaluate.evaluation_matrix import EvalMatrixCell, EvalMatrixPlan, EvaluationMatrixStore
 from ramify.evaluate.matrix_report import matrix_report
-from ramify.evaluate.run import AttemptOutcome, EvaluationPlan
+from ramify.evaluate.run_evaluation import AttemptOutcome, EvaluationPlan
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
-from ramify.viewer.matrices import matrix_html
+from ramify.viewer.eval_matrix_page import matrix_html
 from tests.viewer.browser import AXE, photograph, served, tab, violations
 
 
@@ -23,7 +23,7 @@ class StoredMatrix(NamedTuple):
     item elsewhere. The last cell has not begun."""
 
     store: Store
-    plan: MatrixPlan
+    plan: EvalMatrixPlan
     outcomes: dict[str, tuple[AttemptOutcome, ...]]
 
 
@@ -58,8 +58,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> StoredMatrix:
                 place = {"suite": "words", "family": family, "length": length}
                 place |= {"model": "scripted:m", "mode": mode}
                 plan = EvaluationPlan(model="scripted:m", task="words", items=3)
-                cells.append(MatrixCell(place, plan, f"{id}-{len(cells)}-words"))
-    plan = MatrixPlan(id, tuple(cells))
+                cells.append(EvalMatrixCell(place, plan, f"{id}-{len(cells)}-words"))
+    plan = EvalMatrixPlan(id, tuple(cells))
     records.create(plan)
     outcomes = {}
     for cell in cells[:-1]:

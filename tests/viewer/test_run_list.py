@@ -13,7 +13,7 @@ import pytest
 
 from ramify import MemoryStore, Store
 from ramify.store.base import RunStore
-from ramify.store.summary import RunSummary
+from ramify.store.run_summary import RunSummary
 from ramify.types.event import (
     CallEnded,
     CallStarted,

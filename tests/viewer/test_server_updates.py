@@ -151,7 +151,7 @@ def test_training_sends_only_what_changed(tmp_path: Path) -> None:
 
 def test_resumed_training_is_reread(world: World, tmp_path: Path) -> None:
     from ramify.train.metrics import METRICS
-    from ramify.viewer.training import TrainingCurves
+    from ramify.viewer.training_and_evaluation_pages import TrainingCurves
 
     folder = golden.training(tmp_path / "mine", [])
     curves = TrainingCurves(folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ramify.train.data.sft_data import append_trajectories
 from ramify.types.trajectory import Call, Trajectory
-from ramify.viewer.training import saved_rollouts
+from ramify.viewer.training_and_evaluation_pages import saved_rollouts
 
 
 def test_rollouts_are_listed_best_first_and_failed_ones_last(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ramify.train.findings import (
     step_findings,
 )
 from ramify.train.metrics import Diagnosis, MetricsFile
-from ramify.viewer.training import TrainingCurves
+from ramify.viewer.training_and_evaluation_pages import TrainingCurves
 
 
 def shown(folder: Path) -> tuple[list[str], TrainingCurves]:

@@ -2,7 +2,7 @@
 
 Another system, or a run of Ramify, answers an item, and the task scores the answer.
 
-    item ──prepare──> question, context ──system──> SystemAnswer ──score──> AttemptOutcome
+    item ──prepare──> question, context ──system──> EvaluatedSystemAnswer ──score──> AttemptOutcome
     item ────────────────attempt (a run whose model is the seat)──────────> AttemptOutcome
 
 The recorded usage and cost are those of the meter. The counts made by the system itself, or those
@@ -25,16 +25,21 @@ import msgspec
 from ramify.engine.event_loop_thread import run_in_thread
 from ramify.errors import ConfigError, RamifyError, did_you_mean
 from ramify.evaluate.attempt import GRACE_S, UNANSWERED
-from ramify.evaluate.run import (
+from ramify.evaluate.run_evaluation import (
     AttemptOutcome,
     EvaluationSetup,
     PlannedAttempt,
-    RlmAttemptMaker,
+    RlmAttemptRunner,
     outcome_of,
 )
-from ramify.evaluate.systems.base import MeteredModelAccess, PerItemBudget, System, SystemAnswer
-from ramify.evaluate.systems.command import TIMEOUT_S, CommandSystem
-from ramify.evaluate.systems.peers import PEERS, PeerSystem
+from ramify.evaluate.systems.base import (
+    EvaluatedSystem,
+    EvaluatedSystemAnswer,
+    MeteredModelAccess,
+    PerItemBudget,
+)
+from ramify.evaluate.systems.command import TIMEOUT_S, CommandLineSystem
+from ramify.evaluate.systems.peer_libraries import PEERS, PeerLibrarySystem
 from ramify.tasks.base import Item, Task, TaskStart
 from ramify.tasks.score_with_timeout import score_with_timeout
 from ramify.types.trajectory import Stop, Trajectory
@@ -49,7 +54,7 @@ ModelAccessOpener = Callable[[str, PerItemBudget], AbstractAsyncContextManager[M
 model. The access ends with the block."""
 
 
-def parse_system(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
+def parse_system(words: str, *, timeout_s: float = TIMEOUT_S) -> EvaluatedSystem:
     """Return the system that the option ``--with`` names: a known library, or a command that
     contains ``{question}``.
 
@@ -57,26 +62,28 @@ def parse_system(words: str, *, timeout_s: float = TIMEOUT_S) -> System:
     installed.
     """
     if words in PEERS:
-        return PeerSystem(words, timeout_s=timeout_s)
+        return PeerLibrarySystem(words, timeout_s=timeout_s)
     if "{" not in words and len(words.split()) < 2:
         raise ConfigError(
             f"--with {words!r:.80} is not a system: {did_you_mean(words, PEERS)}, or give "
             "a command "
             "such as 'my_program {question} {context_file}'"
         )
-    return CommandSystem(words, timeout_s=timeout_s)
+    return CommandLineSystem(words, timeout_s=timeout_s)
 
 
-class SystemAttemptMaker:
+class SystemAttemptRunner:
     """Runs attempts by letting another system answer the items, each with metered access to the
     model.
 
-    Implements ``AttemptMaker``.
+    Implements ``AttemptRunner``.
     """
 
     makes_items = False
 
-    def __init__(self, system: System, open_seat: ModelAccessOpener, budget: PerItemBudget) -> None:
+    def __init__(
+        self, system: EvaluatedSystem, open_seat: ModelAccessOpener, budget: PerItemBudget
+    ) -> None:
         self._system = system
         self._open_seat = open_seat
         self._budget = budget
@@ -89,23 +96,23 @@ class SystemAttemptMaker:
         async with self._open_seat(name, _lower_budget(self._budget, max_cost)) as seat:
             return await attempt_with_system(self._system, job.task, item, number, seat=seat), None
 
-    async def __aenter__(self) -> SystemAttemptMaker:
+    async def __aenter__(self) -> SystemAttemptRunner:
         return self
 
     async def __aexit__(self, *_: object) -> None: ...
 
 
-class MeteredRlmAttemptMaker:
+class MeteredRlmAttemptRunner:
     """Runs attempts with Ramify's engine while a metering proxy counts their requests, as for other
     systems.
 
-    Implements ``AttemptMaker``.
+    Implements ``AttemptRunner``.
     """
 
     makes_items = False
 
     def __init__(
-        self, runs: RlmAttemptMaker, open_seat: ModelAccessOpener, budget: PerItemBudget
+        self, runs: RlmAttemptRunner, open_seat: ModelAccessOpener, budget: PerItemBudget
     ) -> None:
         self._runs = runs
         self._open_seat = open_seat
@@ -133,7 +140,7 @@ class MeteredRlmAttemptMaker:
                 return outcome, trajectory
             return msgspec.structs.replace(outcome, usage=seat.usage, cost=seat.cost), trajectory
 
-    async def __aenter__(self) -> RlmAttemptMaker:
+    async def __aenter__(self) -> RlmAttemptRunner:
         await self._runs.__aenter__()
         return self._runs
 
@@ -142,7 +149,7 @@ class MeteredRlmAttemptMaker:
 
 
 async def attempt_with_system(
-    system: System, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
+    system: EvaluatedSystem, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
 ) -> AttemptOutcome:
     """Let another system answer an item (a question of a task) once, and score its answer.
 
@@ -204,7 +211,7 @@ def _as_text(context: Any) -> str:
     return context if isinstance(context, str) else msgspec.json.encode(context).decode()
 
 
-def _trajectory(item: Item, given: SystemAnswer, seat: MeteredModelAccess) -> Trajectory:
+def _trajectory(item: Item, given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> Trajectory:
     own = {name: getattr(given, name) for name in ("requests", "input_tokens", "output_tokens")}
     return Trajectory(
         "",
@@ -224,7 +231,7 @@ def _metrics(own: Mapping[str, int | None]) -> dict[str, float]:
     return {OWN + name: float(count) for name, count in own.items() if count is not None}
 
 
-def _determine_stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
+def _determine_stop(given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> Stop:
     if given.answer is not None:
         return Stop.FINAL
     if seat.exhausted is not None:
@@ -232,7 +239,7 @@ def _determine_stop(given: SystemAnswer, seat: MeteredModelAccess) -> Stop:
     return Stop.DEADLINE if given.is_late else Stop.ERROR
 
 
-def _missing_answer_reason(given: SystemAnswer, seat: MeteredModelAccess) -> str:
+def _missing_answer_reason(given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> str:
     """Return in a few words why the answer of a system is missing, or an empty string if it is
     there."""
     if given.answer is not None:
@@ -242,7 +249,7 @@ def _missing_answer_reason(given: SystemAnswer, seat: MeteredModelAccess) -> str
     return "too late" if given.is_late else "system failed"
 
 
-def _describe_failure(given: SystemAnswer, seat: MeteredModelAccess) -> str:
+def _describe_failure(given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> str:
     """Return a sentence that says why the answer of a system is missing, or an empty string if it
     is there."""
     if given.answer is not None:

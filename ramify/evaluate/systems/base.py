@@ -1,14 +1,15 @@
 """Define the interface of a system that answers the items (questions) of a task, and its metered
 access to the model, called a seat.
 
-    item ──> System.answer(question, context, seat=…) ──> SystemAnswer ──score──> AttemptOutcome
+    item ─> EvaluatedSystem.answer(question, context, seat=…) ─> EvaluatedSystemAnswer
+         ─score─> AttemptOutcome
                           │
                           └─ POST seat.base_url/chat/completions, seat.key ──> meter ──> the model
 
-All systems ask the same model through a meter (``serve/meter.py``), with separate access for each
-item. The meter counts the requests, tokens and dollars of that access, and refuses a request that
-would exceed its budget. The counts made by a system itself are kept beside those of the meter, but
-nothing is decided by them.
+All systems ask the same model through a meter (``serve/metering_proxy.py``), with separate access
+for each item. The meter counts the requests, tokens and dollars of that access, and refuses a
+request that would exceed its budget. The counts made by a system itself are kept beside those of
+the meter, but nothing is decided by them.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class MeteredModelAccess:
         return f"MeteredModelAccess({self.name!r}, {self.base_url!r}, usage={self.usage})"
 
 
-class SystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EvaluatedSystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The answer of a system to one item, or the reason why there is none."""
 
     answer: str | None = None
@@ -185,7 +186,7 @@ class SystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     seconds: float = 0.0
 
 
-class System(Protocol):
+class EvaluatedSystem(Protocol):
     """Interface of a system that answers questions about a context with a model.
 
     The model is reached through a metering proxy.
@@ -196,10 +197,10 @@ class System(Protocol):
 
     async def answer(
         self, question: str, context: str, *, seat: MeteredModelAccess
-    ) -> SystemAnswer:
+    ) -> EvaluatedSystemAnswer:
         """Answer a question about a context.
 
-        A failure is returned as a ``SystemAnswer`` with its reason, and never raised. If the call
-        is cancelled, no process is left behind.
+        A failure is returned as a ``EvaluatedSystemAnswer`` with its reason, and never raised. If
+        the call is cancelled, no process is left behind.
         """
         ...

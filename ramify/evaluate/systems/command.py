@@ -26,7 +26,7 @@ from ramify.actors.command_template import (
     split_command,
 )
 from ramify.errors import ConfigError
-from ramify.evaluate.systems.base import MeteredModelAccess, SystemAnswer
+from ramify.evaluate.systems.base import EvaluatedSystemAnswer, MeteredModelAccess
 from ramify.evaluate.systems.program_runner import run_program
 
 PLACEHOLDERS = {
@@ -45,10 +45,10 @@ _RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d
 """Words of a command, such as interpreters, that are skipped when the system is named after it."""
 
 
-class CommandSystem:
+class CommandLineSystem:
     """A system that answers each item by running a command of the user.
 
-    Implements ``System``.
+    Implements ``EvaluatedSystem``.
     """
 
     def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -70,7 +70,7 @@ class CommandSystem:
 
     async def answer(
         self, question: str, context: str, *, seat: MeteredModelAccess
-    ) -> SystemAnswer:
+    ) -> EvaluatedSystemAnswer:
         folder = Path(tempfile.mkdtemp(prefix="ramify-system-"))
         try:
             context_file = folder / "context.txt"
@@ -90,7 +90,7 @@ class CommandSystem:
             )
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        return SystemAnswer(
+        return EvaluatedSystemAnswer(
             answer=None if end.failure else end.output.strip(),
             failure=end.failure,
             is_late=end.is_late,

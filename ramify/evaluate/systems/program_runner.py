@@ -7,7 +7,7 @@ its time and its output.
 The program is not trusted. It gets few environment variables of this process, and no key except the
 one for its own metered access to the model. It works in an empty folder that is deleted afterwards.
 A guard process ends the program together with everything that it started. The output is interpreted
-by ``command.py`` and ``peers.py``.
+by ``command.py`` and ``peer_libraries.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ramify.actors.command_template import passed_environment
 from ramify.actors.output_pipe import OutputPipe
 from ramify.engine.event_loop_thread import run_in_thread
 from ramify.evaluate.systems.base import MeteredModelAccess
-from ramify.printable import replace_unprintable
+from ramify.terminal_sanitizer import replace_unprintable
 
 MAX_OUTPUT_BYTES = 8 << 20
 """Maximum output of a program, in bytes, before it is stopped."""

@@ -4,7 +4,7 @@ and the time of a step.
 Before a run starts:
 
     model_and_device_specs.py  the sizes of models and of devices (by name) that determine them
-    memory.py                  bytes of each kind of process
+    memory_estimates.py        bytes of each kind of process
     step_time_estimate.py      seconds of each part of a step, from device speeds or measurements
     plan.py                    the whole plan of a recipe
     scheduler_job.py           the job that a plan implies, and the script of its nodes
@@ -12,7 +12,7 @@ Before a run starts:
 
 From a measured run, a prediction for other devices and settings:
 
-    rollout_shapes.py        a rollout as a workload: tokens, seconds of code, dependencies
+    rollout_workloads.py     a rollout as a workload: tokens, seconds of code, dependencies
     measured_engine_rate.py  speed of an engine by the number of concurrent sequences, fitted to a
                             run or measured on a live engine; CPU seconds of a run's steps
     simulation_inputs.py    measurements read from a run's folder

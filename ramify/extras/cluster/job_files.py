@@ -38,7 +38,7 @@ _SCRIPTS = "/ramify"
 """Folder in each pod that contains ``node.sh``."""
 
 
-class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerJobOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Settings for the scheduler that a recipe does not contain, such as the time limit or the
     container image."""
 
@@ -80,7 +80,7 @@ class SubmitCommand(msgspec.Struct, frozen=True):
         return f"{KEY}={made} {text}" if KEY in self.variables else text
 
 
-class JobFiles(msgspec.Struct, frozen=True):
+class SchedulerJobFiles(msgspec.Struct, frozen=True):
     """The files of a job by name, and the commands that submit it."""
 
     texts: dict[str, str]
@@ -88,7 +88,9 @@ class JobFiles(msgspec.Struct, frozen=True):
     commands: tuple[SubmitCommand, ...]
 
 
-def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def job_files(
+    kind: str, job: SchedulerJob, options: SchedulerJobOptions, folder: str
+) -> SchedulerJobFiles:
     """Return the files for a scheduler, to be written to ``folder``, and the commands that submit
     them.
 
@@ -103,7 +105,7 @@ def job_files(kind: str, job: SchedulerJob, options: JobOptions, folder: str) ->
 # --- Slurm
 
 
-def _slurm_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _slurm_files(job: SchedulerJob, options: SchedulerJobOptions, folder: str) -> SchedulerJobFiles:
     _refuse("slurm", options, "image", "shared")
     lines = ["#!/usr/bin/env bash", f"# {job.recipe}, written by `ramify launch --on slurm`"]
     for index, group in enumerate(job.groups):
@@ -157,7 +159,7 @@ def _slurm_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFile
     ]
     texts = {"job.sbatch": "\n".join(lines) + "\n", "node.sh": node_script(job)}
     command = SubmitCommand(("sbatch", f"{folder}/job.sbatch"), variables=options.secrets)
-    return JobFiles(texts, (command,))
+    return SchedulerJobFiles(texts, (command,))
 
 
 def _sbatch_options(group: NodeGroup) -> list[str]:
@@ -192,7 +194,9 @@ def _secret_check_lines(secrets: Sequence[str]) -> list[str]:
 # --- Kubernetes
 
 
-def _kubernetes_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _kubernetes_files(
+    job: SchedulerJob, options: SchedulerJobOptions, folder: str
+) -> SchedulerJobFiles:
     if not options.image or not options.shared:
         raise ConfigError(
             "--on k8s needs --image IMAGE, with Ramify in it, and --shared CLAIM, a "
@@ -226,11 +230,16 @@ def _kubernetes_files(job: SchedulerJob, options: JobOptions, folder: str) -> Jo
         for name in (*([KEY] if job.needs_cluster_secret else []), *options.secrets)
     ]
     apply = SubmitCommand(("kubectl", "apply", "-f", f"{folder}/job.yaml"))
-    return JobFiles({"job.yaml": text}, (*commands, apply))
+    return SchedulerJobFiles({"job.yaml": text}, (*commands, apply))
 
 
 def _kubernetes_job(
-    job: SchedulerJob, options: JobOptions, name: str, group: NodeGroup, first: int, count: int
+    job: SchedulerJob,
+    options: SchedulerJobOptions,
+    name: str,
+    group: NodeGroup,
+    first: int,
+    count: int,
 ) -> dict[str, object]:
     """Return a Kubernetes Job with ``count`` pods, one per node.
 
@@ -315,7 +324,9 @@ _ACCELERATORS = {"a100": "A100-80GB", "rtx4090": "RTX4090"}
 """Device -> its name in SkyPilot, if that is not the device's name in capitals."""
 
 
-def _skypilot_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _skypilot_files(
+    job: SchedulerJob, options: SchedulerJobOptions, folder: str
+) -> SchedulerJobFiles:
     if len(job.groups) > 1:
         shown = " and ".join(map(str, job.groups))
         raise ConfigError(
@@ -360,7 +371,7 @@ def _skypilot_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobF
     words = ["sky", "jobs", "launch", "--yes", "--detach-run"]
     words += [word for name in secrets for word in ("--secret", name)]
     command = SubmitCommand((*words, f"{folder}/task.yaml"), variables=secrets)
-    return JobFiles({"task.yaml": f"{to_yaml(task)}\n"}, (command,))
+    return SchedulerJobFiles({"task.yaml": f"{to_yaml(task)}\n"}, (command,))
 
 
 def _parse_option(text: str) -> object:
@@ -378,7 +389,7 @@ def _parse_option(text: str) -> object:
 # --- Ray
 
 
-def _ray_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
+def _ray_files(job: SchedulerJob, options: SchedulerJobOptions, folder: str) -> SchedulerJobFiles:
     _refuse("ray", options, "image", "shared", "hours", "settings")
     if options.secrets:
         raise ConfigError(
@@ -388,10 +399,12 @@ def _ray_files(job: SchedulerJob, options: JobOptions, folder: str) -> JobFiles:
         )
     script = f"{folder}/node.sh"
     words = ("ray", "job", "submit", "--no-wait", "--", "bash", script)
-    return JobFiles({"node.sh": node_script(job, is_in_cluster=True)}, (SubmitCommand(words),))
+    return SchedulerJobFiles(
+        {"node.sh": node_script(job, is_in_cluster=True)}, (SubmitCommand(words),)
+    )
 
 
-SCHEDULERS: dict[str, Callable[[SchedulerJob, JobOptions, str], JobFiles]] = {
+SCHEDULERS: dict[str, Callable[[SchedulerJob, SchedulerJobOptions, str], SchedulerJobFiles]] = {
     "slurm": _slurm_files,
     "k8s": _kubernetes_files,
     "skypilot": _skypilot_files,
@@ -409,7 +422,7 @@ def recipe_and_run_folders(kind: str, name: str) -> tuple[str, str]:
     return os.getcwd(), f"runs/{name}"
 
 
-def _refuse(kind: str, options: JobOptions, *names: str) -> None:
+def _refuse(kind: str, options: SchedulerJobOptions, *names: str) -> None:
     """Raise ConfigError if options are set that a scheduler does not support."""
     for name in names:
         if getattr(options, name):

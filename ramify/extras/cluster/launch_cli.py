@@ -25,7 +25,7 @@ from ramify.extras.cluster.plan_and_simulate_commands import recipe_from_argumen
 from ramify.secret_redaction import SecretRedactor
 
 if TYPE_CHECKING:
-    from ramify.extras.cluster.job_files import JobFiles, SubmitCommand
+    from ramify.extras.cluster.job_files import SchedulerJobFiles, SubmitCommand
 
 _RUN_S = 600.0
 """Time limit for one scheduler command, in seconds."""
@@ -50,7 +50,7 @@ def launch(
     from ramify.errors import did_you_mean
     from ramify.extras.cluster.job_files import (
         SCHEDULERS,
-        JobOptions,
+        SchedulerJobOptions,
         job_files,
         recipe_and_run_folders,
     )
@@ -68,7 +68,7 @@ def launch(
     if restarts is not None and restarts < 0:
         raise UsageError(f"--restarts {restarts}: give 0 or more")
     recipe, overrides = recipe_from_arguments(words), [word for word in words if "=" in word]
-    options = JobOptions(
+    options = SchedulerJobOptions(
         hours=hours,
         image=image or "",
         shared=shared or "",
@@ -128,7 +128,7 @@ def _parse_setting(text: str) -> tuple[str, str]:
     return name.lstrip("-"), value
 
 
-def _write(made: JobFiles, folder: Path) -> list[str]:
+def _write(made: SchedulerJobFiles, folder: Path) -> list[str]:
     """Write the job files and return their paths.
 
     Raises ConfigError if a file would contain a key from the environment.

@@ -23,10 +23,10 @@ engine, and costs tokens on a paid one.
 ``step_cpu_times`` reads the CPU time of a run's steps from its metrics:
 
     batch16.decode/steps: 311, batch16.decode/cpu_s: 1.42, cpu/loop_s: 1.31, …
-        ->  RecordedCpu(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
+        ->  RolloutCpuTime(step=12, cores=2, loop_s=1.31, sessions_s=2.74, engine=[…])
 
 Runs of earlier versions have these figures in ``processors.jsonl``, with the fields of
-``RecordedCpu``.
+``RolloutCpuTime``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ROUNDS = 20
 """Iterations of reweighted least squares."""
 
 
-class EngineRate(msgspec.Struct, frozen=True):
+class InferenceEngineSpeed(msgspec.Struct, frozen=True):
     """The speed of one inference engine: seconds per decoding step by number of concurrent
     sequences, and the time for prompt tokens and requests."""
 
@@ -101,7 +101,7 @@ def fit(
     slots: int | None = None,
     *,
     hidden: float = 1.0,
-) -> EngineRate:
+) -> InferenceEngineSpeed:
     """Fit the speed of an inference engine to the measured requests of a run in which ``engines``
     engines shared the load.
 
@@ -135,7 +135,7 @@ def fit(
             )
             beyond.append(request.ended_s - request.begun_s - model_s)
     step_s = max(base_s + each_s, 1e-9)
-    return EngineRate(
+    return InferenceEngineSpeed(
         ((1.0, step_s), (most, step_s + each_s * (most - 1))), prompt_s, max(0.0, median(beyond))
     )
 
@@ -288,7 +288,7 @@ def non_negative_least_squares(
 
 def rate_from_steps(
     measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
-) -> EngineRate:
+) -> InferenceEngineSpeed:
     """Return the speed of an engine from measured pairs of concurrent sequences and seconds per
     step.
 
@@ -297,7 +297,7 @@ def rate_from_steps(
     points: list[tuple[float, float]] = []
     for sequences, step_s in sorted(measured):
         points.append((float(sequences), max(step_s, points[-1][1] if points else 0.0)))
-    return EngineRate(tuple(points), prompt_token_s, request_s)
+    return InferenceEngineSpeed(tuple(points), prompt_token_s, request_s)
 
 
 ROUNDS = 3
@@ -305,7 +305,9 @@ _SHORT, _LONG = 8, 64
 """Lengths in words of the short and the long prompt."""
 
 
-async def measure_engine_rate(client: Client, *, slots: int, tokens: int = 64) -> EngineRate:
+async def measure_engine_rate(
+    client: Client, *, slots: int, tokens: int = 64
+) -> InferenceEngineSpeed:
     """Measure the speed of a live engine with up to ``slots`` concurrent requests and replies of up
     to ``tokens`` tokens.
 
@@ -376,7 +378,7 @@ _EARLIER = "processors.jsonl"
 _BATCH = re.compile(r"batch(\d+)\.(decode|prefill)/steps")
 
 
-class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutCpuTime(msgspec.Struct, frozen=True, kw_only=True):
     """The CPU seconds that the rollouts of one training step used, as the run recorded them."""
 
     step: int = 0
@@ -389,7 +391,7 @@ class RecordedCpu(msgspec.Struct, frozen=True, kw_only=True):
     engine: list[EngineStepTotals]
 
 
-def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RecordedCpu]:
+def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[RolloutCpuTime]:
     """Yield the recorded CPU time of each step of a run, given its folder and its metrics.
 
     Earlier versions recorded CPU times in a separate file, which is read as well.
@@ -400,10 +402,10 @@ def step_cpu_times(run: Path, lines: Sequence[StepMetrics]) -> Iterator[Recorded
     path = run / _EARLIER
     for text in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield msgspec.json.decode(text, type=RecordedCpu)
+            yield msgspec.json.decode(text, type=RolloutCpuTime)
 
 
-def _to_recorded_cpu(line: StepMetrics) -> RecordedCpu:
+def _to_recorded_cpu(line: StepMetrics) -> RolloutCpuTime:
     values = line.values
     engine = []
     for name in values:
@@ -419,7 +421,7 @@ def _to_recorded_cpu(line: StepMetrics) -> RecordedCpu:
                     cpu_s=values[prefix + "cpu_s"],
                 )
             )
-    return RecordedCpu(
+    return RolloutCpuTime(
         step=line.step,
         cores=int(values["cpu/cores"]),
         loop_s=values["cpu/loop_s"],

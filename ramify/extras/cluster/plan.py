@@ -16,9 +16,8 @@ import msgspec
 
 from ramify.actors.launcher import NodeResourceSlot
 from ramify.errors import ConfigError
-from ramify.extras.cluster import memory, step_time_estimate
-from ramify.extras.cluster.memory import MemoryEstimate
-from ramify.extras.cluster.meshes import MeshEstimate, estimate_meshes
+from ramify.extras.cluster import memory_estimates, step_time_estimate
+from ramify.extras.cluster.memory_estimates import MemoryEstimate
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
@@ -27,8 +26,9 @@ from ramify.extras.cluster.model_and_device_specs import (
     model_shape_from_config,
     policy_config,
 )
+from ramify.extras.cluster.step_compute_work import StepTokenCounts
 from ramify.extras.cluster.step_time_estimate import StepSeconds
-from ramify.extras.cluster.step_work import StepTokens
+from ramify.extras.cluster.trainer_mesh_estimates import TrainerMeshEstimate, estimate_meshes
 from ramify.train.config import Run
 from ramify.train.metrics import FILE
 from ramify.train.placement.placement_slots import placement_slots
@@ -55,7 +55,7 @@ class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     nodes: int | None = None
     """Number of nodes, if there is only one pool. None: as in the recipe."""
     shares: DeviceEfficiency = DeviceEfficiency()
-    tokens: StepTokens | None = None
+    tokens: StepTokenCounts | None = None
     """Tokens in one step. If None, they are measured or assumed."""
     measured: Path | None = None
     """Folder of an earlier run whose measured speeds and token counts are used."""
@@ -102,12 +102,12 @@ class ClusterResourcePlan(msgspec.Struct, frozen=True):
     placement_slots: list[NodeResourceSlot]
     parts: list[RoleProcesses]
     together: list[ColocatedProcesses]
-    tokens: StepTokens
+    tokens: StepTokenCounts
     seconds: StepSeconds | None
     """Time of a step; None without reinforcement learning."""
     too_large: list[str]
     """One sentence for each process that does not fit in its device's memory."""
-    meshes: list[MeshEstimate] = []
+    meshes: list[TrainerMeshEstimate] = []
     """Every possible mesh of the trainer's ranks. Meshes that fit come first, the fastest at the
     top."""
 
@@ -136,7 +136,7 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
     )
     from_run = _from_run(options.measured)
     tokens = options.tokens or (
-        from_run.tokens if from_run else StepTokens.assumed(run, shape.window)
+        from_run.tokens if from_run else StepTokenCounts.assumed(run, shape.window)
     )
     engines = max(
         1, num["inference"] or len(run.inference.urls if run.inference is not None else ())
@@ -278,14 +278,14 @@ def _parts(
         "rank 0" if ranks > 1 else "trainer",
         1,
         trainer.name,
-        memory.estimate_rank_memory(run, shape, trainer, ranks),
+        memory_estimates.estimate_rank_memory(run, shape, trainer, ranks),
     )
     if ranks > 1:
         yield RoleProcesses(
             "other ranks",
             ranks - 1,
             trainer.name,
-            memory.estimate_rank_memory(run, shape, trainer, ranks, 1),
+            memory_estimates.estimate_rank_memory(run, shape, trainer, ranks, 1),
         )
     if num["inference"]:
         gpus = run.placement.inference.gpus if run.placement is not None else 0.0
@@ -295,17 +295,17 @@ def _parts(
             "engine",
             num["inference"],
             engine.name,
-            memory.estimate_engine_memory(run, shape, combined),
+            memory_estimates.estimate_engine_memory(run, shape, combined),
         )
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
         rollout_workers = max(1, num["rollouts"])
-        limits = dict(memory.session_memory_limits(run, rollout_workers))
+        limits = dict(memory_estimates.session_memory_limits(run, rollout_workers))
         yield RoleProcesses(
             "sessions",
             rollout_workers,
             "cpu",
-            memory.estimate_session_memory(run, rollout_workers, room),
+            memory_estimates.estimate_session_memory(run, rollout_workers, room),
             limits,
         )
 

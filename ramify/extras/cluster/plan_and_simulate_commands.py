@@ -25,10 +25,10 @@ import msgspec
 from ramify.cli.parser import CliOptionSpec, ExitCode, SubcommandSpec, UsageError
 from ramify.cli.terminal_text import json_line
 from ramify.errors import ConfigError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 
 if TYPE_CHECKING:
-    from ramify.extras.cluster.measured_engine_rate import EngineRate
+    from ramify.extras.cluster.measured_engine_rate import InferenceEngineSpeed
     from ramify.extras.cluster.simulate import SimulationResult, SimulationSetting
     from ramify.extras.cluster.simulation_inputs import SimulationInputs
 
@@ -246,13 +246,13 @@ def _numbers(name: str, text: str | None) -> list[int]:
     return numbers
 
 
-def _measure_rate(model: str, slots: int) -> EngineRate:
+def _measure_rate(model: str, slots: int) -> InferenceEngineSpeed:
     import asyncio
 
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
     from ramify.extras.cluster.measured_engine_rate import measure_engine_rate
 
-    async def run() -> EngineRate:
+    async def run() -> InferenceEngineSpeed:
         pool = RateLimitedClientPool()
         try:
             return await measure_engine_rate(pool.client(model), slots=slots)

@@ -29,12 +29,12 @@ import msgspec
 from simpy import Environment, Event
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.rollout_shapes import RolloutWorkload
-from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
+from ramify.extras.cluster.rollout_workloads import RolloutWorkload
+from ramify.extras.cluster.simulated_engine import SimulatedEngine, SimulatedKvCache
 from ramify.extras.cluster.simulated_rollout import (
+    RolloutGroupQueueSimulator,
     RolloutSimulator,
-    SimulatedGroup,
-    SimulatedGroupQueue,
+    SimulatedRolloutGroup,
 )
 from ramify.extras.cluster.simulation_inputs import SimulationInputs
 from ramify.progress import report_progress
@@ -192,7 +192,7 @@ class _Simulation:
         self._env = Environment()
         rate = measured.rate
         caches = [
-            SimulatedCache(setting.slots, measured.max_sequence_tokens) if setting.keeps else None
+            SimulatedKvCache(setting.slots, measured.max_sequence_tokens) if setting.keeps else None
             for _ in range(setting.engines)
         ]
         self._engines = [
@@ -216,7 +216,7 @@ class _Simulation:
         # there.
         around = self._setting.staleness + 1
         num_steps = around + steps + around - 1
-        queue = SimulatedGroupQueue(
+        queue = RolloutGroupQueueSimulator(
             self._env, self._stage, self._setting, self._draw_group, self._setting.group, num_steps
         )
         self._env.run(until=self._env.process(self._train(queue, num_steps)))
@@ -233,7 +233,9 @@ class _Simulation:
         rollouts = self._measured.sample_group(draw, self._setting.group, of)
         return rollouts, draw.random() < self._measured.zero_variance
 
-    def _train(self, queue: SimulatedGroupQueue, num_steps: int) -> Generator[Event, Any, None]:
+    def _train(
+        self, queue: RolloutGroupQueueSimulator, num_steps: int
+    ) -> Generator[Event, Any, None]:
         for step in range(num_steps):
             groups = yield from queue.take(step)
             draw = random.Random(f"{self._seed}/step/{step}")
@@ -281,7 +283,7 @@ class _Simulation:
     # --- counts -----------------------------------------------------------------------------------
 
     def _note(
-        self, step: int, num_learnt: int, groups: Sequence[SimulatedGroup], stragglers: int
+        self, step: int, num_learnt: int, groups: Sequence[SimulatedRolloutGroup], stragglers: int
     ) -> None:
         for engine in self._engines:
             engine.update_counters()

@@ -11,10 +11,10 @@ whenever something changes. The next sequence to end is the one with the smalles
 its end.
 
 The number of prompt tokens to read is the measured one, or it follows from the contents of the
-slots. These are simulated by ``SimulatedCache``, which applies the slot table of the real engine to
-the token ids of a measured run:
+slots. These are simulated by ``SimulatedKvCache``, which applies the slot table of the real engine
+to the token ids of a measured run:
 
-    cache = SimulatedCache(slots=4, capacity=512)
+    cache = SimulatedKvCache(slots=4, capacity=512)
     slot, read = cache.admit(prompt, "0.1")    the next turn of a call finds its own slot; a sibling
     cache.release(slot, prompt_and_reply)      copies a common prefix; if another call has taken the
                                                slot since, the whole prompt is read again
@@ -34,15 +34,15 @@ from typing import Any, NamedTuple, cast
 
 from simpy import Environment, Event
 
-from ramify.extras.cluster.measured_engine_rate import EngineRate
-from ramify.extras.cluster.rollout_shapes import Ids
-from ramify.inference.local.slots import SlotTable
+from ramify.extras.cluster.measured_engine_rate import InferenceEngineSpeed
+from ramify.extras.cluster.rollout_workloads import Ids
+from ramify.inference.local.kv_cache_slots import CacheSlotTable
 
 
 class _SlotRequest:
     """A stand-in for a generation request.
 
-    It has only the attributes that the engine's ``SlotTable`` reads.
+    It has only the attributes that the engine's ``CacheSlotTable`` reads.
     """
 
     def __init__(self, ids: Ids, affinity: str) -> None:
@@ -52,7 +52,7 @@ class _SlotRequest:
         self.num_reused = 0
 
 
-class SimulatedCache:
+class SimulatedKvCache:
     """A simulated KV cache: it tracks what each slot of an engine holds, and so how much of a
     prompt must be read again."""
 
@@ -61,7 +61,7 @@ class SimulatedCache:
 
         Each holds up to ``capacity`` tokens.
         """
-        self._slots = SlotTable(slots, max(capacity, 1))
+        self._slots = CacheSlotTable(slots, max(capacity, 1))
 
     def admit(self, prompt: Ids, affinity: str) -> tuple[int, int] | None:
         """Assign a slot to a request.
@@ -146,9 +146,9 @@ class SimulatedEngine:
     def __init__(
         self,
         env: Environment,
-        rate: EngineRate,
+        rate: InferenceEngineSpeed,
         slots: int,
-        cache: SimulatedCache | None = None,
+        cache: SimulatedKvCache | None = None,
         cache_tokens: int = 0,
     ) -> None:
         """Create an engine with the given speed and number of slots.

@@ -33,8 +33,8 @@ import msgspec
 import numpy as np
 from simpy import Environment, Event, Resource
 
-from ramify.extras.cluster.measured_engine_rate import EngineRate
-from ramify.extras.cluster.rollout_shapes import CallWorkload, Ids, RolloutWorkload, TurnWorkload
+from ramify.extras.cluster.measured_engine_rate import InferenceEngineSpeed
+from ramify.extras.cluster.rollout_workloads import CallWorkload, Ids, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulated_engine import (
     RecordedTokenIds,
     SimulatedEngine,
@@ -205,7 +205,7 @@ class RolloutSimulator:
         self,
         env: Environment,
         engines: list[SimulatedEngine],
-        rate: EngineRate,
+        rate: InferenceEngineSpeed,
         at_once: int,
         on_wire: int,
         host: RolloutHostCpuUse | None = None,
@@ -313,7 +313,7 @@ Draw = Callable[[int], tuple[Sequence[RolloutWorkload], bool]]
 rewards are equal."""
 
 
-class StragglerOptions(RolloutAdmissionOptions, Protocol):
+class SimulatedQueueOptions(RolloutAdmissionOptions, Protocol):
     """The options of the simulated queue: how many groups may be in progress, and when a slow
     rollout is dropped as a straggler."""
 
@@ -321,7 +321,7 @@ class StragglerOptions(RolloutAdmissionOptions, Protocol):
     def straggler_factor(self) -> float: ...
 
 
-class SimulatedGroup:
+class SimulatedRolloutGroup:
     """A group of rollouts that has begun but has not been used in a training step yet."""
 
     def __init__(
@@ -339,14 +339,14 @@ class SimulatedGroup:
         return self.is_whole and self.will_have_no_signal
 
 
-class SimulatedGroupQueue:
+class RolloutGroupQueueSimulator:
     """The simulated queue of rollout groups from which training steps take their data."""
 
     def __init__(
         self,
         env: Environment,
         stage: RolloutSimulator,
-        rules: StragglerOptions,
+        rules: SimulatedQueueOptions,
         draw: Draw,
         per_item: int,
         num_steps: int,
@@ -358,11 +358,11 @@ class SimulatedGroupQueue:
         self._draw = draw
         self._num_steps = num_steps
         self._step = self._next = 0
-        self._open: list[SimulatedGroup] = []
+        self._open: list[SimulatedRolloutGroup] = []
         self._took_s: deque[float] = deque(maxlen=rules.items * per_item)
         self._news = env.event()
 
-    def take(self, step: int) -> Generator[Event, Any, list[SimulatedGroup]]:
+    def take(self, step: int) -> Generator[Event, Any, list[SimulatedRolloutGroup]]:
         """Wait until enough groups are complete for a training step, then return them."""
         self._advance_to_step(step)
         while True:
@@ -398,12 +398,12 @@ class SimulatedGroupQueue:
         for _ in range(num_groups_to_begin(self._rules, self._open, self._step, self._num_steps)):
             rollouts, has_no_signal = self._draw(self._next)
             attempts = [SimulatedRollout(rollout, self._env.event()) for rollout in rollouts]
-            group = SimulatedGroup(self._next, attempts, has_no_signal)
+            group = SimulatedRolloutGroup(self._next, attempts, has_no_signal)
             self._next += 1
             self._open.append(group)
             self._env.process(self._play(group))
 
-    def _play(self, group: SimulatedGroup) -> Generator[Event, Any, None]:
+    def _play(self, group: SimulatedRolloutGroup) -> Generator[Event, Any, None]:
         for attempt in group.attempts:
             self._env.process(self._stage.run_rollout(attempt))
             attempt.over.callbacks.append(partial(self._record_duration, attempt))
@@ -418,7 +418,7 @@ class SimulatedGroupQueue:
 
     # --- wait for groups --------------------------------------------------------------------------
 
-    def _whole_groups(self) -> list[SimulatedGroup]:
+    def _whole_groups(self) -> list[SimulatedRolloutGroup]:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
@@ -439,12 +439,12 @@ class SimulatedGroupQueue:
                 attempt.give_up()
         return wait_s
 
-    def _time_left(self, group: SimulatedGroup, bound: float) -> float | None:
+    def _time_left(self, group: SimulatedRolloutGroup, bound: float) -> float | None:
         began = [attempt.began_at for attempt in _unfinished(group)]
         known = [at for at in began if at is not None]
         return None if not known or len(known) < len(began) else max(known) + bound - self._env.now
 
-    def _take_groups(self) -> list[SimulatedGroup]:
+    def _take_groups(self) -> list[SimulatedRolloutGroup]:
         """Remove the groups of one step from the queue and return them.
 
         Groups with differing rewards come first. If they are too few, groups with equal rewards
@@ -462,5 +462,5 @@ class SimulatedGroupQueue:
         return groups
 
 
-def _unfinished(group: SimulatedGroup) -> list[SimulatedRollout]:
+def _unfinished(group: SimulatedRolloutGroup) -> list[SimulatedRollout]:
     return [attempt for attempt in group.attempts if not attempt.over.triggered]

@@ -27,14 +27,14 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.extras.cluster.measured_engine_rate import (
-    EngineRate,
+    InferenceEngineSpeed,
     MeasuredRequest,
-    RecordedCpu,
+    RolloutCpuTime,
     fit,
     non_negative_least_squares,
     step_cpu_times,
 )
-from ramify.extras.cluster.rollout_shapes import (
+from ramify.extras.cluster.rollout_workloads import (
     CallWorkload,
     RolloutWorkload,
     workload_of_trajectory,
@@ -42,7 +42,7 @@ from ramify.extras.cluster.rollout_shapes import (
 from ramify.extras.cluster.simulated_rollout import RolloutHostCpuUse
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import CheckpointStore, read_state
-from ramify.types.trajectory import GroupFate, Trajectory
+from ramify.types.trajectory import RolloutGroupOutcome, Trajectory
 
 HOW = "train with schedule.save_rollouts_every=1, which saves every step's rollouts in OUT/rollouts"
 DEFAULT_SLOTS = 128
@@ -81,7 +81,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     the times for learning and publishing."""
 
     groups: list[list[RolloutWorkload]]
-    rate: EngineRate
+    rate: InferenceEngineSpeed
     sizes: MeasuredRunSettings
     learn_base_s: float
     """Seconds of learning per step, independent of the number of tokens."""
@@ -148,7 +148,11 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
 
 
 def read_measured_run(
-    run: Path, *, last: int | None = None, rate: EngineRate | None = None, scaling: float = 1.0
+    run: Path,
+    *,
+    last: int | None = None,
+    rate: InferenceEngineSpeed | None = None,
+    scaling: float = 1.0,
 ) -> SimulationInputs:
     """Read the measurements of a finished run from its folder, as the inputs of a simulation.
 
@@ -336,7 +340,7 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 
 def _fit_engine_rate(
     trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float
-) -> EngineRate:
+) -> InferenceEngineSpeed:
     """Fit the engine's speed to the recorded requests.
 
     Discarded rollouts ran at the same time but were not recorded. ``hidden`` corrects for them: it
@@ -346,7 +350,7 @@ def _fit_engine_rate(
     return fit(requests, sizes.engines, sizes.slots, hidden=hidden)
 
 
-def _fit_rate_to_cpu(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | None:
+def _fit_rate_to_cpu(spent: Sequence[RolloutCpuTime], slots: int) -> InferenceEngineSpeed | None:
     """Fit the speed of an engine in the trainer's process to the CPU time of its steps.
 
     Returns None if no steps were recorded.
@@ -364,13 +368,16 @@ def _fit_rate_to_cpu(spent: Sequence[RecordedCpu], slots: int) -> EngineRate | N
         rows, [pace.cpu_s * weight for pace, weight in zip(paces, weights, strict=True)]
     )
     step_s = max(base_s + each_s, 1e-9)
-    return EngineRate(
+    return InferenceEngineSpeed(
         ((1.0, step_s), (max(slots, 2), step_s + each_s * (max(slots, 2) - 1))), read_s
     )
 
 
 def _measure_host_cpu(
-    spent: Sequence[RecordedCpu], rollouts: Sequence[RolloutWorkload], hidden: float, num_steps: int
+    spent: Sequence[RolloutCpuTime],
+    rollouts: Sequence[RolloutWorkload],
+    hidden: float,
+    num_steps: int,
 ) -> RolloutHostCpuUse | None:
     """Measure how rollouts use the CPU of the trainer's host: the event loop's time per request,
     and the fraction of session time spent computing.
@@ -429,9 +436,9 @@ def _zero_variance(run: Path, otherwise: float) -> float:
     if not otherwise:
         return 0.0
     outcomes = [each.outcome for each in metric_file.GROUPS.read(run)]
-    untried = (GroupFate.LOST, GroupFate.SKIPPED)
+    untried = (RolloutGroupOutcome.LOST, RolloutGroupOutcome.SKIPPED)
     tried = sum(outcome not in untried for outcome in outcomes)
-    return outcomes.count(GroupFate.NO_SIGNAL) / tried if tried else otherwise
+    return outcomes.count(RolloutGroupOutcome.NO_SIGNAL) / tried if tried else otherwise
 
 
 def _fit_learning_time(

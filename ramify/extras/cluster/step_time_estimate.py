@@ -11,7 +11,7 @@ measured run.
 In a forward pass, a token costs 2 FLOP per weight that multiplies it, and 4 per pair of tokens and
 element of the heads. A backward pass costs twice that, and recomputation of layers costs another
 forward pass. Sampling reads all weights, and the cache of all slots, for every token. The tokens of
-a step are measured, or assumed and reported as such (``StepTokens.assumed``).
+a step are measured, or assumed and reported as such (``StepTokenCounts.assumed``).
 
 Waiting for the slowest rollout of a step, for tools and for other models is not included; it is
 simulated by ``ramify cluster simulate`` (``simulate.py``).
@@ -25,18 +25,18 @@ from statistics import fmean
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.memory import max_concurrent_sequences, weight_itemsize
-from ramify.extras.cluster.meshes import learning_seconds, sent_bytes
+from ramify.extras.cluster.memory_estimates import max_concurrent_sequences, weight_itemsize
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
     ModelShape,
 )
-from ramify.extras.cluster.step_work import (
-    StepTokens,
+from ramify.extras.cluster.step_compute_work import (
+    StepTokenCounts,
     forward_flop_per_token,
     forward_pass_equivalents,
 )
+from ramify.extras.cluster.trainer_mesh_estimates import learning_seconds, sent_bytes
 from ramify.train.config import Run
 from ramify.train.metrics import read_metrics
 
@@ -47,7 +47,7 @@ LINK_GB_PER_S = 10.0
 class MeasuredThroughput(msgspec.Struct, frozen=True):
     """The measured speeds of a run: tokens per second per trainer rank and per engine."""
 
-    tokens: StepTokens
+    tokens: StepTokenCounts
     learnt_per_s: float
     """Tokens per second that one trainer rank learns from."""
     sampled_per_s: float
@@ -94,7 +94,7 @@ def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThro
             "give a longer run"
         )
     why = f"measured over {len(rows)} {'step' if len(rows) == 1 else 'steps'} of {folder}"
-    tokens = StepTokens(
+    tokens = StepTokenCounts(
         sampled,
         max(0.0, learnt - sampled),
         mean("sampled_tokens") / max(mean("length_mean"), 1),
@@ -114,7 +114,7 @@ def estimate_step_seconds(
     ranks: int,
     engines: int,
     devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
-    tokens: StepTokens,
+    tokens: StepTokenCounts,
     *,
     shares: DeviceEfficiency,
     link_gb_per_s: float = LINK_GB_PER_S,
@@ -153,7 +153,7 @@ def _estimate_learning(
     shape: ModelShape,
     ranks: int,
     device: DeviceHardwareSpec,
-    tokens: StepTokens,
+    tokens: StepTokenCounts,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
     sizes = run.compute.shard.mesh(ranks)
@@ -177,7 +177,7 @@ def _estimate_sampling(
     shape: ModelShape,
     engines: int,
     device: DeviceHardwareSpec,
-    tokens: StepTokens,
+    tokens: StepTokenCounts,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
     """Estimate the seconds of sampling in one step, and explain the estimate in words.

@@ -17,24 +17,26 @@ import shlex
 import uuid
 from typing import Any
 
-from ramify.extras.sandboxes import sdk
+from ramify.extras.sandboxes import cloud_sandbox_sdk
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.providers.remote import CallbackDataQueue, Carries, RemoteSandbox
 
 _BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
-SDK = sdk.Sdk(
+SDK = cloud_sandbox_sdk.CloudSandboxSdk(
     "daytona",
     "daytona",
     "daytona",
     ">=0.226,<1",
     (
-        sdk.SdkCallSignature("AsyncDaytona"),
-        sdk.SdkCallSignature("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
-        sdk.SdkCallSignature("CreateSandboxFromSnapshotParams", 0, ("language", *_BOX)),
-        sdk.SdkCallSignature("AsyncDaytona.create", 2, ("timeout",), is_awaited=True),
-        sdk.SdkCallSignature("AsyncDaytona.get", 2, is_awaited=True),
-        sdk.SdkCallSignature("AsyncDaytona.delete", 2, is_awaited=True),
-        sdk.SdkCallSignature("AsyncDaytona.close", 1, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncDaytona"),
+        cloud_sandbox_sdk.SdkCallSignature("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
+        cloud_sandbox_sdk.SdkCallSignature(
+            "CreateSandboxFromSnapshotParams", 0, ("language", *_BOX)
+        ),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncDaytona.create", 2, ("timeout",), is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncDaytona.get", 2, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncDaytona.delete", 2, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncDaytona.close", 1, is_awaited=True),
     ),
 )
 
@@ -78,7 +80,7 @@ class DaytonaService:
             await terminal.wait_for_connection()
             await terminal.send_input(f"exec {shlex.join(command)}\n")
         except BaseException:
-            await sdk.delete_after_failure(
+            await cloud_sandbox_sdk.delete_after_failure(
                 self.name, f"sandbox {box.id}", lambda: client.delete(box)
             )
             raise
@@ -96,9 +98,9 @@ class DaytonaService:
         name = f"ramify-{uuid.uuid4().hex[:12]}"
         request = client.create(self._parameters(name), timeout=0)
         try:
-            return await sdk.create_sandbox(self.name, request, client.delete)
+            return await cloud_sandbox_sdk.create_sandbox(self.name, request, client.delete)
         except Exception:
-            await sdk.delete_after_failure(
+            await cloud_sandbox_sdk.delete_after_failure(
                 self.name, f"sandbox {name}", lambda: self._delete_named(name)
             )
             raise
@@ -115,7 +117,7 @@ class DaytonaService:
             "name": name,
             "network_block_all": True,
             "ephemeral": True,
-            "auto_stop_interval": sdk.LIFETIME_S // 60,
+            "auto_stop_interval": cloud_sandbox_sdk.LIFETIME_S // 60,
         }
         if self._spec.image:
             return self._daytona.CreateSandboxFromImageParams(image=self._spec.image, **common)
@@ -149,7 +151,7 @@ class DaytonaStream:
             with contextlib.suppress(Exception):  # the terminal ends with the box
                 await self._terminal.disconnect()
         finally:
-            await sdk.delete_with_retries(lambda: self._client.delete(self._box))
+            await cloud_sandbox_sdk.delete_with_retries(lambda: self._client.delete(self._box))
 
 
 def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
@@ -159,5 +161,5 @@ def open_provider(spec: DaytonaSpec) -> RemoteSandbox:
     missing.
     """
     daytona = SDK.load()
-    sdk.require_api_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
+    cloud_sandbox_sdk.require_api_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
     return RemoteSandbox(spec, DaytonaService(daytona, spec))

@@ -14,24 +14,24 @@ import asyncio
 import shlex
 from typing import Any
 
-from ramify.extras.sandboxes import sdk
+from ramify.extras.sandboxes import cloud_sandbox_sdk
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.providers.remote import CallbackDataQueue, Carries, RemoteSandbox
 
-SDK = sdk.Sdk(
+SDK = cloud_sandbox_sdk.CloudSandboxSdk(
     "e2b",
     "e2b",
     "e2b",
     ">=2.63,<3",
     (
-        sdk.SdkCallSignature(
+        cloud_sandbox_sdk.SdkCallSignature(
             "AsyncSandbox.create",
             0,
             ("template", "timeout", "allow_internet_access"),
             is_awaited=True,
         ),
-        sdk.SdkCallSignature("AsyncSandbox.kill", 1),
-        sdk.SdkCallSignature("AsyncCommandHandle.wait", 1, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandbox.kill", 1),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncCommandHandle.wait", 1, is_awaited=True),
     ),
 )
 
@@ -64,9 +64,13 @@ class E2BService:
 
     async def start_in_new_box(self, command: list[str]) -> E2BStream:
         request = self._e2b.AsyncSandbox.create(
-            template=self._spec.image or None, timeout=sdk.LIFETIME_S, allow_internet_access=False
+            template=self._spec.image or None,
+            timeout=cloud_sandbox_sdk.LIFETIME_S,
+            allow_internet_access=False,
         )
-        box = await sdk.create_sandbox(self.name, request, lambda created: created.kill())
+        box = await cloud_sandbox_sdk.create_sandbox(
+            self.name, request, lambda created: created.kill()
+        )
         try:
             inbox = CallbackDataQueue()
             handle = await box.commands.run(
@@ -79,7 +83,9 @@ class E2BService:
                 retain_output=False,
             )
         except BaseException:
-            await sdk.delete_after_failure(self.name, f"sandbox {box.sandbox_id}", box.kill)
+            await cloud_sandbox_sdk.delete_after_failure(
+                self.name, f"sandbox {box.sandbox_id}", box.kill
+            )
             raise
         return E2BStream(box, handle, inbox)
 
@@ -104,7 +110,7 @@ class E2BStream:
 
     async def close(self) -> None:
         self._watch.cancel()
-        await sdk.delete_with_retries(self._box.kill)
+        await cloud_sandbox_sdk.delete_with_retries(self._box.kill)
 
 
 def open_provider(spec: E2BSpec) -> RemoteSandbox:
@@ -114,5 +120,5 @@ def open_provider(spec: E2BSpec) -> RemoteSandbox:
     missing.
     """
     e2b = SDK.load()
-    sdk.require_api_key("e2b", ("E2B_API_KEY",))
+    cloud_sandbox_sdk.require_api_key("e2b", ("E2B_API_KEY",))
     return RemoteSandbox(spec, E2BService(e2b, spec))

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import SandboxError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.host.session import GuestSessionProxy
 from ramify.sandbox.providers.process import ProcessSandbox

@@ -12,24 +12,26 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ramify.extras.sandboxes import sdk
+from ramify.extras.sandboxes import cloud_sandbox_sdk
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.providers.remote import Carries, RemoteSandbox
 
 APP = "ramify"
 _BOX = ("app", "image", "block_network", "timeout", "cpu", "memory")
-SDK = sdk.Sdk(
+SDK = cloud_sandbox_sdk.CloudSandboxSdk(
     "modal",
     "modal",
     "modal",
     ">=1.6,<2",
     (
-        sdk.SdkCallSignature("App.lookup.aio", 1, ("create_if_missing",), is_awaited=True),
-        sdk.SdkCallSignature("Image.from_registry", 1),
-        sdk.SdkCallSignature("Image.debian_slim", 0, ("python_version",)),
-        sdk.SdkCallSignature("Sandbox.create.aio", 0, _BOX, is_awaited=True),
-        sdk.SdkCallSignature("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
-        sdk.SdkCallSignature("Sandbox.terminate.aio", 1, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature(
+            "App.lookup.aio", 1, ("create_if_missing",), is_awaited=True
+        ),
+        cloud_sandbox_sdk.SdkCallSignature("Image.from_registry", 1),
+        cloud_sandbox_sdk.SdkCallSignature("Image.debian_slim", 0, ("python_version",)),
+        cloud_sandbox_sdk.SdkCallSignature("Sandbox.create.aio", 0, _BOX, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("Sandbox.terminate.aio", 1, is_awaited=True),
     ),
 )
 
@@ -72,15 +74,19 @@ class ModalService:
             app=app,
             image=image,
             block_network=True,
-            timeout=sdk.LIFETIME_S,
-            cpu=sdk.NUM_CPUS,
-            memory=(self._spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
+            timeout=cloud_sandbox_sdk.LIFETIME_S,
+            cpu=cloud_sandbox_sdk.NUM_CPUS,
+            memory=(self._spec.memory_bytes + cloud_sandbox_sdk.OVERHEAD_BYTES) >> 20,
         )
-        box = await sdk.create_sandbox(self.name, request, lambda created: created.terminate.aio())
+        box = await cloud_sandbox_sdk.create_sandbox(
+            self.name, request, lambda created: created.terminate.aio()
+        )
         try:
             return ModalStream(box, await box.exec.aio(*command, text=False))
         except BaseException:
-            await sdk.delete_after_failure(self.name, f"sandbox {box.object_id}", box.terminate.aio)
+            await cloud_sandbox_sdk.delete_after_failure(
+                self.name, f"sandbox {box.object_id}", box.terminate.aio
+            )
             raise
 
     async def close(self) -> None:
@@ -103,10 +109,10 @@ class ModalStream:
         await self._stdin.drain.aio()
 
     async def receive(self) -> bytes:
-        return await sdk.next_bytes(self._stdout)
+        return await cloud_sandbox_sdk.next_bytes(self._stdout)
 
     async def close(self) -> None:
-        await sdk.delete_with_retries(self._box.terminate.aio)
+        await cloud_sandbox_sdk.delete_with_retries(self._box.terminate.aio)
 
 
 def open_provider(spec: ModalSpec) -> RemoteSandbox:
@@ -117,5 +123,5 @@ def open_provider(spec: ModalSpec) -> RemoteSandbox:
     """
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
-    sdk.require_api_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
+    cloud_sandbox_sdk.require_api_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
     return RemoteSandbox(spec, ModalService(modal, spec))

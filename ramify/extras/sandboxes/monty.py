@@ -30,19 +30,24 @@ from ramify.extras.sandboxes.monty_cells import (
     is_encodable,
     to_builtin_exception,
 )
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.sandbox.base import (
     Answer,
     CellResult,
     PreparedContext,
     SandboxCapabilities,
     SandboxSpec,
-    SharedContext,
+    SharedContextValue,
 )
-from ramify.sandbox.guest.frames import copy_as_sent_to_host
 from ramify.sandbox.guest.guest import HostError
+from ramify.sandbox.guest.message_frames import copy_as_sent_to_host
 from ramify.sandbox.guest.notebook import cut, safe_repr
-from ramify.sandbox.guest.values import VALUE_CHARS, CodecError, ValueEncoder, roundtrip_copy
+from ramify.sandbox.guest.value_encoding import (
+    VALUE_CHARS,
+    ValueEncoder,
+    ValueEncodingError,
+    roundtrip_copy,
+)
 from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024
@@ -92,8 +97,10 @@ class MontySandbox:
     async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> MontySession:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
-        if context is not None and not isinstance(context, SharedContext):
-            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
+        if context is not None and not isinstance(context, SharedContextValue):
+            raise ConfigError(
+                f"a context must be a SharedContextValue, not {type(context).__name__}"
+            )
         async with self._is_starting:  # several sessions may be opened at once
             if self._pool is None:
                 pool = self._monty.AsyncMonty(max_processes=_MAX_WORKERS)
@@ -411,7 +418,7 @@ class MontySession:
         with self._claim_session():
             try:
                 ValueEncoder().encode(value)
-            except CodecError as error:
+            except ValueEncodingError as error:
                 raise SandboxError(f"'{name}' cannot be set in the session: {error}") from None
             await self._bind(name, value, reserved)
 

@@ -13,7 +13,7 @@ from typing import Any
 from ramify.sandbox.base import Answer
 from ramify.sandbox.guest.guest import HostError
 from ramify.sandbox.guest.output import HeadTailBuffer
-from ramify.sandbox.guest.values import CodecError, ValueEncoder
+from ramify.sandbox.guest.value_encoding import ValueEncoder, ValueEncodingError
 
 
 class MontyCell:
@@ -66,7 +66,7 @@ def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
 def is_encodable(value: Any) -> bool:
     try:
         ValueEncoder().encode(value)
-    except CodecError:
+    except ValueEncodingError:
         return False
     return True
 

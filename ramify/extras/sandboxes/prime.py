@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.extras.sandboxes import sdk
+from ramify.extras.sandboxes import cloud_sandbox_sdk
 from ramify.extras.sandboxes.stream_over_files import (
     ByteStreamOverFiles,
     PrimeFiles,
@@ -36,29 +36,35 @@ WARNING = (
 )
 _FOLDER = "/tmp/ramify-mail"
 _REQUEST = ("name", "docker_image", "cpu_cores", "memory_gb", "timeout_minutes", "labels")
-SDK = sdk.Sdk(
+SDK = cloud_sandbox_sdk.CloudSandboxSdk(
     "prime",
     "prime_sandboxes",
     "prime-sandboxes",
     ">=0.2.38,<0.6",
     (
-        sdk.SdkCallSignature("AsyncSandboxClient"),
-        sdk.SdkCallSignature("CreateSandboxRequest", 0, _REQUEST),
-        sdk.SdkCallSignature("AsyncSandboxClient.create", 2, is_awaited=True),
-        sdk.SdkCallSignature("AsyncSandboxClient.wait_for_creation", 2, is_awaited=True),
-        sdk.SdkCallSignature("AsyncSandboxClient.open_process", 3, is_awaited=True),
-        sdk.SdkCallSignature("AsyncSandboxClient.delete", 2, is_awaited=True),
-        sdk.SdkCallSignature("AsyncSandboxClient.aclose", 1, is_awaited=True),
-        sdk.SdkCallSignature("AsyncSandboxProcess.write_stdin", 2, is_awaited=True),
-        sdk.SdkCallSignature("AsyncSandboxProcess.kill", 1, is_awaited=True),
-        sdk.SdkCallSignature("AsyncSandboxProcess.aclose", 1, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxClient"),
+        cloud_sandbox_sdk.SdkCallSignature("CreateSandboxRequest", 0, _REQUEST),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxClient.create", 2, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature(
+            "AsyncSandboxClient.wait_for_creation", 2, is_awaited=True
+        ),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxClient.open_process", 3, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxClient.delete", 2, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxClient.aclose", 1, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxProcess.write_stdin", 2, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxProcess.kill", 1, is_awaited=True),
+        cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxProcess.aclose", 1, is_awaited=True),
     ),
 )
 CONTAINER_CALLS = (
-    sdk.SdkCallSignature("AsyncSandboxClient.is_vm", 2, is_awaited=True),
-    sdk.SdkCallSignature("AsyncSandboxClient.start_background_job", 3, is_awaited=True),
-    sdk.SdkCallSignature("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
-    sdk.SdkCallSignature("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
+    cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxClient.is_vm", 2, is_awaited=True),
+    cloud_sandbox_sdk.SdkCallSignature(
+        "AsyncSandboxClient.start_background_job", 3, is_awaited=True
+    ),
+    cloud_sandbox_sdk.SdkCallSignature("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
+    cloud_sandbox_sdk.SdkCallSignature(
+        "AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True
+    ),
 )
 """SDK calls that are needed only if the SDK supports containers."""
 
@@ -94,26 +100,26 @@ class PrimeService:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
-        created = await sdk.create_sandbox(
+        created = await cloud_sandbox_sdk.create_sandbox(
             self.name, client.create(self._request()), lambda box: client.delete(box.id)
         )
         try:
             await client.wait_for_creation(created.id)
             return await self._stream(created.id, command)
         except BaseException:
-            await sdk.delete_after_failure(
+            await cloud_sandbox_sdk.delete_after_failure(
                 self.name, f"sandbox {created.id}", lambda: client.delete(created.id)
             )
             raise
 
     def _request(self) -> Any:
-        gigabytes = -(-(self._spec.memory_bytes + sdk.OVERHEAD_BYTES) // (1 << 30))
+        gigabytes = -(-(self._spec.memory_bytes + cloud_sandbox_sdk.OVERHEAD_BYTES) // (1 << 30))
         return self._prime.CreateSandboxRequest(
             name=f"ramify-{uuid.uuid4().hex[:12]}",
             docker_image=self._spec.image or IMAGE,
-            cpu_cores=sdk.NUM_CPUS,
+            cpu_cores=cloud_sandbox_sdk.NUM_CPUS,
             memory_gb=float(gigabytes),
-            timeout_minutes=sdk.LIFETIME_S // 60,
+            timeout_minutes=cloud_sandbox_sdk.LIFETIME_S // 60,
             labels=["ramify"],
         )
 
@@ -150,7 +156,7 @@ class PrimeProcess:
         await self._process.write_stdin(data)
 
     async def receive(self) -> bytes:
-        return await sdk.next_bytes(self._stdout)
+        return await cloud_sandbox_sdk.next_bytes(self._stdout)
 
     async def close(self) -> None:
         try:
@@ -158,7 +164,7 @@ class PrimeProcess:
                 await self._process.kill()
                 await self._process.aclose()
         finally:
-            await sdk.delete_with_retries(lambda: self._client.delete(self._id))
+            await cloud_sandbox_sdk.delete_with_retries(lambda: self._client.delete(self._id))
 
 
 def open_provider(spec: PrimeSpec) -> RemoteSandbox:
@@ -170,6 +176,6 @@ def open_provider(spec: PrimeSpec) -> RemoteSandbox:
     prime = SDK.load()
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()
-    sdk.require_api_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
+    cloud_sandbox_sdk.require_api_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
     caps = msgspec.structs.replace(SEPARATE_MACHINE, isolates_network=False)
     return RemoteSandbox(spec, PrimeService(prime, spec), caps, WARNING)

@@ -14,7 +14,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from ramify.extras.sandboxes import sdk
+from ramify.extras.sandboxes import cloud_sandbox_sdk
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
 _MAX_FAILURES = 40
@@ -46,7 +46,7 @@ class PrimeFiles:
         return str(reply.content).encode()
 
     async def close(self) -> None:
-        await sdk.delete_with_retries(lambda: self._client.delete(self._id))
+        await cloud_sandbox_sdk.delete_with_retries(lambda: self._client.delete(self._id))
 
 
 def relay_program_source() -> bytes:

@@ -26,7 +26,7 @@ import msgspec
 
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.answer_text import accepted_answers, as_text
-from ramify.train.advantages.credit import was_cut_off
+from ramify.train.advantages.credit_assignment import was_cut_off
 from ramify.train.signals.base import (
     Judge,
     JudgeVerdict,

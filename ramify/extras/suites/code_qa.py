@@ -34,8 +34,8 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
+from ramify.extras.suites.fact_planting import Fact, filler_rng, plant
 from ramify.extras.suites.filler_text import NUM_WORDS, invented_names, numbered_word
-from ramify.extras.suites.planting import Fact, filler_rng, plant
 from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,

@@ -6,7 +6,7 @@ modules that a question needs, and one sub-model call reads them.
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. A leaf
 knows the kinds of statements that matter in generated packages; the questions of LongBench-v2
 cannot be answered. The accuracy of replies and the steps of a root call are in
-``ramify/testing/offline.py``.
+``ramify/testing/offline_model.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 
-from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.offline_model import OfflineModelSuiteStrategy
 
 _BY_THESE = "By these modules alone: "
 _MODULE = r"# file: depot/(\w+)\.py\n(.*?)(?=\n# file: |\Z)"

@@ -2,8 +2,8 @@
 
     The baker of Lodavi counts the quiet stone.
 
-A change to the words in this module changes the items of every seed. ``planting.py`` decides where
-facts are placed among the filler.
+A change to the words in this module changes the items of every seed. ``fact_planting.py`` decides
+where facts are placed among the filler.
 """
 
 from __future__ import annotations

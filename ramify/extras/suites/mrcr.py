@@ -30,8 +30,8 @@ from typing import Any
 
 import msgspec
 
+from ramify.extras.suites.fact_planting import filler_rng, plant
 from ramify.extras.suites.filler_text import ADJECTIVES, NOUNS, sentence, sentence_pool
-from ramify.extras.suites.planting import filler_rng, plant
 from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,

@@ -5,7 +5,7 @@ without any sub-model call.
 
 The module contains the strategy of a root call, and the plausible errors of a model that reads
 everything at once. The accuracy of replies and the steps of a root call are in
-``ramify/testing/offline.py``.
+``ramify/testing/offline_model.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable
 
-from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.offline_model import OfflineModelSuiteStrategy
 
 
 def solve(question: str, context: str, ask: Callable[[list[str]], list[str]], chars: int) -> str:

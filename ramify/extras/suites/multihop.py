@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
+from ramify.extras.suites.fact_planting import filler_rng, plant
 from ramify.extras.suites.filler_text import (
     ADJECTIVES,
     NOUNS,
@@ -37,7 +38,6 @@ from ramify.extras.suites.filler_text import (
     sentence,
     sentence_pool,
 )
-from ramify.extras.suites.planting import filler_rng, plant
 from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,

@@ -5,7 +5,7 @@ hop, and a sub-model call reads from it who or what comes next.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
 questions of BrowseComp-Plus have another form and cannot be answered. The accuracy of replies and
-the steps of a root call are in ``ramify/testing/offline.py``.
+the steps of a root call are in ``ramify/testing/offline_model.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable
 
-from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.offline_model import OfflineModelSuiteStrategy
 
 _PERSON = r"(\w+ \w+)"
 _FACTS = {

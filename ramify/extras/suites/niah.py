@@ -34,6 +34,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.extras.suites.fact_planting import BLOCK, filler_rng, plant
 from ramify.extras.suites.filler_text import (
     ADJECTIVES,
     NUM_WORDS,
@@ -44,7 +45,6 @@ from ramify.extras.suites.filler_text import (
     sentence,
     sentence_pool,
 )
-from ramify.extras.suites.planting import BLOCK, filler_rng, plant
 from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     BenchmarkFileFormat,

@@ -4,7 +4,7 @@ The offline model is a program that replaces a language model. Its code finds th
 names in the question, and a sub-model call reads their values. Words are counted by code alone.
 
 The module contains the strategy of a root call, what a leaf reads, and plausible errors. The
-accuracy of replies and the steps of a root call are in ``ramify/testing/offline.py``.
+accuracy of replies and the steps of a root call are in ``ramify/testing/offline_model.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable
 
-from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.offline_model import OfflineModelSuiteStrategy
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _FORMS = (rf"\b{_UUID}\b", r"(?<!\d)\d{7}(?!\d)", r"(?<!\d)\d{6}(?!\d)", r"\b[A-Z]{5}\b")

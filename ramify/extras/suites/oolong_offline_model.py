@@ -6,7 +6,7 @@ part of the text, and code counts the labels.
 This module decides how the root of a run proceeds, how a sub-call labels lines, and which plausible
 errors it makes. A sub-call recognizes the sentences of generated texts only; in the public files it
 recognizes none. How accurate replies are, and the steps of a root, are decided by
-``ramify/testing/offline.py``.
+``ramify/testing/offline_model.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.extras.suites.oolong import COMPARISONS, LABELS
-from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.offline_model import OfflineModelSuiteStrategy
 from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest
 
 _LABEL_TASK = re.compile(r"Which label has each line\? (.*)\. Reply with one number a line\.")

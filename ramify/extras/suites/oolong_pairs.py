@@ -31,9 +31,9 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.extras.suites.fact_planting import filler_rng
 from ramify.extras.suites.filler_text import invented_name, pool_size
 from ramify.extras.suites.oolong import LABELS, THINGS, format_text_line, header, written_date
-from ramify.extras.suites.planting import filler_rng
 from ramify.extras.suites.suite_common import (
     CHARS_PER_TOKEN,
     chosen_families,
@@ -57,7 +57,7 @@ _FORM = (
 )
 
 
-class PairScorer(msgspec.Struct, frozen=True):
+class PairListF1Scorer(msgspec.Struct, frozen=True):
     """The F1 score of an answer that lists pairs.
 
     It is 2·s / (m + r), where m is the number of pairs in the answer, r the number of pairs in the
@@ -106,7 +106,7 @@ def oolong_pairs(
             f"{min(MAX_USERS, chars // _CHARS_PER_USER)} users for {tokens:,} tokens"
         )
     make = functools.partial(_make, chars, chosen, users, with_labels)
-    return suite_task("oolong_pairs", make, PairScorer(), seed=seed, families=chosen)
+    return suite_task("oolong_pairs", make, PairListF1Scorer(), seed=seed, families=chosen)
 
 
 class UserPairCondition(msgspec.Struct, frozen=True):

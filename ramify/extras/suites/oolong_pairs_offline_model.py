@@ -5,7 +5,7 @@ OOLONG. Code finds the users that satisfy the condition and joins them into pair
 
 This module decides how the root of a run proceeds. How a sub-call labels lines is decided by
 ``oolong_offline_model.py``, and how accurate replies are, and the steps of a root, by
-``ramify/testing/offline.py``.
+``ramify/testing/offline_model.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from ramify.extras.suites import oolong_offline_model
 from ramify.extras.suites.oolong_offline_model import labelled_lines
-from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.offline_model import OfflineModelSuiteStrategy
 from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest
 
 

@@ -5,7 +5,7 @@ each part of the text in order, and code keeps the last amount of each place.
 
 This module decides how the root of a run proceeds, what a sub-call reads, and which plausible
 errors it makes. How accurate replies are, and the steps of a root, are decided by
-``ramify/testing/offline.py``.
+``ramify/testing/offline_model.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable
 
-from ramify.testing.offline import OfflineModelSuiteStrategy
+from ramify.testing.offline_model import OfflineModelSuiteStrategy
 from ramify.testing.plan_leaf_prompt_formats import ParsedPlanLeafRequest
 
 

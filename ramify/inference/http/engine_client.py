@@ -76,7 +76,7 @@ def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePre
     )
 
 
-class ServerInfo(NamedTuple):
+class EngineServerInfo(NamedTuple):
     """What an engine server reports about itself, such as its version, context window and
     vocabulary."""
 
@@ -93,7 +93,7 @@ class ServerInfo(NamedTuple):
     """Sleep levels that the server supports; both if it does not report them."""
 
 
-class SampledIds(NamedTuple):
+class SampledTokenIds(NamedTuple):
     """The token ids sampled by an engine for one request, with their log-probabilities."""
 
     ids: tuple[int, ...]
@@ -119,7 +119,7 @@ class EngineClient(Protocol):
 
     url: str
 
-    async def facts(self) -> ServerInfo:
+    async def facts(self) -> EngineServerInfo:
         """Ask the server for its version and capabilities.
 
         Raises ConfigError if it speaks another version of the protocol or cannot receive weights.
@@ -132,7 +132,7 @@ class EngineClient(Protocol):
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
-    ) -> SampledIds: ...
+    ) -> SampledTokenIds: ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probability, at temperature 1, of each token of a sequence given the

@@ -37,7 +37,11 @@ from ramify.http_client.http_transport import (
     route_to,
 )
 from ramify.inference.base import CachePressure
-from ramify.inference.http.engine_client import EngineClient, ServerInfo, parse_kv_cache_pressure
+from ramify.inference.http.engine_client import (
+    EngineClient,
+    EngineServerInfo,
+    parse_kv_cache_pressure,
+)
 from ramify.inference.http.engine_process import EngineProcess, engine_exit_status
 from ramify.inference.http.inference_spec import InferenceSpec
 
@@ -250,7 +254,7 @@ async def check_engine_compatibility(
     _check_numbers(server.url, facts, dtype, window)
 
 
-def _check_level(url: str, software: str, level: int, facts: ServerInfo) -> None:
+def _check_level(url: str, software: str, level: int, facts: EngineServerInfo) -> None:
     if level and level not in facts.levels:
         raise ConfigError(
             f"the engine at {url} cannot sleep at level {level} while the trainer learns "
@@ -259,7 +263,7 @@ def _check_level(url: str, software: str, level: int, facts: ServerInfo) -> None
         )
 
 
-def _check_numbers(url: str, facts: ServerInfo, dtype: str, window: int) -> None:
+def _check_numbers(url: str, facts: EngineServerInfo, dtype: str, window: int) -> None:
     if facts.dtype and facts.dtype != dtype:
         raise ConfigError(
             f"the engine at {url} computes in {facts.dtype} and the policy in {dtype}: serve it "

@@ -39,7 +39,7 @@ from ramify.logging import ComponentLogger
 _log = ComponentLogger("inference")
 
 
-class EngineMembership:
+class EngineAvailabilityTracker:
     """Tracks which engines are lost and which have come back.
 
     It belongs to one event loop.

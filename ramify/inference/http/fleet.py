@@ -10,7 +10,7 @@ An engine that was started for the run is started again, possibly elsewhere and 
 address. A client that only samples, while another process updates the weights, gets the list of
 engines with current weights from that process (``engine_recovery.py``).
 
-Requests are sent by ``http_engines.py``, and weights by ``update_engines.py``.
+Requests are sent by ``http_engines.py``, and weights by ``engine_weight_updates.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ramify.errors import (
     Unreachable,
 )
 from ramify.inference.base import TAGS
-from ramify.inference.http.engine_client import EngineClient, SampledIds
+from ramify.inference.http.engine_client import EngineClient, SampledTokenIds
 from ramify.inference.http.engine_json_http import (
     EngineStateConflict,
     check_engine_compatibility,
@@ -45,12 +45,12 @@ from ramify.inference.http.engine_process import (
     engine_exit_status,
     wait_briefly_for_exit,
 )
-from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineMembership
+from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineAvailabilityTracker
 from ramify.inference.http.inference_spec import ENGINES, InferenceSpec
 from ramify.inference.http.reported_experts import decode_reported_experts
 from ramify.logging import ComponentLogger
 from ramify.models.load import Policy
-from ramify.models.routing import mixture_shape
+from ramify.models.moe_routing import mixture_shape
 from ramify.secret_redaction import register_secret
 
 _log = ComponentLogger("inference")
@@ -99,7 +99,7 @@ class EngineFleet:
         """URL -> number of requests in flight at that server."""
         self.trees: OrderedDict[Hashable, EngineClient] = OrderedDict()
         """Tree of calls -> the server that gets its requests."""
-        self.membership = EngineMembership(spec.restarts, self._bring_back)
+        self.membership = EngineAvailabilityTracker(spec.restarts, self._bring_back)
         self._asleep: dict[str, list[str]] = {}
         """URL -> kinds of memory (``TAGS``) that sleep at that server."""
         self._older: set[str] = set()
@@ -188,7 +188,7 @@ class EngineFleet:
                 raise ConfigError(str(error)) from None
 
     def experts_by_token(
-        self, server: EngineClient, sampled: SampledIds, num_prompt: int
+        self, server: EngineClient, sampled: SampledTokenIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
         """Return the experts that predicted each sampled token of a mixture-of-experts model.
 
@@ -347,7 +347,7 @@ class EngineFleet:
         return True
 
     async def drop_if_outdated(
-        self, server: EngineClient, sampled: SampledIds, version: int
+        self, server: EngineClient, sampled: SampledTokenIds, version: int
     ) -> bool:
         """Drop a server that answers with weights older than ``version`` although it was given that
         version.

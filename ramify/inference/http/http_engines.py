@@ -10,7 +10,8 @@ of servers.
 A reply that an update interrupts is continued from its ids under the new weights, and records which
 version sampled which tokens. When no server is left, waiting callers get an error with the reason.
 
-Which servers answer is decided by ``fleet.py``; weights are sent to them by ``update_engines.py``.
+Which servers answer is decided by ``fleet.py``; weights are sent to them by
+``engine_weight_updates.py``.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ from ramify.actors.launcher import Launcher, LocalLauncher
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
 from ramify.inference.base import CachePressure, EngineLost, prompt_too_long_error
-from ramify.inference.http.engine_client import EngineClient, SampledIds, combine_kv_cache_pressure
-from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineMembership
+from ramify.inference.http.engine_client import (
+    EngineClient,
+    SampledTokenIds,
+    combine_kv_cache_pressure,
+)
+from ramify.inference.http.engine_recovery import AvailableEngineUrls, EngineAvailabilityTracker
+from ramify.inference.http.engine_weight_updates import EngineWeightSync
 from ramify.inference.http.fleet import EngineFleet
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.inference.http.update_engines import EngineWeightSync
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import WeightSync
+from ramify.models.chat_renderer import make_prompt_renderer, parse_reply, prompt_ids
 from ramify.models.load import Policy
-from ramify.models.renderer import make_prompt_renderer, parse_reply, prompt_ids
-from ramify.time_account import WallAndCpuTimer, WallTimer
+from ramify.step_time_accounting import WallAndCpuTimer, WallTimer
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -48,7 +53,7 @@ Routes = tuple[tuple[int, ...], ...]
 processed the token before it."""
 
 
-class HttpEngines:
+class HttpEngineClient:
     """A client of one or more engine servers that is used like a single engine.
 
     It belongs to one event loop. Call ``start`` before the first request.
@@ -86,7 +91,7 @@ class HttpEngines:
         return self.fleet.spec.engine != "ramify"
 
     @property
-    def membership(self) -> EngineMembership:
+    def membership(self) -> EngineAvailabilityTracker:
         """The record of lost engines and of those that come back."""
         return self.fleet.membership
 
@@ -204,7 +209,7 @@ class HttpEngines:
         sampling: Sampling,
         request: Request,
         only: EngineClient | None,
-    ) -> tuple[int, SampledIds, Routes]:
+    ) -> tuple[int, SampledTokenIds, Routes]:
         """Sample from the first server that answers.
 
         Returns the weight version at the time of the request, the sampled ids, and the experts that
@@ -380,7 +385,7 @@ class SingleEngineClient:
     It has only the methods needed to check that server.
     """
 
-    def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineClient) -> None:
+    def __init__(self, engines: HttpEngineClient, fleet: EngineFleet, server: EngineClient) -> None:
         self._engines = engines
         self.fleet = fleet
         self._server = server
@@ -429,7 +434,7 @@ class InterruptedReplyAccumulator:
         self.cached = 0
         self.end = ""
 
-    def add(self, part: SampledIds, version: int, routes: Routes) -> None:
+    def add(self, part: SampledTokenIds, version: int, routes: Routes) -> None:
         begin = len(self.sampled)
         self.cached = self.cached if self.sampled else part.cached
         self.ids += part.ids

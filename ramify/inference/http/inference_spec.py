@@ -24,7 +24,7 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.logging import ComponentLogger
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 
 _log = ComponentLogger("inference")
 VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -36,7 +36,7 @@ tested)."""
 KEY_VARIABLE = "RAMIFY_ENGINE_KEY"
 EXPERTS_OPTION = "--enable-return-routed-experts"
 """Command-line option that makes vLLM, SGLang and `ramify serve-policy` report experts."""
-ENGINES = Registry(
+ENGINES = PluginRegistry(
     "engine",
     "ramify.engines",
     {

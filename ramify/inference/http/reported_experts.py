@@ -10,7 +10,7 @@ reports all layers of the model, or only those with experts. A table that does n
 the reply is an error: a row too many or too few would give each token the experts of its neighbour.
 
 How an engine is asked is in ``vllm.py`` and ``sglang.py``, and what the trainer does with the
-experts in ``models/routing.py``.
+experts in ``models/moe_routing.py``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 
 from ramify.errors import MalformedResponse
 from ramify.inference.http.inference_spec import EXPERTS_OPTION
-from ramify.models.mixture_shape import MixtureShape
+from ramify.models.moe_shape import MoeShape
 
 
 def decode_reported_experts(
-    reported: Any, shape: MixtureShape, num_prompt: int, num_sampled: int
+    reported: Any, shape: MoeShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
     """Decode an engine's report about experts.
 
@@ -72,7 +72,7 @@ def decode_reported_experts(
     return tuple(map(tuple, chosen_TLk.reshape(num_sampled, -1).tolist()))
 
 
-def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
+def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MoeShape) -> str:
     """Encode reported experts as vLLM does: a .npy file in base64.
 
     Each row holds one token's experts in all layers with experts.
@@ -82,12 +82,12 @@ def encode_experts_npy(rows: Sequence[Sequence[int]], shape: MixtureShape) -> st
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MixtureShape) -> str:
+def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MoeShape) -> str:
     """Encode reported experts as SGLang does: int32 numbers in base64, without their shape."""
     return base64.b64encode(_all_layers(rows, shape).tobytes()).decode()
 
 
-def _all_layers(rows: Sequence[Sequence[int]], shape: MixtureShape) -> np.ndarray[Any, Any]:
+def _all_layers(rows: Sequence[Sequence[int]], shape: MoeShape) -> np.ndarray[Any, Any]:
     """Return reported experts as a table [tokens, layers of the model, top-k].
 
     Layers without experts contain zeros.
@@ -97,7 +97,7 @@ def _all_layers(rows: Sequence[Sequence[int]], shape: MixtureShape) -> np.ndarra
     return table_TLk
 
 
-def _rows(reported: Any, shape: MixtureShape) -> np.ndarray[Any, Any]:
+def _rows(reported: Any, shape: MoeShape) -> np.ndarray[Any, Any]:
     if not isinstance(reported, str):
         return np.asarray(reported)
     data = base64.b64decode(reported, validate=True)
@@ -107,7 +107,7 @@ def _rows(reported: Any, shape: MixtureShape) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, "<i4").reshape(-1, shape.num_layers, shape.top_k)
 
 
-def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MixtureShape) -> None:
+def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MoeShape) -> None:
     """Raise MalformedResponse for expert ids that no router could have chosen.
 
     This includes an expert that is chosen twice for a token, as in rows of zeros that the engine

@@ -20,7 +20,7 @@ from typing import Any
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, MalformedResponse, Refused
 from ramify.inference.base import PROTOCOL, TAGS
-from ramify.inference.http.engine_client import SampledIds, ServerInfo
+from ramify.inference.http.engine_client import EngineServerInfo, SampledTokenIds
 from ramify.inference.http.engine_json_http import BaseEngineClient, next_reply_seed
 from ramify.inference.http.inference_spec import check_version
 
@@ -31,7 +31,7 @@ class SglangEngineClient(BaseEngineClient):
     Implements ``EngineClient``.
     """
 
-    async def facts(self) -> ServerInfo:
+    async def facts(self) -> EngineServerInfo:
         about = await self._api.get("/server_info", 4 * self._spec.probe_s)
         version = str(about.get("version", ""))
         if "ramify_protocol" not in about:
@@ -48,13 +48,13 @@ class SglangEngineClient(BaseEngineClient):
         )
         dtype = str(about.get("dtype", "")).removeprefix("torch.")
         dtype = "" if dtype == "auto" else dtype
-        return ServerInfo(
+        return EngineServerInfo(
             version, window, dtype, about.get("vocab_size"), "processed_logprobs", _levels(about)
         )
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
-    ) -> SampledIds:
+    ) -> SampledTokenIds:
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
             "stop_token_ids": list(stop_ids),
@@ -73,7 +73,7 @@ class SglangEngineClient(BaseEngineClient):
         try:
             about = answer["meta_info"]
             token_logprobs = about["output_token_logprobs"]
-            return SampledIds(
+            return SampledTokenIds(
                 tuple(int(id) for _, id, *_ in token_logprobs),
                 tuple(float(logprob) for logprob, *_ in token_logprobs),
                 str((about["finish_reason"] or {}).get("type")),

@@ -23,7 +23,7 @@ from typing import Any
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, MalformedResponse, Refused
 from ramify.inference.base import PROTOCOL
-from ramify.inference.http.engine_client import SampledIds, ServerInfo
+from ramify.inference.http.engine_client import EngineServerInfo, SampledTokenIds
 from ramify.inference.http.engine_json_http import BaseEngineClient, next_reply_seed
 from ramify.inference.http.inference_spec import check_version
 from ramify.types.message import VersionSpan
@@ -48,7 +48,7 @@ class VllmEngineClient(BaseEngineClient):
 
     _model = ""
 
-    async def facts(self) -> ServerInfo:
+    async def facts(self) -> EngineServerInfo:
         wait_s = self._spec.probe_s
         about = await self._api.get("/version", wait_s)
         version = str(about.get("version", ""))
@@ -60,11 +60,13 @@ class VllmEngineClient(BaseEngineClient):
         models = (await self._api.get("/v1/models", wait_s)).get("data") or [{}]
         self._model = str(models[0].get("id", ""))
         dtype, vocabulary, mode, levels = await self._about_model(about)
-        return ServerInfo(version, models[0].get("max_model_len"), dtype, vocabulary, mode, levels)
+        return EngineServerInfo(
+            version, models[0].get("max_model_len"), dtype, vocabulary, mode, levels
+        )
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
-    ) -> SampledIds:
+    ) -> SampledTokenIds:
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(ids),
@@ -213,7 +215,7 @@ class RamifyEngineClient(VllmEngineClient):
     It has the same routes as vLLM and a few additions.
     """
 
-    async def facts(self) -> ServerInfo:
+    async def facts(self) -> EngineServerInfo:
         about = await self._api.get("/version", self._spec.probe_s)
         if "ramify_protocol" not in about:
             raise ConfigError(
@@ -247,7 +249,7 @@ class RamifyEngineClient(VllmEngineClient):
         return {"seed": sampling.seed, "prompt_cache_key": affinity}
 
 
-def _parse_sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledIds:
+def _parse_sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> SampledTokenIds:
     choice = answer["choices"][0]
     ids = tuple(choice["token_ids"] or ())
     logprobs = tuple(map(float, (choice["logprobs"] or {"token_logprobs": ()})["token_logprobs"]))
@@ -260,7 +262,7 @@ def _parse_sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> Sampled
     cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get(
         "cached_tokens"
     ) or 0
-    return SampledIds(
+    return SampledTokenIds(
         ids,
         logprobs,
         str(choice["finish_reason"]),

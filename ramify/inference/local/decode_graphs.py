@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ramify.inference.local.kv_cache import DecodeAttention, KeyValueCache
-from ramify.inference.local.slots import EngineStep
+from ramify.inference.local.kv_cache_slots import EngineStep
 from ramify.models.dense import DenseModel
 
 MAX_GRAPHS = 128

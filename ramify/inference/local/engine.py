@@ -37,10 +37,10 @@ import torch
 from ramify.errors import Refused
 from ramify.inference.base import CachePressure
 from ramify.inference.local.generation_request import GenerationState, sample_tokens
+from ramify.inference.local.kv_cache_slots import CacheSlotTable, EngineStep, SlotTokenSpan
 from ramify.inference.local.model_runner import ModelRunner
-from ramify.inference.local.slots import EngineStep, SlotTable, SlotTokenSpan
 from ramify.inference.local.step_timings import EngineStepTimingRecorder
-from ramify.time_account import WallAndCpuTimer
+from ramify.step_time_accounting import WallAndCpuTimer
 
 _LEAST_CAPACITY = 128
 """Initial capacity of each slot in tokens."""
@@ -80,7 +80,7 @@ class LocalEngine:
         self.runner = runner
         self._waiting: deque[GenerationState] = deque()
         self._has_cancelled = False
-        self._slots = SlotTable(1, 1, reuse=room.reuse)
+        self._slots = CacheSlotTable(1, 1, reuse=room.reuse)
         self._num_fitting_steps = 0
         """Number of steps in which the running sequences cannot outgrow their slots."""
         self._is_allocated = False

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
+from ramify.inference.local.kv_cache_slots import CacheSlotMove, EngineStep, SlotTokenSpan
 
 
-class CacheLayout(NamedTuple):
+class KvCacheLayout(NamedTuple):
     """The shape and data type of a model's cached keys and values."""
 
     num_layers: int
@@ -44,7 +44,7 @@ class CacheLayout(NamedTuple):
 class KeyValueCache:
     """The cached keys and values of ``num_slots`` sequences of up to ``capacity`` tokens each."""
 
-    def __init__(self, layout: CacheLayout, num_slots: int, capacity: int) -> None:
+    def __init__(self, layout: KvCacheLayout, num_slots: int, capacity: int) -> None:
         self.layout = layout
         self.num_slots = num_slots
         self.capacity = capacity
@@ -106,7 +106,7 @@ class KeyValueCache:
         """
         return DecodeAttention.for_step(self, step)
 
-    def copy_or_swap_slots(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
         """Copy the first tokens of one slot to another, or swap two slots."""
         sources, targets = (
             self.prefix_views(slot, change.length) for slot in (change.source, change.target)

@@ -34,15 +34,15 @@ from ramify.inference.base import TAGS, CachePressure, prompt_too_long_error
 from ramify.inference.local.engine import EngineThread, InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState, SamplingSettings, log_softmax
 from ramify.inference.local.model_runner import create_runner
-from ramify.inference.local.sleeping_weights import SleepingWeights
+from ramify.inference.local.offloaded_weights import OffloadedWeights
 from ramify.inference.weight_sync.base import FullWeightsRequiredError, WeightPiece
+from ramify.models.chat_renderer import make_prompt_renderer, parse_reply, prompt_ids
+from ramify.models.chat_template import streamable_reply
 from ramify.models.load import Policy
-from ramify.models.mixture_shape import MixtureShape
-from ramify.models.renderer import make_prompt_renderer, parse_reply, prompt_ids
-from ramify.models.routing import MixtureRouters, mixture_shape
-from ramify.models.template import streamable_reply
+from ramify.models.moe_routing import MoeRouters, mixture_shape
+from ramify.models.moe_shape import MoeShape
 from ramify.models.weights import fingerprint, load_weights
-from ramify.time_account import WallAndCpuTimer
+from ramify.step_time_accounting import WallAndCpuTimer
 from ramify.types.message import Finish, Message, Reply, Usage
 
 Result = TypeVar("Result")
@@ -102,8 +102,8 @@ class LocalClient:
         )
         self.engine = LocalEngine(create_runner(policy.model, fixed_shapes), room, policy.version)
         self._thread = EngineThread(self.engine)
-        self._sleeping_weights = SleepingWeights(policy.model)
-        self.experts: MixtureShape | None = None
+        self._sleeping_weights = OffloadedWeights(policy.model)
+        self.experts: MoeShape | None = None
         """Description of the model's experts if replies report them, otherwise None."""
 
     @property
@@ -116,7 +116,7 @@ class LocalClient:
 
         Raises ConfigError if the model has no experts.
         """
-        routers = MixtureRouters.of_model(self.policy.model)
+        routers = MoeRouters.of_model(self.policy.model)
         if routers is None:
             raise ConfigError(
                 f"{self.name} is not a mixture-of-experts model, so it has no experts to report"

@@ -4,28 +4,28 @@ A runner takes the tokens of one step, returns their logits, and holds the KV ca
 
 A model gets the fastest runner that gives the same results as the model itself:
 
-    DenseModel             ``SinglePassRunner``: all spans of a step in one pass over one token
-                           axis; on a CPU, small models run as a ``PreparedDecoder``, and keys may
-                           be stored transposed (``transposed_key_cache.py``); on a GPU, steps that
-                           only decode are CUDA graphs (``decode_graphs.py``)
-    transformers module    ``SinglePassRunner`` through its attention interface, if a probe gives
-                           the logits of the module alone (``models.training_forward``); otherwise
-                           ``TransformersRunner``: one sequence at a time, with transformers' own
-                           cache
-    in fixed shapes        ``FixedShapeRunner``: a token's logits have the same bits whatever else
-                           is in the step, in the cache, or in the slot's past
+    DenseModel             ``SinglePassModelRunner``: all spans of a step in one pass over one token
+                           axis; on a CPU, small models run as a ``CpuOptimizedDecoder``, and keys
+                           may be stored transposed (``transposed_key_cache.py``); on a GPU, steps
+                           that only decode are CUDA graphs (``decode_graphs.py``)
+    transformers module    ``SinglePassModelRunner`` through its attention interface, if a probe
+                           gives the logits of the module alone (``models.training_forward``);
+                           otherwise ``TransformersModelRunner``: one sequence at a time, with
+                           transformers' own cache
+    in fixed shapes        ``FixedShapeModelRunner``: a token's logits have the same bits whatever
+                           else is in the step, in the cache, or in the slot's past
                            (``models/batch_invariant_forward.py``)
 
-``TransformersRunner`` is correct for all kinds of models, and slow. What a model's cache supports
-is tested once when the model is loaded, since some caches silently give wrong results for
+``TransformersModelRunner`` is correct for all kinds of models, and slow. What a model's cache
+supports is tested once when the model is loaded, since some caches silently give wrong results for
 unsupported operations:
 
     cut       crop the cache to its first tokens, for a sequence that shares only those
     extend    extend it by several tokens at once; state-space models continue one by one
 
-``FixedShapeRunner`` computes tokens in blocks of 64, one pass each, so a step of one sequence costs
-as much as a step of 64. With products in bf16, weights stay in fp32 as in the trainer, and are cast
-once per step.
+``FixedShapeModelRunner`` computes tokens in blocks of 64, one pass each, so a step of one sequence
+costs as much as a step of 64. With products in bf16, weights stay in fp32 as in the trainer, and
+are cast once per step.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError
 from ramify.inference.local import transposed_key_cache
+from ramify.inference.local.cpu_optimized_decoder import CpuOptimizedDecoder
 from ramify.inference.local.decode_graphs import CudaGraphRecorder, DecodeGraphs, Record
-from ramify.inference.local.kv_cache import CacheLayout, KeyValueCache, PrefillDecodeAttention
-from ramify.inference.local.prepared_decoder import PreparedDecoder
-from ramify.inference.local.slots import EngineStep, SlotMove, SlotTokenSpan
+from ramify.inference.local.kv_cache import KeyValueCache, KvCacheLayout, PrefillDecodeAttention
+from ramify.inference.local.kv_cache_slots import CacheSlotMove, EngineStep, SlotTokenSpan
 from ramify.inference.local.transposed_key_cache import TransposedKeyCache
 from ramify.models.batch_invariant_forward import (
     BLOCK,
@@ -56,11 +56,11 @@ from ramify.models.batch_invariant_forward import (
     round_up_to_block,
 )
 from ramify.models.dense import CausalAttentionKernel, DenseModel
-from ramify.models.routing import MixtureRouters
+from ramify.models.moe_routing import MoeRouters
 from ramify.models.training_forward import TransformersTrunk
 
 
-class FixedShapeRunner:
+class FixedShapeModelRunner:
     """A model runner with operations of fixed shape, so that a token's logits do not depend on the
     rest of the batch.
 
@@ -68,7 +68,7 @@ class FixedShapeRunner:
     """
 
     is_fixed = True
-    routers: MixtureRouters | None = None
+    routers: MoeRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
@@ -81,7 +81,7 @@ class FixedShapeRunner:
         self._model = model
         self._products = products
         self._device = parameter.device
-        self._layout = CacheLayout(*sizes, products, parameter.device)
+        self._layout = KvCacheLayout(*sizes, products, parameter.device)
         self.bytes_per_token = self._layout.bytes_per_token
         self._cache = KeyValueCache(self._layout, 1, BLOCK)
 
@@ -97,7 +97,7 @@ class FixedShapeRunner:
             rows += [len(tokens) - 1] if is_wanted else []
         return self._logits(self._cache, tokens, rows)
 
-    def copy_or_swap_slots(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
         self._cache.copy_or_swap_slots(change)
 
     def resize_cache(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
@@ -177,7 +177,7 @@ class _CachedBlock:
         return o_THd
 
 
-class TransformersRunner:
+class TransformersModelRunner:
     """A model runner for any transformers module.
 
     It computes one sequence at a time with transformers' own cache.
@@ -185,7 +185,7 @@ class TransformersRunner:
 
     bytes_per_token = cache_bytes = 0
     is_fixed = False
-    routers: MixtureRouters | None = None
+    routers: MoeRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, module: nn.Module) -> None:
@@ -211,7 +211,7 @@ class TransformersRunner:
         chosen = list(itertools.compress(logits, is_wanted))
         return torch.stack(chosen) if chosen else torch.empty(0)
 
-    def copy_or_swap_slots(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
         memories = self._memories
         if change.kind == "swap":
             memories[change.source], memories[change.target] = (
@@ -326,9 +326,9 @@ class ModelRunner(Protocol):
     """Cache bytes per token. 0 if the cache is not allocated in advance."""
 
     is_fixed: bool
-    """True if the runner computes in fixed shapes (``FixedShapeRunner``)."""
+    """True if the runner computes in fixed shapes (``FixedShapeModelRunner``)."""
 
-    routers: MixtureRouters | None
+    routers: MoeRouters | None
     """Routers of the mixture-of-experts model, if experts are recorded."""
 
     routes: Sequence[tuple[int, ...]]
@@ -348,7 +348,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def copy_or_swap_slots(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
         """Copy the first tokens of one slot to another, or swap two slots."""
         ...
 
@@ -391,15 +391,15 @@ class DecoderModel(Protocol):
         ...
 
 
-class SinglePassRunner:
+class SinglePassModelRunner:
     """A model runner that computes all tokens of a step in one pass over the model."""
 
     is_fixed = False
-    routers: MixtureRouters | None = None
+    routers: MoeRouters | None = None
     routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(
-        self, decoder: DecoderModel, layout: CacheLayout, record: Record | None = None
+        self, decoder: DecoderModel, layout: KvCacheLayout, record: Record | None = None
     ) -> None:
         """Create a runner with an empty cache.
 
@@ -434,7 +434,7 @@ class SinglePassRunner:
             self.routes = self.routers.recorded_experts(rows_N)
         return self._decoder.logits(h_ND)
 
-    def copy_or_swap_slots(self, change: SlotMove) -> None:
+    def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
         self._cache.copy_or_swap_slots(change)
 
     def resize_cache(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
@@ -471,8 +471,8 @@ class SinglePassRunner:
         return self._decoder.hidden(ids_T, positions_T, attend, rows_N)
 
 
-class _PreparedRunner(SinglePassRunner):
-    def __init__(self, decoder: PreparedDecoder, layout: CacheLayout) -> None:
+class _PreparedRunner(SinglePassModelRunner):
+    def __init__(self, decoder: CpuOptimizedDecoder, layout: KvCacheLayout) -> None:
         super().__init__(decoder, layout)
         self._prepared = decoder
 
@@ -489,16 +489,16 @@ def create_runner(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> 
     if fixed_shapes is not None:
         if not isinstance(model, DenseModel):
             raise ConfigError(f"a {type(model).__name__} cannot compute in fixed shapes")
-        return FixedShapeRunner(model, fixed_shapes)
+        return FixedShapeModelRunner(model, fixed_shapes)
     if isinstance(model, DenseModel):
         shape, parameter = model.shape, next(model.parameters())
         sizes = (shape.num_layers, shape.num_kv_heads, shape.head_size)
-        layout = CacheLayout(*sizes, parameter.dtype, parameter.device)
-        if PreparedDecoder.is_worthwhile_for(model):
-            return _PreparedRunner(PreparedDecoder(model), layout)
+        layout = KvCacheLayout(*sizes, parameter.dtype, parameter.device)
+        if CpuOptimizedDecoder.is_worthwhile_for(model):
+            return _PreparedRunner(CpuOptimizedDecoder(model), layout)
         is_cuda = parameter.device.type == "cuda"
-        return SinglePassRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
-    return _try_single_pass(model) or TransformersRunner(model)
+        return SinglePassModelRunner(model, layout, CudaGraphRecorder() if is_cuda else None)
+    return _try_single_pass(model) or TransformersModelRunner(model)
 
 
 class _ModuleDecoder:
@@ -523,7 +523,7 @@ class _ModuleDecoder:
 
 
 @torch.inference_mode()
-def _try_single_pass(module: Any) -> SinglePassRunner | None:
+def _try_single_pass(module: Any) -> SinglePassModelRunner | None:
     """Return a runner that computes a module's steps in one pass, or None if the module does not
     support that."""
     try:
@@ -533,14 +533,14 @@ def _try_single_pass(module: Any) -> SinglePassRunner | None:
     if not trunk.can_share_prefixes:
         return None
     try:
-        runner = SinglePassRunner(_ModuleDecoder(trunk), _layout(module))
+        runner = SinglePassModelRunner(_ModuleDecoder(trunk), _layout(module))
         agrees = _is_consistent(runner, module)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):
         return None
     return runner if agrees else None
 
 
-def _is_consistent(runner: SinglePassRunner, module: Any) -> bool:
+def _is_consistent(runner: SinglePassModelRunner, module: Any) -> bool:
     """Return True if two sequences get the same logits when they are computed in chunks and in one
     batch as when each is computed alone."""
     vocabulary = module.config.get_text_config().vocab_size
@@ -560,8 +560,8 @@ def _is_consistent(runner: SinglePassRunner, module: Any) -> bool:
     return bool(torch.allclose(logits, expected, rtol=tolerance, atol=tolerance))
 
 
-def _layout(module: Any) -> CacheLayout:
+def _layout(module: Any) -> KvCacheLayout:
     config = module.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return CacheLayout(config.num_hidden_layers, heads, size, module.dtype, module.device)
+    return KvCacheLayout(config.num_hidden_layers, heads, size, module.dtype, module.device)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ramify.inference.local.kv_cache import CacheLayout, DecodeAttention, KeyValueCache
-from ramify.inference.local.slots import EngineStep
+from ramify.inference.local.kv_cache import DecodeAttention, KeyValueCache, KvCacheLayout
+from ramify.inference.local.kv_cache_slots import EngineStep
 from ramify.models import onednn_products
 
 _LEAST_WIDTH = 64
@@ -37,7 +37,7 @@ _HORIZON = 8
 """Number of steps for which the row numbers that a step reads are prepared."""
 
 
-def is_faster(layout: CacheLayout) -> bool:
+def is_faster(layout: KvCacheLayout) -> bool:
     """Return True if decoding over a ``TransposedKeyCache`` is faster than over a
     ``KeyValueCache``.
 
@@ -58,7 +58,7 @@ class TransposedKeyCache(KeyValueCache):
     Capacities are rounded up to multiples of 64 tokens.
     """
 
-    def __init__(self, layout: CacheLayout, num_slots: int, capacity: int) -> None:
+    def __init__(self, layout: KvCacheLayout, num_slots: int, capacity: int) -> None:
         super().__init__(layout, num_slots, -(-capacity // _LEAST_WIDTH) * _LEAST_WIDTH)
         keys = self.kv[0].view(-1, num_slots, self.heads, self.size, self.capacity)
         self.keys, self.values = keys, self.kv[1]

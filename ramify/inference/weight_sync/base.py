@@ -11,7 +11,7 @@ in the trainer and one in the engine.
 HTTP requests contain names, shapes and the location of the bytes, in the form of vLLM's weight
 transfer (``names``, ``dtype_names``, ``shapes``). Tensors are streamed: a weight sync holds at most
 two chunks, whatever the model's size. Every update is verified: it ends with a comparison of
-fingerprints and a test of the replies (``train/selfcheck.py``).
+fingerprints and a test of the replies (``train/engine_consistency_checks.py``).
 
 A custom method is named ``module:Class``; an engine accepts it if it was started with the same
 name.
@@ -60,7 +60,7 @@ _ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate
 Info = Mapping[str, Any]
 
 
-class AdaptedMatrix(msgspec.Struct, frozen=True, eq=False):
+class LoraMatrix(msgspec.Struct, frozen=True, eq=False):
     """A matrix with a low-rank adapter (LoRA, arXiv:2106.09685): base + scale * b @ a.
 
     Calling it computes that sum.
@@ -118,7 +118,7 @@ class LazyWeight(NamedTuple):
     if unknown."""
     full: Callable[[], Tensor]
     """Returns the whole tensor, contiguous and detached."""
-    adapted: AdaptedMatrix | None = None
+    adapted: LoraMatrix | None = None
     """The base matrix and the adapter whose sum ``full`` returns, for weight syncs whose engines
     can compute the sum themselves. None for a matrix without an adapter."""
 
@@ -364,7 +364,7 @@ def to_lazy_weight(
     """
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = frozen_param_version(tensor) if make is None else getattr(make, "stamp", None)
-    adapted = make if isinstance(make, AdaptedMatrix) else None
+    adapted = make if isinstance(make, LoraMatrix) else None
     return LazyWeight(
         name,
         tuple(tensor.shape),

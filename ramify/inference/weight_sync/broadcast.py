@@ -27,8 +27,8 @@ from torch import distributed as dist
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
 from ramify.actors.message_encoding import decode
 from ramify.actors.rank_group_authentication import verify_members
-from ramify.actors.rank_store import KeyValueStoreServer, RankStoreClient
-from ramify.actors.run_channel import LOOPBACK, Channel, connect
+from ramify.actors.rank_key_value_store import KeyValueStoreClient, KeyValueStoreServer
+from ramify.actors.run_channel import LOOPBACK, AuthenticatedChannel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.weight_sync.base import (
     CHUNK_BYTES,
@@ -44,7 +44,7 @@ from ramify.inference.weight_sync.base import (
 )
 
 
-class GlooSync:
+class GlooWeightSync:
     """A weight sync that broadcasts weights from the trainer's CPU to the CPUs of all engines."""
 
     backend: ClassVar[str] = "gloo"
@@ -92,7 +92,7 @@ class GlooSync:
     def join(self) -> None:
         assert self._listener is not None
         listener, self._listener = self._listener, None
-        channels: list[Channel] = []
+        channels: list[AuthenticatedChannel] = []
         until = time.monotonic() + self._timeout_s
         with listener:
             try:
@@ -144,21 +144,21 @@ class GlooSync:
         self._buffer = _Buffer(self.backend)
 
     @staticmethod
-    def receiver(info: Info) -> BroadcastReceiver:
-        return BroadcastReceiver(info, "gloo")
+    def receiver(info: Info) -> BroadcastWeightReceiver:
+        return BroadcastWeightReceiver(info, "gloo")
 
 
-class NcclSync(GlooSync):
+class NcclWeightSync(GlooWeightSync):
     """A weight sync that broadcasts weights from the trainer's GPU to the GPUs of all engines."""
 
     backend: ClassVar[str] = "nccl"
 
     @staticmethod
-    def receiver(info: Info) -> BroadcastReceiver:
-        return BroadcastReceiver(info, "nccl")
+    def receiver(info: Info) -> BroadcastWeightReceiver:
+        return BroadcastWeightReceiver(info, "nccl")
 
 
-class BroadcastReceiver:
+class BroadcastWeightReceiver:
     """The engine's half of the weight syncs over gloo and NCCL.
 
     Its constructor joins the trainer's process group, so the trainer must be waiting in ``join``.
@@ -175,10 +175,10 @@ class BroadcastReceiver:
             float(info["timeout_s"]),
             ticket.address.startswith("/"),
         )
-        self._channel: Channel | None = None
+        self._channel: AuthenticatedChannel | None = None
         try:
             self._channel = connect(ticket.address, ticket.key, ticket.name)
-            self._store = RankStoreClient(self._channel)
+            self._store = KeyValueStoreClient(self._channel)
             self._group: Any = _form_group(group, self._store, ticket.key)
         except (OSError, RuntimeError, TrainError) as error:
             self._close_channel()

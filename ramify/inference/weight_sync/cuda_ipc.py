@@ -31,7 +31,7 @@ from ramify.inference.weight_sync.base import (
 )
 
 
-class CudaIpcSync:
+class CudaIpcWeightSync:
     """A weight sync in which engines read the trainer's GPU memory directly, because they run on
     the same GPU."""
 
@@ -68,12 +68,12 @@ class CudaIpcSync:
         self._held = []
 
     @staticmethod
-    def receiver(info: Info) -> CudaIpcReceiver:
+    def receiver(info: Info) -> CudaIpcWeightReceiver:
         _require_cuda()
-        return CudaIpcReceiver()
+        return CudaIpcWeightReceiver()
 
 
-class CudaIpcReceiver:
+class CudaIpcWeightReceiver:
     """The engine's half of the weight sync over CUDA IPC.
 
     Implements ``WeightReceiver``.

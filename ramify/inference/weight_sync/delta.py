@@ -41,10 +41,10 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    AdaptedMatrix,
     FullWeightsRequiredError,
     Info,
     LazyWeight,
+    LoraMatrix,
     WeightChunk,
     WeightPiece,
     WeightReceiver,
@@ -195,7 +195,7 @@ _MOST_TOGETHER = 1024
 """Maximum number of small tensors in one bundle."""
 
 
-class DeltaSync:
+class DeltaWeightSync:
     """A weight sync that sends only the differences from the weights that the engines have."""
 
     def __init__(
@@ -378,7 +378,7 @@ class DeltaSync:
             _to_lazy_weight(source.name + _VALUES, values),
         ]
 
-    def _adapter(self, source: LazyWeight, adapted: AdaptedMatrix) -> Iterator[LazyWeight]:
+    def _adapter(self, source: LazyWeight, adapted: LoraMatrix) -> Iterator[LazyWeight]:
         """Yield the two low-rank matrices of an adapted weight.
 
         The base matrix is yielded first if the engines do not have it yet.
@@ -405,11 +405,11 @@ class DeltaSync:
         return places_P if len(places_P) <= _FEW * num else None
 
     @staticmethod
-    def receiver(info: Info) -> DeltaReceiver:
-        return DeltaReceiver(info)
+    def receiver(info: Info) -> DeltaWeightReceiver:
+        return DeltaWeightReceiver(info)
 
 
-class DeltaReceiver:
+class DeltaWeightReceiver:
     """The engine's half of the weight sync that sends only differences.
 
     Implements ``WeightReceiver``.

@@ -227,7 +227,7 @@ class CurrentWeightsFile(msgspec.Struct):
     """File name -> (length in bytes, sum of the file's 64-bit words)."""
 
 
-class FileSync:
+class FileWeightSync:
     """A weight sync through files in a folder that the engines can read."""
 
     def __init__(

@@ -50,7 +50,7 @@ from ramify.inference.weight_sync.base import (
 )
 
 
-class SharedMemorySync:
+class SharedMemoryWeightSync:
     """A weight sync through memory that the trainer shares with engines on the same machine."""
 
     def __init__(
@@ -151,11 +151,11 @@ class SharedMemorySync:
         return mapped
 
     @staticmethod
-    def receiver(info: Info) -> SharedMemoryReceiver:
-        return SharedMemoryReceiver(info)
+    def receiver(info: Info) -> SharedMemoryWeightReceiver:
+        return SharedMemoryWeightReceiver(info)
 
 
-class SharedMemoryReceiver:
+class SharedMemoryWeightReceiver:
     """The engine's half of the weight sync by shared memory.
 
     It returns tensors that are views of the shared buffers. Implements ``WeightReceiver``.

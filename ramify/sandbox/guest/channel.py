@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .busy_wait import BusyWait
-from .frames import (
+from .message_frames import (
     PREFIX,
     VERSION,
-    FrameReader,
+    MessageFrameReader,
     check_blob_count,
     check_size,
     frame,
@@ -35,7 +35,7 @@ from .frames import (
     split_frame,
     write_all,
 )
-from .values import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, encode_text_blobs
+from .value_encoding import Buffer, ValueDecoder, ValueEncoder, ValueLimitError, encode_text_blobs
 
 _get_ident = threading.get_ident
 _read, _write = os.read, os.write
@@ -145,7 +145,7 @@ class GuestChannel:
         ``takes_fds``: the connection is a socket over which the host may also send descriptors.
         ``shared_buffers``: a ``HostGuestSharedMemory``, or None.
         """
-        self._reader = FrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
+        self._reader = MessageFrameReader(read_fd, _receiver(read_fd) if takes_fds else None)
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
         self._has_data = functools.partial(self._poll.poll, 0)
@@ -178,7 +178,7 @@ class GuestChannel:
         """
         if self.shared_buffers is not None:
             self.shared_buffers = type(self.shared_buffers)(self.shared_buffers.fd, is_host=False)
-        self._reader = FrameReader(self._reader.fd, self._reader.receive)
+        self._reader = MessageFrameReader(self._reader.fd, self._reader.receive)
 
     # -- to the host
 
@@ -347,7 +347,7 @@ DROPPED: Any = object()
 """Placeholder that a waiting thread receives in place of a frame that will never arrive."""
 
 
-class FrameWaiter:
+class MessageFrameWaiter:
     """A thread that waits for a frame from the host.
 
     Its lock ``wake`` is released when the frame has arrived, or when this thread must take over
@@ -367,7 +367,7 @@ class FrameWaiter:
             self.wake.release()
 
 
-class FrameDispatcher:
+class MessageFrameDispatcher:
     """A dispatcher that hands each frame from the host to the thread waiting for it.
 
     Answers go to the threads that called the host, and requests go to the thread that handles
@@ -402,8 +402,8 @@ class FrameDispatcher:
         self._fork = fork
         self._ends_process = ends_process
         self._leading = threading.Lock()
-        self._command = FrameWaiter()
-        self._calls: dict[int, FrameWaiter] = {}
+        self._command = MessageFrameWaiter()
+        self._calls: dict[int, MessageFrameWaiter] = {}
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
         """Wait for the host's next request and return it.
@@ -424,14 +424,14 @@ class FrameDispatcher:
         self._command.frame = None
         return command
 
-    def register_waiter(self, id: int, ticket: FrameWaiter) -> None:
+    def register_waiter(self, id: int, ticket: MessageFrameWaiter) -> None:
         """Register the thread that will wait for the answer to a call.
 
         Do this before the call is sent.
         """
         self._calls[id] = ticket
 
-    def unregister_waiter(self, ticket: FrameWaiter) -> None:
+    def unregister_waiter(self, ticket: MessageFrameWaiter) -> None:
         """Unregister a thread that no longer waits for a frame.
 
         If its frame has not arrived, the thread was interrupted, so another waiting thread takes
@@ -451,7 +451,7 @@ class FrameDispatcher:
             ticket.rouse()
         self._calls.clear()
 
-    def wait(self, ticket: FrameWaiter) -> None:
+    def wait(self, ticket: MessageFrameWaiter) -> None:
         """Wait until the frame for this thread has arrived.
 
         If no other thread is reading from the host, this thread reads on behalf of all of them.
@@ -467,7 +467,7 @@ class FrameDispatcher:
                 self._leading.release()
                 self._pass_on()
 
-    def _read_step(self, own_ticket: FrameWaiter) -> None:
+    def _read_step(self, own_ticket: MessageFrameWaiter) -> None:
         message = self._channel.next_buffered_frame()
         if message is not None:
             self._dispatch(*message, own_ticket)
@@ -483,12 +483,12 @@ class FrameDispatcher:
             raise
 
     def _dispatch(
-        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: FrameWaiter
+        self, header: dict[str, Any], blobs: list[memoryview], own_ticket: MessageFrameWaiter
     ) -> None:
         if header["op"] == "fork":
             self._fork(header["id"])
             return
-        ticket: FrameWaiter | None = self._command
+        ticket: MessageFrameWaiter | None = self._command
         if header["op"] in ("ret", "err"):
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
         if ticket is not None:

@@ -14,13 +14,25 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .branches import GuestBranches, JailForkHooks
-from .channel import DROPPED, DeferrableInterrupts, FrameDispatcher, FrameWaiter, GuestChannel
-from .frames import copy_as_sent_to_host, encode_cell_done, unpack_value
-from .interpreter_state import InterpreterSnapshot, MemoryLimit, complete_builtins
+from .channel import (
+    DROPPED,
+    DeferrableInterrupts,
+    GuestChannel,
+    MessageFrameDispatcher,
+    MessageFrameWaiter,
+)
+from .interpreter_state import AddressSpaceLimits, InterpreterSnapshot, complete_builtins
+from .message_frames import copy_as_sent_to_host, encode_cell_done, unpack_value
 from .notebook import GuestNotebook, cut, error_text, format_error
 from .output import CellOutputSender, FileOutputSpool, InProcessOutputSpool
-from .values import REFERRING_CALL, CodecError, ProtocolError, ValueEncoder, ValueLimitError
+from .session_forking import JailForkHooks, SessionForker
+from .value_encoding import (
+    REFERRING_CALL,
+    ProtocolError,
+    ValueEncoder,
+    ValueEncodingError,
+    ValueLimitError,
+)
 
 
 class HostError(Exception):
@@ -50,7 +62,7 @@ class HostCaller:
     def __init__(
         self,
         channel: GuestChannel,
-        inbox: FrameDispatcher,
+        inbox: MessageFrameDispatcher,
         interrupts: DeferrableInterrupts,
         output: CellOutputSender,
     ) -> None:
@@ -73,12 +85,12 @@ class HostCaller:
             )
         # The host gets the cell's output so far before the call itself.
         self._output.flush()
-        ticket = FrameWaiter()
+        ticket = MessageFrameWaiter()
         before = self._interrupts.begin_deferring()
         try:
             self._post(name, [list(args), kwargs], ticket)
             self._inbox.wait(ticket)
-        except CodecError as error:
+        except ValueEncodingError as error:
             raise TypeError(str(error)) from None
         except ValueLimitError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -94,7 +106,7 @@ class HostCaller:
             )
         return self._channel.value_of(header, blobs)
 
-    def _post(self, name: str, arguments: Any, ticket: FrameWaiter) -> None:
+    def _post(self, name: str, arguments: Any, ticket: MessageFrameWaiter) -> None:
         channel = self._channel
         files: dict[str, Any] | None = {} if name == REFERRING_CALL else None
         encoder = ValueEncoder(defers=channel.shared_buffers is not None, bounded=True, files=files)
@@ -110,7 +122,7 @@ class HostCaller:
             channel.write(parts)
 
 
-class Guest:
+class SandboxGuest:
     """A notebook namespace and its connection to the host.
 
     Create it and call ``serve`` in the same thread.
@@ -159,10 +171,10 @@ class Guest:
             shared_buffers=shared_buffers,
         )
         self.output = CellOutputSender(spool, self._channel, self.interrupts, max_output_bytes)
-        self._memory = MemoryLimit(memory_limits)
+        self._memory = AddressSpaceLimits(memory_limits)
         self.notebook = GuestNotebook(self.interrupts, self._memory, owns_process=owns_process)
-        self._branches = GuestBranches(self._channel, spool, self.notebook, apart)
-        self._inbox = FrameDispatcher(
+        self._branches = SessionForker(self._channel, spool, self.notebook, apart)
+        self._inbox = MessageFrameDispatcher(
             self._channel, self.interrupts, self._branches.fork, ends_process=owns_process
         )
         self._calls = HostCaller(self._channel, self._inbox, self.interrupts, self.output)
@@ -261,7 +273,7 @@ class Guest:
         kind = type(error).__name__
         kind = (
             "TypeError"
-            if isinstance(error, CodecError)
+            if isinstance(error, ValueEncodingError)
             else "ValueError"
             if isinstance(error, ValueLimitError)
             else kind

@@ -114,7 +114,7 @@ class InterpreterSnapshot:
         _signal.pthread_sigmask(signal.SIG_UNBLOCK, (_SIGINT,))
 
 
-class MemoryLimit:
+class AddressSpaceLimits:
     """Two limits on address space: one while cells run, and a slightly higher one for the guest.
 
     The difference lets the guest report that a cell has run out of memory.

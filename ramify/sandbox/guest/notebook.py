@@ -25,8 +25,14 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from .channel import DeferrableInterrupts
-from .interpreter_state import MemoryLimit
-from .values import VALUE_CHARS, CodecError, ValueEncoder, ValueLimitError, type_name
+from .interpreter_state import AddressSpaceLimits
+from .value_encoding import (
+    VALUE_CHARS,
+    ValueEncoder,
+    ValueEncodingError,
+    ValueLimitError,
+    type_name,
+)
 
 _HERE = os.path.dirname(__file__) + os.sep
 """Folder of the guest's own files."""
@@ -191,7 +197,7 @@ def compile_or_load_module(source: str, name: str, code: Any = None) -> types.Co
 
 _CO_COROUTINE = 0x80
 _MISSING = object()
-_NAMED: dict[type, str] = {CodecError: "TypeError", ValueLimitError: "ValueError"}
+_NAMED: dict[type, str] = {ValueEncodingError: "TypeError", ValueLimitError: "ValueError"}
 Outcome = tuple[str | None, str | None]
 """Result of a cell: the echo of its last value, and its error, both as text or None."""
 
@@ -216,7 +222,7 @@ class GuestNotebook:
     )
 
     def __init__(
-        self, interrupts: DeferrableInterrupts, memory: MemoryLimit, *, owns_process: bool
+        self, interrupts: DeferrableInterrupts, memory: AddressSpaceLimits, *, owns_process: bool
     ) -> None:
         self._interrupts = interrupts
         self._memory = memory

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .channel import DeferrableInterrupts, GuestChannel
-from .frames import MAX_FRAME_OUTPUT
-from .values import Buffer
+from .message_frames import MAX_FRAME_OUTPUT
+from .value_encoding import Buffer
 
 
 class TailBuffer:

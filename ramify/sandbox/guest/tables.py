@@ -2,8 +2,8 @@
 
 Their values are not copied, but stay in the buffers in which they arrive.
 
-    host: a DataFrame ──convert_to_context.py──> Table ──values.py──> buffers in a memory file
-    session: the mapped file ──values.py──> Table, or with pandas a DataFrame (see dataframes.py)
+    host: a DataFrame ─convert_to_context.py─> Table ─value_encoding.py─> buffers in a memory file
+    session: the mapped file ─value_encoding.py─> Table, or with pandas a DataFrame (dataframes.py)
 
 A column has Arrow's memory layout, so that pandas, pyarrow and DuckDB can use its buffers directly.
 The classes here decode a value each time it is read. They define what a session without pandas can

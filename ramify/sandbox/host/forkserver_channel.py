@@ -21,15 +21,15 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SandboxError
-from ramify.module_compiler import compiled_module
 from ramify.sandbox.base import anonymous_file
-from ramify.sandbox.guest.frames import frame, split_frame
+from ramify.sandbox.guest.message_frames import frame, split_frame
 from ramify.sandbox.host.forkserver_process import (
     StartedForkServer,
     start_process,
     take_prestarted_server,
 )
-from ramify.sandbox.host.transport import FrameAssembler
+from ramify.sandbox.host.transport import MessageFrameAssembler
+from ramify.session_module_compiler import compiled_module
 
 START_S = 60.0
 MODULES = ("guest", "server/process_setup", "server/forkserver")
@@ -48,7 +48,7 @@ class ForkServerChannel:
         """File with the server's standard error output, which explains a failed start."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
-        self._assembler = FrameAssembler()
+        self._assembler = MessageFrameAssembler()
         self._fds: list[int] = []
         self._last_id = 0
         self._replies: dict[int, asyncio.Future[Any]] = {}

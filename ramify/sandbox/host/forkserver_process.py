@@ -4,7 +4,7 @@ modules.
 The new process gets a fixed, minimal environment and one file descriptor of the host. The sandbox's
 configuration is sent to it later. So a command that will probably need a session starts the process
 first (``start_early``), and it loads its modules while this process imports its own. This module
-therefore imports nothing from this package except ``shipped_modules.py``, which lists the files
+therefore imports nothing from this package except ``guest_module_files.py``, which lists the files
 that the server runs. The configuration and the control socket are handled by
 ``forkserver_channel.py``.
 """
@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 
-from ramify.sandbox.host.shipped_modules import FOLDER, LOADER
+from ramify.sandbox.host.guest_module_files import FOLDER, LOADER
 
 _BOOT = f"""{LOADER}
 load(sys.argv[1], sys.argv[2:-1]).main(int(sys.argv[-1]))

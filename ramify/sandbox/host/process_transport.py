@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities, anonymous_file
-from ramify.sandbox.guest.frames import (
+from ramify.sandbox.guest.message_frames import (
     HostGuestSharedMemory,
     ScratchBuffer,
     create_shared_memory_file,
@@ -112,7 +112,7 @@ class ForkedSessionHandles(NamedTuple):
     pidfd: int = -1
 
 
-class ProcessTransport:
+class ForkedSessionTransport:
     """The connection to one forked session on this machine."""
 
     has_same_python = True
@@ -175,9 +175,9 @@ class ProcessTransport:
         """Do nothing, because without a jail a session and its branch need not be isolated from
         each other."""
 
-    def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchTransport:
+    def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchSessionTransport:
         branch = ForkedSessionHandles(*self.request_fork(frame), self.channel)
-        return BranchTransport(self.caps, self.buffers, branch)
+        return BranchSessionTransport(self.caps, self.buffers, branch)
 
     def request_fork(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
         """Send the request to fork, with a socket and files for the branch.
@@ -219,7 +219,7 @@ class ProcessTransport:
                 f"{error}"
             ) from None
 
-    def finish_forking(self, transport: BranchTransport) -> None:
+    def finish_forking(self, transport: BranchSessionTransport) -> None:
         """Complete a fork.
 
         Call this once the branch has started, or certainly will not start.
@@ -327,7 +327,7 @@ class ProcessTransport:
             self.pidfd = -1
 
 
-class BranchTransport(ProcessTransport):
+class BranchSessionTransport(ForkedSessionTransport):
     """The connection to a branch, a forked copy of a session.
 
     The kernel reports which process sent the first message on the socket, which identifies the

@@ -19,19 +19,19 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ramify import time_account
+from ramify import step_time_accounting
 from ramify.errors import HostCallError, SessionDied
 from ramify.sandbox.base import Answer, CellResult, SandboxSpec
-from ramify.sandbox.guest.frames import HALF_BYTES
+from ramify.sandbox.guest.message_frames import HALF_BYTES
 from ramify.sandbox.guest.output import HeadTailBuffer
-from ramify.sandbox.guest.values import (
+from ramify.sandbox.guest.value_encoding import (
     Buffer,
-    CodecError,
     ProtocolError,
     ValueEncoder,
+    ValueEncodingError,
     encode_text_blobs,
 )
-from ramify.sandbox.host.session_wire import (
+from ramify.sandbox.host.session_frame_connection import (
     CellDoneFrame,
     GuestFrameConnection,
     HostCallFrame,
@@ -47,7 +47,7 @@ MAX_CALL_BYTES = 256 << 20
 _MANY_ITEMS, _LONG_TEXT = 2000, 1 << 20
 
 
-class CellClock:
+class CellWorkTimer:
     """A clock that measures how long a cell has worked, in seconds.
 
     While the cell waits for the host, only the CPU time of its other threads counts, if it can be
@@ -71,7 +71,7 @@ class CellClock:
 
     def start(self) -> None:
         self.stop()
-        time_account.begin_part("sessions")
+        step_time_accounting.begin_part("sessions")
         self._since = time.monotonic()
 
     def pause(self) -> None:
@@ -85,7 +85,7 @@ class CellClock:
 
     def stop(self) -> None:
         if self._since is not None:
-            time_account.end_part("sessions")
+            step_time_accounting.end_part("sessions")
         self.worked_s, self._since, self._paused = self.working_s(), None, None
 
     def working_s(self) -> float:
@@ -118,7 +118,7 @@ class PendingHostCalls:
     def __init__(
         self,
         wire: GuestFrameConnection,
-        clock: CellClock,
+        clock: CellWorkTimer,
         answer: Answer,
         on_bug: Callable[[], None],
     ) -> None:
@@ -197,7 +197,7 @@ class PendingHostCalls:
             )
         except HostCallError as error:
             failure = error
-        except CodecError as error:
+        except ValueEncodingError as error:
             failure = HostCallError("TypeError", f"{call.name}: {error}")
         except asyncio.CancelledError:  # not raised again, because the cell waits for an answer
             failure = HostCallError("Interrupted", f"{call.name} was cut off")
@@ -219,7 +219,7 @@ class PendingHostCalls:
         encoder = ValueEncoder()
         try:
             data = encoder.encode(error.data)
-        except CodecError:
+        except ValueEncodingError:
             encoder, data = ValueEncoder(), {}
         header = {"op": "err", "id": id, "kind": error.kind, "message": str(error), "value": data}
         self.wire.send(header, encoder)
@@ -324,8 +324,8 @@ class RunningCell:
         self.id = id
         self.code = code
         self.limit_s = limit_s
-        """Limit of working time in seconds, measured by the cell's ``CellClock``."""
-        self.clock = CellClock(getattr(wire.transport, "cpu_s", None))
+        """Limit of working time in seconds, measured by the cell's ``CellWorkTimer``."""
+        self.clock = CellWorkTimer(getattr(wire.transport, "cpu_s", None))
         self.calls = PendingHostCalls(wire, self.clock, answer, on_bug)
         self._changed: asyncio.Future[None] | None = None
         """Wakes the task that waits for the end of the cell. The end itself is stored in ``end``,
@@ -420,7 +420,7 @@ class RunningCell:
             await asyncio.wait((self._changed,), timeout=timeout_s)
 
 
-class CellAlarm:
+class CellTimeoutTimer:
     """A timer that calls a function when a cell has used up its working time.
 
     It is reused for the next cell, because setting a new timer costs as much as sending the
@@ -511,7 +511,7 @@ def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
     return CellResult(shown, note, cell.stopped)
 
 
-class GuestRefused(Exception):
+class GuestRequestFailedError(Exception):
     """Raised if the guest could not fulfil a request.
 
     ``kind`` is the name of the exception class in the guest.

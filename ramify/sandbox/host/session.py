@@ -3,9 +3,9 @@
 It sends requests to the guest, the code in the sandbox, and handles the guest's messages.
 
 This module decides which messages may arrive in which order, when the cell's clock runs, and what
-happens to a cell that does not end. Messages are encoded and checked by ``session_wire.py``, the
-state of a running cell and its calls is kept by ``running_cell.py``, and the other end is in
-``guest/``.
+happens to a cell that does not end. Messages are encoded and checked by
+``session_frame_connection.py``, the state of a running cell and its calls is kept by
+``running_cell.py``, and the other end is in ``guest/``.
 
     run ──> run frame ──> … out* call* … ──> done ──> CellResult
               clock runs      └─ answer(name, args, kwargs), one task each; meanwhile the clock
@@ -22,20 +22,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
-from ramify.module_compiler import compiled_module
 from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
-from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
-from ramify.sandbox.host import session_wire
+from ramify.sandbox.guest.value_encoding import ProtocolError, ValueEncoder, ValueEncodingError
+from ramify.sandbox.host import session_frame_connection
 from ramify.sandbox.host.running_cell import (
-    CellAlarm,
     CellLimits,
-    GuestRefused,
+    CellTimeoutTimer,
+    GuestRequestFailedError,
     RunningCell,
     SessionStatus,
     result_of,
 )
-from ramify.sandbox.host.session_wire import GuestFrameConnection
-from ramify.sandbox.host.transport import ForkingTransport, Transport
+from ramify.sandbox.host.session_frame_connection import GuestFrameConnection
+from ramify.sandbox.host.transport import ForkingTransport, GuestTransport
+from ramify.session_module_compiler import compiled_module
 
 _FORK_S = 10.0
 """Maximum time until a forked branch is ready, in seconds."""
@@ -55,7 +55,7 @@ NO_HOOKS = SessionLifecycleHooks()
 
 
 class GuestSessionProxy:
-    """The host's handle of a session whose code runs behind a ``Transport``.
+    """The host's handle of a session whose code runs behind a ``GuestTransport``.
 
     It implements the interface ``base.Session``.
     """
@@ -82,7 +82,7 @@ class GuestSessionProxy:
     )
 
     def __init__(
-        self, transport: Transport, limits: CellLimits, hooks: SessionLifecycleHooks = NO_HOOKS
+        self, transport: GuestTransport, limits: CellLimits, hooks: SessionLifecycleHooks = NO_HOOKS
     ) -> None:
         self.caps: SandboxCapabilities = transport.caps
         self.pid = 0
@@ -104,7 +104,7 @@ class GuestSessionProxy:
         self._hello: asyncio.Future[None] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._closed: asyncio.Future[None] | None = None
-        self._alarm = CellAlarm(self._stop)
+        self._alarm = CellTimeoutTimer(self._stop)
         self._forking = asyncio.Lock()
         self._forks = 0
         """Number of forks that are in progress or queued."""
@@ -216,15 +216,15 @@ class GuestSessionProxy:
         encoder = ValueEncoder()
         try:
             data = encoder.encode(value)
-        except CodecError as error:
+        except ValueEncodingError as error:
             raise SandboxError(f"'{name}' cannot be set in the session: {error}") from None
         await self._ask({"op": "set", "name": name, "reserved": reserved, "value": data}, encoder)
 
     async def set_context(self, parts: Sequence[Any], packages: Sequence[str] = ()) -> None:
         """Set the reserved variable ``context``.
 
-        ``parts`` is the value as ``SharedContext`` has encoded it. Tables in it become DataFrames
-        if pandas is among the ``packages`` that the session may import.
+        ``parts`` is the value as ``SharedContextValue`` has encoded it. Tables in it become
+        DataFrames if pandas is among the ``packages`` that the session may import.
         """
         encoder = ValueEncoder(defers=True)
         encoder.blobs += parts
@@ -236,7 +236,7 @@ class GuestSessionProxy:
     async def get(self, name: str) -> Any:
         try:
             return await self._ask({"op": "get", "name": name})
-        except GuestRefused as error:
+        except GuestRequestFailedError as error:
             raise HostCallError(error.kind, str(error)) from None
 
     async def install(self, module: str, source: str) -> None:
@@ -248,7 +248,7 @@ class GuestSessionProxy:
             encoder.blobs += filter(None, [compiled_module(module, source)])
         try:
             await self._ask({"op": "install", "module": module, "source": source}, encoder)
-        except GuestRefused as error:
+        except GuestRequestFailedError as error:
             raise SandboxError(
                 f"module '{module}' could not be installed in the session: {error}"
             ) from None
@@ -384,7 +384,7 @@ class GuestSessionProxy:
             # A call that is answered during the fork is still unanswered in the branch.
             pending = dict(cell.calls.pending) if cell is not None else {}
             branch_transport = transport.fork_branch(
-                session_wire.build_request_frame({"op": "fork", "id": id}),
+                session_frame_connection.build_request_frame({"op": "fork", "id": id}),
                 self._reset_output_offset,
             )
             # The session may move to a new socket, so other frames wait until the fork is complete.
@@ -431,7 +431,7 @@ class GuestSessionProxy:
         try:
             async with asyncio.timeout(_FORK_S):
                 await reply
-        except GuestRefused as error:
+        except GuestRequestFailedError as error:
             raise SandboxError(f"the session cannot be forked: {error}") from None
         except SessionDied:
             raise SessionDied(
@@ -516,7 +516,9 @@ class GuestSessionProxy:
 
     # -- frames
 
-    def _handle_frame(self, message: session_wire.FromGuest, value: Any, weight: int) -> None:
+    def _handle_frame(
+        self, message: session_frame_connection.FromGuest, value: Any, weight: int
+    ) -> None:
         """Handle one decoded frame from the guest.
 
         ``weight`` is its estimated memory in bytes. Raises ProtocolError if no such frame may
@@ -525,25 +527,27 @@ class GuestSessionProxy:
         cell = self._cell
         # The cell of a suspended branch waits for the host, so it sends nothing.
         if cell is not None and cell.end is None and self._state is not SessionStatus.SUSPENDED:
-            if type(message) is session_wire.CellDoneFrame:
+            if type(message) is session_frame_connection.CellDoneFrame:
                 self._end_cell(cell, message, value)
                 return
-            if type(message) is session_wire.HostCallFrame:
+            if type(message) is session_frame_connection.HostCallFrame:
                 cell.calls.accept_call(message, value, weight, cell.stopped)
                 return
-            if type(message) is session_wire.OutputFrame:
+            if type(message) is session_frame_connection.CellOutputFrame:
                 cell.append_output(value, message.skip, message.chars)
                 self._wire.upto = message.upto
                 return
         if self._reply is not None and self._take_reply(message, value, *self._reply):
             return
-        if isinstance(message, session_wire.GuestReadyFrame) and not self._hello.done():
+        if isinstance(message, session_frame_connection.GuestReadyFrame) and not self._hello.done():
             self.pid = message.pid
             self._hello.set_result(None)
         elif not self._failure:  # after a failure, late frames are ignored
             raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that was not expected")
 
-    def _end_cell(self, cell: RunningCell, message: session_wire.CellDoneFrame, note: Any) -> None:
+    def _end_cell(
+        self, cell: RunningCell, message: session_frame_connection.CellDoneFrame, note: Any
+    ) -> None:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
         if note is not None and not isinstance(note, dict):
@@ -554,15 +558,22 @@ class GuestSessionProxy:
         cell.mark_ended((message, note))
 
     def _take_reply(
-        self, message: session_wire.FromGuest, value: Any, id: int, reply: asyncio.Future[Any]
+        self,
+        message: session_frame_connection.FromGuest,
+        value: Any,
+        id: int,
+        reply: asyncio.Future[Any],
     ) -> bool:
         is_reply = isinstance(
-            message, session_wire.OkFrame | session_wire.ValueFrame | session_wire.FailedFrame
+            message,
+            session_frame_connection.OkReplyFrame
+            | session_frame_connection.ValueReplyFrame
+            | session_frame_connection.FailedReplyFrame,
         )
         if not is_reply or getattr(message, "id", None) != id or reply.done():
             return False
-        if isinstance(message, session_wire.FailedFrame):
-            reply.set_exception(GuestRefused(message.kind, message.message))
+        if isinstance(message, session_frame_connection.FailedReplyFrame):
+            reply.set_exception(GuestRequestFailedError(message.kind, message.message))
         else:
             reply.set_result(value)
         return True

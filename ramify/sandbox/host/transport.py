@@ -22,11 +22,11 @@ from typing import Any, Protocol
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.guest.busy_wait import BusyWait
-from ramify.sandbox.guest.frames import MAX_FRAME, HostGuestSharedMemory, ScratchBuffer
-from ramify.sandbox.guest.values import ProtocolError
+from ramify.sandbox.guest.message_frames import MAX_FRAME, HostGuestSharedMemory, ScratchBuffer
+from ramify.sandbox.guest.value_encoding import ProtocolError
 
 
-class Transport(Protocol):
+class GuestTransport(Protocol):
     """A connection to one guest, the code that runs in a sandbox.
 
     All methods are called on the thread of the event loop and return at once.
@@ -113,7 +113,7 @@ def how_it_ended(status: int) -> str:
     return f"its process was killed by signal {-status} ({name})"
 
 
-class ForkingTransport(Transport, Protocol):
+class ForkingTransport(GuestTransport, Protocol):
     """A transport to a guest whose process can be forked.
 
     The session then continues as two processes.
@@ -126,7 +126,7 @@ class ForkingTransport(Transport, Protocol):
         """
         ...
 
-    def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
+    def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> GuestTransport:
         """Request a fork, allow the guest to create one process, and return the transport to that
         process.
 
@@ -186,7 +186,7 @@ class SharedConnectionState:
         self.shared_buffers = ScratchBuffer()
 
 
-class FrameAssembler:
+class MessageFrameAssembler:
     """An assembler that turns bytes from a guest into complete frames.
 
     Each frame is a view that is valid until the next ``feed``. If the caller stops iterating early,

@@ -45,7 +45,7 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
 
-class KernelDenied(OSError):
+class KernelOperationRefusedError(OSError):
     """Raised if the kernel refused an operation.
 
     ``what`` is the name of the operation.
@@ -59,17 +59,17 @@ class KernelDenied(OSError):
 def check_call_result(result: int, what: str) -> int:
     """Return the result of a C library call.
 
-    Raises KernelDenied if it is negative.
+    Raises KernelOperationRefusedError if it is negative.
     """
     if result < 0:
-        raise KernelDenied(ctypes.get_errno(), what)
+        raise KernelOperationRefusedError(ctypes.get_errno(), what)
     return result
 
 
 def syscall(number: int, *arguments: object, what: str) -> int:
     """Make a system call by number.
 
-    Its arguments may be ints, bytes or None. Raises KernelDenied if it fails.
+    Its arguments may be ints, bytes or None. Raises KernelOperationRefusedError if it fails.
     """
     return check_call_result(_syscall(ctypes.c_long(number), *map(_to_c_argument, arguments)), what)
 
@@ -87,7 +87,7 @@ def prctl(option: int, value: int) -> None:
 def unshare(flags: int, what: str) -> None:
     """Move this process to new namespaces of the kinds in ``flags``.
 
-    Raises KernelDenied.
+    Raises KernelOperationRefusedError.
     """
     check_call_result(_libc.unshare(ctypes.c_int(flags)), what)
 
@@ -264,7 +264,7 @@ def place_mount(fd: int, target: str) -> None:
 def freeze_filesystem(fd: int) -> None:
     """Make the file system behind a mount read-only wherever it is mounted.
 
-    Raises KernelDenied (busy) while a file in it is open for writing.
+    Raises KernelOperationRefusedError (busy) while a file in it is open for writing.
     """
     context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
     try:
@@ -388,7 +388,7 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
 def write_kernel_file(path: str, text: str, folder: int | None = None) -> None:
     """Write text to a kernel file, such as one in /proc.
 
-    Raises KernelDenied if that fails.
+    Raises KernelOperationRefusedError if that fails.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
@@ -397,4 +397,4 @@ def write_kernel_file(path: str, text: str, folder: int | None = None) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise KernelDenied(error.errno or 0, f"write {path}") from None
+        raise KernelOperationRefusedError(error.errno or 0, f"write {path}") from None

@@ -53,7 +53,7 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/
 """System folders with shared libraries and time zones."""
 
 
-class TierUnavailable(Exception):
+class IsolationTierUnavailable(Exception):
     """Raised if none of the requested tiers (levels of isolation) is available.
 
     ``missing`` says what each tier lacks.
@@ -92,12 +92,12 @@ def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> Reached
     process; the calling process calls ``let_go``, waits for the zygote's end, and exits.
 
     ``preload`` imports what sessions will need, if they could not read it from inside. Raises
-    TierUnavailable, and any error that ``preload`` raises.
+    IsolationTierUnavailable, and any error that ``preload`` raises.
     """
     missing: dict[str, str] = {}
     # Every tier needs the system call filter.
     if not seccomp.is_supported(os.uname().machine):
-        raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
+        raise IsolationTierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
     is_kept = False
     for tier in config["tiers"]:
         try:
@@ -107,7 +107,7 @@ def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> Reached
             return _build_namespaces(config, missing, let_go)
         except OSError as error:
             missing[tier] = _describe_cause(error)
-    raise TierUnavailable(missing)
+    raise IsolationTierUnavailable(missing)
 
 
 def _describe_cause(error: BaseException) -> str:

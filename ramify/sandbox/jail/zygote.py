@@ -27,11 +27,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox.guest import branches
+    from ramify.sandbox.guest import session_forking
     from ramify.sandbox.jail import confine, primitives, seccomp, walls
     from ramify.sandbox.server import forkserver, process_setup
 else:
-    from ramify_guest import branches
+    from ramify_guest import session_forking
 
     forkserver = sys.modules["ramify_server_forkserver"]
     process_setup = sys.modules["ramify_server_process_setup"]
@@ -185,7 +185,7 @@ class Zygote(forkserver.ForkServer):
         self._walls = built
         # Without a pid namespace, a branch ends with this process only if it asks for it.
         settle = primitives.end_with_parent if built.outer else (lambda: None)
-        self.apart = branches.JailForkHooks(
+        self.apart = session_forking.JailForkHooks(
             primitives.fork_sibling, primitives.adopt_host_connection, settle
         )
 
@@ -265,7 +265,7 @@ def main(control_fd: int) -> None:
     config, _ = control.receive()
     try:
         _run_zygote(control, config)
-    except (forkserver.PackageNotImportable, walls.TierUnavailable) as error:
+    except (forkserver.PackageNotImportable, walls.IsolationTierUnavailable) as error:
         missing = getattr(error, "missing", None)
         control.send(
             {"op": "failed", "message": str(error), **({"missing": missing} if missing else {})}

@@ -25,9 +25,14 @@ import types
 from typing import Any, TextIO
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.guest.frames import HostGuestSharedMemory
-from ramify.sandbox.guest.guest import Guest
+from ramify.sandbox.base import (
+    PreparedContext,
+    SandboxCapabilities,
+    SandboxSpec,
+    SharedContextValue,
+)
+from ramify.sandbox.guest.guest import SandboxGuest
+from ramify.sandbox.guest.message_frames import HostGuestSharedMemory
 from ramify.sandbox.guest.output import InProcessOutputSpool
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.running_cell import limits_of
@@ -62,9 +67,11 @@ class InprocessSandbox:
     ) -> GuestSessionProxy:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
-        if context is not None and not isinstance(context, SharedContext):
-            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
-        transport = ThreadTransport(self.caps, self._buffers, self._spec.max_output_bytes)
+        if context is not None and not isinstance(context, SharedContextValue):
+            raise ConfigError(
+                f"a context must be a SharedContextValue, not {type(context).__name__}"
+            )
+        transport = ThreadSessionTransport(self.caps, self._buffers, self._spec.max_output_bytes)
         session = GuestSessionProxy(
             transport, limits_of(self._spec), SessionLifecycleHooks(self._sessions.discard)
         )
@@ -80,7 +87,7 @@ class InprocessSandbox:
         await asyncio.gather(*(session.close() for session in [*self._sessions]))
 
 
-class ThreadTransport:
+class ThreadSessionTransport:
     """The connection to a session that runs in a thread of this process."""
 
     shared_buffers: HostGuestSharedMemory | None = None
@@ -98,7 +105,7 @@ class ThreadTransport:
         self.resume = self._stream.resume
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        self._guest: Guest | None = None
+        self._guest: SandboxGuest | None = None
         self._thread = threading.Thread(
             target=self._run_guest,
             args=(guest_end.detach(), max_output_bytes),
@@ -108,7 +115,7 @@ class ThreadTransport:
         self._thread.start()
 
     def _run_guest(self, fd: int, max_output_bytes: int) -> None:
-        guest = Guest(
+        guest = SandboxGuest(
             fd, fd, InProcessOutputSpool(), max_output_bytes=max_output_bytes, owns_process=False
         )
         guest.notebook.builtins = _builtins_for(guest)
@@ -195,7 +202,7 @@ class _Router(io.TextIOBase):
         """Do nothing, because the host's stream must stay open."""
 
 
-_guests: dict[int, Guest] = {}
+_guests: dict[int, SandboxGuest] = {}
 _lock = threading.Lock()
 
 
@@ -205,7 +212,7 @@ class _RoutedPrints:
     The first session replaces ``sys.stdout`` and ``sys.stderr``, and the last one restores them.
     """
 
-    def __init__(self, guest: Guest) -> None:
+    def __init__(self, guest: SandboxGuest) -> None:
         self._guest = guest
 
     def __enter__(self) -> None:
@@ -227,7 +234,7 @@ class _RoutedPrints:
                     sys.stderr = sys.stderr.host
 
 
-def _builtins_for(guest: Guest) -> types.ModuleType:
+def _builtins_for(guest: SandboxGuest) -> types.ModuleType:
     """Return one session's version of the module ``builtins``.
 
     Its ``print`` writes to the session from every thread that runs the session's code. Its

@@ -41,20 +41,20 @@ from ramify.sandbox.base import (
     SandboxSpec,
     Session,
 )
-from ramify.sandbox.guest.frames import FrameReader, split_frame
+from ramify.sandbox.guest.message_frames import MessageFrameReader, split_frame
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
 from ramify.sandbox.host.forkserver_process import JAIL_MODULES, StartedForkServer
 from ramify.sandbox.host.importable_packages import locate, partly_visible_folders, readable_paths
 from ramify.sandbox.host.process_transport import ForkedSessionHandles, pid_of
 from ramify.sandbox.host.session import GuestSessionProxy
-from ramify.sandbox.providers.jail_limits import JailMemoryBudgetWatcher, machine_memory_bytes
-from ramify.sandbox.providers.jail_transport import JailTransport
-from ramify.sandbox.providers.probed_tier_cache import (
-    ProbedTier,
+from ramify.sandbox.providers.isolation_tier_cache import (
+    ProbedIsolationTier,
     forget_tier,
     keep_tier,
     kept_tier,
 )
+from ramify.sandbox.providers.jail_limits import JailMemoryBudgetWatcher, machine_memory_bytes
+from ramify.sandbox.providers.jail_transport import JailTransport
 from ramify.sandbox.providers.process import ProcessSandbox, leave_to_parent
 
 _WAIT_S = 30.0
@@ -80,7 +80,7 @@ NEWEST = 1 << 10
 """A number above every version of Landlock. It selects the newest version that the kernel
 supports."""
 _WHOLE = (frozenset[int](), NEWEST)
-_probed: dict[tuple[frozenset[int], int], ProbedTier] = {}
+_probed: dict[tuple[frozenset[int], int], ProbedIsolationTier] = {}
 
 
 def cache_zygote_tier(server: StartedForkServer) -> None:
@@ -92,7 +92,7 @@ def cache_zygote_tier(server: StartedForkServer) -> None:
     keep_tier(found)
 
 
-def cached_tier() -> ProbedTier | None:
+def cached_tier() -> ProbedIsolationTier | None:
     """Return the isolation tier of this machine if it was already determined, otherwise None.
 
     It is the tier of a jail that may use all features of the kernel.
@@ -102,7 +102,7 @@ def cached_tier() -> ProbedTier | None:
     return _probed.get(_WHOLE)
 
 
-def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
+def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedIsolationTier:
     """Determine the level of isolation that this machine supports, by starting a jail's fork
     server.
 
@@ -142,7 +142,7 @@ EMPTY = {
 """Default configuration of a zygote."""
 
 
-def read_reached_tier(server: StartedForkServer) -> ProbedTier:
+def read_reached_tier(server: StartedForkServer) -> ProbedIsolationTier:
     """Read the first message of a jail's fork server, which reports the isolation that the server
     has reached.
 
@@ -150,9 +150,9 @@ def read_reached_tier(server: StartedForkServer) -> ProbedTier:
     """
     header = msgspec.json.decode(split_frame(_first_frame(server.control))[0])
     if header["op"] == "walls":
-        return ProbedTier(header["tier"], header["missing"], header["landlock"])
+        return ProbedIsolationTier(header["tier"], header["missing"], header["landlock"])
     if "missing" in header:
-        return ProbedTier(None, header["missing"])
+        return ProbedIsolationTier(None, header["missing"])
     raise SandboxError(f"the jail could not be tested: {header.get('message', header)}")
 
 
@@ -161,7 +161,7 @@ def _first_frame(sock: socket.socket) -> memoryview:
 
     All later bytes are left for another reader.
     """
-    reader = FrameReader()
+    reader = MessageFrameReader()
     poll = select.poll()  # select does not support descriptors above 1023
     poll.register(sock, select.POLLIN)
     while (view := reader.next()) is None:
@@ -245,7 +245,7 @@ class JailSandbox(ProcessSandbox):
             with _lock:
                 if cached_tier() is None:
                     _read_report(spec)
-        self.reached: ProbedTier = probe(deny, landlock)
+        self.reached: ProbedIsolationTier = probe(deny, landlock)
         self.warning = self._settle_tier()
         check_mounts_at_tier(spec.mounts, self.reached)
         self._budget = JailMemoryBudgetWatcher(spec.all_memory_bytes, self._ask_folders)
@@ -322,7 +322,7 @@ class JailSandbox(ProcessSandbox):
         The expectation may come from an earlier process. Raises SandboxError if the isolation is
         weaker than allowed.
         """
-        found = ProbedTier(ready["tier"], ready["missing"], ready["landlock"])
+        found = ProbedIsolationTier(ready["tier"], ready["missing"], ready["landlock"])
         if found != self.reached:
             if self._uses_whole_kernel():
                 _probed[_WHOLE] = found
@@ -426,7 +426,7 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
             )
 
 
-def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
+def check_mounts_at_tier(mounts: tuple[tuple[str, str], ...], reached: ProbedIsolationTier) -> None:
     """Raise ConfigError if a mount is not possible at the isolation tier that was reached.
 
     At tier B, a file can be mounted only at its real path. At tier C, nothing can be mounted.

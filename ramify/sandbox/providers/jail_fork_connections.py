@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ramify.errors import SandboxError
 from ramify.sandbox.host.process_transport import (
     ForkedSessionHandles,
-    ProcessTransport,
+    ForkedSessionTransport,
     SessionSharedMemory,
 )
 
@@ -29,7 +29,7 @@ class JailForkInProgress:
 
     __slots__ = ("_branch", "_is_begun", "_moved", "_new", "_origin", "old", "pid", "taker")
 
-    def __init__(self, origin: ProcessTransport, pid: int, moved: Callable[[], None]) -> None:
+    def __init__(self, origin: ForkedSessionTransport, pid: int, moved: Callable[[], None]) -> None:
         self.pid = pid
         self._origin = origin
         self._moved = moved
@@ -102,7 +102,7 @@ _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 """The host's end of a connection, the other end, and the shared files."""
 
 
-def _private_ends(origin: ProcessTransport) -> _Ends:
+def _private_ends(origin: ForkedSessionTransport) -> _Ends:
     """Create a connection for one process, and send it the files that the process needs: standard
     input, output and buffers.
 

@@ -21,9 +21,9 @@ from typing import Any
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.host.process_transport import (
-    BranchTransport,
+    BranchSessionTransport,
     ForkedSessionHandles,
-    ProcessTransport,
+    ForkedSessionTransport,
     pid_of,
 )
 from ramify.sandbox.host.transport import SharedConnectionState
@@ -34,7 +34,7 @@ _F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
 _LATER_S = 0.5
 
 
-class ForkableJailTransport(ProcessTransport):
+class ForkableJailTransport(ForkedSessionTransport):
     """The base class of connections to processes in the jail.
 
     Such a process can fork only with the host's help. Subclasses connect to sessions and to
@@ -100,7 +100,7 @@ class ForkableJailTransport(ProcessTransport):
                     "would share: unmap it first"
                 ) from None
 
-    def finish_forking(self, transport: BranchTransport) -> None:
+    def finish_forking(self, transport: BranchSessionTransport) -> None:
         """Complete a fork.
 
         If a process was created but has not connected, kill it.
@@ -132,7 +132,7 @@ class ForkableJailTransport(ProcessTransport):
 class JailTransport(ForkableJailTransport):
     """The connection to a session in the jail.
 
-    Implements ``Transport``.
+    Implements ``GuestTransport``.
     """
 
     __slots__ = ("_counts", "_is_frozen")
@@ -203,11 +203,11 @@ class JailTransport(ForkableJailTransport):
             self._is_frozen = True
 
 
-class JailBranchTransport(ForkableJailTransport, BranchTransport):
+class JailBranchTransport(ForkableJailTransport, BranchSessionTransport):
     """The connection to a branch, a process that was forked from a running session.
 
     Its requests to create processes arrive at the same listener as the session's. Implements
-    ``Transport``.
+    ``GuestTransport``.
     """
 
     __slots__ = ("origin",)

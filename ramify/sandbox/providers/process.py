@@ -29,7 +29,7 @@ from ramify.sandbox.base import (
     PreparedContext,
     SandboxCapabilities,
     SandboxSpec,
-    SharedContext,
+    SharedContextValue,
 )
 from ramify.sandbox.file_reference import FileReferenceReader
 from ramify.sandbox.host.forkserver_channel import ForkServerChannel, start_server
@@ -37,7 +37,7 @@ from ramify.sandbox.host.forkserver_process import StartedForkServer
 from ramify.sandbox.host.importable_packages import locate
 from ramify.sandbox.host.process_transport import (
     ForkedSessionHandles,
-    ProcessTransport,
+    ForkedSessionTransport,
     SessionSharedMemory,
 )
 from ramify.sandbox.host.running_cell import limits_of
@@ -93,7 +93,7 @@ class ProcessSandbox:
         self._folders: list[str] = []
         self.sessions: set[GuestSessionProxy] = set()
         self._templates: dict[
-            int, tuple[weakref.ref[SharedContext], asyncio.Task[ForkServerChannel]]
+            int, tuple[weakref.ref[SharedContextValue], asyncio.Task[ForkServerChannel]]
         ] = {}
         self._retired: list[ForkServerChannel] = []
         self._retiring: set[asyncio.Task[ForkServerChannel]] = set()
@@ -107,8 +107,10 @@ class ProcessSandbox:
         await asyncio.sleep(0)  # a caller that tries again and again lets others run
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
-        if context is not None and not isinstance(context, SharedContext):
-            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
+        if context is not None and not isinstance(context, SharedContextValue):
+            raise ConfigError(
+                f"a context must be a SharedContextValue, not {type(context).__name__}"
+            )
         for retries_left in reversed(range(_STARTS)):
             large = context is not None and context.fd is not None
             channel = await (
@@ -171,7 +173,7 @@ class ProcessSandbox:
         """Start a fork server, or return one that was started in advance."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
-    async def _template_channel(self, context: SharedContext) -> ForkServerChannel:
+    async def _template_channel(self, context: SharedContextValue) -> ForkServerChannel:
         """Return the connection to a template, the process that holds a large decoded context.
 
         The template is started for the context's first session and lives as long as the context.
@@ -202,7 +204,7 @@ class ProcessSandbox:
             raise
 
     async def _start_template(
-        self, base: ForkServerChannel, context: SharedContext
+        self, base: ForkServerChannel, context: SharedContextValue
     ) -> ForkServerChannel:
         host_end, template_end = socket.socketpair()
         channel = ForkServerChannel(host_end)
@@ -296,8 +298,8 @@ class ProcessSandbox:
     def unregister_session(self, session: GuestSessionProxy) -> None:
         self.sessions.discard(session)
 
-    def make_transport(self, process: ForkedSessionHandles) -> ProcessTransport:
-        return ProcessTransport(self.caps, self.buffers, process)
+    def make_transport(self, process: ForkedSessionHandles) -> ForkedSessionTransport:
+        return ForkedSessionTransport(self.caps, self.buffers, process)
 
     async def close(self) -> None:
         self._is_closed = True

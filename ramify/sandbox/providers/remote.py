@@ -26,19 +26,24 @@ import msgspec
 
 from ramify.errors import ConfigError, SandboxError
 from ramify.logging import ComponentLogger
-from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec, SharedContext
-from ramify.sandbox.guest.frames import (
+from ramify.sandbox.base import (
+    PreparedContext,
+    SandboxCapabilities,
+    SandboxSpec,
+    SharedContextValue,
+)
+from ramify.sandbox.guest.message_frames import (
     HostGuestSharedMemory,
     frame,
     split_frame,
     to_base64_lines,
 )
-from ramify.sandbox.guest.values import Buffer, ProtocolError
+from ramify.sandbox.guest.value_encoding import Buffer, ProtocolError
 from ramify.sandbox.host.forkserver_process import ENVIRONMENT
+from ramify.sandbox.host.guest_module_files import LOADER, module_sources
 from ramify.sandbox.host.running_cell import limits_of
 from ramify.sandbox.host.session import GuestSessionProxy, SessionLifecycleHooks
-from ramify.sandbox.host.shipped_modules import LOADER, module_sources
-from ramify.sandbox.host.transport import FrameAssembler, how_it_ended
+from ramify.sandbox.host.transport import MessageFrameAssembler, how_it_ended
 
 _log = ComponentLogger("sandbox")
 Carries = Literal["bytes", "text", "terminal"]
@@ -193,8 +198,10 @@ class RemoteSandbox:
     ) -> GuestSessionProxy:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
-        if context is not None and not isinstance(context, SharedContext):
-            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
+        if context is not None and not isinstance(context, SharedContextValue):
+            raise ConfigError(
+                f"a context must be a SharedContextValue, not {type(context).__name__}"
+            )
         transport = RemoteTransport(self.caps, await self._start(), self._service)
         try:
             await transport.send_session_code(_pack_boot_parcel(self._spec, seed))
@@ -249,7 +256,7 @@ class RemoteTransport:
         self.caps = caps
         self._stream = stream
         self._service = service
-        self._assembler = FrameAssembler(_MAX_FRAME_BYTES)
+        self._assembler = MessageFrameAssembler(_MAX_FRAME_BYTES)
         self._line = b""
         """An incomplete line of base64."""
         self._early = b""

@@ -41,12 +41,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.sandbox.guest import (
-        frames,
         guest,
         interpreter_state,
+        message_frames,
         notebook,
         output,
-        values,
+        value_encoding,
     )
     from ramify.sandbox.server.process_setup import (
         MAX_FILES,
@@ -61,7 +61,14 @@ if TYPE_CHECKING:
         tie_to_parent,
     )
 else:
-    from ramify_guest import frames, guest, interpreter_state, notebook, output, values
+    from ramify_guest import (
+        guest,
+        interpreter_state,
+        message_frames,
+        notebook,
+        output,
+        value_encoding,
+    )
     from ramify_server_process_setup import (
         MAX_FILES,
         address_space_bytes,
@@ -127,7 +134,7 @@ class ForkServerHostChannel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self._reader = frames.FrameReader(sock.fileno(), sock.recvmsg)
+        self._reader = message_frames.MessageFrameReader(sock.fileno(), sock.recvmsg)
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
         """Wait for the next message and return it with its descriptors.
@@ -143,7 +150,7 @@ class ForkServerHostChannel:
         view = self._reader.next()
         if view is None:
             return None
-        header: dict[str, Any] = json.loads(bytes(frames.split_frame(view)[0]))
+        header: dict[str, Any] = json.loads(bytes(message_frames.split_frame(view)[0]))
         fds, count = self._reader.fds, header.get("fds", 0)
         self._reader.fds = fds[count:]
         return header, fds[:count]
@@ -151,7 +158,7 @@ class ForkServerHostChannel:
     def send(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if fds:
             header["fds"] = len(fds)
-        data = b"".join(frames.frame(json.dumps(header).encode()))
+        data = b"".join(message_frames.frame(json.dumps(header).encode()))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = self.sock.sendmsg([data], rights)
         if sent < len(data):
@@ -172,7 +179,7 @@ class ForkServer:
         self.apart: Any = None
         """In a jail, the ``branches.JailForkHooks``. Otherwise None, and the host sends a branch's
         descriptors with its fork request."""
-        self._guest: guest.Guest | None = None
+        self._guest: guest.SandboxGuest | None = None
         """The prepared guest of the next session whose descriptors have the usual numbers."""
         self._modules: dict[str, tuple[str, types.CodeType]] = {}
         """Modules that every guest has from its start: name -> source and compiled code."""
@@ -371,7 +378,7 @@ class ForkServer:
             files = self._map_files(num_files)
             # Private and writable: a session that changes a table changes a separate copy.
             data = mmap.mmap(context, 0, access=mmap.ACCESS_COPY)
-            self._context, _ = frames.unpack_value(data, files, self.config["packages"])
+            self._context, _ = message_frames.unpack_value(data, files, self.config["packages"])
             with contextlib.suppress(BufferError):  # tables stay in the file
                 data.close()
         except Exception as error:  # noqa: BLE001  (reported to the host, which raises it)
@@ -412,16 +419,16 @@ class ForkServer:
         session.serve(rehearse=header["early"])
         os._exit(0)
 
-    def _make_guest(self, fds: list[int]) -> guest.Guest:
+    def _make_guest(self, fds: list[int]) -> guest.SandboxGuest:
         wire, spool, *buffers = fds
-        made = guest.Guest(
+        made = guest.SandboxGuest(
             wire,
             wire,
             output.FileOutputSpool(spool),
             max_output_bytes=self.config["max_output_bytes"],
             owns_process=True,
             can_fork=True,
-            shared_buffers=frames.HostGuestSharedMemory(buffers[0], is_host=False)
+            shared_buffers=message_frames.HostGuestSharedMemory(buffers[0], is_host=False)
             if buffers
             else None,
             apart=self.apart,
@@ -538,7 +545,7 @@ def _warm_up() -> None:
         raise ValueError
     except ValueError as error:
         notebook.format_error(error)
-    values.roundtrip_copy([1, "a", (2.0, None)])
+    value_encoding.roundtrip_copy([1, "a", (2.0, None)])
     _run_warmup_cells(16)
 
 
@@ -558,11 +565,13 @@ def _run_warmup_cells(
         for id in range(cells):
             host.sendall(
                 b"".join(
-                    frames.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())
+                    message_frames.frame(
+                        json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode()
+                    )
                 )
             )
         host.shutdown(socket.SHUT_WR)
-        rehearsing = guest.Guest(
+        rehearsing = guest.SandboxGuest(
             wire,
             wire,
             output.FileOutputSpool(spool),

@@ -36,12 +36,12 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox.guest import frames, guest, output
-    from ramify.sandbox.guest.values import Buffer
+    from ramify.sandbox.guest import guest, message_frames, output
+    from ramify.sandbox.guest.value_encoding import Buffer
     from ramify.sandbox.server import forkserver
 else:
     import ramify_server_forkserver as forkserver
-    from ramify_guest import frames, guest, output
+    from ramify_guest import guest, message_frames, output
 
 MAX_LEFTOVER_BYTES = 1 << 20
 _CHUNK = 1 << 16
@@ -54,15 +54,15 @@ class SupervisorHostChannel:
     def __init__(self, has_lines: bool) -> None:
         self._has_lines = has_lines
         self._in: Any = sys.stdin.buffer
-        self._reader = frames.FrameReader()
+        self._reader = message_frames.MessageFrameReader()
         self._sending = threading.Lock()
 
     def send(self, header: dict[str, Any], blob: Buffer = b"") -> None:
-        parts = frames.frame(frames.json_bytes(header), [blob])
+        parts = message_frames.frame(message_frames.json_bytes(header), [blob])
         if self._has_lines:
-            parts = [frames.to_base64_lines(b"".join(parts))]
+            parts = [message_frames.to_base64_lines(b"".join(parts))]
         with self._sending:
-            frames.write_all(1, parts)
+            message_frames.write_all(1, parts)
 
     def receive(self) -> tuple[dict[str, Any], memoryview]:
         """Return the header and the data of the next message.
@@ -74,7 +74,7 @@ class SupervisorHostChannel:
             if not chunk:
                 raise EOFError
             self._reader.feed(binascii.a2b_base64(chunk) if self._has_lines else chunk)
-        text, end = frames.split_frame(view)
+        text, end = message_frames.split_frame(view)
         return json.loads(bytes(text)), view[end:]
 
 
@@ -172,7 +172,7 @@ def _run_guest(server: Any, config: dict[str, Any], sock: socket.socket, spool: 
     (wire, spool), memory = server.set_up_session_process(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()
-    guest.Guest(
+    guest.SandboxGuest(
         wire,
         wire,
         output.FileOutputSpool(spool),

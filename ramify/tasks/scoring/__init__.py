@@ -5,7 +5,7 @@ They are called with the answer and the task item, and return a number from 0 to
 
 from __future__ import annotations
 
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 from ramify.tasks.scoring.answer_text import (
     IntervalF1Scorer,
     NumericScorer,
@@ -40,7 +40,7 @@ __all__ = [
     "unit_tests",
 ]
 
-SCORERS = Registry(
+SCORERS = PluginRegistry(
     "score",
     "ramify.scores",
     {

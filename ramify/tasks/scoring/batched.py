@@ -135,7 +135,7 @@ class BatchedReward:
         try:
             rewards = self.of_step([(answer, item) for answer, item, _ in batch])
         except BaseException as error:  # noqa: BLE001 -- raised again by each waiting thread
-            if not isinstance(error, Exception):  # ThreadStopped, or SystemExit
+            if not isinstance(error, Exception):  # ThreadStoppedError, or SystemExit
                 error = RamifyError(f"{_name(self._function)} was stopped: {error!r}")
             for _, _, future in batch:
                 future.set_exception(error)

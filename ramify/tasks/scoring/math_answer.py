@@ -23,9 +23,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.actors.child_process import RequestProcessPool, kill_and_reap
+from ramify.actors.child_process import HelperProcessPool, kill_and_reap
 from ramify.errors import ConfigError, RamifyError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.tasks.base import Item
 from ramify.tasks.scoring.answer_text import accepted_answers, as_text
 from ramify.types.boxed_answer import TAIL_CHARS, last_boxed
@@ -143,7 +143,7 @@ def _read_line(worker: subprocess.Popen[str], timeout_s: float) -> str:
 
 
 _slots = threading.Semaphore(MAX_WORKERS)
-_workers = RequestProcessPool(_start_worker)
+_workers = HelperProcessPool(_start_worker)
 
 
 def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SandboxError, SessionDied
-from ramify.sandbox.base import SharedContext
+from ramify.sandbox.base import SharedContextValue
 from ramify.testing.sandbox_conformance.base import (
     ConformanceError,
     SandboxUnderTest,
@@ -33,17 +33,17 @@ async def check_context_binding(probe: SandboxUnderTest) -> None:
         ["line é"] * 300_000,
         "long é " * 400_000,
     ):
-        context = SharedContext(value)
+        context = SharedContextValue(value)
         session = await probe.open(context=context)
         assert_same(await session.get("context"), value)
         ran = await probe.cells("context = None", "type(context).__name__", session=session)
         assert_same((ran[0].restored, ran[1].value), (("context",), repr(type(value).__name__)))
-        assert_same(SharedContext.from_encoded(context.buffer()).digest, context.digest)
+        assert_same(SharedContextValue.from_encoded(context.buffer()).digest, context.digest)
 
 
 @register_check("sessions over a context share its memory", "shares_context")
 async def check_shared_context_memory(probe: SandboxUnderTest) -> None:
-    context = SharedContext("some text of some length " * 2_000_000)
+    context = SharedContextValue("some text of some length " * 2_000_000)
     sessions = [await probe.open(context=context) for _ in range(3)]
     code = """
 def private():

@@ -8,11 +8,11 @@ register one (see ``ramify/plugins.py``). ``docs/algorithms.md`` shows the resul
 on one fixed batch.
 """
 
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 
 _HERE = "ramify.train.advantages"
 
-ALGORITHMS = Registry(
+ALGORITHMS = PluginRegistry(
     "algorithm",
     "ramify.algorithms",
     {
@@ -35,7 +35,7 @@ ALGORITHMS = Registry(
         "rae": f"{_HERE}.rae:RAE",
         "ppo": f"{_HERE}.ppo:PPO",
         "by_task": f"{_HERE}.by_task:PerTaskAlgorithm",
-        "hybrid": "ramify.train.signals.compose:Hybrid",
+        "hybrid": "ramify.train.signals.signal_composition:Hybrid",
         "sft": f"{_HERE}.sft:SFT",
     },
     structs=True,

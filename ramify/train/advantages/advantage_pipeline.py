@@ -4,9 +4,9 @@ task item, give each call an advantage, and give each token a loss weight.
     RlStage.assign_credit                                     (../stages.py)
     └── assign_advantages         the steps below, in this order
         ├── StepAdvantageBuilder  group, task weights ── length ──> a tree of rewards per rollout
-        ├── credit                which calls are compared, as per_role         (credit.py)
+        ├── credit                which calls are compared, as per_role  (credit_assignment.py)
         │   └── compare           returns ──> advantages         (group_estimators.py)
-        └── assigned              number per call ── normalise, weight ──> streams per token
+        └── build_step_advantages number per call ── normalise, weight ──> streams per token
 
 Most estimators differ only in ``compare``, so all options for credit, length and weight work with
 each of them. Others have their own ``assign_advantages`` with their formula between the same two
@@ -35,7 +35,7 @@ from ramify.train.advantages.base import (
     StepAdvantages,
     TokenCredit,
 )
-from ramify.train.advantages.credit import (
+from ramify.train.advantages.credit_assignment import (
     CREDITS,
     CreditNode,
     LengthPenaltyScale,
@@ -81,7 +81,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     of the same task item."""
 
     credit: str = "per_role"
-    """How a tree's reward reaches its calls: a name from ``credit.py``, or a dotted
+    """How a tree's reward reaches its calls: a name from ``credit_assignment.py``, or a dotted
     path."""
     gamma_tree: float = 1.0
     """Share of its parent's return that a call receives, in addition to its own reward."""
@@ -222,7 +222,7 @@ class _Rollout(NamedTuple):
 
 
 @dataclasses.dataclass
-class ScoredGroup:
+class ScoredRolloutGroup:
     """The usable rollouts of one task item, with their rewards.
 
     The estimator fills in their advantages.
@@ -269,7 +269,7 @@ class StepAdvantageBuilder:
         self._scored = [_score_group(group, weights, options) for group in groups]
 
     @property
-    def groups(self) -> list[ScoredGroup]:
+    def groups(self) -> list[ScoredRolloutGroup]:
         """Groups with at least one usable rollout."""
         return [each for each in self._scored if each.trees]
 
@@ -372,7 +372,7 @@ def has_signal(numbers: Sequence[Mapping[str, float]]) -> bool:
     return any(abs(value) > NO_ADVANTAGE for tree in numbers for value in tree.values())
 
 
-def _check_numbers(credit: str, group: ScoredGroup) -> None:
+def _check_numbers(credit: str, group: ScoredRolloutGroup) -> None:
     """Raise ConfigError unless the credit function returned a finite advantage for each call.
 
     The function may come from a plug-in.
@@ -431,7 +431,7 @@ def _short_name(id: str) -> str:
 
 def _score_group(
     group: Group, task_weights: Mapping[str, float], options: GroupOptions
-) -> ScoredGroup:
+) -> ScoredRolloutGroup:
     """Return the usable rollouts of ``group`` with the rewards to compare.
 
     These include the length penalties.
@@ -449,7 +449,7 @@ def _score_group(
         tree[root] = tree[root]._replace(reward=reward)
         for agent in compared_call_ids(tree)[1:]:
             tree[agent] = tree[agent]._replace(reward=tree[agent].reward + change)
-    return ScoredGroup(group, trees)
+    return ScoredRolloutGroup(group, trees)
 
 
 def _for_length(
@@ -600,7 +600,7 @@ def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
 
 def _no_signal(
     groups: Sequence[Group],
-    scored: Sequence[ScoredGroup],
+    scored: Sequence[ScoredRolloutGroup],
     with_signal: Sequence[object],
     rollouts: Sequence[RolloutAdvantages],
     has_baseline: bool,

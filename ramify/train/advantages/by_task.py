@@ -10,8 +10,8 @@ the same, whatever its task's algorithm divides by. If all parts use the same al
 is the same as without ``by_task``. Statistics over a step (``normalise``, running means) are kept
 separately for each task.
 
-``MixturePart`` says how often a task is sampled and by which factor its rewards are multiplied. The
-policy loss is the same for the whole run (``rl.loss``).
+``TaskMixturePart`` says how often a task is sampled and by which factor its rewards are multiplied.
+The policy loss is the same for the whole run (``rl.loss``).
 """
 
 from __future__ import annotations

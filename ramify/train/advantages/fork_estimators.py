@@ -33,7 +33,7 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import total
 from ramify.train.advantages.advantage_pipeline import StepAdvantageBuilder, TurnCredit, TurnCredits
 from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages
-from ramify.train.advantages.credit import (
+from ramify.train.advantages.credit_assignment import (
     CreditNode,
     Numbers,
     ends_in_cut_reply,
@@ -47,7 +47,7 @@ from ramify.types.trajectory import Call, Group, Trajectory
 Trees = Sequence[Mapping[str, CreditNode]]
 
 
-class TurnEstimator(RLOO, frozen=True, kw_only=True):
+class TurnAdvantageEstimator(RLOO, frozen=True, kw_only=True):
     """Base class of RL estimators that give each turn of the root call its own advantage.
 
     ``compare`` turns the values of n attempts from the same state into advantages, by subtracting
@@ -136,7 +136,9 @@ class TurnEstimator(RLOO, frozen=True, kw_only=True):
 _NONE = TurnCredit(0.0, 0.0)
 
 
-class BranchEstimator(TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="branch"):
+class BranchEstimator(
+    TurnAdvantageEstimator, frozen=True, kw_only=True, tag_field="name", tag="branch"
+):
     """Compare the branches of a fork as a group (Tree-GRPO 2509.21240, TreePO 2508.17445): a
     turn's advantage is its value minus the mean value of the other branches of the same fork.
 
@@ -284,7 +286,7 @@ class EntropyBranchEstimator(
 
 
 class StateGroupEstimator(
-    TurnEstimator, frozen=True, kw_only=True, tag_field="name", tag="state_group"
+    TurnAdvantageEstimator, frozen=True, kw_only=True, tag_field="name", tag="state_group"
 ):
     """Compare rollouts that were in equal states (GiGPO 2505.10978): a turn's advantage is the
     rollout's reward minus the mean reward of the others in the same state, or of the group's others

@@ -17,7 +17,7 @@ from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import StepAdvantageBuilder
 from ramify.train.advantages.base import StepAdvantages
-from ramify.train.advantages.credit import CREDITS, Numbers, tree_of
+from ramify.train.advantages.credit_assignment import CREDITS, Numbers, tree_of
 from ramify.train.advantages.group_estimators import GRPO
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group

@@ -10,7 +10,7 @@ They differ only in the formula of their method ``compare``.
 The stack of a call of ``compare``, from the step's groups down:
 
     GroupOptions.assign_advantages   rewards before it, weights of tokens after it
-    per_role, or another credit      which calls are attempts at the same thing     (credit.py)
+    per_role, or another credit      which calls are attempts at the same (credit_assignment.py)
     DrGRPO.compare                   here
 
 A single attempt cannot be compared with others, so its advantage
@@ -26,7 +26,7 @@ from typing import Literal
 
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import EPSILON, GroupOptions
-from ramify.train.advantages.credit import Overlong
+from ramify.train.advantages.credit_assignment import Overlong
 from ramify.train.advantages.token_loss_weights import Reduction
 from ramify.types.training_sequences import TokenSequence, rollout_of
 

@@ -29,7 +29,7 @@ from ramify.errors import ConfigError
 from ramify.train.advantages import token_arithmetic as row_math
 from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages, TokenCredit
-from ramify.train.advantages.credit import inherited_returns
+from ramify.train.advantages.credit_assignment import inherited_returns
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 

@@ -20,7 +20,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import StepAdvantages
-from ramify.train.advantages.credit import CreditNode, Numbers, inherited_returns
+from ramify.train.advantages.credit_assignment import CreditNode, Numbers, inherited_returns
 from ramify.types.trajectory import Group
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.train.advantages.advantage_pipeline import GroupOptions, StepAdvantageBuilder
 from ramify.train.advantages.base import AlgorithmNeeds, StepAdvantages
-from ramify.train.advantages.credit import CreditNode, tree_of, why_unscored
+from ramify.train.advantages.credit_assignment import CreditNode, tree_of, why_unscored
 from ramify.types.trajectory import Group
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError, OldNameWarning
+from ramify.errors import ConfigError, DeprecatedSettingNameWarning
 from ramify.logging import ComponentLogger
-from ramify.plugins import Registry
-from ramify.train.backends.mesh import MeshSizes
+from ramify.plugins import PluginRegistry
+from ramify.train.backends.mesh import DeviceMeshSizes
 from ramify.train.config_redaction import check_bounds, check_none_or_positive
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses.total_loss import LossSpec
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = ComponentLogger("train")
-BACKENDS = Registry(
+BACKENDS = PluginRegistry(
     "backend",
     "ramify.backends",
     {
@@ -179,12 +179,12 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.port is not None and self.port > 65535:
             raise ConfigError(f"compute.shard.port={self.port} must be at most 65535")
 
-    def mesh(self, num_ranks: int) -> MeshSizes:
+    def mesh(self, num_ranks: int) -> DeviceMeshSizes:
         """Return the sizes of the device mesh that ``num_ranks`` ranks form.
 
         Raises ConfigError if the number of ranks does not fit the options.
         """
-        return MeshSizes.from_rank_count(num_ranks, self.replicas, self.tensor, self.experts)
+        return DeviceMeshSizes.from_rank_count(num_ranks, self.replicas, self.tensor, self.experts)
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -226,12 +226,16 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         check_none_or_positive("compute", "the size that fits the device", **sizes)
         if self.backend == "fsdp2":
             _log.issue_python_warning(
-                "compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3
+                "compute.backend=fsdp2 is called fsdp here",
+                DeprecatedSettingNameWarning,
+                stacklevel=3,
             )
             msgspec.structs.force_setattr(self, "backend", "fsdp")
         if self.shard.compile and not self.compile:
             _log.issue_python_warning(
-                "compute.shard.compile is called compute.compile here", OldNameWarning, stacklevel=3
+                "compute.shard.compile is called compute.compile here",
+                DeprecatedSettingNameWarning,
+                stacklevel=3,
             )
             msgspec.structs.force_setattr(self, "compile", True)
 

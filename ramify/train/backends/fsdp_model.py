@@ -28,24 +28,24 @@ from torch import Tensor, nn
 
 from ramify.actors.rank_group import RankGroup
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import AdaptedMatrix, LazyFrozenWeight
+from ramify.inference.weight_sync.base import LazyFrozenWeight, LoraMatrix
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
 from ramify.models.weights import check_weights
 from ramify.train.backends import launch, sharded_checkpoint, sharded_lora
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.mesh import MeshSizes
+from ramify.train.backends.mesh import DeviceMeshSizes
 from ramify.train.backends.meta_model import build_meta_model
 from ramify.train.backends.rank import (
     ModelConfigText,
-    RankModelSpec,
+    ShardedModelSpec,
     distribute_batches,
     idle_batch,
     is_of_critic,
 )
 from ramify.train.backends.safetensors_export import export_model
 from ramify.train.backends.sharded_lora import AdapterSpec
-from ramify.train.backends.single import check_window
+from ramify.train.backends.single_device import check_window
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import total_loss as losses
 from ramify.train.losses.total_loss import LossSpec, LossTally
@@ -177,14 +177,14 @@ class FsdpBackend:
         packed = self._model.own.model(self._model.key).sharded.packed
         weights, optimizers = self._own_backend.trained_parameters_and_optimizer
         sharded_checkpoint.check_shapes_match(
-            folder, sharded_checkpoint.ShardedState(weights, optimizers, packed)
+            folder, sharded_checkpoint.ShardedTrainingState(weights, optimizers, packed)
         )
         if there["kind"] != here:
             raise ConfigError(
                 f"{folder} was saved with optim.kind={there['kind']}, but this run has {here}: "
                 "use the same"
             )
-        random = [sharded_checkpoint.RandomState(*each) for each in state["random"]]
+        random = [sharded_checkpoint.RankRandomStates(*each) for each in state["random"]]
         self._call("load", str(folder.resolve()), state["num_steps"], random)
         self._steps = state["num_steps"]
 
@@ -234,7 +234,7 @@ class FsdpBackend:
         return self._model.own.backend_of(self._model.key)
 
     @property
-    def _mesh(self) -> MeshSizes:
+    def _mesh(self) -> DeviceMeshSizes:
         return self._model.compute.shard.mesh(self._model.rank_group.size)
 
     def _call(
@@ -282,7 +282,7 @@ class FsdpModel:
         config, source, lora, compute, critic, holds_base = parts
         self.rank_group: RankGroup = ranks.rank_group
         self.own: Any = ranks.rank
-        """The ``RankModels`` of this process."""
+        """The ``RankModelShards`` of this process."""
         self.key = key
         self.config = config
         self.lora = lora
@@ -291,7 +291,7 @@ class FsdpModel:
         self.rank_group.call(
             "make",
             key,
-            RankModelSpec(
+            ShardedModelSpec(
                 ModelConfigText.from_config(config),
                 compute,
                 folder,
@@ -449,7 +449,7 @@ class FsdpModel:
         ((_, tensor),) = self._gather_tensors([name])
         return tensor
 
-    def _with_adapter(self, name: str) -> AdaptedMatrix:
+    def _with_adapter(self, name: str) -> LoraMatrix:
         assert self.lora is not None
 
         def pair() -> tuple[Tensor, Tensor]:
@@ -457,7 +457,7 @@ class FsdpModel:
             return a, b
 
         scale = self.lora.alpha / self.lora.rank
-        return AdaptedMatrix(partial(self._base_weight, name), pair, scale, torch.float32)
+        return LoraMatrix(partial(self._base_weight, name), pair, scale, torch.float32)
 
     def _base_weight(self, name: str) -> Tensor:
         """Return the weight ``name`` of the model without its adapters."""

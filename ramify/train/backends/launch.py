@@ -37,7 +37,7 @@ from ramify.actors.child_process import ChildProcess, ProcessHandle, pythonpath_
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket, read_ticket
 from ramify.actors.launcher import STOPPED_S, Launcher, RoleInstanceId
 from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
-from ramify.actors.run_channel import LOOPBACK, Channel, connect
+from ramify.actors.run_channel import LOOPBACK, AuthenticatedChannel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.logging import ComponentLogger, join_parent_run_log
 from ramify.train.backends.base import ShardSpec
@@ -163,7 +163,7 @@ class JoinedRanks(NamedTuple):
     rank_group: Any
     """A ``RankGroup``, through which rank 0 calls the other ranks."""
     rank: Any
-    """The ``RankModels`` of this process, rank 0."""
+    """The ``RankModelShards`` of this process, rank 0."""
     close: Callable[[], None]
     """Free the resources of the ranks' rendezvous: the key-value store and, with torchrun, the
     published address.
@@ -196,9 +196,9 @@ def start_ranks(
     start.
     """
     from ramify.actors.rank_group import RankGroup
-    from ramify.actors.rank_store import KeyValueStoreServer
-    from ramify.actors.rank_watch import RankConnection, RankProgress
-    from ramify.train.backends.rank import RankModels
+    from ramify.actors.rank_key_value_store import KeyValueStoreServer
+    from ramify.actors.rank_monitor import RankConnection, RankProgress
+    from ramify.train.backends.rank import RankModelShards
 
     size = check_ranks(shard, device, elsewhere=hosts is not None)
     world = RankInfo.of_environment()
@@ -230,7 +230,7 @@ def start_ranks(
         members = AuthenticatedGroupFactory(listener.key, is_local)
         local_rank = 0 if world is None else world.local_rank
         _join_process_group(store.store, 0, settings, members, local_rank)
-        own = RankModels(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
+        own = RankModelShards(0, size, _device(device, local_rank), shard.timeout_s, pulse, members)
     mesh = shard.mesh(size)
     connections = [
         RankConnection(
@@ -295,7 +295,9 @@ def serve_follower_rank(world: RankInfo) -> NoReturn:
         time.sleep(_POLL_S)
 
 
-def _run_follower(rank: int, local_rank: int | None, channels: Mapping[str, Channel]) -> NoReturn:
+def _run_follower(
+    rank: int, local_rank: int | None, channels: Mapping[str, AuthenticatedChannel]
+) -> NoReturn:
     """Join the process group, execute the commands of rank 0 until rank 0 ends, and exit.
 
     Raises EOFError or OSError if rank 0 ends before the group is complete.
@@ -303,19 +305,19 @@ def _run_follower(rank: int, local_rank: int | None, channels: Mapping[str, Chan
     import torch.distributed as dist
 
     from ramify.actors.rank_group import serve_rank_zero
-    from ramify.actors.rank_store import RankStoreClient
-    from ramify.actors.rank_watch import RankProgress
-    from ramify.train.backends.rank import RankModels
+    from ramify.actors.rank_key_value_store import KeyValueStoreClient
+    from ramify.actors.rank_monitor import RankProgress
+    from ramify.train.backends.rank import RankModelShards
 
     settings: RankSettings = channels["talk"].receive(RankSettings)
     local_rank = settings.local_rank if local_rank is None else local_rank
     join_parent_run_log(f"rank {rank}")
     members = AuthenticatedGroupFactory(channels["store"].key, settings.is_local)
-    store = RankStoreClient(channels["store"])  # torch does not keep it alive
+    store = KeyValueStoreClient(channels["store"])  # torch does not keep it alive
     _join_process_group(store, rank, settings, members, local_rank)
     pulse = RankProgress()
     device, timeout_s = _device(settings.device, local_rank), settings.timeout_s
-    own = RankModels(rank, settings.size, device, timeout_s, pulse, members)
+    own = RankModelShards(rank, settings.size, device, timeout_s, pulse, members)
     _log.info("rank_ready", f"rank {rank} of {settings.size} is ready", rank=rank)
     serve_rank_zero(own, pulse, channels["talk"], channels["watch"], rank, timeout_s)
     own.wait()
@@ -362,7 +364,7 @@ def _check_all_alive(processes: Sequence[ProcessHandle]) -> None:
 
 
 class _RankChannel(NamedTuple):
-    channel: Channel
+    channel: AuthenticatedChannel
     place: str
 
 
@@ -404,7 +406,7 @@ def _accept_ranks(
     return joined
 
 
-def _open_channels(ticket: ConnectBackTicket, rank: int) -> dict[str, Channel]:
+def _open_channels(ticket: ConnectBackTicket, rank: int) -> dict[str, AuthenticatedChannel]:
     """Open this rank's three connections to rank 0, and return them by kind."""
     place = f"process {os.getpid()} on {socket.gethostname()}"
     kinds: tuple[Literal["talk", "watch", "store"], ...] = ("talk", "watch", "store")

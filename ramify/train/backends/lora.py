@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ramify.errors import ConfigError
-from ramify.inference.weight_sync.base import AdaptedMatrix, merge_adapter
+from ramify.inference.weight_sync.base import LoraMatrix, merge_adapter
 
 _ORIGINAL = "parametrizations.weight.original"
 
@@ -100,7 +100,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def base_tensors_and_adapters(
     model: nn.Module,
-) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
+) -> Iterator[tuple[str, Tensor, LoraMatrix | None]]:
     """Yield the name of each weight, its tensor without the adapter, and a function that merges the
     adapter into the tensor.
 
@@ -118,10 +118,10 @@ def base_tensors_and_adapters(
             )
 
 
-def _adapted_matrix(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
+def _adapted_matrix(linear: nn.Module, base: Tensor) -> LoraMatrix:
     (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
     assert isinstance(adapter, LoraParametrization)
-    return AdaptedMatrix(
+    return LoraMatrix(
         base.detach,
         lambda: (adapter.A.detach(), adapter.B.detach()),
         adapter.scale,

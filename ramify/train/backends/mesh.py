@@ -35,7 +35,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 """Configuration keys under which different model families store their number of experts."""
 
 
-class MeshSizes(NamedTuple):
+class DeviceMeshSizes(NamedTuple):
     """The number of ranks along each axis of a device mesh."""
 
     replicas: int
@@ -44,7 +44,9 @@ class MeshSizes(NamedTuple):
     experts: int
 
     @classmethod
-    def from_rank_count(cls, num_ranks: int, replicas: int, tensor: int, experts: int) -> MeshSizes:
+    def from_rank_count(
+        cls, num_ranks: int, replicas: int, tensor: int, experts: int
+    ) -> DeviceMeshSizes:
         """Compute the sizes of a mesh of ``num_ranks`` ranks.
 
         The number of shards follows from the other sizes. Raises ConfigError if the ranks cannot
@@ -98,7 +100,7 @@ class MeshSizes(NamedTuple):
 
 def check_model(
     config: Any,
-    sizes: MeshSizes,
+    sizes: DeviceMeshSizes,
     tensor_plan: Mapping[str, str],
     expert_plan: Mapping[str, str],
 ) -> None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
-from ramify.actors.rank_watch import RankProgress
+from ramify.actors.rank_monitor import RankProgress
 from ramify.errors import ConfigError
 from ramify.models.load import Policy
 from ramify.models.stored_weights import stored_tensors
@@ -42,7 +42,7 @@ from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.meta_model import build_meta_model
 from ramify.train.backends.sharded_lora import AdapterSpec
 from ramify.train.backends.sharding import FsdpWeightSharding
-from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
+from ramify.train.backends.single_device import VALUE_HEAD, SingleBackend, value_head
 from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
 from ramify.train.losses.total_loss import LossSpec, LossTally, SerializableLossTally
 from ramify.types.training_sequences import Batch, Floats
@@ -85,7 +85,7 @@ class ModelConfigText(msgspec.Struct, frozen=True):
         return config
 
 
-class RankModelSpec(NamedTuple):
+class ShardedModelSpec(NamedTuple):
     """The specification of a model that all ranks create together.
 
     Each rank creates only its own shard.
@@ -108,7 +108,7 @@ class _Model:
 
     def __init__(
         self,
-        making: RankModelSpec,
+        making: ShardedModelSpec,
         config: Any,
         model: nn.Module,
         names: list[str],
@@ -134,7 +134,7 @@ class _Model:
         return self.single
 
 
-class RankModels:
+class RankModelShards:
     """The shards of all models on one rank, by name.
 
     Rank 0 calls the methods of this class on all ranks.
@@ -158,13 +158,13 @@ class RankModels:
         self._saving = members.create_group(
             lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), "cpu"
         )
-        self._pending: sharded_checkpoint.CheckpointWrite | None = None
+        self._pending: sharded_checkpoint.PendingCheckpointWrite | None = None
 
     def model(self, key: str) -> _Model:
         return self._models[key]
 
     @property
-    def pending_write(self) -> sharded_checkpoint.CheckpointWrite:
+    def pending_write(self) -> sharded_checkpoint.PendingCheckpointWrite:
         """The latest write of a checkpoint, which may still be in progress."""
         assert self._pending is not None
         return self._pending
@@ -175,7 +175,7 @@ class RankModels:
 
     # --- verbs: models
 
-    def make(self, key: str, making: RankModelSpec) -> None:
+    def make(self, key: str, making: ShardedModelSpec) -> None:
         """Create this rank's shard of a model.
 
         Without a folder of weights to read from, only the adapters and the value head are
@@ -346,7 +346,9 @@ class RankModels:
 
     # --- verbs: checkpoints
 
-    def save(self, key: str, folder: str, asynchronous: bool) -> sharded_checkpoint.RandomState:
+    def save(
+        self, key: str, folder: str, asynchronous: bool
+    ) -> sharded_checkpoint.RankRandomStates:
         """Write this rank's shard of a checkpoint, and return the rank's random state.
 
         If writing continues in the background, call ``wait`` before using the checkpoint.
@@ -354,7 +356,7 @@ class RankModels:
         self.wait()
         single = self.backend_of(key)
         weights, optimizers = single.trained_parameters_and_optimizer
-        trained = sharded_checkpoint.ShardedState(
+        trained = sharded_checkpoint.ShardedTrainingState(
             weights, optimizers, self._models[key].sharded.packed
         )
         self._pending = sharded_checkpoint.save(Path(folder), trained, self._saving, asynchronous)
@@ -370,12 +372,16 @@ class RankModels:
             pending.wait()
 
     def load(
-        self, key: str, folder: str, num_steps: int, random: list[sharded_checkpoint.RandomState]
+        self,
+        key: str,
+        folder: str,
+        num_steps: int,
+        random: list[sharded_checkpoint.RankRandomStates],
     ) -> None:
         self.wait()
         made = self._models[key]
         made.sharded.reshard()
-        trained = sharded_checkpoint.ShardedState(
+        trained = sharded_checkpoint.ShardedTrainingState(
             *made.backend.trained_parameters_and_optimizer, made.sharded.packed
         )
         sharded_checkpoint.load(Path(folder), trained, self._saving)

@@ -33,14 +33,14 @@ FOLDER = "shards"
 _WEIGHTS, _OPTIM = "weights", "optim"
 
 
-class RandomState(NamedTuple):
+class RankRandomStates(NamedTuple):
     """The states of one rank's random number generators."""
 
     cpu: Tensor
     cuda: Tensor | None
 
 
-class ShardedState(NamedTuple):
+class ShardedTrainingState(NamedTuple):
     """This rank's shard of a model's training state, as written to and read from checkpoints."""
 
     weights: Mapping[str, Any]
@@ -50,7 +50,7 @@ class ShardedState(NamedTuple):
     """Map each parameter that joins two matrices to the dimension along which they are joined."""
 
 
-class CheckpointWrite:
+class PendingCheckpointWrite:
     """A write of a checkpoint that may continue in the background."""
 
     def __init__(self, work: Callable[[], object], in_background: bool) -> None:
@@ -83,7 +83,9 @@ class CheckpointWrite:
             self._error = error
 
 
-def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -> CheckpointWrite:
+def save(
+    folder: Path, trained: ShardedTrainingState, group: Any, in_background: bool
+) -> PendingCheckpointWrite:
     """Write this rank's shard of a checkpoint.
 
     With ``in_background``, a copy of the current state is written while training continues.
@@ -94,13 +96,13 @@ def save(folder: Path, trained: ShardedState, group: Any, in_background: bool) -
             kind: {name: _copy_to_cpu(each) for name, each in part.items()}
             for kind, part in state.items()
         }
-    return CheckpointWrite(
+    return PendingCheckpointWrite(
         lambda: write_shards(state, checkpoint_id=folder / FOLDER, process_group=group),
         in_background,
     )
 
 
-def load(folder: Path, trained: ShardedState, group: Any) -> None:
+def load(folder: Path, trained: ShardedTrainingState, group: Any) -> None:
     """Read this rank's shard of a checkpoint into the weights and the optimizer.
 
     Call ``check_shapes_match`` first to make sure that the checkpoint fits.
@@ -153,7 +155,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_shapes_match(folder: Path, trained: ShardedState) -> None:
+def check_shapes_match(folder: Path, trained: ShardedTrainingState) -> None:
     """Raise ConfigError if the weights in a checkpoint and those in ``trained`` differ in names or
     shapes.
 
@@ -179,13 +181,13 @@ def check_shapes_match(folder: Path, trained: ShardedState) -> None:
             )
 
 
-def torch_random_state(device: torch.device) -> RandomState:
-    return RandomState(
+def torch_random_state(device: torch.device) -> RankRandomStates:
+    return RankRandomStates(
         torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     )
 
 
-def set_random_state(device: torch.device, state: RandomState) -> None:
+def set_random_state(device: torch.device, state: RankRandomStates) -> None:
     torch.set_rng_state(state.cpu)
     if state.cuda is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state.cuda, device)
@@ -204,7 +206,9 @@ def _moments(
 
 
 def _state(
-    trained: ShardedState, weights: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]
+    trained: ShardedTrainingState,
+    weights: Mapping[str, Any],
+    moments: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, dict[str, Any]]:
     stored: dict[str, dict[str, Any]] = {_WEIGHTS: {}, _OPTIM: {}}
     for name, weight in weights.items():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
-from ramify.install_command import install_command
+from ramify.pip_install_command import install_command
 from ramify.train.backends.lora import is_adapter_target
 
 _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"

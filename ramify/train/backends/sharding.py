@@ -12,8 +12,8 @@ The model is created on the meta device, so that no rank ever holds all of its w
                                v                 summed along rows, then over replicas
 
 Gradients are sums over ranks, not means: losses are already divided by the counts of the whole
-step. What is computed with the weights is in ``single.py``, and ``rank_group.py`` calls it. Mixed
-precision, offloading and NCCL need GPUs; gloo on CPUs uses the same calls.
+step. What is computed with the weights is in ``single_device.py``, and ``rank_group.py`` calls it.
+Mixed precision, offloading and NCCL need GPUs; gloo on CPUs uses the same calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from ramify.train.backends.activation_memory import layers_of
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.optimizers import Muon, orthogonalize, sum_of_squares
-from ramify.train.backends.single import VALUE_HEAD
+from ramify.train.backends.single_device import VALUE_HEAD
 from ramify.train.backends.tensor_parallel import RankMesh, TensorParallelPlan
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ramify.actors.rank_group_authentication import AuthenticatedGroupFactory
 from ramify.errors import ConfigError
 from ramify.train.backends.base import ShardSpec
-from ramify.train.backends.mesh import MeshSizes, check_model
+from ramify.train.backends.mesh import DeviceMeshSizes, check_model
 from ramify.train.backends.sharded_lora import AdapterSpec, target_module_names
 
 _PARTIAL = "replicated_with_grad_allreduce"
@@ -50,7 +50,7 @@ class TensorParallelPlan(NamedTuple):
     """
 
     @classmethod
-    def from_model(cls, model: Any, sizes: MeshSizes, shard: ShardSpec) -> TensorParallelPlan:
+    def from_model(cls, model: Any, sizes: DeviceMeshSizes, shard: ShardSpec) -> TensorParallelPlan:
         """Return the plan for a ``transformers`` model.
 
         It consists of the rules that the model's class defines and of the recipe's additional
@@ -136,7 +136,9 @@ class RankMesh:
     Layers and experts divide the same ranks along different axes.
     """
 
-    def __init__(self, device: str, sizes: MeshSizes, members: AuthenticatedGroupFactory) -> None:
+    def __init__(
+        self, device: str, sizes: DeviceMeshSizes, members: AuthenticatedGroupFactory
+    ) -> None:
         """Create the process groups of the mesh for devices of the kind ``device``.
 
         All ranks must do so at the same time, through ``members``.

@@ -30,7 +30,7 @@ from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import KEY, KEY_FILE, run_key_from_environment
 from ramify.errors import ConfigError, TrainError
 from ramify.store.durable_files import make_folder
-from ramify.store.store import default_root
+from ramify.store.folder_store import default_root
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"

@@ -26,7 +26,7 @@ from ramify.train.backends.lora import (
     has_adapters,
     merged_weights,
 )
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.backends.torchrun_rendezvous import RankInfo
 from ramify.train.data.pack import PackingSpec
 from ramify.train.losses import CriticOnlyLoss

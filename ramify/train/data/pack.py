@@ -32,10 +32,10 @@ import numpy.typing as npt
 
 from ramify.train.data.prefix_forest import (
     BatchBuilder,
-    Forest,
-    ForestNode,
     NodeComputationCounts,
-    PackableTree,
+    PackablePrefixTree,
+    PrefixForest,
+    PrefixForestNode,
     forest,
     loss_token_indices,
 )
@@ -196,7 +196,7 @@ def packing_statistics(batches: Many[Batch], sequences: Many[TokenSequence]) -> 
 class _Tree(NamedTuple):
     """One tree of the prefix forest, not yet cut to the size of a batch."""
 
-    stretches: list[ForestNode]
+    stretches: list[PrefixForestNode]
     """The tree's nodes, each a stretch of tokens, in preorder. A node's ``sequence`` is an index
     into the list of sequences that carry loss.
     """
@@ -204,7 +204,7 @@ class _Tree(NamedTuple):
     """Pairs of a sequence and the stretch in which it ends, in preorder."""
 
 
-def _build_shared_trees(radix_forest: Forest, packing: PackingSpec) -> list[_Tree]:
+def _build_shared_trees(radix_forest: PrefixForest, packing: PackingSpec) -> list[_Tree]:
     """Return the trees of the prefix forest, in which only those prefixes are shared for which
     sharing saves computation.
 
@@ -235,7 +235,7 @@ def _build_shared_trees(radix_forest: Forest, packing: PackingSpec) -> list[_Tre
 
 
 def _split_trees(
-    radix_forest: Forest, keeps: list[bool], owner: list[int], begin: list[int]
+    radix_forest: PrefixForest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
     """Split the forest where nodes are not shared.
 
@@ -256,7 +256,7 @@ def _split_trees(
             tree, parent = place[owner[index]]
         place[index] = (tree, len(trees[tree].stretches))
         trees[tree].stretches.append(
-            ForestNode(begin[index], node.end, parent, node.sequence, index)
+            PrefixForestNode(begin[index], node.end, parent, node.sequence, index)
         )
     first = _first_kept(radix_forest, keeps)
     for sequence in sorted(
@@ -267,7 +267,7 @@ def _split_trees(
     return trees
 
 
-def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
+def _first_kept(radix_forest: PrefixForest, keeps: list[bool]) -> list[int]:
     """For each node, return the first node at or below it that is marked in ``keeps``.
 
     The tokens of a node without a mark are repeated in the nodes below it. A node without children
@@ -284,7 +284,9 @@ def _first_kept(radix_forest: Forest, keeps: list[bool]) -> list[int]:
 # --- cutting and balancing
 
 
-def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list[PackableTree]:
+def _pieces(
+    trees: list[_Tree], units: list[Unit], packing: PackingSpec
+) -> list[PackablePrefixTree]:
     """Cut all trees into pieces that fit into a batch.
 
     ``units`` holds a key for each sequence. Sequences with the same key stay in one piece, even if
@@ -294,8 +296,8 @@ def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list
         unit for tree in trees for unit in {units[sequence] for sequence, _ in tree.leaves}
     )
     spread = {unit for unit, num in num_trees.items() if num > 1}
-    pieces: list[PackableTree] = []
-    parts: dict[Unit, list[PackableTree]] = {unit: [] for unit in units if unit in spread}
+    pieces: list[PackablePrefixTree] = []
+    parts: dict[Unit, list[PackablePrefixTree]] = {unit: [] for unit in units if unit in spread}
     for tree in trees:
         leaves: dict[Unit, list[tuple[int, int]]] = {}
         for sequence, leaf in tree.leaves:
@@ -308,13 +310,13 @@ def _pieces(trees: list[_Tree], units: list[Unit], packing: PackingSpec) -> list
 
 def _cut(
     tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec
-) -> list[PackableTree]:
+) -> list[PackablePrefixTree]:
     """Cut a tree into pieces of at most ``max_tokens`` tokens.
 
     Each of ``units`` is a group of sequences that must stay together. A piece takes whole groups
     while they fit. A group that exceeds the limit becomes a separate piece.
     """
-    pieces: list[PackableTree] = []
+    pieces: list[PackablePrefixTree] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
     size = 0
@@ -344,9 +346,9 @@ def _missing_nodes(
     return missing, sum(tree.stretches[each].end - tree.stretches[each].begin for each in missing)
 
 
-def _side_by_side(pieces: list[PackableTree]) -> PackableTree:
+def _side_by_side(pieces: list[PackablePrefixTree]) -> PackablePrefixTree:
     """Combine pieces of different trees into one piece without sharing any tokens between them."""
-    stretches: list[ForestNode] = []
+    stretches: list[PrefixForestNode] = []
     leaves: list[tuple[int, int]] = []
     for piece in pieces:
         first = len(stretches)
@@ -356,12 +358,12 @@ def _side_by_side(pieces: list[PackableTree]) -> PackableTree:
         ]
         leaves += [(sequence, leaf + first) for sequence, leaf in piece.leaves]
     num_tokens, cost = sum(each.num_tokens for each in pieces), sum(each.cost for each in pieces)
-    return PackableTree(stretches, leaves, num_tokens, cost)
+    return PackablePrefixTree(stretches, leaves, num_tokens, cost)
 
 
 def _extract_piece(
     tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: PackingCostModel
-) -> PackableTree:
+) -> PackablePrefixTree:
     """Return a part of ``tree`` as a separate tree, with the nodes whose indices are in
     ``present``.
 
@@ -381,7 +383,7 @@ def _extract_piece(
             begin[index], parent[index] = begin[stretch.parent], parent[stretch.parent]
             absorbed[stretch.parent] = index
     rank: dict[int, int] = {-1: -1}
-    stretches: list[ForestNode] = []
+    stretches: list[PrefixForestNode] = []
     for index in order:
         if index not in absorbed:
             rank[index] = len(stretches)
@@ -392,14 +394,14 @@ def _extract_piece(
             rank[index] = rank[absorbed[index]]
     num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
     total = sum(cost.cost(stretch.begin, stretch.end) for stretch in stretches)
-    return PackableTree(
+    return PackablePrefixTree(
         stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total
     )
 
 
 def _balance_batches(
-    pieces: list[PackableTree], fill_tokens: int, multiple: int
-) -> list[list[PackableTree]]:
+    pieces: list[PackablePrefixTree], fill_tokens: int, multiple: int
+) -> list[list[PackablePrefixTree]]:
     """Distribute pieces over batches of about equal cost.
 
     A batch has at most ``fill_tokens`` tokens, unless a single piece is larger. The most expensive
@@ -408,7 +410,7 @@ def _balance_batches(
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple
-    bins: list[list[PackableTree]] = [[] for _ in range(num_bins)]
+    bins: list[list[PackablePrefixTree]] = [[] for _ in range(num_bins)]
     sizes = [0] * num_bins
     heap = [(0.0, bin) for bin in range(num_bins)]
     for index in order:

@@ -38,13 +38,13 @@ from ramify.types.training_sequences import (
     Batch,
     Floats,
     Ints,
+    PackedTokenSegment,
     SamplingMask,
-    Segment,
     TokenSequence,
 )
 
 
-class ForestNode(NamedTuple):
+class PrefixForestNode(NamedTuple):
     """A node of a prefix tree: a stretch of tokens that the same sequences have in common.
 
     It covers positions ``begin`` to ``end`` (exclusive), counted from the root.
@@ -62,13 +62,13 @@ class ForestNode(NamedTuple):
     """
 
 
-class Forest(NamedTuple):
+class PrefixForest(NamedTuple):
     """The prefix trees of a set of token sequences.
 
     Each shared prefix is stored once.
     """
 
-    nodes: list[ForestNode]
+    nodes: list[PrefixForestNode]
     """All nodes in preorder."""
     leaves: list[int]
     """The node in which each sequence ends, by index of the sequence."""
@@ -80,7 +80,7 @@ class Forest(NamedTuple):
         return sum(node.end - node.begin for node in self.nodes)
 
 
-def forest(sequences: Many[TokenSequence]) -> Forest:
+def forest(sequences: Many[TokenSequence]) -> PrefixForest:
     """Build the prefix trees of ``sequences``.
 
     No sequence may be empty.
@@ -95,7 +95,7 @@ def forest(sequences: Many[TokenSequence]) -> Forest:
         shared = 0 if before is None else _common_prefix_length(before, ids)
         ends[index] = growing.add(index, shared, len(ids))
         before = ids
-    return Forest(*growing.grown(ends), order)
+    return PrefixForest(*growing.grown(ends), order)
 
 
 class NodeComputationCounts:
@@ -104,7 +104,7 @@ class NodeComputationCounts:
     A shared prefix is computed again in each batch that needs it.
     """
 
-    def __init__(self, radix_forest: Forest, stretches: Many[ForestNode]) -> None:
+    def __init__(self, radix_forest: PrefixForest, stretches: Many[PrefixForestNode]) -> None:
         """Count how often each node of the prefix trees is computed.
 
         Each of ``stretches`` covers a chain of whole nodes, and its ``last`` is the index of the
@@ -116,7 +116,7 @@ class NodeComputationCounts:
             for node in self._nodes_in_stretch(stretch):
                 self._num[node] += 1
 
-    def inverse_computation_counts(self, stretch: ForestNode) -> Floats:
+    def inverse_computation_counts(self, stretch: PrefixForestNode) -> Floats:
         """Return a weight for each of the n tokens in ``stretch``.
 
         A token that is computed c times in the step has weight 1 / c, so that copies do not count
@@ -127,7 +127,7 @@ class NodeComputationCounts:
         weights = np.array([1 / self._num[node] for node in within], np.float32)
         return weights.repeat(sizes)
 
-    def _nodes_in_stretch(self, stretch: ForestNode) -> list[int]:
+    def _nodes_in_stretch(self, stretch: PrefixForestNode) -> list[int]:
         """Return the indices of the nodes that ``stretch`` covers, from the last to the first."""
         found, node = [stretch.last], self._nodes[stretch.last]
         while node.begin > stretch.begin:
@@ -164,7 +164,7 @@ class _GrowingForest:
             )
         return self.path[-1]
 
-    def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
+    def grown(self, ends: list[int]) -> tuple[list[PrefixForestNode], list[int]]:
         """Return the finished nodes in preorder, with children ordered by token ids.
 
         Also returns ``ends`` with each node replaced by its new index. The internal lists are not
@@ -175,14 +175,14 @@ class _GrowingForest:
         for node, parent in enumerate(self.parent):
             (roots if parent < 0 else children[parent]).append(node)
         rank = [-1] * len(self.begin)
-        nodes: list[ForestNode] = []
+        nodes: list[PrefixForestNode] = []
         stack = roots[::-1]
         while stack:
             node = stack.pop()
             rank[node] = len(nodes)
             parent = self.parent[node]
             nodes.append(
-                ForestNode(
+                PrefixForestNode(
                     self.begin[node],
                     self.end[node],
                     rank[parent] if parent >= 0 else -1,
@@ -221,13 +221,13 @@ COMPONENTS = ("rl", "ce", "kd")
 """Names of the components of a loss. Each has an array of weights in a batch."""
 
 
-class PackableTree(NamedTuple):
+class PackablePrefixTree(NamedTuple):
     """A prefix tree that goes into one batch as a whole.
 
     It may be a piece of a larger tree, together with the path from the root to that piece.
     """
 
-    stretches: list[ForestNode]
+    stretches: list[PrefixForestNode]
     """The stretches in preorder. The ``sequence`` of each is an index among the sequences that
     carry loss."""
     leaves: list[tuple[int, int]]
@@ -278,9 +278,9 @@ class BatchBuilder:
         routes = [sequence.routes for sequence in chosen if sequence.routes is not None]
         self._route_size = max((each.shape[1] for each in routes), default=0)
 
-    def batch(self, pieces: Iterable[PackableTree], copies: NodeComputationCounts) -> Batch:
+    def batch(self, pieces: Iterable[PackablePrefixTree], copies: NodeComputationCounts) -> Batch:
         columns = _Columns()
-        segments: list[Segment] = []
+        segments: list[PackedTokenSegment] = []
         present: dict[int, str] = {}
         end = 0
         for piece in pieces:
@@ -295,7 +295,7 @@ class BatchBuilder:
                     token_weights=copies.inverse_computation_counts(stretch),
                 )
                 segments.append(
-                    Segment(
+                    PackedTokenSegment(
                         end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1
                     )
                 )
@@ -338,7 +338,9 @@ class BatchBuilder:
         if self._has_kept:
             columns.add_kept(sequence.kept, tokens, plain)
 
-    def _batch(self, columns: _Columns, segments: list[Segment], present: dict[int, str]) -> Batch:
+    def _batch(
+        self, columns: _Columns, segments: list[PackedTokenSegment], present: dict[int, str]
+    ) -> Batch:
         names = ("advantages", "sampler_logprobs", "temperature", *self._denominators, *self._named)
         return Batch(
             token_ids=columns.whole("token_ids"),
@@ -394,7 +396,9 @@ class _Columns:
         )
 
 
-def _position_map(piece: PackableTree, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
+def _position_map(
+    piece: PackablePrefixTree, leaf: int, segments: list[PackedTokenSegment]
+) -> tuple[Ints, Ints]:
     """Map positions in a sequence to positions in the batch, given the last node of its path
     (``leaf``).
 

@@ -27,13 +27,13 @@ import msgspec
 import numpy as np
 
 from ramify.clients.base import Tool
-from ramify.engine.scaffold import Scaffold
+from ramify.engine.prompt_scaffold import Scaffold
 from ramify.errors import ConfigError, did_you_mean
-from ramify.evaluate.run import read_evaluation
-from ramify.plugins import Registry
+from ramify.evaluate.run_evaluation import read_evaluation
+from ramify.plugins import PluginRegistry
 from ramify.store.durable_files import EVALUATIONS
+from ramify.store.folder_store import Store
 from ramify.store.reviews import read_reviews
-from ramify.store.store import Store
 from ramify.tasks.base import DemonstrationPromptFormat, Task
 from ramify.train.data.tokenization_cache import TokenizedCallCache
 from ramify.types.message import Message, Reply
@@ -331,7 +331,7 @@ def rows_by_step(
     return [step for step in steps if step]
 
 
-DEMOS = Registry(
+DEMOS = PluginRegistry(
     "demos", "ramify.demos", {"ledger": "ramify.train.data.sft_data:ledger_task_demos"}
 )
 """Map the name of each source of demonstrations to its function (task, num, seed, scaffold,

@@ -7,12 +7,12 @@ register one:
     class Mine(BaseLossFormula, frozen=True, kw_only=True, tag="mine"): …
 """
 
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 from ramify.train.losses.base import BaseLossFormula, PolicyLoss, PolicyLossInputs, importance_ratio
 from ramify.train.losses.cispo import Cispo
-from ramify.train.losses.cov import ClipCov, KlCov
+from ramify.train.losses.covariance_losses import ClipCov, KlCov
 from ramify.train.losses.critic import CriticOnlyLoss
-from ramify.train.losses.decoupled import Decoupled, DecoupledGspo, ProxApprox
+from ramify.train.losses.decoupled_ppo import Decoupled, DecoupledGspo, ProxApprox
 from ramify.train.losses.dppo import DppoCapped, DppoKl, DppoTv
 from ramify.train.losses.gmpo import Gmpo
 from ramify.train.losses.gspo import Gspo
@@ -20,7 +20,7 @@ from ramify.train.losses.importance_sampling import ImportanceSampling
 from ramify.train.losses.masked_importance_sampling import RolloutIs
 from ramify.train.losses.ppo_clip import DualClip, PpoClip
 from ramify.train.losses.sapo import Sapo
-from ramify.train.losses.sequence_clip import SequenceClip
+from ramify.train.losses.sequence_ratio_clip import SequenceClip
 
 __all__ = [
     "POLICY_LOSSES",
@@ -49,7 +49,7 @@ __all__ = [
     "importance_ratio",
 ]
 
-POLICY_LOSSES = Registry(
+POLICY_LOSSES = PluginRegistry(
     "policy loss",
     "ramify.policy_losses",
     {

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 from ramify.train.losses.base import BaseLossFormula, PolicyLossInputs, importance_ratio
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Opsm(BaseLossFormula, frozen=True, kw_only=True, tag="opsm"):
         return (~(left & (tokens.advantages < 0))).to(tokens.now.dtype)
 
 
-CORRECTIONS = Registry(
+CORRECTIONS = PluginRegistry(
     "correction",
     "ramify.corrections",
     {

@@ -12,7 +12,7 @@ was cut into batches, packed or ordered. This module defines the loss of each en
 that are measured. Values that depend on the whole step are computed before training on any of its
 batches, and added to the batch:
 
-    choose        tokens that some losses treat differently (``cov.py``), selected
+    choose        tokens that some losses treat differently (``covariance_losses.py``), selected
                   by means over the whole step and by random numbers keyed by sequence and
                   position, so that the cut and the order of the step do not matter
     sequence_index_of_entries
@@ -66,7 +66,7 @@ from ramify.types.training_sequences import Batch, Floats, Ints, SequenceUnit, s
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ramify.models.routing import ExpertLoad
+    from ramify.models.moe_routing import ExpertLoad
 
 KlKind = Literal["k1", "k2", "k3", "k3+"]
 Old = Literal["auto", "pass", "now", "sampler"]
@@ -461,10 +461,10 @@ class LossTally:
         for name, value in other.maxima.items():
             self._update_maximum(name, value)
         if other.experts is not None:
-            from ramify.models.routing import ExpertLoad, RoutedCounts
+            from ramify.models.moe_routing import ExpertLoad, ExpertRoutingCounts
 
             counts, weight = other.experts
-            self.add_experts(ExpertLoad(RoutedCounts(*counts), weight))
+            self.add_experts(ExpertLoad(ExpertRoutingCounts(*counts), weight))
 
     def _update_maximum(self, name: str, value: Tensor | float) -> None:
         """Update the recorded maximum of a metric with ``value``.

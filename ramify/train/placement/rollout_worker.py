@@ -27,20 +27,20 @@ from typing import Any
 import msgspec
 
 from ramify.actors.connect_back import connect_back, start_heartbeat_thread
-from ramify.actors.run_channel import Channel
+from ramify.actors.run_channel import AuthenticatedChannel
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError
 from ramify.inference.http.inference_spec import InferenceSpec
-from ramify.log_outputs import ForwardedLogRecord, ForwardingLogHandler
+from ramify.log_handlers import ForwardedLogRecord, ForwardingLogHandler
 from ramify.logging import attach_handler
-from ramify.sandbox.base import AnySandboxSpec, SharedContext, provider_spec
-from ramify.sandbox.guest.frames import pack_value, unpack_value
-from ramify.sandbox.guest.values import CodecError
+from ramify.sandbox.base import AnySandboxSpec, SharedContextValue, provider_spec
+from ramify.sandbox.guest.message_frames import pack_value, unpack_value
+from ramify.sandbox.guest.value_encoding import ValueEncodingError
 from ramify.tasks.base import Item, task_of
 from ramify.tasks.batch_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
-from ramify.train.depth_models import DepthModels, DepthSpec, FrozenModelBudget
+from ramify.train.call_depth_models import DepthSpec, FrozenModelBudget, ModelsByCallDepth
 from ramify.types.message import Message
 
 
@@ -98,13 +98,13 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
         Raises ConfigError if it has a value that cannot be sent to a session either.
         """
         values = {name: getattr(item, name) for name in _VALUES}
-        if isinstance(item.context, SharedContext):
+        if isinstance(item.context, SharedContextValue):
             values["context"] = item.context.value
         values["metadata"] = dict(item.metadata)
         values["messages"] = msgspec.to_builtins(item.messages)
         try:
             parts, _ = pack_value(values)
-        except CodecError as error:
+        except ValueEncodingError as error:
             raise ConfigError(
                 f"the item {item.id or item.question[:40]!r} cannot be sent to a rollout worker: "
                 f"{error}"
@@ -139,18 +139,22 @@ class AvailableEnginesMessage(msgspec.Struct, frozen=True, tag="AvailableEngines
     urls: tuple[str, ...]
 
 
-class CancelRollout(msgspec.Struct, frozen=True, tag=True):
+class CancelRolloutMessage(msgspec.Struct, frozen=True, tag="CancelRollout"):
     """A message that cancels a requested rollout whose result is no longer needed."""
 
     id: int
 
 
-class EndWorker(msgspec.Struct, frozen=True, tag=True):
+class EndWorkerMessage(msgspec.Struct, frozen=True, tag="EndWorker"):
     """The last message to a worker, which then exits."""
 
 
 RunMessage = (
-    RolloutWorkerSpec | RolloutRequest | AvailableEnginesMessage | CancelRollout | EndWorker
+    RolloutWorkerSpec
+    | RolloutRequest
+    | AvailableEnginesMessage
+    | CancelRolloutMessage
+    | EndWorkerMessage
 )
 
 
@@ -186,7 +190,7 @@ def main() -> None:
 
 
 class _RolloutWorker:
-    def __init__(self, channel: Channel, spec: RolloutWorkerSpec) -> None:
+    def __init__(self, channel: AuthenticatedChannel, spec: RolloutWorkerSpec) -> None:
         self._channel = channel
         self._spec = spec
         self._is_ended = threading.Event()
@@ -204,17 +208,17 @@ class _RolloutWorker:
 
         import torch
 
+        from ramify.engine.prompt_scaffold import scaffold_of
         from ramify.engine.rlm import RLM
-        from ramify.engine.scaffold import scaffold_of
-        from ramify.inference.http.http_engines import HttpEngines
+        from ramify.inference.http.http_engines import HttpEngineClient
         from ramify.models.load import load_policy
-        from ramify.train.selfcheck import TokenIdHashingClient
+        from ramify.train.engine_consistency_checks import TokenIdHashingClient
 
         torch.set_num_threads(1)
         policy = load_policy(
             spec.checkpoint, getattr(torch, spec.dtype), "meta", thinking=spec.thinking
         )
-        self._engines = HttpEngines(policy, spec.inference, name=spec.name)
+        self._engines = HttpEngineClient(policy, spec.inference, name=spec.name)
         await self._engines.start(
             Path(),
             lambda folder: None,
@@ -222,7 +226,7 @@ class _RolloutWorker:
         )
         self._client = TokenIdHashingClient(self._engines)
         self._rlm = RLM(
-            DepthModels(spec.depths, FrozenModelBudget(), self._client).clients,
+            ModelsByCallDepth(spec.depths, FrozenModelBudget(), self._client).clients,
             limits=spec.limits,
             scaffold=scaffold_of(spec.scaffold),
             sandbox=spec.sandbox,
@@ -245,21 +249,23 @@ class _RolloutWorker:
         requests: asyncio.Queue[RunMessage] = asyncio.Queue()
 
         def read() -> None:
-            request: RunMessage = EndWorker()
+            request: RunMessage = EndWorkerMessage()
             with contextlib.suppress(EOFError, OSError):
-                while not isinstance(request := self._channel.receive(RunMessage), EndWorker):
+                while not isinstance(
+                    request := self._channel.receive(RunMessage), EndWorkerMessage
+                ):
                     loop.call_soon_threadsafe(requests.put_nowait, request)
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(requests.put_nowait, EndWorker())
+                loop.call_soon_threadsafe(requests.put_nowait, EndWorkerMessage())
 
         threading.Thread(target=read, daemon=True, name="ramify rollout worker").start()
-        while not isinstance(request := await requests.get(), EndWorker):
+        while not isinstance(request := await requests.get(), EndWorkerMessage):
             match request:
                 case RolloutRequest():
                     self._rollouts[request.id] = asyncio.create_task(self._run_rollout(request))
                 case AvailableEnginesMessage():
                     self._engines.set_usable_urls(request.urls)
-                case CancelRollout():
+                case CancelRolloutMessage():
                     if task := self._rollouts.get(request.id):
                         task.cancel()
 

@@ -35,17 +35,17 @@ from ramify.actors.child_process import ProcessHandle, pythonpath_environment, w
 from ramify.actors.connect_back import ConnectBackListener, MissedHeartbeatDetector
 from ramify.actors.launcher import Launcher, RoleInstanceId
 from ramify.actors.restarts import ProcessRestartLimiter, cancel_all, retry_until_started
-from ramify.actors.run_channel import Channel
+from ramify.actors.run_channel import AuthenticatedChannel
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
-from ramify.log_outputs import ForwardedLogRecord
+from ramify.log_handlers import ForwardedLogRecord
 from ramify.logging import ComponentLogger
 from ramify.tasks.base import Item
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.placement.rollout_worker import (
     AvailableEnginesMessage,
-    CancelRollout,
-    EndWorker,
+    CancelRolloutMessage,
+    EndWorkerMessage,
     RolloutRequest,
     RolloutWorkerSpec,
     RunMessage,
@@ -55,7 +55,7 @@ from ramify.train.placement.rollout_worker import (
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from ramify.inference.http.http_engines import HttpEngines  # it imports PyTorch
+    from ramify.inference.http.http_engines import HttpEngineClient  # it imports PyTorch
 
 _log = ComponentLogger("train")
 _END_S = 10.0
@@ -72,7 +72,7 @@ class _Worker:
     sampling."""
 
     def __init__(
-        self, number: int, process: ProcessHandle, channel: Channel, heartbeat_s: float
+        self, number: int, process: ProcessHandle, channel: AuthenticatedChannel, heartbeat_s: float
     ) -> None:
         self.heartbeats = MissedHeartbeatDetector(heartbeat_s, _LOOK_S)
         self.number = number
@@ -97,7 +97,7 @@ class _Worker:
             while True:
                 message = self._outbox.get()
                 self.channel.send(message)
-                if isinstance(message, EndWorker):
+                if isinstance(message, EndWorkerMessage):
                     return
 
 
@@ -113,7 +113,7 @@ class RolloutWorkers:
         num: int,
         spec: RolloutWorkerSpec,
         out: Path,
-        engines: HttpEngines,
+        engines: HttpEngineClient,
         *,
         seen: Callable[[Sequence[int]], None],
         start_s: float = 120.0,
@@ -185,7 +185,7 @@ class RolloutWorkers:
             if future.cancelled():
                 for worker in self._alive:
                     if worker.requests.pop(request.id, None) is not None:
-                        worker.send(CancelRollout(request.id))
+                        worker.send(CancelRolloutMessage(request.id))
 
     async def close(self) -> None:
         """End all workers.
@@ -197,7 +197,7 @@ class RolloutWorkers:
         await cancel_all(tasks)
         workers, self._alive = self._alive, []
         for worker in workers:
-            worker.send(EndWorker())
+            worker.send(EndWorkerMessage())
         processes, self._processes = list(self._processes.values()), {}
         await asyncio.to_thread(wait_then_kill, processes, _END_S)
         for worker in workers:
@@ -229,7 +229,7 @@ class RolloutWorkers:
             async with asyncio.timeout(self._start_s):
                 await ready
         except TimeoutError:
-            worker.send(EndWorker())
+            worker.send(EndWorkerMessage())
             raise ConfigError(
                 f"rollout worker {number} ({worker.process.where}) did not start within "
                 f"{self._start_s:g} s"
@@ -387,7 +387,7 @@ class RolloutWorkers:
         if self._is_closing or worker not in self._alive:
             return
         self._alive.remove(worker)
-        worker.send(EndWorker())
+        worker.send(EndWorkerMessage())
         worker.channel.close()
         self._reasons.append(why)
         is_restarted = self._restarts.record_loss(

@@ -23,15 +23,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ramify.tasks.mixture import item_part_name
-from ramify.train.metrics import GROUPS, GroupRecord
-from ramify.types.trajectory import GroupFate
+from ramify.train.metrics import GROUPS, RolloutGroupRecord
+from ramify.types.trajectory import RolloutGroupOutcome
 
 _LATEST = 20
 """Number of recent groups that decide whether a part of the mixture is settled, i.e. gives no
 training signal.
 """
 _NEARLY_ALL = 0.9
-_DECIDED = (GroupFate.LEARNT, GroupFate.NO_SIGNAL)
+_DECIDED = (RolloutGroupOutcome.LEARNT, RolloutGroupOutcome.NO_SIGNAL)
 
 
 class DifficultyPool:
@@ -52,9 +52,9 @@ class DifficultyPool:
         self._folder = folder
         self._seed = seed
         self._has_parts = has_parts
-        self._items: dict[str, GroupFate] = {}
+        self._items: dict[str, RolloutGroupOutcome] = {}
         """Outcome of the latest group of each item, by item id."""
-        self._parts: dict[str, deque[GroupFate]] = {}
+        self._parts: dict[str, deque[RolloutGroupOutcome]] = {}
         """Outcomes of the latest groups of each task in the mixture, by name."""
 
     def load(self) -> None:
@@ -63,7 +63,7 @@ class DifficultyPool:
         self._parts = defaultdict(lambda: deque(maxlen=_LATEST))
         self.record_outcomes(GROUPS.read(self._folder))
 
-    def record_outcomes(self, records: Iterable[GroupRecord]) -> None:
+    def record_outcomes(self, records: Iterable[RolloutGroupRecord]) -> None:
         """Record the outcomes of groups, in the order in which they occurred."""
         for record in records:
             if record.outcome in _DECIDED:
@@ -83,9 +83,9 @@ class DifficultyPool:
 
         Either its latest group had none, or nearly all of the latest groups of its task had none.
         """
-        if self._items.get(item) is GroupFate.NO_SIGNAL:
+        if self._items.get(item) is RolloutGroupOutcome.NO_SIGNAL:
             return True
         latest = self._parts.get(item_part_name(item), ()) if self._has_parts else ()
         if len(latest) < _LATEST:
             return False
-        return latest.count(GroupFate.NO_SIGNAL) >= _NEARLY_ALL * len(latest)
+        return latest.count(RolloutGroupOutcome.NO_SIGNAL) >= _NEARLY_ALL * len(latest)

@@ -48,15 +48,15 @@ from ramify.errors import ConfigError
 from ramify.progress import ProgressReporter, report_progress
 from ramify.tasks.base import Item
 from ramify.train.config_redaction import check_bounds, check_none_or_positive
-from ramify.train.metrics import GroupRecord, group_record
+from ramify.train.metrics import RolloutGroupRecord, group_record
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.rollouter import (
-    GroupInProgress,
     RolloutAttempt,
     Rollouter,
+    RolloutGroupInProgress,
     close_attempts,
 )
-from ramify.types.trajectory import Group, GroupFate
+from ramify.types.trajectory import Group, RolloutGroupOutcome
 
 _MAX_SKIPPED = 10_000
 """Maximum number of items that the difficulty pool may skip in a row, so that a step always finds
@@ -139,12 +139,12 @@ Numbered = tuple[int, Group]
 """An item's number together with its group."""
 
 
-class QueuedGroup(msgspec.Struct, eq=False):
+class QueuedRolloutGroup(msgspec.Struct, eq=False):
     """A rollout group that has begun and that no training step has taken yet."""
 
     number: int
     """Index of the group's item."""
-    rolling: GroupInProgress
+    rolling: RolloutGroupInProgress
     task: asyncio.Task[Group]
     """Completes when all rollouts of the group have ended and their signals are computed. For a
     group that is scored together with others of its step, it completes before scoring, and signals
@@ -165,7 +165,7 @@ class QueuedGroup(msgspec.Struct, eq=False):
     def is_whole(self) -> bool:
         return self.group is not None
 
-    def unlearned_record(self, *, spare: bool = False) -> GroupRecord:
+    def unlearned_record(self, *, spare: bool = False) -> RolloutGroupRecord:
         """Return the record of a group that no step trains on.
 
         Pass ``spare=True`` if the step already had enough groups.
@@ -176,12 +176,12 @@ class QueuedGroup(msgspec.Struct, eq=False):
         )
 
 
-class StepGroups(msgspec.Struct):
+class StepRolloutGroups(msgspec.Struct):
     """The rollout groups that one training step learns from, and the records of groups that were
     given up."""
 
     groups: list[Numbered]
-    given_up: list[GroupRecord]
+    given_up: list[RolloutGroupRecord]
     metrics: dict[str, float]
     notes: list[str]
     """Human-readable notes on the rollouts that were given up."""
@@ -189,7 +189,7 @@ class StepGroups(msgspec.Struct):
     """Ids of the rollouts that were given up while their group continued, keyed by group number."""
 
 
-class GroupQueue:
+class RolloutGroupQueue:
     """Runs the rollout groups of one training stage, and passes them to the stage's steps.
 
     Call ``close`` to end all rollouts.
@@ -227,11 +227,11 @@ class GroupQueue:
         self._read = read
         self._has_no_signal = has_no_signal
         self._pool = pool
-        self._skipped: list[GroupRecord] = []
+        self._skipped: list[RolloutGroupRecord] = []
         """Records of skipped items that are not written yet."""
         self.by_id: dict[str, Item] = {}
         """Items of the open groups, by id."""
-        self.open_groups: list[QueuedGroup] = []
+        self.open_groups: list[QueuedRolloutGroup] = []
         """The open groups, in the order in which they began."""
         self._step = 0
         self._begun_in_step = 0
@@ -245,7 +245,7 @@ class GroupQueue:
 
     # --- for the stage
 
-    async def take(self, step: int) -> StepGroups:
+    async def take(self, step: int) -> StepRolloutGroups:
         """Wait until the groups of the given step are complete, and return them.
 
         Raises unexpected errors of rollouts.
@@ -288,7 +288,7 @@ class GroupQueue:
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
 
-    def take_skipped_records(self) -> list[GroupRecord]:
+    def take_skipped_records(self) -> list[RolloutGroupRecord]:
         """Return the records of the items that were skipped since the last step or the last call of
         this method."""
         records, self._skipped = self._skipped, []
@@ -346,7 +346,7 @@ class GroupQueue:
             self.by_id[item.id] = item
             rolling = self._rollouts.begin(item, name, self._on_attempt_end)
             self.open_groups.append(
-                QueuedGroup(number, rolling, asyncio.create_task(self._await_group(rolling)))
+                QueuedRolloutGroup(number, rolling, asyncio.create_task(self._await_group(rolling)))
             )
 
     def _take_next_item(self) -> tuple[int, Item]:
@@ -366,16 +366,16 @@ class GroupQueue:
             if pool is None or number >= last or not pool.should_skip(number, item.id):
                 return number, item
             self._skipped.append(
-                GroupRecord(
+                RolloutGroupRecord(
                     number=number,
                     item=item.id,
                     version=None,
-                    outcome=GroupFate.SKIPPED,
+                    outcome=RolloutGroupOutcome.SKIPPED,
                     rollouts=[],
                 )
             )
 
-    async def _await_group(self, rolling: GroupInProgress) -> Group:
+    async def _await_group(self, rolling: RolloutGroupInProgress) -> Group:
         group = await rolling.wait_for_group()
         if self._read is not None and not self._rollouts.is_scored_by_step(rolling.item):
             await self._read(group)
@@ -399,7 +399,7 @@ class GroupQueue:
 
     # --- waiting for groups
 
-    def _completed_groups(self) -> list[QueuedGroup]:
+    def _completed_groups(self) -> list[QueuedRolloutGroup]:
         return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
@@ -411,14 +411,14 @@ class GroupQueue:
                 if not self._rollouts.is_scored_by_step(entry.rolling.item):
                     self._note_scored(entry)
 
-    def _note_scored(self, entry: QueuedGroup) -> None:
+    def _note_scored(self, entry: QueuedRolloutGroup) -> None:
         """Note that the rollouts of a complete group have rewards, and whether the group has a
         training signal."""
         assert entry.group is not None
         entry.is_scored = True
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
 
-    def _groups_to_score(self) -> list[QueuedGroup]:
+    def _groups_to_score(self) -> list[QueuedRolloutGroup]:
         """Return the complete groups that still have to be scored.
 
         If rollouts run ahead of the steps, only the groups that the next step will take are
@@ -429,7 +429,7 @@ class GroupQueue:
             ready = sorted(ready, key=lambda entry: entry.number)[: self._sample.items]
         return [entry for entry in ready if not entry.is_scored]
 
-    async def _score(self, entries: Sequence[QueuedGroup]) -> None:
+    async def _score(self, entries: Sequence[QueuedRolloutGroup]) -> None:
         """Score the rollouts of complete groups together, with one call of the task."""
         await self._rollouts.score([entry.rolling for entry in entries])
         if self._read is not None:
@@ -470,7 +470,7 @@ class GroupQueue:
         self._given_up.append(attempt)
         attempt.give_up(why)
 
-    def _choose_groups(self) -> StepGroups:
+    def _choose_groups(self) -> StepRolloutGroups:
         """Choose the groups that the step learns from.
 
         Close them, and the groups that no step can take any more.
@@ -514,14 +514,14 @@ class GroupQueue:
         stragglers = {
             entry.number: names for entry in taken if (names := entry.rolling.given_up_names)
         }
-        return StepGroups(groups, given_up, metrics, notes, stragglers)
+        return StepRolloutGroups(groups, given_up, metrics, notes, stragglers)
 
 
-def _unfinished_attempts(group: QueuedGroup) -> list[RolloutAttempt]:
+def _unfinished_attempts(group: QueuedRolloutGroup) -> list[RolloutAttempt]:
     return [attempt for attempt in group.rolling.attempts if not attempt.result.done()]
 
 
-def _time_left(group: QueuedGroup, bound: float) -> float | None:
+def _time_left(group: QueuedRolloutGroup, bound: float) -> float | None:
     """Return the seconds until all running rollouts of the group have taken more than ``bound``
     seconds.
 
@@ -553,7 +553,7 @@ class RolloutAdmissionOptions(Protocol):
     def max_token_staleness(self) -> int: ...
 
 
-class StartedGroup(Protocol):
+class StartedRolloutGroup(Protocol):
     """The interface of a rollout group that has begun and that no training step has taken yet."""
 
     step: int | None
@@ -572,11 +572,11 @@ class StartedGroup(Protocol):
         ...
 
 
-G = TypeVar("G", bound=StartedGroup)
+G = TypeVar("G", bound=StartedRolloutGroup)
 
 
 def num_groups_to_begin(
-    rules: RolloutAdmissionOptions, begun: Sequence[StartedGroup], step: int, num_steps: int
+    rules: RolloutAdmissionOptions, begun: Sequence[StartedRolloutGroup], step: int, num_steps: int
 ) -> int:
     """Return how many more groups may begin while the engine has the weights after ``step`` of the
     ``num_steps`` training steps.
@@ -596,8 +596,8 @@ def num_groups_to_begin(
 
 def has_enough_groups(
     rules: RolloutAdmissionOptions,
-    begun: Sequence[StartedGroup],
-    whole: Sequence[StartedGroup],
+    begun: Sequence[StartedRolloutGroup],
+    whole: Sequence[StartedRolloutGroup],
     step: int,
 ) -> bool:
     """Return True if step ``step`` can start with the complete groups in ``whole``.

@@ -54,7 +54,7 @@ from ramify.tasks.batch_scoring import is_scored_by_step
 from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
 from ramify.train.config_redaction import check_bounds, check_none_or_positive
 from ramify.train.placement.rollout_workers import RolloutWorkers
-from ramify.train.traffic import TrafficTask, is_recorded
+from ramify.train.traffic_training import RecordedTrafficTask, is_recorded
 from ramify.types.event import score_events
 from ramify.types.trajectory import Group, Stop, Trajectory
 
@@ -64,7 +64,7 @@ _FULL = 0.95
 _LESS = 0.75
 
 
-class ConcurrencyController:
+class RolloutConcurrencyLimiter:
     """A semaphore that limits how many rollouts run at once, used as ``async with controller``.
 
     The limit adapts to how full the engine's cache is.
@@ -218,7 +218,7 @@ class RolloutAttempt:
         self,
         name: str,
         item: Item,
-        room: ConcurrencyController,
+        room: RolloutConcurrencyLimiter,
         run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
     ) -> None:
@@ -301,7 +301,7 @@ class RolloutAttempt:
             self._over(self)
 
 
-class GroupInProgress:
+class RolloutGroupInProgress:
     """All attempts at one item, while they are in progress."""
 
     def __init__(
@@ -397,13 +397,13 @@ class Rollouter:
         self.per_item = options.group + greedy
         """Attempts per item, including the greedy one."""
         followed = gauge if options.min_concurrency is not None else None
-        self.room = ConcurrencyController(
+        self.room = RolloutConcurrencyLimiter(
             options.concurrency, followed, least=options.min_concurrency or 1
         )
 
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
-    ) -> GroupInProgress:
+    ) -> RolloutGroupInProgress:
         """Begin a group of attempts at ``item``.
 
         Each attempt starts when a slot is free. ``over`` is called after each attempt. The attempts
@@ -412,13 +412,17 @@ class Rollouter:
 
         def one(number: int | str) -> RolloutAttempt:
             rollout_name, task = f"{name}/rollout={number}", self._task
-            if isinstance(task, TrafficTask) and is_recorded(item) and isinstance(number, int):
+            if (
+                isinstance(task, RecordedTrafficTask)
+                and is_recorded(item)
+                and isinstance(number, int)
+            ):
                 run = functools.partial(task.recorded_rollout, item, rollout_name, number)
             else:
                 run = functools.partial(self._run_rollout, item, rollout_name, number == "greedy")
             return RolloutAttempt(rollout_name, item, self.room, run, over)
 
-        return GroupInProgress(
+        return RolloutGroupInProgress(
             item,
             [one(number) for number in range(self._options.group)],
             one("greedy") if self._greedy else None,
@@ -429,7 +433,7 @@ class Rollouter:
         scored."""
         return is_scored_by_step(self._task, item)
 
-    async def score(self, groups: Sequence[GroupInProgress]) -> None:
+    async def score(self, groups: Sequence[RolloutGroupInProgress]) -> None:
         """Score the rollouts of complete groups that have no rewards yet, with a single call of the
         task.
 
@@ -452,7 +456,7 @@ class Rollouter:
         No model is called.
         """
         options = self._options
-        if isinstance(self._task, TrafficTask):
+        if isinstance(self._task, RecordedTrafficTask):
             return RootModeCounts(len(items), 0, self._rlm.limits.max_depth, is_recorded=True)
         # Without plain calls, all items of a task begin alike.
         looked_at = items if options.direct else items[:1]
@@ -483,7 +487,7 @@ class Rollouter:
         as soon as it is complete, while others continue.
         """
 
-        async def whole(rolling: GroupInProgress) -> Group:
+        async def whole(rolling: RolloutGroupInProgress) -> Group:
             group = await rolling.wait_for_group()
             if after is not None and not self.is_scored_by_step(rolling.item):
                 await after(group)

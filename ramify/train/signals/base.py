@@ -3,15 +3,15 @@
 Advantages are computed from these numbers.
 
     Group ── signal.read(group, context) ──> [SignalScore], one per trajectory
-                                             ── compose.py ──> advantages, weights
+                                             ── signal_composition.py ──> advantages, weights
 
 A signal reads the rollouts of one task. Signals are independent of each other. Every number belongs
 to a *turn* of a call (``TurnId``). A
 judge, which may be a model or a rule, looks at a trajectory through a ``JudgeView`` and returns a
 ``JudgeVerdict``. A scorer returns log-probabilities of given tokens.
 
-This module contains only these interfaces. Scores are combined in ``compose.py``, and ``stages.py``
-decides when signals run.
+This module contains only these interfaces. Scores are combined in ``signal_composition.py``, and
+``stages.py`` decides when signals run.
 
 Legend: N tokens sampled in a turn, k candidate tokens per position, T tokens of a row.
 """

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 from ramify.train.signals.base import SignalContext, SignalScore, TurnId
 from ramify.types.trajectory import Group
 
@@ -47,7 +47,7 @@ class HintSource(Protocol):
         ...
 
 
-HINTS = Registry("source of hints", "ramify.hints", {})
+HINTS = PluginRegistry("source of hints", "ramify.hints", {})
 """Maps a name to the class that implements ``HintSource``."""
 
 

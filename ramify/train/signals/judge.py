@@ -30,7 +30,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError
-from ramify.plugins import Registry
+from ramify.plugins import PluginRegistry
 from ramify.train.signals.base import (
     Judge,
     JudgeVerdict,
@@ -247,7 +247,7 @@ def _text(reply: Reply | BaseException) -> str:
     return reply.message.content
 
 
-JUDGES = Registry(
+JUDGES = PluginRegistry(
     "judge",
     "ramify.judges",
     {

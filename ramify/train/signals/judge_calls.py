@@ -20,13 +20,13 @@ import msgspec
 
 from ramify.clients.base import Client, Request, Sampling
 from ramify.clients.rate_limited_requests import RateLimitedClientPool
-from ramify.engine.limits import BudgetLedger, Limits, Reservation
+from ramify.engine.limits import BudgetLedger, BudgetReservation, Limits
 from ramify.engine.model_requests import request_hash
 from ramify.errors import ConfigError, RamifyError
-from ramify.store.call_cache import CallCache
+from ramify.store.reply_cache import ModelReplyCache
 from ramify.train.signals.base import ModelCaller, SignalScore, TurnId
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import Annotation, Call, CallSite, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, CallSite, RunAnnotation, Stop, Trajectory, Turn
 
 POLICY = "policy"
 """Model name by which a judge selects the policy being trained."""
@@ -52,7 +52,7 @@ class JudgeModelAccess:
         limits: Limits = BUDGET,
         *,
         own: Mapping[str, Client] | None = None,
-        cache: CallCache | None = None,
+        cache: ModelReplyCache | None = None,
     ) -> None:
         """Set up access to models through ``pool``.
 
@@ -149,7 +149,7 @@ class JudgeRequestReservation:
         )
         self._name = f"a request to {client.name}"
         self._reservations = [
-            Reservation(ledger, client.name, most, client.price) for ledger in ledgers
+            BudgetReservation(ledger, client.name, most, client.price) for ledger in ledgers
         ]
 
     async def reserve(self) -> None:
@@ -209,13 +209,13 @@ def attach_signals_to_tree(trajectory: Trajectory, readings: Mapping[str, Signal
         trajectory.marks += _marks(trajectory, signal, reading)
 
 
-def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[Annotation]:
+def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[RunAnnotation]:
     """Yield the annotations of one signal.
 
     Numbers that are not finite are left out.
     """
     if reading.outcome is not None and trajectory.calls and math.isfinite(reading.outcome):
-        yield Annotation(signal, trajectory.root.id, values={signal: reading.outcome})
+        yield RunAnnotation(signal, trajectory.root.id, values={signal: reading.outcome})
     for call, turn in dict.fromkeys([*reading.turns, *reading.tokens, *reading.notes]):
         place = (call, turn)
         values = {} if place not in reading.turns else {signal: reading.turns[place]}
@@ -226,7 +226,7 @@ def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterato
             tokens = []
         values = {name: value for name, value in values.items() if math.isfinite(value)}
         shown = [round(value, DECIMALS) for value in tokens]
-        mark = Annotation(
+        mark = RunAnnotation(
             signal,
             call,
             turn,

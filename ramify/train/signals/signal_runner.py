@@ -31,8 +31,8 @@ from ramify.clients.rate_limited_requests import RateLimitedClientPool
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError, RamifyError
 from ramify.logging import ComponentLogger
-from ramify.plugins import Registry
-from ramify.store.call_cache import CallCache
+from ramify.plugins import PluginRegistry
+from ramify.store.reply_cache import ModelReplyCache
 from ramify.tasks.base import Item
 from ramify.train.advantages.base import Algorithm
 from ramify.train.signals.base import (
@@ -41,14 +41,14 @@ from ramify.train.signals.base import (
     SignalContext,
     SignalScore,
 )
-from ramify.train.signals.compose import Hybrid, abstentions
 from ramify.train.signals.judge_calls import (
     BUDGET,
     POLICY,
     JudgeModelAccess,
     attach_signals_to_tree,
 )
-from ramify.train.signals.teacher_logprobs import RunTeachers
+from ramify.train.signals.signal_composition import Hybrid, abstentions
+from ramify.train.signals.teacher_logprobs import TeacherModels
 from ramify.types.trajectory import Group
 
 _log = ComponentLogger("train")
@@ -65,9 +65,9 @@ class TrainingSignalSet:
         *,
         pool: Callable[[], AbstractAsyncContextManager[RateLimitedClientPool]] | None = None,
         budget: Limits = BUDGET,
-        cache: CallCache | None = None,
+        cache: ModelReplyCache | None = None,
         policy: Client | None = None,
-        teachers: RunTeachers | None = None,
+        teachers: TeacherModels | None = None,
         writing: ConversationTokenizer | None = None,
         weights: Mapping[str, float] | None = None,
         temperature: float = 1.0,
@@ -94,7 +94,7 @@ class TrainingSignalSet:
         self._judges: JudgeModelAccess | None = None
 
     @property
-    def checkpoint_state(self) -> Mapping[str, RunTeachers]:
+    def checkpoint_state(self) -> Mapping[str, TeacherModels]:
         """State that a checkpoint must store, by name.
 
         It holds the teachers if they have state that cannot be recomputed, and is otherwise empty.
@@ -143,7 +143,7 @@ class SignalRunner:
         signals: Mapping[str, Signal],
         hybrid: Hybrid,
         context: SignalContext,
-        teachers: RunTeachers | None,
+        teachers: TeacherModels | None,
         judges: JudgeModelAccess | None,
     ) -> None:
         self.context = context
@@ -307,7 +307,7 @@ class SignalRunner:
             _log.warning("signal", text, shown=True)
 
 
-SIGNALS = Registry(
+SIGNALS = PluginRegistry(
     "signal",
     "ramify.signals",
     {

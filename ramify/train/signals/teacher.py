@@ -29,7 +29,7 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.logging import ComponentLogger
-from ramify.train.advantages.credit import is_scored, was_cut_off
+from ramify.train.advantages.credit_assignment import is_scored, was_cut_off
 from ramify.train.config_redaction import check_none_or_positive
 from ramify.train.signals.base import (
     ConversationTokenizer,
@@ -42,8 +42,8 @@ from ramify.train.signals.base import (
     TurnId,
 )
 from ramify.train.signals.hint_sources import HintsForTrajectory, build_hint_source
+from ramify.types.call_token_ids import CallTokenIds, SampledTokenSpan
 from ramify.types.message import Message
-from ramify.types.token_path import SampledTokenSpan, TokenPath
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _log = ComponentLogger("train")
@@ -209,7 +209,7 @@ class TeacherSignal(
         return rows
 
     def _spans(
-        self, path: TokenPath, call: Call, place: TurnId, hints: HintsForTrajectory
+        self, path: CallTokenIds, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[SampledTokenSpan]:
         """Return the token spans to score for a hint at turn ``place``.
 
@@ -225,7 +225,7 @@ class TeacherSignal(
         self,
         trajectory: Trajectory,
         call: Call,
-        path: TokenPath,
+        path: CallTokenIds,
         spans: list[SampledTokenSpan],
         hint: str,
         writing: ConversationTokenizer | None,

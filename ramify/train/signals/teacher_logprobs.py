@@ -9,9 +9,9 @@ which a hint was inserted. They are packed as in training, so each shared prefix
 once. A single thread computes, so passes do not compete. Rows that arrive during a pass are scored
 in the next one. Each row is scored at the temperature at which it was sampled.
 
-This file also decides where the weights of teachers come from (``RunTeachers``) and which teachers
-a checkpoint must hold. It rejects a teacher with a different vocabulary before any compute is
-spent.
+This file also decides where the weights of teachers come from (``TeacherModels``) and which
+teachers a checkpoint must hold. It rejects a teacher with a different vocabulary before any compute
+is spent.
 
 Legend: E entries of a batch, N scored tokens of a row, k candidates.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ramify.models.load import Policy
-    from ramify.train.backends.single import SingleBackend
+    from ramify.train.backends.single_device import SingleBackend
 
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Runs a function in a particular thread and returns its result."""
@@ -167,7 +167,7 @@ class LocalModelScorer:
         self.plain_tokens += num_plain
 
 
-class ClientScorer:
+class EngineLogprobScorer:
     """Score tokens with an inference engine that returns log-probabilities of prompts
     (``InferenceClient.logprobs``).
 
@@ -273,7 +273,7 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
         )
 
 
-class RunTeachers:
+class TeacherModels:
     """Manage the teachers of one run, which are models that score the policy's tokens.
 
     Their weights are loaded when a step first needs them, and then kept up to date.
@@ -402,7 +402,7 @@ class RunTeachers:
         if name.startswith("client:"):
             if self._client_of is None:
                 raise ConfigError(f"teacher '{name}': this run has no clients for models")
-            return ClientScorer(self._client_of(name.removeprefix("client:")))
+            return EngineLogprobScorer(self._client_of(name.removeprefix("client:")))
         policy = self.models.get(name) or self._policy_for(name, step)
         self.models[name] = policy
         backend = self._backend_of(policy)

@@ -26,14 +26,14 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, did_you_mean
-from ramify.install_command import install_command
 from ramify.logging import ComponentLogger
-from ramify.plugins import Registry
+from ramify.pip_install_command import install_command
+from ramify.plugins import PluginRegistry
 from ramify.train.config_redaction import redact_config
 from ramify.train.metrics import StepMetrics
 
 _log = ComponentLogger("train")
-TRACKERS = Registry(
+TRACKERS = PluginRegistry(
     "tracker",
     "ramify.trackers",
     {

@@ -36,7 +36,7 @@ import { scoresOf } from "./story.js";
 import { table } from "./table.js";
 import { textOf } from "./turn.js";
 
-const MAX_RUNS = 8; // as in viewer/comparison.py
+const MAX_RUNS = 8; // as in viewer/run_comparison.py
 const MAX_CHOICES = 200; // runs in a menu
 const ROW_PX = 44;
 const FIRST = new Set(["question", "answer", "score", "ended"]); // figures above the difference

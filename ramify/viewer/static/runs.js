@@ -19,7 +19,7 @@ import { listPlaces } from "./run_list.js";
 import { worthTone } from "./story.js";
 import { sayVerdict, verdictKeys } from "./verdicts.js";
 
-const MAX_RUNS = 8; // that are compared, as in viewer/comparison.py
+const MAX_RUNS = 8; // that are compared, as in viewer/run_comparison.py
 const EVERY_MS = 2000; // between updates
 const SCROLL_MS = 150; // after scrolling, before the address says where
 // updates of a long list are rarer: they take at most one part in so many of the time

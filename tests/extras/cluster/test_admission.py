@@ -12,14 +12,14 @@ import pytest
 from simpy import Environment
 
 from ramify.extras.cluster import simulated_rollout
-from ramify.extras.cluster.measured_engine_rate import EngineRate
-from ramify.extras.cluster.rollout_shapes import CallWorkload, RolloutWorkload, TurnWorkload
+from ramify.extras.cluster.measured_engine_rate import InferenceEngineSpeed
+from ramify.extras.cluster.rollout_workloads import CallWorkload, RolloutWorkload, TurnWorkload
 from ramify.extras.cluster.simulate import SimulationSetting
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
 from ramify.extras.cluster.simulated_rollout import RolloutSimulator
 from ramify.tasks.base import Item
-from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec
-from ramify.train.rollouts.rollouter import ConcurrencyController, GroupInProgress
+from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupQueue
+from ramify.train.rollouts.rollouter import RolloutConcurrencyLimiter, RolloutGroupInProgress
 from ramify.types.trajectory import Group, Trajectory
 
 NUM_STEPS = 12
@@ -27,7 +27,7 @@ Event = tuple[str, Any]
 """("whole", number of a group) or ("taken", numbers of a step's groups) or ("newer", step)"""
 
 
-class _RecordingQueue(simulated_rollout.SimulatedGroupQueue):
+class _RecordingQueue(simulated_rollout.RolloutGroupQueueSimulator):
     """Records when a group is complete."""
 
     events: list[Event]
@@ -43,7 +43,7 @@ def simulated(
     sample: RolloutBatchSpec, has_no_signal: Callable[[int], bool], seed: int
 ) -> list[Event]:
     env, draw, events = Environment(), random.Random(seed), []
-    rate = EngineRate(((1.0, 1.0),))
+    rate = InferenceEngineSpeed(((1.0, 1.0),))
     took = [draw.choice([1, 2, 3, 30]) + draw.random() for _ in range(500)]
     rules = SimulationSetting(
         items=sample.items,
@@ -89,15 +89,15 @@ class _Attempt:
 class _Rollouts:
     """Groups of one attempt, which the test completes."""
 
-    per_item, room = 1, ConcurrencyController(99)
+    per_item, room = 1, RolloutConcurrencyLimiter(99)
 
     def __init__(self) -> None:
         self.begun: dict[str, _Attempt] = {}
 
-    def begin(self, item: Item, name: str, over: Any) -> GroupInProgress:
+    def begin(self, item: Item, name: str, over: Any) -> RolloutGroupInProgress:
         attempt = self.begun[item.id] = _Attempt()
         attempts: Any = [attempt]
-        return GroupInProgress(item, attempts, None)
+        return RolloutGroupInProgress(item, attempts, None)
 
     def is_scored_by_step(self, item: Item) -> bool:
         return False
@@ -110,7 +110,9 @@ async def check(
     items = [Item("?", "", id=str(number)) for number in range(500)]
     rollouts: Any = _Rollouts()
     zero_variance = lambda group: has_no_signal(int(group.task))  # noqa: E731
-    queue = GroupQueue(rollouts, items, sample, NUM_STEPS, next_item=0, has_no_signal=zero_variance)
+    queue = RolloutGroupQueue(
+        rollouts, items, sample, NUM_STEPS, next_item=0, has_no_signal=zero_variance
+    )
     num, taking = 0, asyncio.create_task(queue.take(0))
     for index, (what, which) in enumerate(events):
         await _settle()

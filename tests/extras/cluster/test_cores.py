@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.extras.cluster.measured_engine_rate import EngineRate, RecordedCpu, step_cpu_times
-from ramify.extras.cluster.simulated_engine import SimulatedCache, SimulatedEngine
+from ramify.extras.cluster.measured_engine_rate import (
+    InferenceEngineSpeed,
+    RolloutCpuTime,
+    step_cpu_times,
+)
+from ramify.extras.cluster.simulated_engine import SimulatedEngine, SimulatedKvCache
 from ramify.extras.cluster.simulated_rollout import SimulatedCores
 from ramify.inference.local.step_timings import EngineStepTimingRecorder, EngineStepTotals
-from ramify.train.metrics import CpuMeter, MetricsFile, read_metrics
+from ramify.train.metrics import MetricsFile, RolloutCpuMeter, read_metrics
 
 
 def ends(env: Environment, **events: Event) -> dict[str, float]:
@@ -46,7 +50,7 @@ def test_engine_and_event_loop_share_one_core() -> None:
     """Ten tokens of 1 s; the 2 s of the loop take 4 s, because the engine gets half of the core; a
     session uses the other core."""
     env = Environment()
-    engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
+    engine = SimulatedEngine(env, InferenceEngineSpeed(((1.0, 1.0),)), 1)
     cores = SimulatedCores(env, 2, engine)
     found = ends(
         env,
@@ -62,7 +66,7 @@ def test_engine_and_event_loop_share_one_core() -> None:
 def test_engine_and_session_share_a_single_core() -> None:
     """Engine and session get half a core each until the session has had its 2 s."""
     env = Environment()
-    engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
+    engine = SimulatedEngine(env, InferenceEngineSpeed(((1.0, 1.0),)), 1)
     cores = SimulatedCores(env, 1, engine)
     assert ends(
         env, reply=engine.request_reply(0, 0, 5), session=cores.run_session_work(2.0)
@@ -72,7 +76,7 @@ def test_engine_and_session_share_a_single_core() -> None:
 def test_simulated_slots_reuse_prefixes_like_real_ones() -> None:
     """Two slots: a call returns to its own, a sibling copies the shared prefix, a third takes the
     least recently used slot."""
-    kept, first = SimulatedCache(2, 64), np.arange(20, dtype=np.int32)
+    kept, first = SimulatedKvCache(2, 64), np.arange(20, dtype=np.int32)
 
     def tokens_to_prefill(ids: Any, affinity: str) -> int:
         admitted = kept.admit(ids, affinity)
@@ -92,7 +96,7 @@ def test_simulated_slots_reuse_prefixes_like_real_ones() -> None:
 def test_sequences_wait_for_cache_space() -> None:
     """64 tokens: two sequences of up to 32 at a time, one of up to 64."""
     env = Environment()
-    engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 8, cache_tokens=64)
+    engine = SimulatedEngine(env, InferenceEngineSpeed(((1.0, 1.0),)), 8, cache_tokens=64)
     found = ends(env, a=engine.request_reply(0, 10, 10), b=engine.request_reply(0, 20, 10), c=engine.request_reply(0, 40, 10),
                  d=engine.request_reply(0, 10, 5))  # fmt: skip
     assert found == {"a": 10, "b": 10, "c": 20, "d": 25}
@@ -110,7 +114,7 @@ def test_step_timings_are_grouped_by_kind() -> None:
 
 def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
     paces = EngineStepTimingRecorder()
-    meter = CpuMeter(paces.take_totals)
+    meter = RolloutCpuMeter(paces.take_totals)
     paces.record_step(9, 9, 9.0)
     meter.restart()
     for sequences, read, cpu_s in ((1, 0, 0.5), (12, 0, 0.25), (3, 40, 2.0), (3, 2, 1.0)):
@@ -130,7 +134,7 @@ def test_cpu_time_is_measured_and_read_from_the_metrics(tmp_path: Path) -> None:
         EngineStepTotals(sequences=4, reads=True, steps=2, tokens=6, read=42, cpu_s=3.0),
         EngineStepTotals(sequences=16, reads=False, steps=1, tokens=12, cpu_s=0.25),
     ]
-    expected = RecordedCpu(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
+    expected = RolloutCpuTime(step=7, cores=2, loop_s=0.5, sessions_s=1.5, engine=engine)
     assert list(step_cpu_times(tmp_path, list(read_metrics(tmp_path)))) == [expected]
     # The format of an earlier version, with a last line that was cut off by a kill.
     earlier = msgspec.structs.replace(expected, step=6)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from simpy import Environment
 
-from ramify.extras.cluster.measured_engine_rate import EngineRate
+from ramify.extras.cluster.measured_engine_rate import InferenceEngineSpeed
 from ramify.extras.cluster.simulated_engine import SimulatedEngine, Spans, pick_least_loaded_engine
 
-STEADY = EngineRate(((1.0, 1.0),))
+STEADY = InferenceEngineSpeed(((1.0, 1.0),))
 """A step takes 1 s for any number of sequences."""
-SLOWER = EngineRate(((1.0, 1.0), (2.0, 1.5)), prompt_token_s=0.1)
+SLOWER = InferenceEngineSpeed(((1.0, 1.0), (2.0, 1.5)), prompt_token_s=0.1)
 """1 s alone, 1.5 s for two, 2 s for three."""
 
 Ended = list[tuple[float, Spans]]
@@ -114,7 +114,9 @@ def test_new_tree_goes_to_least_loaded_engine(env: Environment) -> None:
 def test_simulated_engine_obeys_littles_law(env: Environment) -> None:
     """The mean number of sequences in the engine is the arrival rate times the mean time in it."""
     draw, stays = random.Random(3), []
-    engine = SimulatedEngine(env, EngineRate(((1.0, 0.1), (10.0, 0.4)), prompt_token_s=1e-3), 1000)
+    engine = SimulatedEngine(
+        env, InferenceEngineSpeed(((1.0, 0.1), (10.0, 0.4)), prompt_token_s=1e-3), 1000
+    )
 
     def one() -> Generator[Any, Any, None]:
         came = env.now

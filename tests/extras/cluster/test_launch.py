@@ -24,7 +24,12 @@ import yaml
 
 from ramify.cli.main import run
 from ramify.errors import ConfigError
-from ramify.extras.cluster.job_files import JobFiles, JobOptions, job_files, to_yaml
+from ramify.extras.cluster.job_files import (
+    SchedulerJobFiles,
+    SchedulerJobOptions,
+    job_files,
+    to_yaml,
+)
 from ramify.extras.cluster.model_and_device_specs import device_of
 from ramify.extras.cluster.plan import plan
 from ramify.extras.cluster.scheduler_job import NodeGroup, SchedulerJob, job_of
@@ -71,9 +76,9 @@ def job(run: Run | None = None, **changes: Any) -> SchedulerJob:
     return job_of(run, plan(run), device_of("h100"), recipe="my.py", **changes)
 
 
-def files(kind: str, made: SchedulerJob, **options: Any) -> JobFiles:
+def files(kind: str, made: SchedulerJob, **options: Any) -> SchedulerJobFiles:
     needed = {"k8s": {"image": "i", "shared": "claim"}, "skypilot": {"shared": "s3://bucket"}}
-    return job_files(kind, made, JobOptions(**needed.get(kind, {}), **options), "/files")
+    return job_files(kind, made, SchedulerJobOptions(**needed.get(kind, {}), **options), "/files")
 
 
 def test_nodes_are_those_that_the_plan_uses_and_the_head_is_first() -> None:
@@ -415,7 +420,7 @@ def test_slurm_accepts_every_job_and_runs_one(
         ("ranks", job(half(compute=RANKS), nodes=2)),
         ("one", job(half())),
     ):
-        texts = job_files("slurm", made, JobOptions(hours=1.5), str(tmp_path)).texts
+        texts = job_files("slurm", made, SchedulerJobOptions(hours=1.5), str(tmp_path)).texts
         (tmp_path / f"{name}.sbatch").write_text(texts["job.sbatch"])
         done = subprocess.run(
             ["sbatch", "--test-only", tmp_path / f"{name}.sbatch"], capture_output=True, text=True, timeout=60
@@ -449,7 +454,7 @@ def test_slurm_accepts_every_job_and_runs_one(
 
 def test_slurm_script_makes_a_private_key(tmp_path: Path) -> None:
     """The line of the script that makes the key, run by itself."""
-    text = job_files("slurm", job(), JobOptions(), str(tmp_path)).texts["job.sbatch"]
+    text = job_files("slurm", job(), SchedulerJobOptions(), str(tmp_path)).texts["job.sbatch"]
     (line,) = (line for line in text.splitlines() if "urandom" in line)
     for _ in range(2):
         subprocess.run(["bash", "-euc", line], check=True)

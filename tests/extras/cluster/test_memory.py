@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from ramify.extras.cluster import memory
+from ramify.extras.cluster import memory_estimates
 from ramify.extras.cluster.model_and_device_specs import (
     ModelShape,
     device_of,
@@ -19,7 +19,7 @@ from ramify.extras.cluster.model_and_device_specs import (
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.generation_request import GenerationState
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
 from ramify.train.data.pack import pack
 from ramify.train.losses.total_loss import LossSpec
@@ -63,7 +63,9 @@ def stepped(optim: OptimizerSpec) -> SingleBackend:
 def test_trainer_memory_matches_real_backend(kind: Any) -> None:
     optim = OptimizerSpec(kind=kind)
     run = small(warmup=None, sft=None, rl=RlSpec(optim=optim))
-    found = memory.estimate_rank_memory(run, model_shape_from_config(CONFIG), CPU, ranks=1).parts
+    found = memory_estimates.estimate_rank_memory(
+        run, model_shape_from_config(CONFIG), CPU, ranks=1
+    ).parts
     single = stepped(optim)
     weights = sum(tensor.nbytes for _, tensor in single.weights())
     state = 0
@@ -84,16 +86,18 @@ def test_engine_cache_memory_matches_real_engine() -> None:
     running.step()
     real = running.runner.cache_bytes  # type: ignore[attr-defined]
     shape = model_shape_from_config(model.config)
-    assert memory.kv_cache_bytes(shape, CPU, 4, slots, None) == real
+    assert memory_estimates.kv_cache_bytes(shape, CPU, 4, slots, None) == real
     run = small(policy=msgspec.structs.replace(small().policy, slots=slots))
-    assert memory.estimate_rank_memory(run, shape, CPU, 1).parts["keys and values"] == real
+    assert (
+        memory_estimates.estimate_rank_memory(run, shape, CPU, 1).parts["keys and values"] == real
+    )
 
 
 def test_memory_limit_reduces_the_number_of_full_window_slots() -> None:
     shape = model_shape_from_config(CONFIG)
     one = shape.cache_bytes_per_token(4) * shape.window
-    assert memory.kv_cache_bytes(shape, CPU, 4, 128, 5 * one + 1) == 5 * one
-    assert memory.kv_cache_bytes(shape, CPU, 4, 3, 5 * one) == 3 * one
+    assert memory_estimates.kv_cache_bytes(shape, CPU, 4, 128, 5 * one + 1) == 5 * one
+    assert memory_estimates.kv_cache_bytes(shape, CPU, 4, 3, 5 * one) == 3 * one
 
 
 def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
@@ -115,7 +119,7 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
         largest_layer=14_912_384, outside=136_135_552, layers=24, width=896, mlp=4864, heads=14, head_size=64, kv_heads=2,
         vocabulary=151_936, window=32_768,
     )  # fmt: skip
-    found = memory.estimate_rank_memory(run, shape, H100, ranks=4, rank=1).parts
+    found = memory_estimates.estimate_rank_memory(run, shape, H100, ranks=4, rank=1).parts
     quarter = 123_508_192 * 4
     assert (found["weights"], found["gradients"], found["optimizer"]) == (
         quarter,
@@ -128,12 +132,12 @@ def test_memory_of_qwen_05b_matches_hand_calculation() -> None:
     assert found["activations, at most"] == 16_384 * 24 * 2 * (8_960 + 19_456)
     # 2 x 24 layers x 2 heads x 64 x 2 bytes = 12,288 a token; a third of 80 GB is 66 slots of
     # 32,768 tokens
-    engine = memory.estimate_engine_memory(
+    engine = memory_estimates.estimate_engine_memory(
         msgspec.structs.replace(run, inference=InferenceSpec()), shape, H100
     )
     assert engine.parts == {"weights": 988_065_536, "keys and values": 66 * 32_768 * 12_288}
     assert engine.fits
-    assert memory.estimate_rank_memory(half(), shape, device_of("l4"), 1).fits is False
+    assert memory_estimates.estimate_rank_memory(half(), shape, device_of("l4"), 1).fits is False
 
 
 def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
@@ -142,7 +146,7 @@ def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
     run = half(policy=PolicySpec(shape=QWEN_05B, lora=spec))
     shape = model_shape_from_config(policy_config(run), spec)
     assert shape.adapters == 24 * 8 * (896 + 896)
-    found = memory.estimate_rank_memory(run, shape, CPU, 1).parts
+    found = memory_estimates.estimate_rank_memory(run, shape, CPU, 1).parts
     assert found["gradients"] == shape.adapters * 4
     assert found["optimizer"] == shape.adapters * 8
 
@@ -150,7 +154,9 @@ def test_only_lora_adapters_have_gradients_and_optimizer_state() -> None:
 def test_kl_reference_model_is_counted() -> None:
     rl = RlSpec(loss=LossSpec(kl_beta=0.1))
     with_kl, without = (
-        memory.estimate_rank_memory(small(rl=each), model_shape_from_config(CONFIG), CPU, 1).parts
+        memory_estimates.estimate_rank_memory(
+            small(rl=each), model_shape_from_config(CONFIG), CPU, 1
+        ).parts
         for each in (rl, RlSpec())
     )
     assert with_kl["reference"] == with_kl["weights"]

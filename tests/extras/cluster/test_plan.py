@@ -15,7 +15,6 @@ from ramify.cli.main import load_subcommand
 from ramify.cli.parser import UsageError
 from ramify.errors import ConfigError
 from ramify.extras.cluster import step_time_estimate
-from ramify.extras.cluster.meshes import estimate_meshes
 from ramify.extras.cluster.model_and_device_specs import (
     DeviceEfficiency,
     DeviceHardwareSpec,
@@ -24,7 +23,8 @@ from ramify.extras.cluster.model_and_device_specs import (
     model_shape_from_config,
 )
 from ramify.extras.cluster.plan import ClusterPlanOptions, format_plan_lines, plan
-from ramify.extras.cluster.step_time_estimate import StepTokens
+from ramify.extras.cluster.step_time_estimate import StepTokenCounts
+from ramify.extras.cluster.trainer_mesh_estimates import estimate_meshes
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
@@ -147,7 +147,7 @@ def test_step_time_matches_hand_calculation() -> None:
             small().rl, rollout=msgspec.structs.replace(small().rl.rollout, concurrency=64)
         ),
     )
-    tokens, shares = StepTokens(400, 600, 10, "given"), DeviceEfficiency(0.5, 0.5, 0.5)
+    tokens, shares = StepTokenCounts(400, 600, 10, "given"), DeviceEfficiency(0.5, 0.5, 0.5)
     found = step_time_estimate.estimate_step_seconds(
         run, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
     )
@@ -213,7 +213,7 @@ def test_thousand_ranks_are_limited_by_rollouts_and_weight_traffic() -> None:
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)),
         placement=large,
     )
-    tokens = StepTokens(20_000, 20_000, 20, "given")
+    tokens = StepTokenCounts(20_000, 20_000, 20, "given")
     found = plan(run, ClusterPlanOptions(tokens=tokens))
     text = list(format_plan_lines(found))
     assert text[1] == (
@@ -241,7 +241,7 @@ def test_moe_mesh_traffic_matches_hand_calculation() -> None:
     shape = model_shape_from_config(config)
     assert (shape.experts, shape.experts_per_token) == (2 * 4 * 3 * 16 * 32, 2)
     run = placed(compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=2)))
-    tokens = StepTokens(400, 600, 10, "given")
+    tokens = StepTokenCounts(400, 600, 10, "given")
     found = {
         (each.fields["replicas"], each.fields["tensor"], each.fields["experts"]): each
         for each in estimate_meshes(run, shape, config, 2, SLOW, tokens, DeviceEfficiency())

@@ -14,7 +14,7 @@ from simpy import Environment
 from ramify import ScriptedClient
 from ramify.errors import ConfigError
 from ramify.extras.cluster.measured_engine_rate import (
-    EngineRate,
+    InferenceEngineSpeed,
     MeasuredRequest,
     delay_to_free_slots,
     fit,
@@ -23,10 +23,12 @@ from ramify.extras.cluster.measured_engine_rate import (
 )
 from ramify.extras.cluster.simulated_engine import SimulatedEngine
 
-TRUE = EngineRate(((1.0, 0.011), (32.0, 0.042)), prompt_token_s=2e-4, request_s=0.03)
+TRUE = InferenceEngineSpeed(((1.0, 0.011), (32.0, 0.042)), prompt_token_s=2e-4, request_s=0.03)
 
 
-def served(rate: EngineRate, slots: int, num: int = 400, engines: int = 1) -> list[MeasuredRequest]:
+def served(
+    rate: InferenceEngineSpeed, slots: int, num: int = 400, engines: int = 1
+) -> list[MeasuredRequest]:
     env, draw = Environment(), random.Random(0)
     servers = [SimulatedEngine(env, rate, slots) for _ in range(engines)]
     found: list[MeasuredRequest] = []

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.extras.cluster.measured_engine_rate import EngineRate
-from ramify.extras.cluster.rollout_shapes import (
+from ramify.extras.cluster.measured_engine_rate import InferenceEngineSpeed
+from ramify.extras.cluster.rollout_workloads import (
     CallWorkload,
     CellWorkload,
     RolloutWorkload,
@@ -41,7 +41,7 @@ def inputs_for(
     """``lengths``: reply lengths in tokens, one list per group."""
     return SimulationInputs(
         groups=[[plain(tokens) for tokens in group] for group in lengths],
-        rate=EngineRate(((1.0, step_s),)),
+        rate=InferenceEngineSpeed(((1.0, step_s),)),
         sizes=SIZES,
         learn_base_s=learn_s,
         learn_token_s=0.0,

@@ -18,7 +18,7 @@ from ramify.train.checkpoint import CheckpointStore, TrainingProgress
 from ramify.train.config import EvaluateSpec, Schedule, SftSpec, TaskSpec
 from ramify.train.data.sft_data import append_trajectories
 from ramify.train.execute import train
-from ramify.train.metrics import GROUPS, GroupRecord, MetricsFile
+from ramify.train.metrics import GROUPS, MetricsFile, RolloutGroupRecord
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Trajectory, Turn
 from tests.train.small import small
@@ -80,7 +80,7 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
     )
     CheckpointStore(out).save(state, {})
     accounts = [
-        GroupRecord(
+        RolloutGroupRecord(
             number=number,
             item="i",
             version=0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ramify.extras.cluster.rollout_shapes import (
+from ramify.extras.cluster.rollout_workloads import (
     CallWorkload,
     CellWorkload,
     RolloutWorkload,

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from ramify.engine.limits import Limits
+from ramify.engine.prompt_scaffold import TINY
 from ramify.engine.rlm import RLM
-from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError, RamifyError
 from ramify.evaluate.attempt import attempt
 from ramify.extras.studies.paper_evidence_task import evidence
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import items_of
 from ramify.tasks.validation import answer_only_trajectory, validate
-from ramify.testing.scripted import ScriptedClient
+from ramify.testing.scripted_client import ScriptedClient
 from ramify.train.recipe import load_recipe
 from ramify.train.sft_training_data import demonstrations_of
 

@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
-from ramify.engine.scaffold import SCAFFOLDS
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SandboxError
 from ramify.evaluate.attempt import attempt
 from ramify.extras.studies.programs.scripted_demonstrator import (
@@ -35,7 +35,7 @@ from ramify.extras.studies.programs.toy_program_language import (
     ToyProgramExercise,
     generate_word_functions,
 )
-from ramify.models.renderer import renderer_of
+from ramify.models.chat_renderer import renderer_of
 from ramify.models.tokenizer_training import UNKNOWN, word_tokenizer
 from ramify.sandbox.base import Sandbox, open_sandbox
 from ramify.tasks.base import task_of

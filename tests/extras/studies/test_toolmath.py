@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.engine.scaffold import SCAFFOLDS
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SourceError
 from ramify.evaluate.evaluation_report import report, table
-from ramify.evaluate.run import EvaluationPlan, evaluate
+from ramify.evaluate.run_evaluation import EvaluationPlan, evaluate
 from ramify.extras.studies.toolmath.retool_sft_conversion import demonstrations, row_to_messages
 from ramify.extras.studies.toolmath.task import row_to_item, score_auto, toolmath
 from ramify.tasks.base import Item, score_trajectory, task_of

@@ -24,7 +24,7 @@ import pytest
 
 from ramify import plans
 from ramify.engine.rlm import RLM
-from ramify.evaluate.run import EvaluationPlan, evaluate
+from ramify.evaluate.run_evaluation import EvaluationPlan, evaluate
 from ramify.extras.suites import (
     code_qa,
     mrcr,
@@ -32,10 +32,10 @@ from ramify.extras.suites import (
     niah,
     oolong,
     oolong_pairs,
-    planted,
+    planted_facts,
 )
 from ramify.tasks.base import Item, SimpleTask, items_of, task_of
-from ramify.testing.offline import (
+from ramify.testing.offline_model import (
     OFFLINE_SUITES,
     AccuracyCurve,
     OfflineModel,
@@ -43,7 +43,7 @@ from ramify.testing.offline import (
 )
 from ramify.types.message import Message
 
-SUITES = (code_qa, mrcr, multihop, niah, oolong, oolong_pairs, planted)
+SUITES = (code_qa, mrcr, multihop, niah, oolong, oolong_pairs, planted_facts)
 FAMILIES = {module.__name__.rpartition(".")[2]: module.FAMILIES for module in SUITES}
 """Suite -> its families."""
 ROWS = [

@@ -18,8 +18,8 @@ from ramify.errors import RamifyError
 from ramify.extras import ENTRY_POINTS
 from ramify.extras.suites.mrcr import MrcrScorer
 from ramify.extras.suites.niah import NeedleScorer
-from ramify.extras.suites.oolong_pairs import PairScorer
-from ramify.extras.suites.planted import FactScorer
+from ramify.extras.suites.oolong_pairs import PairListF1Scorer
+from ramify.extras.suites.planted_facts import PlantedFactScorer
 from ramify.tasks.base import SPLITS, Item, SimpleTask, items_of, task_of, total
 from ramify.tasks.validation import answer_only_trajectory, validate
 from tests.extras.suites.readers import READERS, read
@@ -288,7 +288,7 @@ def test_needle_score(golds: list[str], answer: Any, expected: float) -> None:
 )
 def test_pair_score(answer: Any, expected: float) -> None:
     item = Item("?", gold=[[12, 15], [15, 20]])
-    assert PairScorer()(answer, item) == pytest.approx(expected)
+    assert PairListF1Scorer()(answer, item) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -323,4 +323,4 @@ def test_repeat_score(answer: Any, expected: float) -> None:
 )
 def test_fact_score(answer: Any, expected: float) -> None:
     item = Item("?", gold={"Lodavi": "4210", "Kelumo": "3100"})
-    assert FactScorer()(answer, item) == pytest.approx(expected)
+    assert PlantedFactScorer()(answer, item) == pytest.approx(expected)

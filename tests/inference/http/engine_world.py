@@ -13,12 +13,12 @@ import torch
 from aiohttp import web
 
 from ramify.clients.base import Request, Sampling
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.inference.weight_sync.base import LazyWeight, to_lazy_weights
 from ramify.models.load import Policy
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from ramify.types.message import Message
 from tests.inference.helpers import ENGINE_KEY, policy
 from tests.shown import heard
@@ -37,7 +37,7 @@ class World:
         said: list[str],
     ) -> None:
         self.trained, self.servers, self.locals, self.said = trained, servers, locals, said
-        self.engines: HttpEngines
+        self.engines: HttpEngineClient
 
     def sources(self) -> list[LazyWeight]:
         return to_lazy_weights(self.trained.model.named_parameters(), torch.float32)
@@ -69,7 +69,7 @@ async def world(num: int = 2, engine: str = "ramify", **options: Any) -> AsyncIt
             urls=urls, **{"engine": engine, "probe_s": 60.0, "restarts": 0, **options}
         )
         stack.enter_context(heard(made.said.append, made.said.append))
-        made.engines = HttpEngines(made.trained, spec, name="ramify:test")
+        made.engines = HttpEngineClient(made.trained, spec, name="ramify:test")
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
         yield made

@@ -329,9 +329,9 @@ def test_restarted_engine_gets_all_weights() -> None:
 
 def test_torn_weight_file_stops_at_the_last_good_version(tmp_path: Path) -> None:
     """The server then answers requests with the error that its weights are incomplete."""
-    from ramify.inference.weight_sync.file_sync import FileSync
+    from ramify.inference.weight_sync.file_sync import FileWeightSync
 
-    class Tearing(FileSync):
+    class Tearing(FileWeightSync):
         def _write(self, given: Any, version: int) -> None:
             super()._write(given, version)
             if version == 2:

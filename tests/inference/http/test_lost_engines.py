@@ -17,11 +17,11 @@ from ramify.actors.child_process import ProcessHandle
 from ramify.actors.launcher import RoleInstanceId, free_port
 from ramify.errors import ServerFailed, TrainError
 from ramify.http_server.access import ListenAddress
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.weights import fingerprint
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import ENGINE_KEY, policy
 from tests.inference.http.engine_world import World, request, run, world
@@ -201,7 +201,7 @@ def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
     async def test() -> None:
         launcher = EnginesInThisLoop()
         trained, asked = policy(), []
-        ours = HttpEngines(trained, InferenceSpec(probe_s=60.0), name="ours")
+        ours = HttpEngineClient(trained, InferenceSpec(probe_s=60.0), name="ours")
         world = World(trained, [], [], said)
         world.engines = ours
         await ours.start(tmp_path, lambda _: None, launcher)
@@ -215,7 +215,7 @@ def test_sampling_client_finds_a_moved_engine_once_it_has_the_newest_weights(
                 await asyncio.sleep(0)  # wait until it can be used
             theirs.set_usable_urls(ours.up_to_date_urls)
 
-        theirs = HttpEngines(
+        theirs = HttpEngineClient(
             policy(),
             InferenceSpec(urls=ours.up_to_date_urls, probe_s=60.0),
             name="theirs",

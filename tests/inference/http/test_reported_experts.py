@@ -21,11 +21,11 @@ from transformers import Qwen3MoeConfig
 
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, MalformedResponse
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from ramify.types.message import Message
 from tests.inference.helpers import ENGINE_KEY
 from tests.inference.http.engine_world import request
@@ -150,7 +150,7 @@ class Double:
 
 
 @asynccontextmanager
-async def engines(engine: str, double: Double, **options: Any) -> AsyncIterator[HttpEngines]:
+async def engines(engine: str, double: Double, **options: Any) -> AsyncIterator[HttpEngineClient]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", double.answer)
     runner = web.AppRunner(app)
@@ -158,7 +158,7 @@ async def engines(engine: str, double: Double, **options: Any) -> AsyncIterator[
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     spec = InferenceSpec(engine=engine, urls=(url,), report_experts=True, restarts=0, **options)
-    made = HttpEngines(mixture(), spec, name="engines")
+    made = HttpEngineClient(mixture(), spec, name="engines")
     try:
         await made.start(Path("unused"), lambda _: None)
         yield made
@@ -296,7 +296,7 @@ def test_model_without_experts_is_refused() -> None:
         ConfigError,
         match="engines is not a mixture-of-experts model, so it has no experts to report",
     ):
-        HttpEngines(policy(), spec, name="engines")
+        HttpEngineClient(policy(), spec, name="engines")
 
 
 @pytest.mark.parametrize("engine", ["ramify", "vllm", "sglang"])
@@ -313,7 +313,7 @@ def test_serve_policy_reports_the_experts_of_its_engine(engine: str) -> None:
                 report_experts=True,
                 weight_sync="file" if engine == "sglang" else "",
             )
-            made = HttpEngines(mixture(), spec, name="engines")
+            made = HttpEngineClient(mixture(), spec, name="engines")
             await made.start(Path("unused"), lambda _: None)
             greedy = Sampling(12, 0.0, seed=1, logprobs=True)
             asked = request(7, 12, message)

@@ -22,11 +22,11 @@ from aiohttp import web
 
 from ramify.errors import ConfigError, ServerFailed, TrainError
 from ramify.inference.http.engine_process import engine_command
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.weights import fingerprint
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import ENGINE_KEY, policy
 from tests.inference.http.engine_world import World, engine_session, other_server, request, run
@@ -119,7 +119,7 @@ async def sleep_world(
             **options,
         }
         stack.enter_context(heard(made.said.append, made.said.append))
-        made.engines = HttpEngines(made.trained, InferenceSpec(**fields), name="test")
+        made.engines = HttpEngineClient(made.trained, InferenceSpec(**fields), name="test")
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
         yield made
@@ -298,7 +298,7 @@ def test_external_engine_is_left_awake_and_woken_if_found_asleep() -> None:
             assert (await fetch_json(*asked))[1]["choices"] == before[1]["choices"]
             await fetch_json(f"{made.url}/sleep?level=1", {})  # the trainer is killed now
             spec = InferenceSpec(urls=(made.url,), probe_s=60.0)
-            asks = HttpEngines(
+            asks = HttpEngineClient(
                 made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks"
             )
             await asks.start(Path("unused"), lambda _: None, gone=lambda _: None)
@@ -306,7 +306,7 @@ def test_external_engine_is_left_awake_and_woken_if_found_asleep() -> None:
                 made.locals[0].device_memory_usage()["kv_cache"] < 1 << 20
             )  # a client that only samples wakes no engine
             await asks.close()
-            made.engines = HttpEngines(made.trained, spec, name="next")
+            made.engines = HttpEngineClient(made.trained, spec, name="next")
             await made.engines.start(Path("unused"), lambda _: None)
             assert (await fetch_json(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
             assert (await fetch_json(*asked))[1]["choices"] == before[1]["choices"]
@@ -397,7 +397,7 @@ def test_server_started_without_sleep_support_is_refused(
         runner, url = await other_server({"/health": {}, **answers})
         spec = InferenceSpec(engine=engine, urls=(url,), sleep="learn", sleep_level=level)
         with pytest.raises(ConfigError, match=says):
-            await HttpEngines(policy(), spec, name="x").start(Path("unused"), lambda _: None)
+            await HttpEngineClient(policy(), spec, name="x").start(Path("unused"), lambda _: None)
         await runner.cleanup()
 
     run(test)
@@ -463,11 +463,11 @@ def test_sleep_returns_memory_to_the_operating_system() -> None:
 
 def test_sleeping_weights_are_kept_or_dropped() -> None:
     """Dropped weights are on the meta device, where they use no memory."""
-    from ramify.inference.local.sleeping_weights import SleepingWeights
+    from ramify.inference.local.offloaded_weights import OffloadedWeights
 
     model = policy().model
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    resting = SleepingWeights(model)
+    resting = OffloadedWeights(model)
     resting.release_memory(keep=True)  # in main memory already
     assert (resting.is_released, resting.num_bytes > 0) == (False, True)
     resting.release_memory(keep=False)

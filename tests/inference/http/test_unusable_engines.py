@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError, TrainError
-from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.http_engines import HttpEngineClient
 from ramify.inference.http.inference_spec import InferenceSpec, check_version
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import from_config
 from ramify.models.weights import fingerprint
-from ramify.serve.policy import PolicyServer
+from ramify.serve.policy_server import PolicyServer
 from tests.inference.helpers import ENGINE_KEY, policy
 from tests.inference.http.engine_world import other_server, run, world
 
@@ -66,7 +66,7 @@ def test_incompatible_server_is_refused(engine: str, version: dict[str, Any], sa
                 "/openapi.json": {"paths": {}},
             }
         )
-        engines = HttpEngines(policy(), InferenceSpec(engine=engine, urls=(url,)), name="x")  # type: ignore[arg-type]
+        engines = HttpEngineClient(policy(), InferenceSpec(engine=engine, urls=(url,)), name="x")  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=says):
             await engines.start(Path("unused"), lambda _: None)
         await runner.cleanup()
@@ -97,7 +97,9 @@ def test_engine_with_another_model_is_refused(engine: str, change: Any, says: st
             other.model.to(getattr(torch, change))
         local = LocalClient(policy())
         async with PolicyServer(local, name="mine", key=ENGINE_KEY, weight_transfer=True) as server:
-            engines = HttpEngines(other, InferenceSpec(engine=engine, urls=(server.url,)), name="x")  # type: ignore[arg-type]
+            engines = HttpEngineClient(
+                other, InferenceSpec(engine=engine, urls=(server.url,)), name="x"
+            )  # type: ignore[arg-type]
             with pytest.raises(ConfigError, match=says):
                 await engines.start(Path("unused"), lambda _: None)
         await local.close()
@@ -115,19 +117,21 @@ def test_unreachable_engine_and_port_in_use_are_reported() -> None:
                 ConfigError,
                 match=r"no engine answers: GET: cannot reach http.*/health \(connection refused",
             ):
-                await HttpEngines(policy(), spec, name="x").start(Path("unused"), lambda _: None)
+                await HttpEngineClient(policy(), spec, name="x").start(
+                    Path("unused"), lambda _: None
+                )
             taken.listen()
             with pytest.raises(
                 ConfigError, match=f"cannot listen on 127.0.0.1:{port} .*: choose another port"
             ):
-                HttpEngines(policy(), InferenceSpec(ports=(port,)), name="x")
+                HttpEngineClient(policy(), InferenceSpec(ports=(port,)), name="x")
 
     run(test)
 
 
 def test_engine_process_that_fails_to_start_is_reported(tmp_path: Path) -> None:
     async def test(*command: str) -> None:
-        engines = HttpEngines(policy(), InferenceSpec(command=command), name="x")
+        engines = HttpEngineClient(policy(), InferenceSpec(command=command), name="x")
         await engines.start(tmp_path, lambda folder: folder.mkdir(exist_ok=True))
 
     with pytest.raises(

@@ -11,13 +11,13 @@ import torch
 
 from ramify.errors import ConfigError, StoreError
 from ramify.inference.weight_sync.base import MEMORY, to_lazy_weight, to_lazy_weights
-from ramify.inference.weight_sync.file_sync import FileSync, FileWeightReceiver, read_pointer
+from ramify.inference.weight_sync.file_sync import FileWeightReceiver, FileWeightSync, read_pointer
 
 WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
 
 
 def written(folder: Path, version: int = 1) -> tuple[FileWeightReceiver, dict[str, object]]:
-    weight_sync = FileSync(folder=str(folder), file_bytes=1000)
+    weight_sync = FileWeightSync(folder=str(folder), file_bytes=1000)
     info = weight_sync.open(1)[0]
     (chunk,) = weight_sync.chunks(
         to_lazy_weights(WEIGHTS.items(), torch.float32), version, whole=False
@@ -28,7 +28,7 @@ def written(folder: Path, version: int = 1) -> tuple[FileWeightReceiver, dict[st
 def test_last_two_versions_are_kept_and_loadable(tmp_path: Path) -> None:
     from ramify.models.weights import read_weights
 
-    weight_sync = FileSync(folder=str(tmp_path), file_bytes=1000)
+    weight_sync = FileWeightSync(folder=str(tmp_path), file_bytes=1000)
     weight_sync.open(1)
     (tmp_path / "v000009").mkdir()  # left by an earlier run
     for version in (1, 2, 3):
@@ -84,7 +84,7 @@ def test_tensors_of_odd_lengths_round_trip(tmp_path: Path) -> None:
         "b": torch.ones(2, 3).T,
     }
     given = [to_lazy_weight(name, tensor, tensor.dtype) for name, tensor in odd.items()]
-    weight_sync = FileSync(folder=str(tmp_path))
+    weight_sync = FileWeightSync(folder=str(tmp_path))
     info = weight_sync.open(1)[0]
     (chunk,) = weight_sync.chunks(given, 1, whole=False)
     for found in (
@@ -102,7 +102,7 @@ def test_tensors_of_odd_lengths_round_trip(tmp_path: Path) -> None:
 def test_version_in_memory_is_overwritten_unless_it_is_open() -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as below:
         folder = Path(below)
-        weight_sync = FileSync(folder=below, file_bytes=1000)
+        weight_sync = FileWeightSync(folder=below, file_bytes=1000)
         weight_sync.open(1)
 
         def write(version: int, weights: dict[str, torch.Tensor]) -> Path:
@@ -142,7 +142,7 @@ def test_kill_while_writing_leaves_the_previous_version(tmp_path: Path) -> None:
         pass
 
     receiver, info = written(tmp_path)
-    weight_sync = FileSync(folder=str(tmp_path))
+    weight_sync = FileWeightSync(folder=str(tmp_path))
     weight_sync.open(1)
     each = to_lazy_weights(WEIGHTS.items(), torch.float32)
 
@@ -174,11 +174,11 @@ def test_wrong_pointer_is_refused(tmp_path: Path) -> None:
 def test_unwritable_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="weights cannot be written to"):
-        FileSync(folder=str(tmp_path / "file/weights")).open(1)
+        FileWeightSync(folder=str(tmp_path / "file/weights")).open(1)
 
 
 def test_temporary_folder_is_removed_on_close() -> None:
-    weight_sync = FileSync()
+    weight_sync = FileWeightSync()
     folder = Path(weight_sync.open(1)[0]["folder"])
     list(weight_sync.chunks(to_lazy_weights(WEIGHTS.items(), torch.float32), 1, whole=False))
     weight_sync.close()
@@ -189,7 +189,7 @@ def test_folders_of_dead_trainers_are_removed_and_of_live_ones_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    living = FileSync()
+    living = FileWeightSync()
     held = Path(living.open(1)[0]["folder"])
     dead = tmp_path / "ramify-weights-held-dead" / "v000001"
     dead.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_folders_of_dead_trainers_are_removed_and_of_live_ones_kept(
         b"0" * 64
     )  # a buffer of shared memory, here for lack of /dev/shm
     (tmp_path / "another").mkdir()
-    next_one = FileSync()
+    next_one = FileWeightSync()
     fresh = Path(next_one.open(1)[0]["folder"])
     assert {path.name for path in tmp_path.iterdir()} == {held.name, fresh.name, "another"}
     assert held.stat().st_mode & 0o777 == 0o700

@@ -19,8 +19,8 @@ from torch import Tensor
 from ramify.errors import ConfigError
 from ramify.inference.weight_sync import WEIGHT_SYNCS
 from ramify.inference.weight_sync.base import (
-    AdaptedMatrix,
     FullWeightsRequiredError,
+    LoraMatrix,
     WeightReceiver,
     WeightSync,
     reserve_file_space,
@@ -226,7 +226,7 @@ def test_only_the_adapter_of_an_adapted_matrix_is_sent(by: str, dtype: torch.dty
     base = torch.randn(60, 50, generator=make).to(torch.bfloat16).float()  # of a checkpoint in bf16
     pair = [torch.randn(4, 50, generator=make), torch.randn(60, 4, generator=make)]
     held = torch.nn.Parameter(torch.randn(30, generator=make), requires_grad=False)
-    adapted = AdaptedMatrix(lambda: base, lambda: (pair[0], pair[1]), 0.5, base.dtype)
+    adapted = LoraMatrix(lambda: base, lambda: (pair[0], pair[1]), 0.5, base.dtype)
 
     def carried(
         weight_sync: WeightSync,
@@ -410,7 +410,7 @@ def test_joining_an_incomplete_group_times_out() -> None:
 def test_weight_syncs_are_found_by_name() -> None:
     assert all(WEIGHT_SYNCS.resolve(name).__doc__ for name in WEIGHT_SYNCS)
     assert WEIGHT_SYNCS.resolve(
-        "ramify.inference.weight_sync.shared_memory:SharedMemorySync"
+        "ramify.inference.weight_sync.shared_memory:SharedMemoryWeightSync"
     ) is WEIGHT_SYNCS.resolve("shared")
     with pytest.raises(ConfigError, match=r"unknown weight sync 'shred': did you mean 'shared'\?"):
         WEIGHT_SYNCS.resolve("shred")

@@ -19,7 +19,7 @@ from attacks.arena import SPEC, answer
 from attacks.outer import impoverish
 from attacks.runner import Plan
 from ramify.errors import RamifyError
-from ramify.sandbox.base import SharedContext, open_sandbox, provider_spec
+from ramify.sandbox.base import SharedContextValue, open_sandbox, provider_spec
 
 CELLS = (
     "while True: pass",
@@ -34,7 +34,7 @@ CELLS = (
 
 async def run(plan: Plan) -> None:
     sandbox = open_sandbox(provider_spec({"provider": plan.provider, **SPEC, **plan.spec}))
-    context = SharedContext("a line\n" * 1_000_000)
+    context = SharedContextValue("a line\n" * 1_000_000)
     try:
         sessions = [
             await sandbox.open(context=context if number % 2 else None)

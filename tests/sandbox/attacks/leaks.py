@@ -161,9 +161,9 @@ REWRITE = r"""
 import ctypes, os, socket, sys
 kept = []
 __import__('gc').unfreeze()  # the guest is older than its process
-guest = [o for o in __import__('gc').get_objects() if type(o).__name__ == 'GuestBranches'][0]
+guest = [o for o in __import__('gc').get_objects() if type(o).__name__ == 'SessionForker'][0]
 apart = guest._apart
-import ramify_guest.branches as own
+import ramify_guest.session_forking as own
 own._closerange = os.closerange = lambda *a: None
 primitives = sys.modules['ramify_jail_primitives']
 """

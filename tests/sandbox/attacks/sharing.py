@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attacks.base import attack
 from ramify.errors import RamifyError
-from ramify.sandbox.base import Session, SharedContext
+from ramify.sandbox.base import Session, SharedContextValue
 
 if TYPE_CHECKING:
     from attacks.arena import Arena
@@ -30,7 +30,7 @@ def verdict_line(name: str, is_reached: object, what: Any) -> str:
 
 
 async def write_over_context(arena: Arena, session: Session) -> str:
-    context = SharedContext("a line of the context\n" * 200_000)
+    context = SharedContextValue("a line of the context\n" * 200_000)
     attacker, sibling = [await arena.session(context=context) for _ in range(2)]
     code = """
 import ctypes, sys
@@ -50,7 +50,7 @@ context[:10]
     ]
     right = (
         all(h == "('a line', True)" for h in hurt)
-        and context.digest == SharedContext("a line of the context\n" * 200_000).digest
+        and context.digest == SharedContextValue("a line of the context\n" * 200_000).digest
     )
     return said + verdict_line("the context of siblings", not right, hurt)
 
@@ -65,7 +65,7 @@ attack(
 
 
 async def write_through_descriptors(arena: Arena, session: Session) -> str:
-    context = SharedContext("a line of the context\n" * 200_000)
+    context = SharedContextValue("a line of the context\n" * 200_000)
     attacker, sibling = [await arena.session(context=context) for _ in range(2)]
     code = """
 import mmap, os, stat

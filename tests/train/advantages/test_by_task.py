@@ -31,11 +31,11 @@ from ramify.train.advantages.rae import RAE
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.sft import SFT
 from ramify.train.config import PolicySpec, Run, Schedule, TaskSpec
-from ramify.train.data.compile import token_sequences
+from ramify.train.config_overrides import override
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.other_trainer_presets import with_preset
-from ramify.train.override import override
 from ramify.train.recipe import CHOICES
-from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.signal_composition import Hybrid
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group
 from tests.shown import train

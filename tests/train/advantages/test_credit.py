@@ -13,7 +13,7 @@ import math
 
 import pytest
 
-from ramify.train.advantages.credit import (
+from ramify.train.advantages.credit_assignment import (
     CREDITS,
     AdvantageFunction,
     CreditNode,
@@ -24,7 +24,7 @@ from ramify.train.advantages.credit import (
     subtask_credit,
 )
 from ramify.train.advantages.group_estimators import GRPO, RLOO, DrGRPO, MaxRL, PassAtK
-from ramify.types.trajectory import Fork, NewCallReason, Trajectory
+from ramify.types.trajectory import CallForkOrigin, NewCallReason, Trajectory
 from tests.train import trees as made
 
 mean = DrGRPO().compare
@@ -274,8 +274,8 @@ def test_a_fork_of_an_agents_call_has_the_advantage_of_that_agent() -> None:
         return made.tree(
             made.call("0", 2, reward=first),
             made.call("1", 2, reward=second),
-            made.call("1:1", 2, fork=Fork("1", 0)),
-            made.call("1:1:1", 2, fork=Fork("1:1", 0)),
+            made.call("1:1", 2, fork=CallForkOrigin("1", 0)),
+            made.call("1:1:1", 2, fork=CallForkOrigin("1:1", 0)),
             reward=0.0,
         )
 
@@ -287,7 +287,7 @@ def test_a_fork_of_an_agents_call_has_the_advantage_of_that_agent() -> None:
 
 def test_each_of_several_replies_to_an_agent_can_have_its_own_reward() -> None:
     def replies(first: float, second: float) -> Trajectory:
-        fork = Fork("0", -1)
+        fork = CallForkOrigin("0", -1)
         return made.tree(
             made.call("0", 2, reward=first, cause=NewCallReason.NEW),
             made.call("0:1", 2, reward=second, cause=NewCallReason.SAMPLE, fork=fork),

@@ -39,7 +39,7 @@ from ramify.train.advantages.ppo import PPO
 from ramify.train.advantages.rae import RAE
 from ramify.train.advantages.reinforce_pp import ReinforcePP
 from ramify.train.advantages.remax import ReMax
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.types.training_sequences import TokenSequence
 from ramify.types.trajectory import Group, Trajectory
 from tests.train.trees import call, cut, group, tree

@@ -24,7 +24,7 @@ from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.config import RlSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.fork_segment import path_trajectory, root_segment
-from ramify.types.trajectory import Call, CallSite, Fork, Group, Trajectory
+from ramify.types.trajectory import Call, CallForkOrigin, CallSite, Group, Trajectory
 from tests.train.trees import call, cut, tree
 
 Places = dict[tuple[str, int], float]
@@ -32,7 +32,7 @@ Places = dict[tuple[str, int], float]
 
 def continuation(id: str, of: str, turn: int, *sampled: int) -> Call:
     made, _ = call(id, *sampled)
-    return msgspec.structs.replace(made, fork=Fork(of, turn), depth=0)
+    return msgspec.structs.replace(made, fork=CallForkOrigin(of, turn), depth=0)
 
 
 def forked(*calls: Call, rewards: Mapping[str, float], name: str = "a") -> Trajectory:
@@ -117,7 +117,7 @@ def test_calls_have_the_advantage_of_the_turn_that_made_them() -> None:
 
 def test_mask_removes_only_the_line_that_was_cut() -> None:
     first, second = pair()
-    cut_off = msgspec.structs.replace(cut("0:1", 1)[0], fork=Fork("0", 0), depth=0)
+    cut_off = msgspec.structs.replace(cut("0:1", 1)[0], fork=CallForkOrigin("0", 0), depth=0)
     first.calls[1] = cut_off
     (advantages, _), _ = numbers(BranchEstimator(overlong="mask"), [first, second])
     assert set(advantages) == {("0", 0), ("0", 1), ("0", 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ramify.train.advantages.advantage_pipeline import has_signal
-from ramify.train.advantages.credit import (
+from ramify.train.advantages.credit_assignment import (
     LengthPenaltyScale,
     RolloutLength,
     soft_overlong,

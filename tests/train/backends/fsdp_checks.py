@@ -10,7 +10,7 @@ import pytest
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.losses import DppoTv
 from ramify.train.losses.total_loss import LossSpec
 from tests.train.backends.small import CONFIG, policy

@@ -23,9 +23,9 @@ from ramify.inference.local.engine import InferenceEngineLimits, LocalEngine
 from ramify.inference.local.generation_request import GenerationState
 from ramify.inference.local.model_runner import create_runner
 from ramify.models.load import Policy
-from ramify.models.routing import MixtureRouters
+from ramify.models.moe_routing import MoeRouters
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.losses import ImportanceSampling
 from ramify.train.losses.total_loss import LossSpec
@@ -173,7 +173,7 @@ def sampled_by_engine(served: Policy, prompt: list[int], num: int) -> TokenSeque
         slots=2, prefill_tokens=64, cache_bytes=1 << 24, window=64, reuse=True
     )
     engine = LocalEngine(create_runner(served.model), room)
-    routers = engine.runner.routers = MixtureRouters.of_model(served.model)
+    routers = engine.runner.routers = MoeRouters.of_model(served.model)
     assert routers is not None
     routers.start_recording()
     engine.add(generation)

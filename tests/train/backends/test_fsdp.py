@@ -29,7 +29,7 @@ from ramify.train.backends.fsdp import FsdpRanks
 from ramify.train.backends.fsdp_model import FsdpBackend, FsdpModel
 from ramify.train.backends.lora import attach, merged_weights
 from ramify.train.backends.sharded_lora import AdapterSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.data.pack import copy_to_sequences as attach_stream

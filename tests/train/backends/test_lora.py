@@ -12,7 +12,7 @@ from torch import nn
 from ramify.errors import ConfigError
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.lora import attach, merged_weights
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.backends.trained_model import LocalTrainedModel
 from ramify.train.data.pack import pack
 from ramify.train.losses.total_loss import LossSpec

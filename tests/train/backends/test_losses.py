@@ -16,7 +16,7 @@ import torch
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import OptimizerSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.backends.trained_model import PolicyWithSeparateCritic
 from ramify.train.data.pack import PackingCostModel, PackingSpec, pack
 from ramify.train.losses import (

@@ -19,9 +19,9 @@ from ramify.models.weights import read_weights, tensors_fingerprint
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.fsdp import FsdpRanks, FsdpTrainedModel
 from ramify.train.backends.lora import attach
-from ramify.train.backends.mesh import MeshSizes
+from ramify.train.backends.mesh import DeviceMeshSizes
 from ramify.train.backends.sharded_lora import AdapterSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingSpec, pack
 from ramify.train.losses import DppoTv
 from ramify.train.losses.total_loss import LossSpec
@@ -255,7 +255,7 @@ def test_mesh_that_does_not_match_its_ranks_is_rejected(fields: Any, message: st
 
 
 def test_mesh_place_of_a_rank():
-    sizes = MeshSizes.from_rank_count(8, replicas=2, tensor=2, experts=4)
+    sizes = DeviceMeshSizes.from_rank_count(8, replicas=2, tensor=2, experts=4)
     assert (sizes.shard, sizes.expert_shard, sizes.num_batches) == (2, 1, 4)
     assert sizes.rank_coordinates(6) == "replicate 1, shard 1, tensor 0, experts 2"
-    assert MeshSizes.from_rank_count(2, 1, 1, 1).rank_coordinates(1) == "shard 1"
+    assert DeviceMeshSizes.from_rank_count(2, 1, 1, 1).rank_coordinates(1) == "shard 1"

@@ -22,14 +22,18 @@ from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy, from_config
 from ramify.train.backends.base import ComputeSpec, ShardSpec, resolve_precision
-from ramify.train.backends.single import SingleBackend
-from ramify.train.build import model_to_train
+from ramify.train.backends.single_device import SingleBackend
+from ramify.train.build_trainer import model_to_train
 from ramify.train.config import Run
 from ramify.train.data.pack import pack
+from ramify.train.engine_consistency_checks import (
+    CanaryTolerance,
+    EngineConsistencyChecks,
+    TokenIdHashingClient,
+)
 from ramify.train.execute import train
-from ramify.train.load_run_parts import RunParts
-from ramify.train.precision import RunPrecision, precision_of
-from ramify.train.selfcheck import CanaryTolerance, EngineConsistencyChecks, TokenIdHashingClient
+from ramify.train.load_run_parts import LoadedRunParts
+from ramify.train.numeric_precision import RunNumericPrecision, precision_of
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
@@ -92,7 +96,7 @@ def test_engine_dtype_and_trainer_precision_are_chosen_together() -> None:
 def test_canary_tolerance_follows_from_dtype_and_precision() -> None:
     def limits(dtype: str, products: Any, **inference: Any) -> tuple[float, float]:
         spec = InferenceSpec(**inference) if inference else None
-        return RunPrecision(dtype, products).canary_limits(small(inference=spec))[:2]
+        return RunNumericPrecision(dtype, products).canary_limits(small(inference=spec))[:2]
 
     assert limits("float32", "fp32") == (1e-4, 0.0)
     assert limits("float32", "fp32", engine="vllm", urls=("http://a",)) == (1e-3, 0.0)
@@ -229,7 +233,7 @@ def test_resumed_backend_uses_its_own_precision(tmp_path: Path) -> None:
 # --- the canary: rounding passes, a different model does not
 
 
-def sharp(made: RunParts, seed: int) -> Policy:
+def sharp(made: LoadedRunParts, seed: int) -> Policy:
     """A policy with log-probabilities down to -50: more confident than any trained one."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed)
     with torch.no_grad():
@@ -265,7 +269,7 @@ def worst_difference(precision: Any, engine: torch.dtype, rounding: float, other
     return check.worst
 
 
-BF16 = RunPrecision("bfloat16", "bf16").canary_limits(small()).rounding
+BF16 = RunNumericPrecision("bfloat16", "bf16").canary_limits(small()).rounding
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from ramify.actors.connect_back import ConnectBackListener, ConnectBackTicket
-from ramify.actors.rank_store import KeyValueStoreServer, RankStoreClient
-from ramify.actors.run_channel import Channel, connect
+from ramify.actors.rank_key_value_store import KeyValueStoreClient, KeyValueStoreServer
+from ramify.actors.run_channel import AuthenticatedChannel, connect
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.torchrun_rendezvous import RankInfo, TorchrunRendezvous
 
@@ -123,11 +123,11 @@ def test_several_machines_need_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def stores(
     look: Callable[[], None] = lambda: None,
-) -> tuple[KeyValueStoreServer, RankStoreClient, Channel]:
+) -> tuple[KeyValueStoreServer, KeyValueStoreClient, AuthenticatedChannel]:
     import socket
 
-    ours, theirs = (Channel(each) for each in socket.socketpair())
-    return KeyValueStoreServer([ours], look), RankStoreClient(theirs), theirs
+    ours, theirs = (AuthenticatedChannel(each) for each in socket.socketpair())
+    return KeyValueStoreServer([ours], look), KeyValueStoreClient(theirs), theirs
 
 
 def test_store_has_the_operations_of_torch() -> None:

@@ -19,7 +19,7 @@ from transformers import GPT2Config, MistralConfig
 from ramify.errors import ConfigError, TrainError
 from ramify.models.dense import compile_layers
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.data.pack import PackingCostModel, PackingSpec, copy_to_sequences, pack
 from ramify.train.losses import DppoTv, PpoClip
 from ramify.train.losses.total_loss import LossSpec

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.types.message import Message, Reply, VersionSpan
-from ramify.types.trajectory import Call, CallSite, Fork, Trajectory, Turn
+from ramify.types.trajectory import Call, CallForkOrigin, CallSite, Trajectory, Turn
 
 
 def turn(prompt: tuple[int, ...], sampled: tuple[int, ...], reused: int = 0, **more: Any) -> Turn:
@@ -66,7 +66,7 @@ def test_each_call_becomes_one_path_of_its_turns():
 
 def test_fork_has_weights_only_on_its_own_tokens():
     root = call("0", turn((1, 2), (7,)), turn((4,), (9,), reused=3))
-    fork = call("0.f", turn((5,), (6,), reused=3), fork=Fork("0", 0))
+    fork = call("0.f", turn((5,), (6,), reused=3), fork=CallForkOrigin("0", 0))
     found = token_sequences(
         [rollout({("0", 0): rl(1), ("0", 1): rl(2), ("0.f", 0): rl(3)}, root, fork)]
     )

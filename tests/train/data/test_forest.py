@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.train.data.prefix_forest import Forest, forest
+from ramify.train.data.prefix_forest import PrefixForest, forest
 from ramify.types.training_sequences import TokenSequence
 
 
@@ -25,7 +25,9 @@ def sequence(*ids: int) -> TokenSequence:
     )
 
 
-def nodes_of(found: Forest, sequences: list[TokenSequence]) -> list[tuple[tuple[int, ...], int]]:
+def nodes_of(
+    found: PrefixForest, sequences: list[TokenSequence]
+) -> list[tuple[tuple[int, ...], int]]:
     """Return (token ids, parent) of each node."""
     return [
         (tuple(sequences[node.sequence].token_ids[node.begin : node.end].tolist()), node.parent)
@@ -33,7 +35,7 @@ def nodes_of(found: Forest, sequences: list[TokenSequence]) -> list[tuple[tuple[
     ]
 
 
-def path(found: Forest, sequences: list[TokenSequence], leaf: int) -> list[int]:
+def path(found: PrefixForest, sequences: list[TokenSequence], leaf: int) -> list[int]:
     """Return the ids from the root to the end of node ``leaf``."""
     ids: list[int] = []
     while leaf >= 0:

@@ -19,7 +19,7 @@ from ramify.train.data.pack import (
     pack,
     packing_statistics,
 )
-from ramify.types.training_sequences import Batch, SamplingMask, Segment, TokenSequence
+from ramify.types.training_sequences import Batch, PackedTokenSegment, SamplingMask, TokenSequence
 
 FREE = PackingCostModel(pair=0.0, share=0.0, join=0.0)
 """Sharing always pays."""
@@ -69,7 +69,7 @@ def test_siblings_share_prefixes_and_keep_their_entries():
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 8, 4, 5, 9]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 5, 3]
     assert batch.segments == [
-        Segment(0, 3, -1), Segment(3, 5, 0), Segment(5, 6, 1), Segment(6, 7, 1), Segment(7, 8, 0)
+        PackedTokenSegment(0, 3, -1), PackedTokenSegment(3, 5, 0), PackedTokenSegment(5, 6, 1), PackedTokenSegment(6, 7, 1), PackedTokenSegment(7, 8, 0)
     ]  # fmt: skip
     assert batch.sources.tolist() == [2, 3, 4, 2]
     assert batch.targets.tolist() == [7, 8, 5, 9]

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ramify.engine.scaffold import SCAFFOLDS
+from ramify.engine.prompt_scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
-from ramify.models.renderer import renderer_of
+from ramify.models.chat_renderer import renderer_of
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.tasks.ledger.scripted_demonstrator import EXPERT, NOISY, demonstrations
 from ramify.tasks.ledger.task import ledger
 from ramify.train.advantages.sft import SFT
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.data.sft_data import (
     TrajectoryTokenizer,
     append_trajectories,
@@ -26,7 +26,7 @@ from ramify.train.data.sft_data import (
     trajectory_of,
 )
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Fork, Group, Trajectory, Turn
+from ramify.types.trajectory import Call, CallForkOrigin, Group, Trajectory, Turn
 
 ITEMS = ledger(multi=0.5, rows=(6, 9), doc_rows=(4, 6)).splits["train"][:40]
 TEXTS = prompt_format(SCAFFOLDS["tiny"])
@@ -94,7 +94,7 @@ def test_truncated_history_is_tokenised_again_and_branches_are_rejected() -> Non
         [user_message("q"), user_message("summary")]
     )
     turns = [Turn(0, (user_message("q"),), sampled_reply("a"))]
-    forked = Call("0:1", "rlm", "m", 0, "q", fork=Fork("0", 0), turns=turns)
+    forked = Call("0:1", "rlm", "m", 0, "q", fork=CallForkOrigin("0", 0), turns=turns)
     with pytest.raises(ConfigError, match="branches"):
         TrajectoryTokenizer(RENDERER).tokenised(Trajectory("t", "q", calls=[forked]))
 
@@ -137,7 +137,7 @@ def test_sft_reads_evaluated_runs_from_a_store(tmp_path: Path) -> None:
     """A scripted model answers eight items, three of them wrongly: only the correct runs are
     trained on."""
     from ramify import Store
-    from ramify.evaluate.run import EvaluationStore
+    from ramify.evaluate.run_evaluation import EvaluationStore
     from tests.evaluate.helpers import evaluated, plan, unless
 
     store = Store(tmp_path / "store")

@@ -18,7 +18,7 @@ from ramify.train.losses import POLICY_LOSSES, ClipCov, KlCov
 from ramify.train.losses import total_loss as losses
 from ramify.train.losses.base import TokenSelectionInputs
 from ramify.train.losses.corrections import CORRECTIONS
-from ramify.train.losses.cov import covariance_terms
+from ramify.train.losses.covariance_losses import covariance_terms
 from ramify.train.losses.total_loss import LossSpec, selects_tokens
 from ramify.types.training_sequences import TokenSequence
 from tests.train.backends.small import tree

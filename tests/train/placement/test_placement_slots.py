@@ -14,7 +14,7 @@ from ramify.errors import ConfigError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
-from ramify.train.override import override
+from ramify.train.config_overrides import override
 from ramify.train.placement.placement_slots import placement_slots
 from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.placement_plan import num_processes_by_role, plan_placement, with_placement_kind

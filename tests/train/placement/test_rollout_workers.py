@@ -21,9 +21,9 @@ from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.tasks.base import Item
+from ramify.train.call_depth_models import DepthSpec
 from ramify.train.config import Run, TaskSpec
 from ramify.train.data.sft_data import read as trajectories
-from ramify.train.depth_models import DepthSpec
 from ramify.train.metrics import StepMetrics, read_metrics
 from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
 from ramify.train.placement.rollout_worker import RolloutWorkerSpec, SerializedTaskItem

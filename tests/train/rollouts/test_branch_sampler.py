@@ -17,7 +17,7 @@ from ramify.tasks.base import Item, SimpleTask, TaskStart, TrajectoryRewardFunct
 from ramify.train.branch_sampler import BranchOptions, rollout_fork_arguments
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Fork, Trajectory
+from ramify.types.trajectory import CallForkOrigin, Trajectory
 from tests.engine.helpers import SCAFFOLD, client, code
 
 LIMITS = Limits(max_turns=4, max_calls=4)
@@ -69,7 +69,7 @@ def test_each_line_is_scored_as_a_rollout_of_its_own() -> None:
     assert lines[12] == {"correct": 1.0, "turns": 3.0}
     assert found.rewards == {"correct": 0.25, "turns": 3.0}
     forks = {call.id: call.fork for call in found.calls}
-    assert forks["0:1"] == Fork("0", 0)
+    assert forks["0:1"] == CallForkOrigin("0", 0)
     assert sum(len(call.turns) for call in found.calls) == 1 + 2 + 4
 
 
@@ -77,14 +77,14 @@ def test_a_budget_is_divided_among_continuations() -> None:
     found = rolled(BranchOptions(where=(1, 2), num=2, budget=3))
     assert {call.id: call.fork for call in found.calls} == {
         "0": None,
-        "0:1": Fork("0", 0),
-        "0:2": Fork("0", 1),
+        "0:1": CallForkOrigin("0", 0),
+        "0:2": CallForkOrigin("0", 1),
     }
     first = rolled(BranchOptions(where="every", num=2, budget=8, lines="first"))
     assert {call.id: call.fork for call in first.calls} == {
         "0": None,
-        "0:1": Fork("0", 0),
-        "0:2": Fork("0", 1),
+        "0:1": CallForkOrigin("0", 0),
+        "0:2": CallForkOrigin("0", 1),
     }
 
 
@@ -102,7 +102,7 @@ def test_entropy_forks_after_a_reply_less_certain_than_the_first() -> None:
         return client(reply)
 
     found = rolled(BranchOptions(where="entropy", num=2, budget=2), model())
-    assert [call.fork for call in found.calls] == [None, Fork("0", 1)]
+    assert [call.fork for call in found.calls] == [None, CallForkOrigin("0", 1)]
     calm = rolled(BranchOptions(where="entropy", num=2, budget=2, entropy_rise=1.0), model())
     assert len(calm.calls) == 1
 

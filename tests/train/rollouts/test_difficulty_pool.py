@@ -12,12 +12,12 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item, SimpleTask, TrajectoryRewardFunction
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
-from ramify.train.metrics import GROUPS, GroupRecord, read_metrics
+from ramify.train.metrics import GROUPS, RolloutGroupRecord, read_metrics
 from ramify.train.rollouts.difficulty_pool import DifficultyPool
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
 from ramify.train.run_record import read_group_records
-from ramify.types.trajectory import GroupFate, Trajectory
+from ramify.types.trajectory import RolloutGroupOutcome, Trajectory
 from tests.shown import train
 from tests.train.small import _even, small
 from tests.train.test_loop import Killed, kill_at
@@ -86,12 +86,17 @@ def test_killed_and_resumed_run_passes_over_the_same_items(tmp_path: Path) -> No
         for folder in (whole, broken)
     )
     assert ours == theirs
-    assert any(outcome is GroupFate.SKIPPED for *_, outcome in ours)
+    assert any(outcome is RolloutGroupOutcome.SKIPPED for *_, outcome in ours)
 
 
-def record(number: int, item: str, outcome: str) -> GroupRecord:
-    return GroupRecord(
-        step=1, number=number, item=item, version=1, outcome=GroupFate(outcome), rollouts=[]
+def record(number: int, item: str, outcome: str) -> RolloutGroupRecord:
+    return RolloutGroupRecord(
+        step=1,
+        number=number,
+        item=item,
+        version=1,
+        outcome=RolloutGroupOutcome(outcome),
+        rollouts=[],
     )
 
 

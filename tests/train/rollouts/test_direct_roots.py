@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.evaluate.run import evaluate
-from ramify.store.store import Store
+from ramify.evaluate.run_evaluation import evaluate
+from ramify.store.folder_store import Store
 from ramify.tasks.base import Item, SimpleTask, TaskStart, items_of, task_of
 from ramify.tasks.scoring import exact
-from ramify.testing.scripted import ScriptedByteTokenizer
+from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.recipe import load_recipe
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions, RootModeCounts
 from ramify.types.message import Message

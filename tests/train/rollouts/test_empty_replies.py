@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ramify import RLM, ScriptedClient
-from ramify.evaluate.run import EvaluationResult, evaluate
-from ramify.store.store import Store
+from ramify.evaluate.run_evaluation import EvaluationResult, evaluate
+from ramify.store.folder_store import Store
 from ramify.tasks.base import Item, SimpleTask
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import PolicySpec, RlSpec, Schedule, TaskSpec
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.data.sft_data import read
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions

@@ -12,7 +12,7 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.errors import ConfigError, Refused
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, TrajectoryRewardFunction
-from ramify.testing.scripted import ScriptedByteTokenizer, ScriptedFailure, refused
+from ramify.testing.scripted_client import ScriptedByteTokenizer, ScriptedFailure, refused
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory

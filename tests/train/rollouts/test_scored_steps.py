@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
 from ramify.tasks.base import Item, Score, SimpleTask, TaskStart, generated
 from ramify.tasks.scoring.batched import BatchedReward
-from ramify.testing.scripted import ScriptedByteTokenizer
+from ramify.testing.scripted_client import ScriptedByteTokenizer
 from ramify.train.backends.base import OptimizerSpec
 from ramify.train.branch_sampler import BranchOptions
 from ramify.train.config import EvaluateSpec, RlSpec, Run, Schedule, TaskSpec
 from ramify.train.metrics import GROUPS, read_metrics
-from ramify.train.rollouts.group_queue import GroupQueue, RolloutBatchSpec, StepGroups
+from ramify.train.rollouts.group_queue import RolloutBatchSpec, RolloutGroupQueue, StepRolloutGroups
 from ramify.train.rollouts.rollouter import Rollouter, RolloutOptions
 from ramify.train.run_record import read_group_records
-from ramify.types.trajectory import Group, GroupFate, Trajectory
+from ramify.types.trajectory import Group, RolloutGroupOutcome, Trajectory
 from tests.engine.helpers import at_once
 from tests.shown import train
 from tests.train.rollouts.test_branch_sampler import JAIL, LIMITS, SCAFFOLD, counting
@@ -169,14 +169,14 @@ def test_stored_runs_have_their_scores(tmp_path: Path) -> None:
 def run_queue(
     reward: Reward,
     client: Any,
-    test: Callable[[GroupQueue], Coroutine[Any, Any, None]],
+    test: Callable[[RolloutGroupQueue], Coroutine[Any, Any, None]],
     *,
     has_no_signal: Callable[[Group], bool] = lambda group: False,
     concurrency: int = 64,
     **sample: Any,
 ) -> None:
     async def within(rollouts: Rollouter) -> None:
-        queue = GroupQueue(
+        queue = RolloutGroupQueue(
             rollouts,
             ITEMS,
             RolloutBatchSpec(**sample),
@@ -195,7 +195,7 @@ def run_queue(
 def test_synchronous_step_is_one_call() -> None:
     reward = Reward()
 
-    async def test(queue: GroupQueue) -> None:
+    async def test(queue: RolloutGroupQueue) -> None:
         for step in range(2):
             assert len((await queue.take(step)).groups) == 3
             queue.note_new_weights(step + 1)
@@ -211,8 +211,8 @@ def test_step_of_rollouts_that_run_ahead_scores_the_groups_that_it_takes() -> No
     gates = Gates(0, 1, 2, 3)
     reward = Reward()
 
-    async def test(queue: GroupQueue) -> None:
-        taken: list[StepGroups] = [await queue.take(0)]
+    async def test(queue: RolloutGroupQueue) -> None:
+        taken: list[StepRolloutGroups] = [await queue.take(0)]
         queue.note_new_weights(1)
         assert reward.sizes == [4]
         taken.append(await queue.take(1))
@@ -230,7 +230,7 @@ def test_rollout_that_was_given_up_is_not_in_the_call() -> None:
     gates.held = {(1, 2): asyncio.Event()}
     reward = Reward()
 
-    async def test(queue: GroupQueue) -> None:
+    async def test(queue: RolloutGroupQueue) -> None:
         taken = await queue.take(0)
         assert [len(group.trajectories) for _, group in taken.groups] == [2, 1]
         assert all(run.rewards for _, group in taken.groups for run in group.trajectories)
@@ -246,7 +246,7 @@ def test_step_that_is_cancelled_scores_nothing() -> None:
     gates.held = {(1, 2): asyncio.Event()}
     reward = Reward()
 
-    async def test(queue: GroupQueue) -> None:
+    async def test(queue: RolloutGroupQueue) -> None:
         taking = asyncio.create_task(queue.take(0))
         while sum(each.rolling.num_ended for each in queue.open_groups) < 3:
             await asyncio.sleep(0.001)
@@ -267,7 +267,7 @@ def test_groups_without_signal_are_replaced_and_the_others_scored_once(staleness
         assert all(each.rewards for each in group.trajectories)
         return group.task in ("t/0", "t/1")
 
-    async def test(queue: GroupQueue) -> None:
+    async def test(queue: RolloutGroupQueue) -> None:
         taken = await queue.take(0)
         assert numbers(taken) == [2, 3]
         assert [each.item for each in taken.given_up] == ["t/0", "t/1"]
@@ -351,7 +351,7 @@ def test_killed_and_resumed_run_has_every_step_once(tmp_path: Path, staleness: i
     assert calls == [6, 6, 2]
     records = list(GROUPS.read(broken))
     assert [last - each.step for each in records] == [3, 3, 2, 2, 1, 1, 0, 0]
-    assert {each.outcome for each in records} == {GroupFate.LEARNT}
+    assert {each.outcome for each in records} == {RolloutGroupOutcome.LEARNT}
     assert read_group_records(broken).has_each_group_once
     if not staleness:
         ours, theirs = (

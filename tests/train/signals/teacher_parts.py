@@ -15,7 +15,7 @@ from ramify.inference.local.local_client import LocalClient
 from ramify.models.load import Policy
 from ramify.tasks.base import Item
 from ramify.train.backends.base import ComputeSpec
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.signals.base import (
     JudgeVerdict,
     JudgeView,

@@ -15,11 +15,11 @@ from ramify.errors import ConfigError, TrainError
 from ramify.train.advantages.base import RolloutAdvantages, TokenCredit
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.token_arithmetic import weight_early_tokens
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.signals.base import SignalContext, SignalScore, TopKCandidates
-from ramify.train.signals.compose import Hybrid, HybridWithStepScores
-from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
-from ramify.types.trajectory import Annotation, Call, CallSite, Cell, Group, Trajectory
+from ramify.train.signals.signal_composition import Hybrid, HybridAlgorithmForStep
+from ramify.train.signals.signal_term import AnnealSchedule, HybridTerm
+from ramify.types.trajectory import Call, CallSite, Cell, Group, RunAnnotation, Trajectory
 from tests.train.signals.compose_parts import advantages, group, rollout
 
 # --- properties for any signals
@@ -233,7 +233,7 @@ def test_unknown_terms_and_algorithms_are_rejected() -> None:
     with pytest.raises(ConfigError, match="clip=0 must be positive"):
         HybridTerm(signal="teacher", clip=0)
     assert isinstance(Hybrid(outcome={"name": "grpo", "credit": "root"}).outcome, GRPO)
-    assert isinstance(Hybrid().with_readings({}, 0), HybridWithStepScores)
+    assert isinstance(Hybrid().with_readings({}, 0), HybridAlgorithmForStep)
 
 
 def test_reference_logprobs_from_a_signal_become_the_ref_stream() -> None:
@@ -272,7 +272,7 @@ def test_judge_calls_are_never_trained_on() -> None:
         {"process": SignalScore(turns={("0", 0): 1.0}, notes={("0", 0): "because"}, calls=[asked])},
     )
     assert [call.id for call in one.calls] == ["0", "0.0"]
-    assert one.marks == [Annotation("process", "0", 0, {"process": 1.0}, text="because")]
+    assert one.marks == [RunAnnotation("process", "0", 0, {"process": 1.0}, text="because")]
     found = SFT(llm_calls=True).assign_advantages([Group("t/0", [one])], {})
     assert list(found.rollouts[0].credits) == [("0", 0)]
     with_signal = Group("t/0", [one, rollout("r1", 2, reward=0)])
@@ -302,15 +302,15 @@ def test_signal_scores_are_annotated_on_the_calls_and_turns_they_concern() -> No
         },
     )
     assert one.marks == [
-        Annotation(
+        RunAnnotation(
             "teacher",
             "0",
             0,
             {"mean of its tokens": pytest.approx(-0.188272)},
             {"teacher": [0.1235, -0.5]},
         ),
-        Annotation("teacher", "0", 1, text="add first"),
-        Annotation("outcome", "0", values={"outcome": -0.9}),
+        RunAnnotation("teacher", "0", 1, text="add first"),
+        RunAnnotation("outcome", "0", values={"outcome": -0.9}),
     ]
     assert msgspec.json.decode(msgspec.json.encode(one), type=Trajectory).marks[1:] == one.marks[1:]
 

@@ -24,31 +24,31 @@ from ramify.models.weights import load_weights
 from ramify.train.advantages import ALGORITHMS
 from ramify.train.advantages.group_estimators import DrGRPO
 from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
-from ramify.train.backends.single import SingleBackend
-from ramify.train.build import model_to_train, teachers_of
+from ramify.train.backends.single_device import SingleBackend
+from ramify.train.build_trainer import model_to_train, teachers_of
+from ramify.train.call_depth_models import FrozenModelBudget, ModelsByCallDepth
 from ramify.train.config import Schedule, SftSpec
+from ramify.train.config_overrides import override
 from ramify.train.data.sft_data import read as trajectories
-from ramify.train.depth_models import DepthModels, FrozenModelBudget
+from ramify.train.engine_consistency_checks import TokenIdHashingClient
 from ramify.train.execute import train
 from ramify.train.learner import PolicyWeightTransfer
 from ramify.train.losses.total_loss import LossSpec
 from ramify.train.metrics import read_metrics
-from ramify.train.override import override
 from ramify.train.preflight import check_teacher_truncation
 from ramify.train.recipe import load_stored_run
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.selfcheck import TokenIdHashingClient
 from ramify.train.signals.base import TokenScoringRequest
-from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal, StepJudge
 from ramify.train.signals.outcome import ToolUseSignal
+from ramify.train.signals.signal_composition import Hybrid
+from ramify.train.signals.signal_term import AnnealSchedule, HybridTerm
 from ramify.train.signals.teacher import TeacherSignal
 from ramify.train.signals.teacher_logprobs import LocalModelScorer
-from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
 from ramify.train.start_rollout_resources import RolloutResources, client_of
 from ramify.viewer.run_catalog import RunCatalog
-from ramify.viewer.training import rollout_files, saved_rollouts
+from ramify.viewer.training_and_evaluation_pages import rollout_files, saved_rollouts
 from ramify.viewer.transcript import tokens, transcript
 from ramify.viewer.watched_run import WatchedRun
 from tests.train.small import assemble, small, weights_of
@@ -312,7 +312,7 @@ def test_teachers_use_weights_of_the_ranks_with_remote_engines(
     client = client_of(made)
     audited = TokenIdHashingClient(client)
     rlm = RLM(audited, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox)
-    depths = DepthModels((), FrozenModelBudget(), audited)
+    depths = ModelsByCallDepth((), FrozenModelBudget(), audited)
     parts = RolloutResources(client, audited, rlm, None, depths)
     trained = model_to_train(made, tmp_path / "out")
     weights = PolicyWeightTransfer(made.policy, made.serving, client, trained)

@@ -19,10 +19,10 @@ from ramify.extras.studies.hindsight_hints import (
     HintFilter,
     leaks_answer,
 )
-from ramify.store.call_cache import CallCache
-from ramify.store.store import Store
+from ramify.store.folder_store import Store
+from ramify.store.reply_cache import ModelReplyCache
 from ramify.tasks.base import Item
-from ramify.testing.scripted import ScriptedClient, rate_limited, refused
+from ramify.testing.scripted_client import ScriptedClient, rate_limited, refused
 from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, SignalScore
 from ramify.train.signals.judge import (
     HintVote,
@@ -37,7 +37,7 @@ from ramify.train.signals.judge import (
 from ramify.train.signals.judge_calls import BUDGET, JudgeModelAccess, attach_signals_to_tree
 from ramify.train.signals.outcome import OutcomeSignal
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Annotation, Call, Cell, Group, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, Cell, Group, RunAnnotation, Stop, Trajectory, Turn
 
 ITEM = Item("What is w3 of 5?", gold="1742", id="t/0")
 
@@ -272,7 +272,7 @@ def test_every_turn_is_judged_and_malformed_votes_are_counted() -> None:
     assert [call.id for call in one.calls] == ["0", "0.0", "0.1", "0.2", "0.3"]
     assert [call.id for call in one.children(one.root)] == ["0.0", "0.1", "0.2", "0.3"]
     assert one.usage.calls == 4
-    assert one.marks == [Annotation("process", "0", 0, {"process": 0.0})]
+    assert one.marks == [RunAnnotation("process", "0", 0, {"process": 0.0})]
 
 
 def test_once_rejects_a_hint_repeated_within_a_group() -> None:
@@ -344,7 +344,7 @@ def test_judge_calls_respect_budget_and_cache(tmp_path: Any) -> None:
         found = (await signal.read(Group("t/0", [rollout()]), context))[0]
         assert len(found.turns) == 1
         assert "limit of 1 calls is reached" in (found.calls[1].error or "")
-        cache = CallCache(Store(tmp_path))
+        cache = ModelReplyCache(Store(tmp_path))
         for expected in (3, 3):
             judges = JudgeModelAccess(pool, BUDGET, cache=cache)
             context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges.trajectory_caller)

@@ -12,10 +12,10 @@ from ramify.train.execute import train
 from ramify.train.metrics import read_metrics
 from ramify.train.rollouts.group_queue import RolloutBatchSpec
 from ramify.train.rollouts.rollouter import RolloutOptions
-from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.judge import ProcessRewardSignal
 from ramify.train.signals.outcome import ToolUseSignal
-from ramify.train.signals.weighted_term import AnnealSchedule, HybridTerm
+from ramify.train.signals.signal_composition import Hybrid
+from ramify.train.signals.signal_term import AnnealSchedule, HybridTerm
 from tests.train.small import small
 
 

@@ -22,13 +22,17 @@ from ramify.models.load import Policy, from_config, save_policy
 from ramify.models.tokenizer_training import train_tokenizer
 from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.lora import merged_weights
-from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.single_device import SingleBackend
 from ramify.train.signals.base import (
     TokenScores,
     TokenScoringRequest,
 )
 from ramify.train.signals.teacher import ALL, TEMPLATE, TeacherSignal
-from ramify.train.signals.teacher_logprobs import ClientScorer, RunTeachers, check_vocabulary
+from ramify.train.signals.teacher_logprobs import (
+    EngineLogprobScorer,
+    TeacherModels,
+    check_vocabulary,
+)
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Trajectory
 from tests.train.signals.teacher_parts import (
@@ -288,7 +292,7 @@ def test_unscorable_rollouts_get_no_scores_instead_of_zeros(
     policy: Policy, group: Group, broken: BrokenEngine, is_scored: bool
 ) -> None:
     """The value for the first token, which nothing predicts, is ignored."""
-    found = read(teacher_with_hints(HINT), group, policy, reference=ClientScorer(broken))
+    found = read(teacher_with_hints(HINT), group, policy, reference=EngineLogprobScorer(broken))
     assert [bool(each.tokens) for each in found] == [is_scored] * 3
     if not is_scored:
         assert {each.abstained for each in found} == {"RamifyError"}
@@ -298,11 +302,11 @@ def test_engine_with_missing_or_invalid_logprobs_is_rejected(policy: Policy) -> 
     row = TokenScoringRequest([1, 2, 3], [(1, 3)])
     for broken in (BrokenEngine(value=None), BrokenEngine(value=0.5)):
         with pytest.raises(RamifyError, match="returned an invalid log-probability"):
-            asyncio.run(ClientScorer(broken).score([row]))
+            asyncio.run(EngineLogprobScorer(broken).score([row]))
     with pytest.raises(RamifyError, match="of the given tokens only"):
-        asyncio.run(ClientScorer(BrokenEngine()).score([row], top=3))
+        asyncio.run(EngineLogprobScorer(BrokenEngine()).score([row], top=3))
     with pytest.raises(ConfigError, match="returns no log-probabilities of prompts"):
-        ClientScorer(type("Client", (), {"name": "openai:x"})())
+        EngineLogprobScorer(type("Client", (), {"name": "openai:x"})())
 
 
 def test_rows_too_long_and_unreproducible_prompts_are_not_scored(
@@ -354,12 +358,12 @@ def folder(policy: Policy, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> RunTeachers:
+def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> TeacherModels:
     def backend_of(each: Policy) -> SingleBackend:
         return SingleBackend(each, None, ComputeSpec(precision="fp32"))
 
     sources = dict.fromkeys(names, decay)
-    return RunTeachers(
+    return TeacherModels(
         sources,
         policy,
         backend_of,

@@ -11,7 +11,7 @@ import torch
 
 from ramify.train.advantages.group_estimators import GRPO, DrGRPO
 from ramify.train.advantages.token_arithmetic import normalise_by_step
-from ramify.train.data.compile import token_sequences
+from ramify.train.data.rollout_sequences import token_sequences
 from ramify.train.losses import PpoClip
 from ramify.train.losses.distil_losses import forward_kl, reverse_kl, surrogate
 from ramify.train.losses.total_loss import (
@@ -22,9 +22,9 @@ from ramify.train.losses.total_loss import (
     loss_per_entry,
 )
 from ramify.train.signals.base import SignalScore
-from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.outcome import OutcomeSignal, tool_shaped_outcome
-from ramify.train.signals.weighted_term import HybridTerm
+from ramify.train.signals.signal_composition import Hybrid
+from ramify.train.signals.signal_term import HybridTerm
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Group, Trajectory
 from tests.train.signals.compose_parts import advantages, group, read, rollout
