@@ -8,7 +8,7 @@ import pytest
 
 import ramify.extras
 from ramify.extras import ENTRY_POINTS, EXTRA_COMMANDS
-from ramify.plugins import Registry, registries
+from ramify.plugins import PluginRegistry, registries
 from ramify.sandbox.base import SANDBOXES, SandboxSpec, check_provider
 from tests.test_house import check_house
 
@@ -80,7 +80,7 @@ def test_every_folder_beside_the_core_has_names() -> None:
 
 
 def test_every_group_of_names_has_a_registry() -> None:
-    groups = {each.group for each in registries() if isinstance(each, Registry)}
+    groups = {each.group for each in registries() if isinstance(each, PluginRegistry)}
     assert set(ENTRY_POINTS) <= groups
 
 
@@ -95,7 +95,7 @@ def test_a_sandbox_that_an_old_run_stored_resolves() -> None:
 
 @pytest.mark.parametrize(("old", "module"), OLD_PLACES.items())
 def test_a_place_that_an_old_run_stored_resolves(old: str, module: str) -> None:
-    found = Registry("part", "ramify.tests", {}).resolve(old)
+    found = PluginRegistry("part", "ramify.tests", {}).resolve(old)
     module, _, name = module.partition(":")
     name = name or old.partition(":")[2]
     assert (found.__module__, found.__qualname__) == (module, name)
