@@ -14,8 +14,8 @@ from tests.test_house import check_house
 
 FOLDERS = sorted(path.parent.name for path in Path(ramify.extras.__path__[0]).glob("*/__init__.py"))
 OLD_PLACES = {
-    "ramify.clients.script:Script": "ramify.testing.script",
-    "ramify.clients.scripted:ScriptedClient": "ramify.testing.scripted",
+    "ramify.clients.script:Script": "ramify.testing.reply_script",
+    "ramify.clients.scripted:ScriptedClient": "ramify.testing.scripted_client",
     "ramify.clients.scripted_server:ScriptedServer": "ramify.testing.scripted_server",
     "ramify.sandbox.conformance:ConformanceResult": "ramify.testing.sandbox_conformance",
     "ramify.testing.conformance:ConformanceResult": "ramify.testing.sandbox_conformance",
