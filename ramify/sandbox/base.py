@@ -2,7 +2,7 @@
 
 The engine uses this interface, and every sandbox provider implements it.
 
-    engine ── Session.run(code, answer=…) ──> Transport (a byte stream) ──> guest/: one namespace
+    engine ── Session.run(code, answer=…) ──> GuestTransport ──> guest/: one namespace
                      ^                                                         │
                      └────── answer(name, args, kwargs) <── llm_query(…) ──────┘  (same stream)
 
