@@ -202,7 +202,7 @@ def test_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> N
         not_evaluated,
         watch=StallWatchdog(tmp_path, 2.0),
     )
-    with pytest.raises(StallError, match=r"the work of step 1 \(rl\) is stuck: .* in work"):
+    with pytest.raises(StallError, match=r"the work of step 1 \(rl\) is stuck: .* in step_data"):
         asyncio.run(loop.run())
     assert "in work\n  File" in (tmp_path / FILE).read_text()
 
