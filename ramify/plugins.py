@@ -224,7 +224,6 @@ MOVED_MODULES = {
     ),
     "ramify.engine.scaffold": "ramify.engine.prompt_scaffold",
     "ramify.engine.strategies": "ramify.engine.answer_strategies",
-    "ramify.extras.suites.planted": "ramify.extras.suites.planted_facts",
     "ramify.sources.mail": "ramify.sources.email_conversion",
     "ramify.store.store": "ramify.store.folder_store",
     "ramify.store.stores": "ramify.store.store_opening",

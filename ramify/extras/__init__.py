@@ -28,7 +28,7 @@ ENTRY_POINTS: dict[str, dict[str, str]] = {
         "niah": "ramify.extras.suites.niah:niah",
         "oolong": "ramify.extras.suites.oolong:oolong",
         "oolong_pairs": "ramify.extras.suites.oolong_pairs:oolong_pairs",
-        "planted": "ramify.extras.suites.planted_facts:planted",
+        "planted": "ramify.extras.suites.planted:planted",
         "programs": "ramify.extras.studies.programs.task:programs",
         "toolmath": "ramify.extras.studies.toolmath.task:toolmath",
     },

@@ -19,7 +19,9 @@ OLD_PLACES = {
     "ramify.clients.scripted_server:ScriptedServer": "ramify.testing.scripted_server",
     "ramify.sandbox.conformance:ConformanceResult": "ramify.testing.sandbox_conformance",
     "ramify.testing.conformance:ConformanceResult": "ramify.testing.sandbox_conformance",
-    "ramify.extras.cluster.engine_rate:EngineRate": "ramify.extras.cluster.measured_engine_rate",
+    "ramify.extras.cluster.engine_rate:EngineRate": (
+        "ramify.extras.cluster.measured_engine_rate:InferenceEngineSpeed"
+    ),
     "ramify.extras.studies.paper_evidence_task:EvidenceTask": (
         "ramify.extras.studies.paper_evidence_task:PaperEvidenceTask"
     ),

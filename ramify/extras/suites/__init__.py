@@ -10,7 +10,7 @@ public files.
     niah.py               RULER's needles, variables and word counts, and the task ``needle``
     oolong.py             counts over labelled texts, in the form of the benchmark OOLONG
     oolong_pairs.py       all pairs of users that satisfy a condition, over such texts
-    planted_facts.py      summaries whose planted facts are counted
+    planted.py            summaries whose planted facts are counted
     *_offline_model.py    how the offline model answers a suite (docs/suites.md)
 
 Each suite has a row in ``ENTRY_POINTS`` of ``ramify/extras/__init__.py``. The rules of each suite,

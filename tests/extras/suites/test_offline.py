@@ -32,7 +32,7 @@ from ramify.extras.suites import (
     niah,
     oolong,
     oolong_pairs,
-    planted_facts,
+    planted,
 )
 from ramify.tasks.base import Item, SimpleTask, items_of, task_of
 from ramify.testing.offline_model import (
@@ -43,7 +43,7 @@ from ramify.testing.offline_model import (
 )
 from ramify.types.message import Message
 
-SUITES = (code_qa, mrcr, multihop, niah, oolong, oolong_pairs, planted_facts)
+SUITES = (code_qa, mrcr, multihop, niah, oolong, oolong_pairs, planted)
 FAMILIES = {module.__name__.rpartition(".")[2]: module.FAMILIES for module in SUITES}
 """Suite -> its families."""
 ROWS = [

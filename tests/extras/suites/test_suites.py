@@ -19,7 +19,7 @@ from ramify.extras import ENTRY_POINTS
 from ramify.extras.suites.mrcr import MrcrScorer
 from ramify.extras.suites.niah import NeedleScorer
 from ramify.extras.suites.oolong_pairs import PairListF1Scorer
-from ramify.extras.suites.planted_facts import PlantedFactScorer
+from ramify.extras.suites.planted import PlantedFactScorer
 from ramify.tasks.base import SPLITS, Item, SimpleTask, items_of, task_of, total
 from ramify.tasks.validation import answer_only_trajectory, validate
 from tests.extras.suites.readers import READERS, read
