@@ -204,7 +204,7 @@ def test_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> N
     )
     with pytest.raises(StallError, match=r"the work of step 1 \(rl\) is stuck: .* in step_data"):
         asyncio.run(loop.run())
-    assert "in work\n  File" in (tmp_path / FILE).read_text()
+    assert "in step_data\n  File" in (tmp_path / FILE).read_text()
 
 
 def test_stall_s_must_be_positive() -> None:
