@@ -294,7 +294,7 @@ class StaleHandle:
     async def publish(self) -> None:
         self._behind += 1
 
-    async def sleep(self) -> bool:
+    async def put_engines_to_sleep(self) -> bool:
         return False
 
     def release_memory(self) -> None: ...

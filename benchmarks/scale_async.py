@@ -116,7 +116,7 @@ class ScriptedPublisher:
     async def publish(self) -> None:
         self._ids.version += 1
 
-    async def sleep(self) -> bool:
+    async def put_engines_to_sleep(self) -> bool:
         return False
 
     def release_memory(self) -> None: ...

@@ -231,7 +231,7 @@ class Publisher:
         for engine in self._client.engines:
             engine.resume_with_new_weights()
 
-    async def sleep(self) -> bool:
+    async def put_engines_to_sleep(self) -> bool:
         return False
 
     def release_memory(self) -> None: ...

@@ -239,7 +239,7 @@ def service(provider: str, slow: SlowService) -> Any:
 def test_a_cancelled_creation_leaves_no_box(provider: str) -> None:
     async def run() -> int:
         slow = SlowService()
-        task = asyncio.ensure_future(service(provider, slow).start(["true"]))
+        task = asyncio.ensure_future(service(provider, slow).start_in_new_box(["true"]))
         await slow.is_waiting.wait()
         task.cancel()
         await asyncio.sleep(0)

@@ -158,7 +158,7 @@ load("ramify_jail_seccomp_requests", folder + "/seccomp_requests.py")
 load("ramify_jail_primitives", folder + "/primitives.py")
 s = load("ramify_jail_seccomp", folder + "/seccomp.py")
 table = s._ANYWHERE + s._WITH_PATHS + s._FILTERED
-print(json.dumps([s.numbers(table, {machine!r}), len(s.filter_for({machine!r}, paths=True, changes=True)) // 8]))
+print(json.dumps([s.syscall_numbers(table, {machine!r}), len(s.filter_for({machine!r}, paths=True, changes=True)) // 8]))
 """
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
     numbers, steps = json.loads(done.stdout)

@@ -127,7 +127,7 @@ class Unpublished:
     version = 0
 
     async def publish(self) -> None: ...
-    async def sleep(self) -> bool:
+    async def put_engines_to_sleep(self) -> bool:
         return False
 
     def release_memory(self) -> None: ...
