@@ -44,12 +44,13 @@ def _is_module(path: str) -> bool:
 def lazy_namespace(
     package: str, folder: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package, so that each of its public
-    names is imported only when it is first used.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` that import a package's public names
+    lazily.
 
-    The public names are the imports in ``folder/__init__.pyi``. That file is the only list of them:
-    type checkers and editors read it, and so does this function. The line ``from ramify import
-    train as train`` there names a package."""
+    Each name is imported only when it is first used. The public names are the imports in
+    ``folder/__init__.pyi``. That file is the only list of them: type checkers and editors read it,
+    and so does this function. The line ``from ramify import train as train`` there names a package.
+    """
     with open(f"{folder}/__init__.pyi", encoding="utf-8") as file:
         homes = _modules_by_name(file.read())
 
@@ -94,8 +95,10 @@ def _is_from_import(frame: FrameType) -> bool:
 
 
 def _modules_by_name(stub: str) -> dict[str, str]:
-    """Read the imports in a stub file, and map each imported name to the module that defines it:
-    ``{"RLM": "ramify.engine.rlm", …}``."""
+    """Map each name imported in a stub file to the module that defines it.
+
+    The result looks like ``{"RLM": "ramify.engine.rlm", …}``.
+    """
     homes = {}
     for statement in stub.split("\nfrom ramify")[1:]:
         home, _, rest = statement.partition(" import ")

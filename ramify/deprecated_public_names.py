@@ -1,4 +1,4 @@
-"""Public names from earlier versions of Ramify.
+"""Keep deprecated public names from earlier versions of Ramify working.
 
 They still work, but issue a warning that gives the new name.
 
@@ -49,12 +49,11 @@ PUBLIC_NAMES = {
         "ratio": "importance_ratio",
     },
 }
-"""Package -> old name -> new name."""
+"""Maps each package to its renamed public names, and each old name to the current one."""
 
 
 def resolve_deprecated_name(package: str, name: str) -> str | None:
-    """Return the current name for an old name of a package, and issue a warning at the place where
-    the old name is used.
+    """Return the current name for an old public name, and issue a warning at the caller's line.
 
     Returns None if the package never had that name.
     """

@@ -68,7 +68,7 @@ class RamifyError(Exception):
 
 
 class Suspended(RamifyError):
-    """Raised when a stored run is suspended because a person must first fix the cause of a failure.
+    """Raised when a stored run is suspended until a user fixes the cause of a failure.
 
     ``run_id`` names the run, and ``resume()`` continues the run and returns its result. Recorded
     replies are not paid for again.
@@ -83,12 +83,12 @@ class Suspended(RamifyError):
         super().__init__(message)
         self.run_id = run_id
         self.resume = resume
-        """Blocking function. In a coroutine, use ``await rlm.aresume(error.run_id)``."""
+        """Function that resumes the run and blocks until the result is available. In a coroutine,
+        use ``await rlm.aresume(error.run_id)``."""
 
 
 class EventLoopBlockedError(RamifyError):
-    """Raised if code blocks the run's event loop beyond the run's deadline, and a watchdog thread
-    has to end the run.
+    """Raised when code blocks the event loop past the run's deadline and a watchdog ends the run.
 
     The message names the line that blocked the loop. ``run_id`` is empty if the run is not stored.
 
@@ -162,8 +162,9 @@ class RateLimited(ModelError):
 
 
 class Unreachable(ModelError):
-    """Raised if a request could not be sent, because of a refused connection, a missing route or an
-    unknown host name.
+    """Raised if a request could not be sent, for example because the connection was refused.
+
+    Other causes are a missing route and an unknown host name.
 
     Example:
         inference.Unreachable("openai:m: connection refused")
@@ -290,7 +291,7 @@ class DeprecatedSettingNameWarning(DeprecationWarning):
 
 
 class StoreError(RamifyError):
-    """Raised if a journal or a blob (a stored file) cannot be read or written.
+    """Raised if a journal or a stored file (blob) cannot be read or written.
 
     Example:
         ramify.Store("/read-only")    # a folder that cannot be written
@@ -306,8 +307,8 @@ class RunInUse(StoreError):
 
 
 class ReplayDiverged(StoreError):
-    """Raised if a replayed run sends a request that is not in its journal, or if its settings
-    differ from the recorded ones.
+    """Raised if a replayed run sends an unrecorded request, or if its settings differ from the
+    record.
 
     Example:
         rlm.replay(run_id)    # raises it if the program asks a question that was not recorded
@@ -339,7 +340,7 @@ class LimitReached(RamifyError):
 
 
 class HostCallError(Exception):
-    """Raised by the host while it handles a call from session code.
+    """Raised by the host if a function call that session code makes to it fails.
 
     The session then raises a corresponding exception inside that code.
 
@@ -354,7 +355,7 @@ class HostCallError(Exception):
 
 
 def is_fixable_by_user(error: BaseException | None) -> bool:
-    """Return True if a person can fix the cause of ``error``, so that the run can be continued.
+    """Return True if the user can fix the cause of ``error`` and then continue the run.
 
     Examples are a network failure, a used-up quota, a wrong key or a full disk.
     """
@@ -369,7 +370,7 @@ def is_fixable_by_user(error: BaseException | None) -> bool:
 
 
 def listen_error(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
-    """Create the error for a server that cannot listen on its address.
+    """Return the error to raise when a server cannot listen on its address.
 
     The message names the command-line option to change.
     """
@@ -386,7 +387,7 @@ def listen_error(host: str, port: int, error: OSError | OverflowError) -> Config
 
 
 _MAX_LISTED = 40
-"""Maximum number of known names that are listed beside a suggestion."""
+"""Maximum number of known names that an error message lists if it also suggests the nearest one."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -413,7 +414,7 @@ else:
 
 
 class StrictKeywordsMeta(StructMeta):
-    """Metaclass for structs that users create by hand.
+    """Metaclass that rejects unknown keyword arguments in structs that users create.
 
     An unknown field raises an error with the nearest known name, as in ``unknown keyword
     'temprature' of Sampling: did you mean 'temperature'?``

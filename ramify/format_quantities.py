@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 
 LEAST_DOLLARS = 1e-6
-"""Costs in dollars below this amount are shown only as being below it."""
+"""Smallest positive cost in dollars that is shown as an amount; a smaller one is shown as ``under
+$…``."""
 
 
 def format_count(number: float) -> str:
@@ -73,7 +74,7 @@ def format_duration(value: float) -> str:
 
 
 def _format_two_units(whole: int, size: int, unit: str, part: str) -> str:
-    """Format an amount in two units, such as ``3 min 5 s``.
+    """Format a duration in a larger and a smaller unit, such as ``3 min 5 s``.
 
     ``whole`` is the amount in the smaller unit, and ``size`` is how many of those make one larger
     unit. A remainder of 0 is omitted.
@@ -88,7 +89,7 @@ def format_rounded_duration(value: float) -> str:
 
 
 def format_growing_duration(value: float) -> str:
-    """Format a duration that is displayed while it grows.
+    """Format the elapsed time of a task that is still in progress.
 
     Below a minute it always has one decimal place, so that the text does not jump in width.
     """

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 
 class LazyPattern:
-    """A stand-in for a compiled regular expression.
+    """A regular expression that is compiled on first use.
 
-    It compiles the expression when one of its attributes is first used.
+    It is used like a compiled regular expression. It compiles the expression when one of its
+    attributes is first used.
     """
 
     def __init__(self, text: str, flags: int) -> None:

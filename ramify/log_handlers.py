@@ -43,8 +43,8 @@ ROOMS = [
     *("models", "plans", "progress", "sandbox", "serve", "sources", "store", "tasks", "testing"),
     *("train", "viewer"),
 ]
-"""Names of the subpackages that have their own logger. In a setting, ``ramify`` stands for all of
-them."""
+"""Names that a log-level setting accepts: the subpackages with a separate logger, and ``ramify``
+for all other loggers."""
 
 
 # --- levels
@@ -77,7 +77,7 @@ def parse_log_levels(setting: str) -> tuple[dict[str, int], list[str]]:
 
 
 def component_levels(level: int) -> dict[str, int]:
-    """Return the log level of each logger by name, with ``""`` for all others.
+    """Map each logger name to its log level, and the empty name to the default level.
 
     The level is ``level``, or lower if the variable ``RAMIFY_LOG`` asks for more detail.
     """
@@ -206,10 +206,9 @@ class _ComponentLogHandler(logging.Handler):
 
 
 class FileLogHandler(_ComponentLogHandler):
-    """A handler that appends log records of level INFO and above to a file, as lines of limited
-    length.
+    """A handler that appends log records of level INFO and above to a file.
 
-    Several processes may append to the same file.
+    It limits the length of each line. Several processes may append to the same file.
     """
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
@@ -224,7 +223,7 @@ class FileLogHandler(_ComponentLogHandler):
         self._held: list[LogRecord] | None = [] if waits else None
 
     def release_held_records(self) -> None:
-        """Write the records that were held in memory, and write later records immediately."""
+        """Write the records held in memory, and from now on write records immediately."""
         held, self._held = self._held, None
         for record in held or ():
             self.handle(record)
@@ -253,7 +252,7 @@ class FileLogHandler(_ComponentLogHandler):
 
 
 class ConsoleLogHandler(_ComponentLogHandler):
-    """A handler that prints log records on a terminal, in a short form.
+    """A handler that prints log records on the terminal in a short form.
 
     It prints the records logged with ``shown=True``, and those at or above the configured log
     levels.
@@ -266,7 +265,8 @@ class ConsoleLogHandler(_ComponentLogHandler):
         super().__init__(levels or {})
         self.show = show
         self.hidden: set[str] = set()
-        """Events that the command prints itself. They are skipped unless the format is JSON."""
+        """Names of log events that are not printed as text, because the command itself prints them.
+        In JSON output they are included."""
         if self.level > DEBUG:
             self.setLevel(logging.NOTSET)  # a record that is shown may have any level
         if not self.is_json:

@@ -79,7 +79,7 @@ _collected: ContextVar[list[str] | None] = ContextVar("ramify_collected", defaul
 
 
 class CallerSourceLine(NamedTuple):
-    """A line outside of the package that called it.
+    """The line of code outside this package that called into it.
 
     Warnings about the call point there.
     """
@@ -87,11 +87,13 @@ class CallerSourceLine(NamedTuple):
     path: str
     number: int
     registry: dict[Any, Any]
-    """The warnings that the line's module has already shown, as ``warnings`` keeps them."""
+    """The ``__warningregistry__`` of the line's module, in which Python records the warnings that
+    it has already shown."""
 
 
 _calling_line: ContextVar[CallerSourceLine | None] = ContextVar("ramify_calling_line", default=None)
-"""The line that started the current work, which may run in another thread or task."""
+"""User's line of code that started the current work. Warnings point to it if no such line is on the
+stack, as in another thread."""
 _OURS = os.path.dirname(__file__) + os.sep
 _PYTHONS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
@@ -116,14 +118,16 @@ def calling_line() -> CallerSourceLine | None:
 
 @contextlib.contextmanager
 def warnings_at(line: CallerSourceLine | None) -> Iterator[None]:
-    """Provide a context manager in which warnings, also those of the tasks that are started there,
-    point to ``line``."""
+    """Make warnings that are issued in a ``with`` block point to ``line``.
+
+    This includes warnings in tasks that are started in the block.
+    """
     with _set_context_variable(_calling_line, line):
         yield
 
 
 def warn_at(line: CallerSourceLine | None, message: str, category: type[Warning]) -> None:
-    """Issue a Python warning that points to ``line``, or to this function if it is None."""
+    """Issue a Python warning that points to ``line``, or to this function if ``line`` is None."""
     if line is None:
         warnings.warn(message, category, stacklevel=2)
     else:
@@ -131,8 +135,7 @@ def warn_at(line: CallerSourceLine | None, message: str, category: type[Warning]
 
 
 class LogRedactionFilter(logging.Filter):
-    """A filter that removes secrets from each log record, limits its length, and adds the ids of
-    the current runs.
+    """A filter that redacts and shortens each log record, and adds the ids of the current runs.
 
     It changes the record in place, because the application's own handlers receive the same object.
     """
@@ -141,8 +144,10 @@ class LogRedactionFilter(logging.Filter):
         secrets = SecretRedactor()
 
         def plain(value: Any) -> Any:
-            """Convert a field to a value that JSON can represent: a number, or text without
-            secrets."""
+            """Convert a field of a log record to a JSON value without secrets.
+
+            Text is redacted, and cut in the middle if it is too long.
+            """
             if value is None or isinstance(value, bool | int):
                 return value
             if isinstance(value, float):
@@ -250,7 +255,7 @@ class ComponentLogger:
             warnings.warn(redact_likely_secrets(message), category, stacklevel=stacklevel + 1)
 
     def log_forwarded_record(self, sent: ForwardedLogRecord, process: str) -> None:
-        """Log a record that another process sent, under the run ids of that record."""
+        """Log a record that another process sent, keeping its run ids."""
         fields = {**sent.fields, "process": process}
         current = _runs.get() or _process_runs
         with _set_context_variable(
@@ -286,7 +291,7 @@ class ComponentLogger:
 
 
 class _PlainRecords(logging.NullHandler):
-    """A handler that passes records of Python's own loggers below ``ramify`` to the attached
+    """A handler that forwards records of standard loggers under ``ramify`` to the attached
     handlers.
 
     Plug-ins, for example, use such loggers.
@@ -320,8 +325,7 @@ def run_log_context(
     *,
     all_threads: bool = False,
 ) -> Iterator[None]:
-    """Add a run's id to all log records of a ``with`` block, including tasks and threads that
-    inherit its context.
+    """Tag all log records of a ``with`` block, including its tasks and threads, with a run id.
 
     ``on_warning`` is called with the text of each warning. With ``all_threads``, the id is also
     added to records of threads that do not inherit the context, so use it only if this process has
@@ -343,7 +347,7 @@ def run_log_context(
 
 
 def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
-    """Log the records of a ``with`` block under the outermost run alone.
+    """Tag the log records of a ``with`` block with the id of the outermost run only.
 
     Use this if an inner run, such as a rollout, notices something that concerns the whole training
     run.
@@ -368,7 +372,7 @@ def take_held_warnings() -> list[str]:
 
 
 def _tell_run(text: str) -> None:
-    """Pass a warning to the current run, or collect it for the next one."""
+    """Record a warning in the current run, or keep it for the next run if none is active."""
     if (listener := _on_warning.get()) is not None:
         listener(text)
     elif (collected := _collected.get()) is not None:
@@ -380,8 +384,7 @@ def _tell_run(text: str) -> None:
 
 @contextlib.contextmanager
 def attached_handler(handler: Handler) -> Iterator[None]:
-    """Send all of Ramify's log records to a handler while a ``with`` block runs, in addition to the
-    existing handlers."""
+    """Send all of Ramify's log records to an additional handler while a ``with`` block runs."""
     attach_handler(handler)
     try:
         yield
@@ -451,8 +454,7 @@ def _to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
-    """Write a run's log records to a file while a ``with`` block runs, including those of all
-    threads and child processes.
+    """Log a run, including its threads and child processes, to a file during a ``with`` block.
 
     The file gets records of INFO and above, or more if ``RAMIFY_LOG`` asks for more. Writing starts
     when ``begin`` is called, so a run with an invalid configuration leaves no file.
@@ -474,8 +476,7 @@ def run_log(path: Path, id: str) -> Iterator[FileLogHandler]:
 
 
 def join_parent_run_log(process: str) -> None:
-    """Append this child process's log records to the log of the run that started it, marked with
-    the name ``process``.
+    """Append this child process's log records, labeled ``process``, to its parent run's log.
 
     Does nothing if no run started this process, or if the run's folder is not on this machine.
     """

@@ -26,7 +26,8 @@ def install_command(*extras: str) -> str:
 
 
 def install_command_from_record(record: str | None, extras: tuple[str, ...]) -> str:
-    """Return the ``pip install`` command for an installation.
+    """Return the ``pip install`` command that adds ``extras`` to the installation described by
+    ``record``.
 
     ``record`` is the text of its ``direct_url.json``, or None if there is no such file.
     """

@@ -242,7 +242,7 @@ _OTHERS = "module:name or file.py:name"
 
 
 class PluginEntry(NamedTuple):
-    """A name in a registry with its origin and description, as ``ramify plugins`` lists it."""
+    """A registry entry as shown by ``ramify plugins``: name, origin and description."""
 
     kind: str
     name: str
@@ -251,7 +251,7 @@ class PluginEntry(NamedTuple):
     about: str
     """First sentence of the entry's docstring."""
     error: str = ""
-    """Reason the entry cannot be used. Empty if it can."""
+    """Why the entry cannot be used; empty if it can be used."""
 
 
 class PluginRegistry(Mapping[str, Any]):
@@ -373,7 +373,7 @@ class PluginRegistry(Mapping[str, Any]):
         return self._aliases.get(name.lower(), name)
 
     def build(self, value: Any) -> Any:
-        """Create an instance of an entry.
+        """Instantiate the entry that is registered under a name.
 
         ``value`` is the entry's name, or a mapping with ``name`` and options. Any other value is
         returned unchanged. Raises ConfigError if the entry is unknown or the options are invalid.
@@ -402,7 +402,7 @@ class PluginRegistry(Mapping[str, Any]):
             ) from error
 
     def reset(self) -> None:
-        """Remove the entries that recipes registered, and drop cached entries of packages."""
+        """Remove the entries that recipes registered, and forget those loaded from packages."""
         self._table = {name: each for name, each in self._table.items() if name in self.ours}
         self._loaded.clear()
 
@@ -432,8 +432,7 @@ class PluginRegistry(Mapping[str, Any]):
         return sorted(entry_points(group=self.group), key=lambda point: point.name)
 
     def _describe_name_clash(self, points: list[EntryPoint]) -> str:
-        """Return why several entry points with the same name conflict, or an empty string if one of
-        them can be chosen."""
+        """Return why entry points that share a name cannot be used, or ``""`` if they can be."""
         name = points[0].name
         if name in self._table:
             return f"is ramify's own, which is used: choose {points[0].value}, or rename the entry"
@@ -481,7 +480,7 @@ def is_object_location(name: str) -> bool:
 
 
 def _resolve_location(location: str) -> Any:
-    """Return the object at a location.
+    """Load the object that a reference such as ``module:name`` points to.
 
     The location is ``module:name``, or a dotted path of a module or of an object in one.
     """
@@ -614,8 +613,7 @@ def load_object(location: str, what: str) -> Any:
 
 
 def _describe_missing_attribute(owner: ModuleType | type, name: str) -> str:
-    """Return a sentence saying that a module or class has no such attribute, with the nearest
-    existing name."""
+    """Return an error sentence for a missing attribute, suggesting the nearest name."""
     file = getattr(owner, "__file__", None) or ""
     is_file = owner.__name__ == _module_name(Path(file))
     short = os.path.relpath(file) if is_file else f"'{owner.__name__}'"
@@ -631,8 +629,7 @@ def _describe_missing_attribute(owner: ModuleType | type, name: str) -> str:
 
 
 def _line_in(place: str, error: BaseException) -> str:
-    """Return the line of a file that was running when an error was raised, for the end of an error
-    message: `` in line 3``.
+    """Return the line of a file where an error was raised, as a message suffix: `` in line 3``.
 
     Returns an empty string if the line is unknown or the error already mentions it.
     """
@@ -645,8 +642,7 @@ def _line_in(place: str, error: BaseException) -> str:
 
 
 def _current_location(location: str) -> str:
-    """Return the current location of an object from the location that an earlier version of Ramify
-    stored.
+    """Translate an object location stored by an earlier version of Ramify to the current one.
 
     A module may have moved several times.
     """
@@ -668,7 +664,7 @@ def _entry_location(entry: Any) -> str:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Return True if two entries are the same object of the same file.
+    """Return True if two entries refer to the same object in the same file.
 
     A file may be imported twice, as a module and as ``file.py:name``.
     """
@@ -721,8 +717,7 @@ def _doc_in_source(location: str) -> str:
 
 
 def explain_conversion_error(error: Exception, kind: Any) -> str:
-    """Return the error message of a failed conversion to the type ``kind``, followed by the allowed
-    names or values.
+    """Explain why a value could not be converted to ``kind``, and list the allowed values.
 
     Invalid enum value 'adam' - at `$.optim.kind`: did you mean 'adamw'? known: adamw, muon
     """

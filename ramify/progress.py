@@ -40,7 +40,7 @@ _pulses: tuple[Callable[[], object], ...] = ()
 
 
 class ProgressState(msgspec.Struct, frozen=True):
-    """The progress of one task at one moment, as passed to listeners."""
+    """The progress of one task at one moment, which listeners receive."""
 
     id: int
     """Number of the task, in order of creation."""
@@ -83,7 +83,7 @@ Listener = Callable[[ProgressState], None]
 
 
 class ProgressReporter:
-    """A handle with which code reports the progress of one task."""
+    """A handle for reporting the progress of one task."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class ProgressReporter:
         self._recorded_at = -math.inf
 
     def set_progress(self, done: float, note: str | None = None) -> None:
-        """Set the amount of work that is done.
+        """Report how much of the task's work is done.
 
         If ``note`` is given, it replaces the previous note.
         """

@@ -1,4 +1,4 @@
-"""Suggests what to write instead of a public name that does not exist.
+"""Suggest a replacement for a public name that does not exist.
 
 from ramify.train import grpo   ->  did you mean 'GRPO'?
 from ramify import GRPO         ->  it is in ramify.train: from ramify.train import GRPO
@@ -48,7 +48,7 @@ def public_name_advice(package: str, name: str) -> str:
 
 
 def _names(package: str) -> Mapping[str, str]:
-    """Return the public names of a package, keyed by the name without case and underscores."""
+    """Return a package's public names, keyed by their lowercase form without underscores."""
     names: Sequence[str] = importlib.import_module(package).__all__
     return {_fold_name(each): each for each in reversed(names)}
 

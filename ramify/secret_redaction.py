@@ -1,4 +1,4 @@
-"""Redact secrets from everything that journals and logs write.
+"""Redact secrets from everything that is written to journals and logs.
 
 This is the last line of defence for keys.
 
@@ -111,8 +111,7 @@ class SecretRedactor:
         return text
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield the start and end of each known secret in ``text``, as half-open ranges of
-        character positions."""
+        """Yield the ``(start, end)`` character offsets of each known secret in ``text``."""
         if len(_remembered) != self._num_remembered:
             self._prepare()
         for value in self._names:
@@ -152,8 +151,7 @@ def register_secret(name: str, value: str) -> None:
 
 @functools.lru_cache(256)
 def encoded_secret_forms(value: str) -> tuple[str, ...]:
-    """Return a secret in all forms in which text may contain it: unchanged, and as encoded in URLs,
-    JSON, ``repr`` and base64."""
+    """Return a secret as is and as encoded in URLs, JSON, ``repr`` and base64."""
     clean = _replace_surrogates(value)
     in_json = msgspec.json.encode(clean).decode()[1:-1]
     forms = (
@@ -173,8 +171,7 @@ def encoded_secret_forms(value: str) -> tuple[str, ...]:
 
 
 def _in_base64(value: bytes) -> Iterator[str]:
-    """Yield the base64 fragments that reveal a secret inside longer encoded text, such as
-    ``user:secret``.
+    """Yield the base64 fragments that reveal a secret in longer text such as ``user:secret``.
 
     Three bytes become four characters, so each of the three possible offsets has its own fragment.
     """
@@ -193,8 +190,7 @@ _MIN_BASE64_CHARS = 8
 
 
 def is_secret_field_name(name: str) -> bool:
-    """Return True if a field's name says that the field holds a secret, as ``api_key`` and
-    ``judge.token`` do."""
+    """Return True if a field name suggests a secret, such as ``api_key`` or ``judge.token``."""
     return _NAME.search(name) is not None
 
 
@@ -213,8 +209,7 @@ def redact_likely_secrets(text: str, known: SecretRedactor | None = None) -> str
 
 
 def likely_secret_spans(text: str, known: SecretRedactor) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each span that ``redact_likely_secrets`` would redact, as
-    half-open ranges of character positions.
+    """Yield the ``(start, end)`` offsets of the spans that ``redact_likely_secrets`` redacts.
 
     For ``"https://h/v1?key=k1"``, this yields ``(17, 19)``.
     """
@@ -236,7 +231,7 @@ def without_url_secrets(text: str) -> str:
 
 
 def _is_secret(value: str) -> bool:
-    """Return True if a value may be a secret.
+    """Return True if a value is long and unusual enough to be a secret.
 
     Short words, plain numbers and paths of key files are not, because they occur in ordinary text.
     """
@@ -248,7 +243,7 @@ def _is_secret(value: str) -> bool:
 
 
 def _replace_surrogates(value: str) -> str:
-    """Replace lone surrogates, which JSON lines cannot contain.
+    """Replace lone surrogates, which cannot be encoded in JSON.
 
     They come from environment variables that are not UTF-8.
     """

@@ -1,12 +1,11 @@
-"""Compiles the modules that the host installs in Python sessions, such as the functions that
-model-written code can call.
+"""Compile the modules that are installed in sandboxed Python sessions.
 
-A session that runs the same version of Python loads the compiled module in a tenth of a
-millisecond, while compiling would take a few milliseconds. Each module is compiled once for all
-sessions, if possible while the first of them is still being started (``compile_in_advance``). The
-compiled form of a file of this package is cached beside the file, as Python does for imported
-files. How a module is installed is in ``sandbox/host/session.py`` and, inside the session, in
-``sandbox/guest/notebook.py``.
+Examples are the functions that model-written code can call. A session that runs the same version of
+Python loads the compiled module in a tenth of a millisecond, while compiling would take a few
+milliseconds. Each module is compiled once for all sessions, if possible while the first of them is
+still being started (``compile_in_advance``). The compiled form of a file of this package is cached
+beside the file, as Python does for imported files. How a module is installed is in
+``sandbox/host/session.py`` and, inside the session, in ``sandbox/guest/notebook.py``.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from pathlib import Path
 from types import CodeType
 
 _files: dict[str, Path] = {}
-"""Source text -> path of the file that contains it, for files of this package."""
+"""Source text -> path of the file in this package that contains it, so that Python's cached
+compilation of the file can be reused."""
 
 
 def read_module_source(path: Path) -> str:
-    """Return the source text of a file of this package that sessions install as a module."""
+    """Return the source of a package file that is installed as a module in sessions."""
     source = path.read_text("utf-8")
     _files[source] = path
     return source
@@ -31,7 +31,7 @@ def read_module_source(path: Path) -> str:
 
 @functools.lru_cache(64)
 def compiled_module(module: str, source: str) -> bytes:
-    """Return the compiled module as bytes in the format of ``marshal``.
+    """Compile a module and return its code as ``marshal`` bytes.
 
     Returns empty bytes if the source cannot be compiled, and the session that installs it then
     reports the error.
@@ -46,8 +46,8 @@ def compiled_module(module: str, source: str) -> bytes:
 
 
 def _kept_code(path: Path) -> CodeType:
-    """Return the compiled code of a file, from Python's cache of compiled files if the cached code
-    matches the source."""
+    """Compile a Python file, or load its code from Python's bytecode cache if that is up to
+    date."""
     loader = SourceFileLoader(path.stem, str(path))
     code = loader.get_code(path.stem)
     assert code is not None
@@ -55,7 +55,7 @@ def _kept_code(path: Path) -> CodeType:
 
 
 def _replace_code_filename(code: CodeType, name: str) -> CodeType:
-    """Return a copy of the code whose tracebacks show ``name`` as the file.
+    """Return a copy of a code object whose tracebacks show ``name`` as the file name.
 
     A session must not see where this package is installed.
     """
@@ -67,7 +67,6 @@ def _replace_code_filename(code: CodeType, name: str) -> CodeType:
 
 
 def compile_in_advance(sources: Mapping[str, str]) -> None:
-    """Compile modules, given as name -> source, so that ``compiled_module`` has them ready when a
-    session opens."""
+    """Compile modules (name -> source) ahead of time, so that sessions open faster."""
     for module, source in sources.items():
         compiled_module(module, source)

@@ -42,9 +42,8 @@ Part = Literal[
     "sessions",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""Parts of the work that code reports. If several are in progress at once, wall time counts for the
-first of them in this order.
-"""
+"""Names of the parts of a training step. If several are in progress at once, wall time counts for
+the first of them in this order."""
 COMPUTING: tuple[Part, ...] = ("forward_backward", "optimizer", "sampling", "weight_sync")
 ROLLOUTS, WAITING = "rollouts", "waiting"
 _account: StepTimeAccount | None = None
@@ -52,7 +51,10 @@ _innermost = threading.local()
 
 
 class StepPartTimes(NamedTuple):
-    """Wall and CPU time in seconds of each part of the work since the account was last read."""
+    """Wall and CPU seconds spent in each part of a training step.
+
+    The times cover the period since ``StepTimeAccount.take_times`` was last called.
+    """
 
     wall_s: dict[str, float]
     """Part -> wall time in seconds. The values add up to the elapsed time."""
@@ -69,7 +71,7 @@ class StepTimeAccount:
     """
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
-        """Create an account without opening it.
+        """Create an account that starts to measure time when it is opened.
 
         ``children_s`` returns the CPU seconds of all sessions so far. Pass None if there are other
         child processes, whose time it would include.
@@ -81,9 +83,9 @@ class StepTimeAccount:
         self._loop_clock: int | None = None
         self._outer: StepTimeAccount | None = None
         self._at = time.monotonic()
-        """When the account last changed."""
+        """Time of the last update of the account, in seconds of ``time.monotonic``."""
         self._loop_seen_s = 0.0
-        """CPU time of the event loop's thread when the account last changed."""
+        """CPU time of the event loop's thread, in seconds, when the account last changed."""
         self._children_began_s = 0.0
         self._reset()
 
@@ -103,7 +105,7 @@ class StepTimeAccount:
         _account = self._outer
 
     def begin_part(self, part: Part) -> None:
-        """Record that a part of the work begins.
+        """Record that a part of the training step begins.
 
         The same part may begin several times at once, and each begin needs its own ``end_part``.
         """
@@ -125,8 +127,9 @@ class StepTimeAccount:
                 self._in_blocks_s += cpu_s
 
     def take_times(self) -> StepPartTimes:
-        """Return the time of each part since the last call, or since the account was opened, and
-        reset all times to 0.
+        """Return the time of each part since the last call, and reset all times to 0.
+
+        The first call counts from when the account was opened.
         """
         with self._lock:
             self._charge()
@@ -147,14 +150,13 @@ class StepTimeAccount:
         self._wall = dict.fromkeys((*PARTS, ROLLOUTS, WAITING), 0.0)
         self._cpu: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._in_blocks_s = 0.0
-        """CPU time of the event loop's thread that is already charged to parts of the step."""
+        """CPU time of the event loop's thread, in seconds, that is already charged to parts of the
+        step."""
         self._loop_began_s = time.thread_time()
         self._process_began_s = time.process_time()
 
     def _charge(self) -> None:
-        """Charge the wall time since the last change to the part that has been in progress since
-        then.
-        """
+        """Add the wall time since the last change to the part of the training step in progress."""
         now = time.monotonic()
         passed_s, self._at = now - self._at, now
         busy_s = 0.0
@@ -171,7 +173,7 @@ class StepTimeAccount:
 
 
 class WallTimer:
-    """A context manager that marks a part of the work as in progress while its block runs.
+    """A context manager that adds the wall time of its block to one part of a training step.
 
     Only wall time is counted.
     """
@@ -193,10 +195,10 @@ class WallTimer:
 
 
 class WallAndCpuTimer:
-    """A context manager that counts wall time, and the calling thread's CPU time, for a part of the
-    work.
+    """A context manager that adds its block's wall and CPU time to one part of a training step.
 
-    The block must not await anything, but may contain blocks of other parts.
+    CPU time is that of the calling thread. The block must not await anything, but may contain
+    blocks of other parts.
     """
 
     __slots__ = ("_account", "_began_s", "_inner_s", "_outer", "_part")
@@ -232,7 +234,7 @@ class WallAndCpuTimer:
 
 
 def begin_part(part: Part) -> None:
-    """Record that a part of the work begins, for work that does not fit into a ``with`` block.
+    """Record that a part of the training step begins, if a ``with`` block cannot enclose it.
 
     Each begin needs its own ``end_part``.
     """

@@ -25,8 +25,8 @@ from typing import TextIO
 from ramify.lazy_pattern import lazy_pattern
 
 _STRINGS = "\x90\x98\x9d\x9e\x9f"
-"""Single-character codes that begin a control string, which sets a title, a link or the
-clipboard."""
+"""Single-character codes that begin a terminal control string, such as one that sets the window
+title, a link or the clipboard."""
 _ESCAPES = lazy_pattern(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colors and cursor movement
     # A string ends before the next opening: otherwise many openings would take quadratic time. It
@@ -37,8 +37,8 @@ _ESCAPES = lazy_pattern(
 _CONTROLS = lazy_pattern(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Control characters except newline and tab, marks that change the text direction, and lone
-surrogates."""
+"""Matches characters that are removed from printed text: controls except newline and tab, direction
+marks and lone surrogates."""
 _ENCODED_CONTROLS = re.compile(
     rb"\x7f|\xc2[\x80-\x9f]|\xd8\x9c|\xe2\x80[\x8e\x8f\xa8-\xae]|\xe2\x81[\xa6-\xa9]"
 )
@@ -96,7 +96,7 @@ class SanitizingTerminalStream(io.TextIOBase):
         return len(text)
 
     def write_trusted_line(self, line: str) -> None:
-        """Write a line unchanged.
+        """Write a line that the caller has already cleaned, without cleaning it again.
 
         The caller must clean the line before adding colors.
         """

@@ -37,8 +37,7 @@ _SCRATCH_MARK = "<|u|>"
 class TrainedPolicySettings(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The settings that a policy was trained with: its prompt scaffold, its limits, its task, and
-    whether plain calls answered."""
+    """The settings that a policy was trained with, such as its prompts, limits and task."""
 
     scaffold: str | None = None
     """Name of the scaffold. None if any scaffold is suitable."""
@@ -84,7 +83,7 @@ def packaged_policy_folder(name: str) -> Path | None:
 
 
 def local_model_folder(model: str) -> Path | None:
-    """Return the folder of a model that runs in this process.
+    """Return the folder of a model that is loaded into this process.
 
     Returns None for any other model name.
     """
@@ -118,7 +117,7 @@ def read_policy_settings(folder: Path) -> TrainedPolicySettings:
 
 
 def policy_folder_of_run(run: Path) -> Path | None:
-    """Return the policy folder inside the training run's folder ``run``.
+    """Return the folder of the policy that the training run in the folder ``run`` has trained.
 
     Returns None if ``run`` does not belong to a training run.
     """
@@ -128,7 +127,7 @@ def policy_folder_of_run(run: Path) -> Path | None:
 
 
 def write_policy_settings(folder: Path, card: TrainedPolicySettings) -> None:
-    """Write a policy's training settings ``card`` to ``folder``.
+    """Write ``card``, the training settings of a policy, to its folder.
 
     If all settings have their defaults, no file is written and an old one is removed.
     """

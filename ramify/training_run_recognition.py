@@ -1,11 +1,10 @@
-"""Recognizes the files and folders of a training run, so that a command that cannot use one can say
-what it is and which command reads it.
+"""Recognize the files of a training run, and name the command that reads each of them.
 
-    runs/tiny                               the folder of a training run
-    runs/tiny/checkpoints/step-000004       a checkpoint of a training run
-    runs/tiny/rollouts                      the saved rollouts of a training run
-    runs/tiny/rollouts/step-000004.jsonl    saved rollouts of a training run
-    runs/tiny/policy                        the trained policy of a training run
+runs/tiny                               the folder of a training run
+runs/tiny/checkpoints/step-000004       a checkpoint of a training run
+runs/tiny/rollouts                      the saved rollouts of a training run
+runs/tiny/rollouts/step-000004.jsonl    saved rollouts of a training run
+runs/tiny/policy                        the trained policy of a training run
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _IS_ROLLOUT = (b'"question":', b'"schema_version":')
 
 
 def training_run_hint(path: Path) -> str:
-    """If a training run wrote ``path``, return a hint that says what it is and which command reads
-    it: ``it is a checkpoint of a training run: continue it with …``.
+    """Describe a file of a training run, and name the command that reads it.
 
-    Otherwise return an empty string.
+    If a training run wrote ``path``, return a hint such as ``it is a checkpoint of a training run:
+    …``. Otherwise return an empty string.
     """
     path = path.expanduser()
     if _is_run(path):
@@ -57,8 +56,10 @@ def training_run_hint(path: Path) -> str:
 
 
 def is_viewable_folder(folder: Path) -> bool:
-    """Return False for the policy and checkpoint folders of a training run, because there is
-    nothing in them to view."""
+    """Return True unless the folder is a training run's policy or checkpoint folder.
+
+    There is nothing to view in those folders.
+    """
     hint = training_run_hint(folder)
     return not hint or _is_run(folder.expanduser()) or folder.name == "rollouts"
 

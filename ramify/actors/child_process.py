@@ -111,7 +111,7 @@ class ChildProcess:
         inherits: bool = True,
         left_s: float = 0.0,
     ) -> None:
-        """Start ``command`` as a child process, and return once it runs.
+        """Start ``command`` as a child process, and wait until it is running.
 
         Raises OSError, which names the program, if the command cannot be started.
 
@@ -179,11 +179,10 @@ class ChildProcess:
         return self.wait(0.0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait up to ``timeout_s`` seconds for the process to end, and return its exit status, or
-        None if it still runs.
+        """Wait for the process to end, and return its exit status, or None if it still runs.
 
-        The status is the negative signal number if a signal killed the process. A timeout of None
-        waits forever.
+        The wait takes at most ``timeout_s`` seconds. The status is the negative signal number if a
+        signal killed the process. A timeout of None waits forever.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None and self._is_readable(until):
@@ -312,7 +311,7 @@ class ChildProcess:
 
 
 _KEPT = ("LD_LIBRARY_PATH", "PATH")
-"""Environment variables of a guard process."""
+"""Environment variables of this process that a guard process gets; all others are left out."""
 
 
 def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
@@ -332,8 +331,7 @@ def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
 
 
 def wait_then_kill(processes: Sequence[ProcessHandle], timeout_s: float) -> None:
-    """Wait up to ``timeout_s`` seconds for processes that were asked to end, then kill those
-    that still run."""
+    """Wait up to ``timeout_s`` seconds for processes to exit, then kill the rest."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and any(process.poll() is None for process in processes):
         time.sleep(_POLL_S)
@@ -365,8 +363,7 @@ def pythonpath_environment() -> dict[str, str]:
 
 
 def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
-    """Duplicate a file descriptor to a number above 2, so that it does not collide with the
-    standard streams.
+    """Duplicate a file descriptor to a number above those of the standard streams (0 to 2).
 
     The copy is closed when ``stack`` ends.
     """
@@ -376,7 +373,7 @@ def _duplicate(descriptor: int, stack: contextlib.ExitStack) -> int:
 
 
 def _pipe_with(data: bytes, stack: contextlib.ExitStack) -> int:
-    """Return the read end of a pipe that already holds ``data``.
+    """Create a pipe that contains ``data``, and return its read end.
 
     The data must not exceed ``select.PIPE_BUF`` bytes, so that writing it cannot block.
     """
@@ -399,7 +396,7 @@ def _end_orphaned_child(guard: subprocess.Popen[bytes], descriptor: int) -> None
 
 
 class HelperProcessPool:
-    """A pool of small helper processes, each of which answers one request at a time over its pipes.
+    """A pool of small helper processes, each of which answers one request at a time.
 
     Processes are started on demand, kept while idle, and ended with this process.
 
@@ -452,8 +449,7 @@ def kill_and_reap(process: subprocess.Popen[Any]) -> None:
 
 
 class ForegroundProcess:
-    """Runs commands in the terminal one after the other, and forwards SIGINT, SIGTERM and SIGHUP to
-    the running command.
+    """Runs commands in the terminal one by one, and forwards SIGINT, SIGTERM and SIGHUP to them.
 
     It is a context manager.
     """
@@ -499,7 +495,7 @@ class ForegroundProcess:
             raise KeyboardInterrupt
 
     def _forward_signal(self, number: int, _: object) -> None:
-        """Forward a signal to the running command.
+        """Handle a signal by forwarding it to the running command.
 
         The command has a separate session, so it does not receive the terminal's signals itself.
         """

@@ -32,7 +32,7 @@ PASSED_ON = (
     "TZ",
     "TMPDIR",
 )
-"""Environment variables of this process that every untrusted program gets."""
+"""Environment variables of this process that are passed on to every untrusted program."""
 
 
 def split_command(
@@ -64,16 +64,14 @@ def fill_placeholders(words: Sequence[str], values: Mapping[str, str]) -> list[s
 
 
 def replace_null_characters(values: Mapping[str, str]) -> dict[str, str]:
-    """Replace null characters in the values of placeholders with U+FFFD, because the arguments
-    of a process cannot contain them."""
+    """Replace null characters, which process arguments cannot contain, with U+FFFD."""
     return {
         name: value.replace("\0", "\N{REPLACEMENT CHARACTER}") for name, value in values.items()
     }
 
 
 def absolute_path_if_file(word: str) -> str:
-    """Return the absolute path of a word of a command if the word names a file in the current
-    folder.
+    """Return a command word as an absolute path if it names a file in the current folder.
 
     Other words are returned unchanged. This is needed because the command will run in another
     folder.
@@ -95,8 +93,8 @@ def check_program_installed(word: str, where: str) -> None:
 
 
 def passed_environment() -> dict[str, str]:
-    """Return the environment variables that this process passes on to untrusted programs, as
-    listed in ``PASSED_ON``."""
+    """Return this process's environment variables that untrusted programs may see
+    (``PASSED_ON``)."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 

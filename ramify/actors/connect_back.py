@@ -1,4 +1,4 @@
-"""Let a newly started process open an authenticated connection back to the run that started it.
+"""Connect a newly started process back to the run that started it, with authentication.
 
     run      with ConnectBackListener() as listener:
                  start(command, stdin=listener.ticket("worker 3"))
@@ -23,12 +23,14 @@ from ramify.actors.message_encoding import decode, encode
 from ramify.actors.run_channel import AuthenticatedChannel, ChannelListener, connect
 
 BEAT_S = 1.0
-"""Seconds between heartbeats."""
+"""Seconds between the heartbeats that a process sends to show that it is still running."""
 
 
 class ConnectBackTicket(msgspec.Struct, frozen=True):
-    """The data that a new process needs to connect back to its run: the run's address, the run's
-    key, and the name of the process."""
+    """The data that a new process needs to connect back to its run.
+
+    It holds the run's address, the run's key and the name of the process.
+    """
 
     address: str
     key: bytes
@@ -37,7 +39,7 @@ class ConnectBackTicket(msgspec.Struct, frozen=True):
 
 
 class ConnectBackListener(ChannelListener):
-    """Accepts connections from processes that were started with one of its tickets.
+    """Accepts connections from processes that present one of its tickets.
 
     A ticket holds the listener's address, a secret key, and the name of the process.
     """
@@ -67,7 +69,7 @@ def connect_back() -> AuthenticatedChannel:
 
 
 def start_heartbeat_thread(send: Callable[[], None], stop: threading.Event) -> None:
-    """Start a thread that sends a heartbeat every second until ``stop`` is set.
+    """Send a heartbeat every second from a background thread until ``stop`` is set.
 
     ``send`` sends one heartbeat.
     """

@@ -48,10 +48,11 @@ def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Pop
 
 
 def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: float) -> list[bytes]:
-    """Send a request to a helper process and return its answer.
+    """Send a request to a helper process, and return the response.
 
     Raises TimeoutError if the answer does not begin within ``limit_s`` seconds, and EOFError or
-    OSError if the process ends before the answer is complete."""
+    OSError if the process ends before the answer is complete.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     _send(process.stdin, request)
@@ -64,9 +65,9 @@ def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: flo
 
 
 def answer_requests(answer: Callable[[list[bytes]], Sequence[bytes]]) -> None:
-    """Answer requests from standard input until it is closed or memory runs out.
+    """Answer the requests on standard input until it is closed.
 
-    The function ``answer`` computes each response.
+    This also ends if memory runs out. The function ``answer`` computes each response.
     """
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt, MemoryError):

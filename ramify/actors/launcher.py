@@ -1,4 +1,4 @@
-"""Start the processes of a run, each on its slot, which is a reserved share of a machine.
+"""Start the processes of a run on slots, which are reserved shares of machines.
 
 Processes run on this machine, or on other machines through Ray.
 
@@ -67,7 +67,7 @@ class RoleInstanceId(NamedTuple):
 
 
 class NodeResourceSlot(msgspec.Struct, frozen=True):
-    """A share of one node's resources that is reserved for one process, or for several colocated
+    """A share of one node's resources, reserved for a process or for several colocated
     processes."""
 
     pool: str
@@ -80,7 +80,7 @@ class NodeResourceSlot(msgspec.Struct, frozen=True):
     """Index of each member's first GPU within the slot. If empty, all members use all GPUs."""
 
     def gpus_for(self, member: RoleInstanceId, gpus: float, slot_gpus: Sequence[str]) -> list[str]:
-        """Return the GPUs of this slot that the process ``member`` may use.
+        """Return the GPUs of this slot that ``member``, one of its processes, may use.
 
         ``slot_gpus`` lists all GPUs of the slot, and ``gpus`` is how many of them the process
         needs. If there are no ``offsets``, or if ``gpus`` is 0, the process shares all GPUs with
@@ -100,7 +100,7 @@ _KILLED = -int(signal.SIGKILL)
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run, each on its slot, which is a reserved share of one machine.
+    """Starts the processes of a run on their slots, which are reserved shares of machines.
 
     Implementations are thread-safe.
     """
@@ -137,7 +137,7 @@ class Launcher(Protocol):
         ...
 
     def ensure_slot(self, member: RoleInstanceId) -> None:
-        """Ensure that a process still has a slot.
+        """Renew the slot of a process, which is its share of a machine.
 
         If its slot is lost, find another one, perhaps on another machine. This may take a while.
         Raises ConfigError if no slot is available.
@@ -187,7 +187,7 @@ class LocalLauncher:
         return free_port(self.address)
 
     def ensure_slot(self, member: RoleInstanceId) -> None:
-        """Do nothing, because this machine is available as long as the run is."""
+        """Do nothing, because this machine stays available for the whole run."""
 
     def close(self) -> None:
         end_all(self._children.values(), _END_S)
@@ -250,8 +250,7 @@ class NodeAgent:
         return child.pid
 
     def poll(self, name: str) -> tuple[int | None]:
-        """Return the exit status of a process as a tuple of one element, which is None while the
-        process runs.
+        """Return a process's exit status in a 1-tuple, which holds None while the process runs.
 
         The tuple distinguishes a running process from a lost agent, because a remote call to a lost
         agent returns None.
@@ -275,8 +274,10 @@ class NodeAgent:
 
 
 class NodeAgentProcess:
-    """A handle to a process that a node agent runs, perhaps on another machine; implements
-    ``ProcessHandle``."""
+    """A handle to a process that a node agent runs, perhaps on another machine.
+
+    Implements ``ProcessHandle``.
+    """
 
     def __init__(
         self, ask: Callable[..., Any], name: str, pid: int, host: str, *, is_here: bool
@@ -324,10 +325,10 @@ def free_port(address: str) -> int:
 def register_cleanup(
     stack: contextlib.AsyncExitStack, part: str, close: Callable[[], object]
 ) -> None:
-    """Register the resource ``part`` to be closed when the exit stack ends, in reverse order of
-    registration.
+    """Register a function that closes the resource ``part`` when the exit stack unwinds.
 
-    The first failure of the block or of a resource is raised; later failures are logged.
+    Resources are closed in reverse order of registration. The first failure of the block or of a
+    resource is raised; later failures are logged.
     """
 
     async def closed(kind: object, first: BaseException | None, trace: object) -> None:

@@ -1,4 +1,4 @@
-"""Encode and decode the messages between the processes of a run, as MessagePack of declared types.
+"""Encode and decode typed messages between the processes of a run, using MessagePack.
 
 Pickle is never used, because decoding it can run code.
 
@@ -19,7 +19,7 @@ import msgspec
 
 T = TypeVar("T")
 _ARRAY, _TENSOR = 1, 2
-"""MessagePack extension types."""
+"""Codes of the MessagePack extension types for arrays and for tensors."""
 _Array = tuple[str, tuple[int, ...], memoryview]
 """Encoding of an array or tensor: element type, shape and bytes."""
 

@@ -1,5 +1,4 @@
-"""Read the output of a process in an event loop while the process runs, and keep only its last
-bytes.
+"""Read the output of a running process asynchronously, keeping only its last bytes.
 
     pipe = OutputPipe(max_bytes)
     ChildProcess(command, files=(None, pipe.writing, None))
@@ -38,7 +37,7 @@ class OutputPipe:
         self._kept = bytearray()
 
     def start_reading(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start to read the output in the event loop.
+        """Start to read the process's output in the event loop ``loop``.
 
         Call this after the process has received the write end of the pipe, because the copy in this
         process is closed here.
@@ -70,7 +69,7 @@ class OutputPipe:
             self._on_read()
 
     def _read_block(self) -> bool:
-        """Read one block of output.
+        """Read one block of the process's output into the buffer of last bytes.
 
         Returns False at the end of the output, or if nothing has arrived.
         """

@@ -1,5 +1,4 @@
-"""A small program that guards one command: it starts the command, and later ends it together with
-everything that the command started.
+"""A small program that runs one command, and later ends it together with all its descendants.
 
     parent ── socket ── guard ── command ── whatever the command starts
        │                  ├── the parent ends, or asks for it: SIGTERM, then SIGKILL
@@ -45,8 +44,7 @@ example, starts its background jobs with SIGINT and SIGQUIT ignored."""
 
 
 class ProcessGuard:
-    """Starts a command, and watches it until the command and everything that it started have
-    ended."""
+    """Starts a command, and watches it and its descendants until all have exited."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._parent: int = spec["parent"]
@@ -71,7 +69,7 @@ class ProcessGuard:
         self._pid = self._start(spec)
 
     def run_until_all_exit(self) -> None:
-        """Watch the command until it and everything that it started have exited.
+        """Watch the command until it and all its descendants have exited.
 
         Then report the command's exit status to the parent process.
         """
@@ -123,7 +121,7 @@ class ProcessGuard:
         return pid
 
     def _exec_command(self, spec: dict[str, Any], guard: int, failure: int) -> NoReturn:
-        """Execute the command in the process that the guard has forked.
+        """Replace the forked child process with the command (``exec``).
 
         If that fails, write the error number to the file descriptor ``failure``, which a successful
         exec closes.
@@ -178,8 +176,10 @@ class ProcessGuard:
                 self._signal(number)
 
     def _take_requests(self) -> None:
-        """Handle the requests of the parent process, one per line: ``s NUMBER`` sends a signal
-        to the command, and ``e SECONDS`` ends it."""
+        """Handle the requests that the parent process has sent, one per line.
+
+        ``s NUMBER`` sends a signal to the command, and ``e SECONDS`` ends it.
+        """
         with contextlib.suppress(ConnectionResetError):
             if text := os.read(_SOCKET, 4000):
                 for kind, value in (line.split() for line in text.decode().splitlines()):
@@ -265,8 +265,8 @@ class ProcessGuard:
             time.sleep(0.01)
 
     def _await_left(self) -> int:
-        """Give the processes that the command left behind time to end, and return how many are
-        still running."""
+        """Wait a limited time for processes that outlived the command, and count those still
+        running."""
         began = time.monotonic()
         while True:
             try:
@@ -280,7 +280,7 @@ class ProcessGuard:
 
 
 def _prctl() -> Any:
-    """Return the C function ``prctl``.
+    """Return the C function ``prctl``, which exists only on Linux.
 
     On systems other than Linux, return a function that does nothing.
     """

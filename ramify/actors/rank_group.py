@@ -58,7 +58,7 @@ class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
 
     verb: str
     arguments: list[msgspec.Raw]
-    """Arguments, encoded as the declared types of the method's parameters."""
+    """Arguments of the call, each encoded as the declared type of its parameter."""
 
 
 class EndRankGroupRequest(msgspec.Struct, tag="EndGroupRequest", frozen=True):
@@ -79,7 +79,7 @@ class PeerRankFailedError(TrainError):
 
 
 class RankGroup:
-    """Lets rank 0 call a method on every rank of a group, itself included, and collect the results.
+    """Lets rank 0 call a method on all ranks, including itself, and collect the results.
 
     All ranks run the method at the same time.
     """
@@ -137,7 +137,7 @@ class RankGroup:
         return _values_or_raise([first, *(_decode_outcome(each, kind) for each in others)])
 
     def rank_stack_traces(self) -> str:
-        """Return the stack traces of the other ranks as text, for debugging."""
+        """Return the stack traces of the other ranks as text."""
         return self._watch.rank_stack_traces()
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class RankGroup:
 
 
 class _Outcome(NamedTuple):
-    """The result or the error of a method call on one rank."""
+    """The result or error of a method called on one rank."""
 
     value: Any = None
     error: RamifyError | None = None
@@ -230,7 +230,7 @@ def serve_rank_zero(
     rank: int,
     timeout_s: float,
 ) -> None:
-    """Serve rank 0: run each method that rank 0 calls, until it ends the group.
+    """Run the methods that rank 0 calls, until rank 0 ends the group.
 
     If rank 0 is gone, or a method fails with an unexpected error, exit this process.
     """
@@ -268,7 +268,7 @@ def _answer_watch_requests(
     timeout_s: float,
     stop: threading.Event,
 ) -> None:
-    """Answer the requests of rank 0 for signs of life and for the stack, until ``stop`` is set.
+    """Answer rank 0's heartbeat and stack-trace requests until ``stop`` is set.
 
     Exit this process if rank 0 asks for it, is gone, or is silent for ``timeout_s`` seconds.
     """

@@ -1,4 +1,4 @@
-"""Authenticate the connections that gloo and NCCL open between the processes of a group.
+"""Authenticate the gloo and NCCL connections between the processes of a group.
 
 gloo identifies a rank by a small number that any process can send. A stranger who connects first
 with that number would receive gradients and weights, and could send false ones. gloo checks no key,
@@ -46,8 +46,7 @@ class AuthenticatedGroupFactory:
         self._is_local = is_local
 
     def create_group(self, form: Callable[[], Any], *devices: str) -> Any:
-        """Create a torch.distributed group by calling ``form``, and return it once every member has
-        proved that it has the key.
+        """Create a torch.distributed group with ``form``, and verify that all members have the key.
 
         The members exchange this proof over the group's own connections, separately for each of the
         ``devices`` (``cpu``, ``cuda``).
@@ -59,8 +58,7 @@ class AuthenticatedGroupFactory:
         return group
 
     def create_mesh(self, form: Callable[[], Any], device: str) -> Any:
-        """Create a device mesh by calling ``form``, and return it once every member has proved that
-        it has the key.
+        """Create a device mesh with ``form``, and verify that all members have the key.
 
         The proof is repeated within the group of each mesh axis.
         """
@@ -107,8 +105,7 @@ def verify_members(group: Any, key: bytes, device: Any = "cpu") -> None:
 
 @contextlib.contextmanager
 def gloo_on_loopback(is_local: bool) -> Iterator[None]:
-    """Make gloo listen on the loopback interface within a ``with`` block, if all processes are on
-    this machine.
+    """Make gloo listen on loopback during a ``with`` block if all processes are on this machine.
 
     By default gloo listens on the host's name, which may not resolve, or may be reachable from
     other machines.
@@ -126,8 +123,7 @@ def gloo_on_loopback(is_local: bool) -> Iterator[None]:
 
 
 def _exchange_messages(group: Any, messages: list[bytes], device: Any) -> list[bytes]:
-    """Exchange one message with each rank of a group: send message j to rank j, and return the
-    messages received from the other ranks."""
+    """Send message j to rank j of a group, and return the messages received from the ranks."""
     import torch
     from torch import distributed as dist
 

@@ -49,7 +49,7 @@ class WaitForKeysRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class CheckKeysRequest(msgspec.Struct, tag=True, frozen=True):
-    """A request to check whether all of the given keys exist in the store."""
+    """A request to check, without waiting, whether the store has all of the given keys."""
 
     keys: list[str]
 
@@ -96,8 +96,7 @@ class KeyValueStoreReply(msgspec.Struct, frozen=True):
 
 
 class KeyValueStoreServer:
-    """Holds the key-value store of a process group in rank 0, and answers the requests of the
-    other ranks."""
+    """Holds a process group's key-value store on rank 0, and answers the other ranks' requests."""
 
     def __init__(
         self, channels: Sequence[AuthenticatedChannel], look: Callable[[], None] = lambda: None

@@ -1,5 +1,4 @@
-"""Monitor the ranks of a group from rank 0, to find out which rank is lost or keeps the others
-waiting.
+"""Monitor the ranks of a group from rank 0 to detect lost and stalled ones.
 
     watch      ── Ping, every half second ──────────> watch: answers from a separate thread
                <─ HeartbeatEcho, or RankStackTrace ──────
@@ -70,8 +69,7 @@ class RankProgress:
 
 
 class RankConnection(NamedTuple):
-    """The two channels from rank 0 to another rank: one for method calls, and one for
-    heartbeats."""
+    """The two channels from rank 0 to another rank, for method calls and for heartbeats."""
 
     rank: int
     talk: AuthenticatedChannel
@@ -81,8 +79,7 @@ class RankConnection(NamedTuple):
 
 
 class RecoverableRankError(msgspec.Struct, frozen=True):
-    """An error of a method call that leaves the group intact, so that more methods may be called
-    afterwards."""
+    """An error in a method call after which the group can still run more methods."""
 
     kind: str
     """Class name of the error."""
@@ -100,7 +97,7 @@ class RankMethodResult(msgspec.Struct, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """A heartbeat message from rank 0 that asks another rank for its heartbeat count."""
+    """A message with which rank 0 asks another rank for its heartbeat count."""
 
 
 class StackTraceRequest(msgspec.Struct, tag="StackRequest", frozen=True):
@@ -150,7 +147,7 @@ class RankMonitor:
         self._inbox: dict[int, list[RankMethodResult]] = {link.rank: [] for link in connections}
         """Results received from ranks and not yet returned."""
         self._answers: dict[int, str] = {}
-        """Rank -> its stack, after it was requested."""
+        """Rank -> text of the stack trace that it sent on request."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ramify-ranks", daemon=True)
         if connections:
@@ -297,7 +294,7 @@ class RankMonitor:
             read()
 
     def _report_stall(self) -> None:
-        """End the group because no rank makes progress.
+        """Report that no rank is making progress, and end the group.
 
         The error names the ranks that block the others.
         """
@@ -350,7 +347,7 @@ class RankMonitor:
         return path
 
     def _give_up(self, reason: str, culprits: Sequence[int] = ()) -> None:
-        """End the other ranks, and record the reason.
+        """End the other ranks because the group has failed, and record the reason.
 
         This also releases every thread that waits for one of them.
         """

@@ -38,8 +38,7 @@ _SETTINGS = 4
 
 
 class RayClusterConnection:
-    """This process's connection to a Ray cluster, which either exists already or is started on
-    this machine."""
+    """This process's connection to a Ray cluster, which it joins or starts on this machine."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class RayClusterConnection:
         size of the object store of a cluster that is started here. If ``is_quiet`` is True, Ray
         writes nothing to stdout and stderr; failures are raised anyway."""
         self.address = address or os.environ.get(ADDRESS, "")
-        """Empty if a cluster is started here."""
+        """Address of an existing Ray cluster; empty if a new cluster is started on this machine."""
         self._ray = import_ray()
         self._start_s = start_s
         self._store_bytes = store_bytes
@@ -135,8 +134,7 @@ class RayClusterConnection:
                         raise ConfigError(self._why_not_joined(str(error))) from None
 
     def _check_reachable(self) -> None:
-        """Raise ConfigError if nothing listens at the cluster's address, or if the listener is not
-        a Ray head node.
+        """Raise ConfigError if no Ray head node listens at the cluster's address.
 
         Without this check, Ray would retry for minutes.
         """
@@ -180,7 +178,7 @@ class RayClusterConnection:
 
 
 def _speaks_grpc(connection: socket.socket) -> bool:
-    """Return True if a server speaks gRPC.
+    """Return True if the server at the other end of ``connection`` speaks gRPC.
 
     Every gRPC server answers the start of an HTTP/2 connection with a SETTINGS frame.
     """
@@ -193,10 +191,11 @@ def _speaks_grpc(connection: socket.socket) -> bool:
 
 
 def keep_loopback_address() -> Callable[[], None]:
-    """Make Ray keep a loopback address, and return a function that undoes the change.
+    """Stop Ray from replacing a loopback address, and return a function that undoes the change.
 
     On Linux, Ray replaces a loopback address with one that other machines can reach. The setting
-    that turns this off is meant for Windows and macOS, and is read when a process imports Ray."""
+    that turns this off is meant for Windows and macOS, and is read when a process imports Ray.
+    """
     from ray._private import ray_constants
 
     constant, variable = "ENABLE_RAY_CLUSTER", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -236,8 +235,7 @@ def _keep_quiet() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Discard everything that the process writes to stderr within a ``with`` block, including
-    the output of C++ code."""
+    """Discard everything written to stderr in a ``with`` block, including output from C++ code."""
     sys.stderr.flush()
     kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -264,7 +262,7 @@ def import_ray() -> Any:
 
 @contextlib.contextmanager
 def _own_handlers() -> Any:
-    """Keep this process's SIGTERM handler within a ``with`` block.
+    """Keep this process's SIGTERM handler in place during a ``with`` block.
 
     The handler that Ray installs would end the process immediately.
     """

@@ -44,7 +44,8 @@ _ASK_S = 60.0
 """Seconds that a node agent may take to answer."""
 _AGAIN_S = 1.0
 _HERE = 0.001
-"""Amount requested of a node's unique Ray resource, which pins the first slot to this node."""
+"""Amount of this node's unique Ray resource that slot 0 requests, so that Ray places the slot on
+this node."""
 
 
 class RayLauncher:
@@ -302,8 +303,7 @@ class RayLauncher:
         )
 
     def _check_first(self) -> None:
-        """Check that the first slot contains the GPU that this process uses, because this process
-        is rank 0.
+        """Check that the cluster gave the first slot the GPU that this process (rank 0) uses.
 
         Raises ConfigError if the slot has another GPU.
         """
@@ -323,7 +323,7 @@ class RayLauncher:
 def group_slots_by_node(
     placement_slots: Sequence[NodeResourceSlot],
 ) -> dict[str, list[tuple[SlotResources, list[int]]]]:
-    """Group slots by pool and node.
+    """Group slots into one resource bundle per node, keyed by node pool.
 
     Returns the total resources to reserve on each node, and the indices of its slots. A slot
     without a pool counts as a separate node.

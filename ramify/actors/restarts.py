@@ -1,4 +1,4 @@
-"""Decide whether a lost process is restarted or given up.
+"""Decide whether to restart a lost process or to give up on it.
 
     restarts = ProcessRestartLimiter(3, log, "worker")
     restarts.record_loss(1, "worker 1 ended")    True: restart it; False: 4 losses in a row
@@ -34,10 +34,11 @@ class ProcessRestartLimiter:
     """
 
     def __init__(self, restarts: int, log: ComponentLogger, kind: str) -> None:
-        """Allow each process up to ``restarts`` consecutive restarts before it is given up.
+        """Allow each process ``restarts`` restarts in a row before giving up on it.
 
         The count begins again when the process succeeds. ``kind`` says in log records what the
-        processes are: ``worker``, ``service``, …"""
+        processes are: ``worker``, ``service``, …
+        """
         self._restarts = restarts
         self._log = log
         self._kind = kind
@@ -87,7 +88,7 @@ class ProcessRestartLimiter:
         return self._losses[name] <= self._restarts
 
     def record_recovery(self, name: Name, text: str) -> None:
-        """Record that a process is back after a restart, and show a message on the console.
+        """Record that a restarted process is running again, and print a message on the console.
 
         The log record has level DEBUG, because the restart itself is already logged.
         """
@@ -95,12 +96,11 @@ class ProcessRestartLimiter:
         self._log.debug("back", text, shown=True, **{self._kind: name})
 
     def record_restart(self, name: Name) -> None:
-        """Record that a process has been restarted, so that its next failure counts as another
-        loss."""
+        """Record that a restart is complete, so that the next failure counts as another loss."""
         self._away.discard(name)
 
     def record_success(self, name: Name) -> None:
-        """Record that a process has done its work, so that its earlier losses no longer count."""
+        """Record that a process succeeded, so that its earlier losses no longer count."""
         self._losses[name] = 0
 
     def reset_all_losses(self) -> None:

@@ -54,7 +54,7 @@ _MAX_PATH = 100
 
 
 class AuthenticatedChannel:
-    """An authenticated connection between two processes that carries messages.
+    """An authenticated connection over which two processes exchange messages.
 
     Several threads may send at the same time, but only one may receive.
     """
@@ -108,7 +108,7 @@ class AuthenticatedChannel:
             return True
 
     def shutdown(self) -> None:
-        """Shut down the connection.
+        """Shut down the connection in both directions without closing its socket.
 
         This wakes every thread that is sending or receiving on it.
         """
@@ -116,7 +116,7 @@ class AuthenticatedChannel:
             self._peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection.
+        """Close the socket of this end of the connection.
 
         Calling this again has no effect.
         """
@@ -232,7 +232,7 @@ class ChannelListener:
             self._selector.register(peer, selectors.EVENT_READ, proof)
 
     def _advance_authentication(self, proof: _Proof) -> bytes | None:
-        """Read the data that a peer has sent before its authentication is complete.
+        """Continue a peer's authentication with the data that has arrived from it.
 
         Returns the peer's first message, or None if data is missing or the peer was dropped.
         """
@@ -270,7 +270,7 @@ class _Proof:
             peer.send(self._nonce)
 
     def advance(self) -> bytes | None:
-        """Process the data that has arrived.
+        """Continue the handshake with newly arrived data.
 
         Returns the peer's first message once it is complete, and None before that. Raises EOFError
         or OSError if the peer has disconnected or has another key.
@@ -372,9 +372,9 @@ _LEAST_KEY = 16
 
 
 def run_key_from_environment() -> bytes | None:
-    """Return the run's key from the environment variable ``RAMIFY_RUN_KEY``, or from the file that
-    ``RAMIFY_RUN_KEY_FILE`` names, which takes precedence.
+    """Return the run's key from the environment, or from the file that the environment names.
 
+    The variables are ``RAMIFY_RUN_KEY`` and ``RAMIFY_RUN_KEY_FILE``; the file takes precedence.
     Returns None if neither is set.
 
     Raises ConfigError if the key is too short, if the file is empty or cannot be read, or if

@@ -1,8 +1,8 @@
-"""Find out which user owns the process at the other end of a local TCP connection, from the
-kernel's table of TCP sockets.
+"""Look up which user owns the other end of a local TCP connection.
 
-Callers use ``listener_user_id`` to check who listens at an address before they send a key there.
-This works on Linux only; on other systems nothing is known.
+The user is found in the kernel's table of TCP sockets. Callers use ``listener_user_id`` to check
+who listens at an address before they send a key there. This works on Linux only; on other systems
+nothing is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Address = tuple[str, int]
 
 
 class TcpSocketTableEntry(NamedTuple):
-    """One TCP socket of this machine, as listed in the kernel's table of all users' sockets."""
+    """An entry of the kernel's TCP socket table, which describes one socket of this machine."""
 
     local: Address
     remote: Address
@@ -45,8 +45,7 @@ def tcp_sockets() -> list[TcpSocketTableEntry]:
 
 
 def listener_user_id(host: str, port: int) -> int | None:
-    """Return the id of the user whose process listens at an address of this machine, or None if
-    the user is unknown."""
+    """Return the id of the user who listens on a local address, or None if it is unknown."""
     places = {host, *_ANYWHERE}
     return next(
         (
@@ -59,8 +58,10 @@ def listener_user_id(host: str, port: int) -> int | None:
 
 
 def _parse_address(text: str) -> Address:
-    """Decode an address from the kernel's socket table: ``0100007F:A51D`` is 127.0.0.1, port
-    42269. An IPv4 address in IPv6 form is converted to IPv4."""
+    """Decode an address from the kernel's socket table, such as ``0100007F:A51D``.
+
+    The example is 127.0.0.1, port 42269. An IPv4 address in IPv6 form is converted to IPv4.
+    """
     host, _, port = text.partition(":")
     raw = b"".join(struct.pack("=I", int(host[at : at + 8], 16)) for at in range(0, len(host), 8))
     if raw.startswith(b"\0" * 10 + b"\xff\xff"):

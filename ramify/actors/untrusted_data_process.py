@@ -84,7 +84,7 @@ class _HelperRequest:
         return answer
 
     def _ask_helper(self) -> tuple[bytes, bytes] | None:
-        """Send the request to a helper process, and return its answer.
+        """Send the request to a helper process, and return the helper's answer.
 
         Returns None if the helper was killed for another reason, so that the caller can try another
         one. Raises HelperProcessDied if the request exceeded its limits.
@@ -138,7 +138,7 @@ def serve() -> None:
 
 
 def _call_requested_function(request: list[bytes]) -> tuple[bytes, bytes]:
-    """Call the function that a request names.
+    """Call the function that a request names, and return the status and the result or error.
 
     Returns an empty status with the result, or the status ``failed`` with the error.
     """

@@ -16,7 +16,7 @@ from ramify.actors.ray_cluster import import_ray
 from ramify.errors import ConfigError
 
 WAIT_S = 900.0
-"""Time limit in seconds for all nodes to join."""
+"""Default time limit, in seconds, for all nodes to join the Ray cluster."""
 _AGAIN_S = 2.0
 
 

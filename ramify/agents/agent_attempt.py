@@ -1,5 +1,6 @@
-"""Run one rollout of an agent: give it a folder and an API key, enforce its time limits, and record
-how it ended.
+"""Run one rollout of an agent, enforce its time limits, and record how it ended.
+
+The agent gets a folder and an API key.
 
     new folder ─ key ─ agent starts ──▶ first request ──▶ agent ends ──▶ key ends ──▶ reward
                           │ first_request_s  │ max_seconds    │ exit code
@@ -58,10 +59,9 @@ class RunningAgent(Protocol):
     """Number of processes that the agent left behind."""
 
     def current_code_position(self) -> str:
-        """Return the line of code that the agent is running, as text for the end of an error
-        message: ``, at agent.py:12 (solve)``.
+        """Return the line of code that the agent is running, as the end of an error message.
 
-        Returns an empty string if the line is unknown.
+        For example ``, at agent.py:12 (solve)``. Returns an empty string if the line is unknown.
         """
         ...
 
@@ -78,19 +78,18 @@ StartAgent = Callable[[AgentJob], Awaitable[RunningAgent]]
 
 
 class AgentTimeLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The time limits of one rollout of an agent, and whether the rollout of a crashed agent
-    gets a reward."""
+    """Time limits for an agent's rollout, and whether crashed rollouts are scored."""
 
     max_seconds: float
-    """Maximum time from the start of the agent to its end."""
+    """Maximum time in seconds from the start of the agent to its end."""
     first_request_s: float
-    """Maximum time from the start of the agent to its first request."""
+    """Maximum time in seconds from the start of the agent to its first model request."""
     scores_crashes: bool = False
     """Whether an agent that crashed gets a reward, like one that ended normally."""
 
 
 class AgentAttempt:
-    """One rollout in which an agent works on one item of a task."""
+    """One rollout of an agent on one item of a task."""
 
     def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentTimeLimits) -> None:
         """Prepare a rollout.
@@ -170,8 +169,7 @@ class AgentAttempt:
         )
 
     async def _await_outcome(self, agent: RunningAgent, seat: AgentModelAccess) -> AgentOutcome:
-        """Wait until the agent has ended or reaches a time limit, and return how the rollout
-        ended."""
+        """Wait until the agent ends or reaches a time limit, and return how its rollout ended."""
         limits = self._limits
         first_s = min(limits.first_request_s, limits.max_seconds)
         await asyncio.wait([agent.ended], timeout=first_s)
@@ -220,7 +218,7 @@ class AgentAttempt:
 
 
 async def _end_agent(agent: RunningAgent) -> None:
-    """End the agent and wait until it has ended, even if the rollout is being cancelled."""
+    """End the agent and wait for it to exit, even if the rollout is being cancelled."""
     ending = asyncio.ensure_future(agent.end())
     try:
         await asyncio.shield(ending)

@@ -1,4 +1,4 @@
-"""Run an agent as a command, that is, as a separate process in any language.
+"""Run an agent, written in any language, as a separate process.
 
     AgentCommandTemplate("{python} my_agent.py {item_file}")     checked before anything is loaded
       ── words(job) ──> ["/usr/bin/python3", "/here/my_agent.py", "/tmp/…/item.json"]
@@ -93,7 +93,7 @@ class AgentCommandTemplate:
             check_program_installed(self._words[0], "AgentTask")
 
     def fill_placeholders(self, job: AgentJob) -> list[str]:
-        """Fill in a command's placeholders for one rollout, and return its words.
+        """Fill in the placeholders for one rollout, and return the command as a list of words.
 
         In a container, ``{python}`` is the container's ``python3``.
         """
@@ -117,10 +117,10 @@ class AgentCommandTemplate:
         return fill_placeholders(self._words, values)
 
     def cleanup_command(self, job: AgentJob) -> list[str]:
-        """Return the command that cleans up after an agent that was stopped early, for example by
-        removing its container.
+        """Return the command that cleans up after an agent that was stopped early.
 
-        Returns an empty list if there is nothing to clean up.
+        It may, for example, remove the agent's container. Returns an empty list if there is nothing
+        to clean up.
         """
         return [] if self.container is None else self.container.docker_remove_command(job)
 
@@ -146,8 +146,10 @@ def parse_task_environment(names: Sequence[str]) -> dict[str, str]:
 
 
 def build_agent_environment(job: AgentJob, names: Sequence[str]) -> dict[str, str]:
-    """Return an agent's own environment variables: the addresses and the key of its models, and
-    the variables that its task names."""
+    """Return the environment variables to set for an agent, such as its model URLs and API key.
+
+    They include the variables that the agent's task names.
+    """
     return parse_task_environment(names) | {
         "OPENAI_BASE_URL": job.base_url,
         "OPENAI_API_KEY": job.api_key,
@@ -195,7 +197,7 @@ async def start_command(
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command until it ends.
+    """Run a command until it ends, without raising an error.
 
     Its output and its result are ignored.
     """
@@ -236,7 +238,7 @@ class AgentProcess:
         errors: OutputPipe,
         cleanup: Sequence[str] = (),
     ) -> None:
-        """Watch a started process.
+        """Start to watch a process in which an agent runs.
 
         ``cleanup`` is the command to run if the process has to be stopped early.
         """

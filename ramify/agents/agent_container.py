@@ -50,8 +50,7 @@ class AgentContainer:
     def docker_run_command(
         self, command: Sequence[str], job: AgentJob, names: Iterable[str]
     ) -> list[str]:
-        """Return the words of the ``docker run`` command that runs an agent's command in a
-        container.
+        """Return the words of the ``docker run`` command for an agent's command.
 
         ``names`` lists the environment variables that are passed on to the container.
         """

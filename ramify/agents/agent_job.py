@@ -1,5 +1,6 @@
-"""Prepare the inputs of one rollout of an agent: a working folder, the item, the addresses of the
-models, and an API key.
+"""Prepare the inputs of one rollout of an agent, such as its working folder and the task item.
+
+The agent also gets the addresses of the models and an API key.
 
     FOLDER/item.json    {"id": …, "question": …, "context": …, "kind": …, "messages": […]}
     FOLDER/work/        the working folder of the agent, empty at first
@@ -22,8 +23,7 @@ from ramify.tasks.base import Item
 
 
 class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of one rollout of an agent: an item to work on, a folder, and access to its
-    models.
+    """The inputs of one rollout of an agent: a task item, a folder, and access to models.
 
     Example:
         def agent(job: AgentJob) -> str:

@@ -1,5 +1,4 @@
-"""Defines what is known about an agent after its work on one item: the record that is stored, and
-the object that a reward function receives."""
+"""Define the stored record of an agent's rollout, and the object that reward functions receive."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ MAX_OUTPUT_CHARS = 1 << 16
 
 
 class AgentExitRecord(msgspec.Struct, kw_only=True):
-    """A record of how an agent ended, with its outcome, exit code, output and duration.
+    """A stored record of how an agent ended: its outcome, exit code, output and duration.
 
     It is stored in ``Trajectory.metadata``.
     """
@@ -31,7 +30,7 @@ class AgentExitRecord(msgspec.Struct, kw_only=True):
     error_output: str = ""
     """The end of what a command wrote to stderr, or the traceback of a function's exception."""
     seconds: float = 0.0
-    """Time from the agent's start to its end."""
+    """Seconds from the agent's start to its end."""
     num_requests: int = 0
     """Number of requests that reached the model endpoint, including refused ones."""
     num_left: int = 0
@@ -41,7 +40,7 @@ class AgentExitRecord(msgspec.Struct, kw_only=True):
 
 
 class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout of an agent, as its reward function receives it.
+    """A finished rollout of an agent, which is the argument of the reward function.
 
     Example:
         def score(run: AgentRun) -> float:
@@ -65,9 +64,9 @@ class AgentRun(msgspec.Struct, frozen=True, kw_only=True):
     trajectory: Trajectory
     """The tree of the agent's calls, with every request and reply."""
     seconds: float
-    """Time from the agent's start to its end."""
+    """Seconds from the agent's start to its end."""
 
 
 def output_tail(text: str) -> str:
-    """Return the last ``MAX_OUTPUT_CHARS`` characters of an output."""
+    """Return the last ``MAX_OUTPUT_CHARS`` characters of an agent's output."""
     return text[-MAX_OUTPUT_CHARS:]

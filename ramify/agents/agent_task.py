@@ -1,5 +1,6 @@
-"""Define tasks that are solved by an external agent, which is a command or a Python function
-written for another system.
+"""Define tasks that are solved by an external agent, which is a command or a Python function.
+
+The agent may have been written for another system.
 
     train.Run(
         policy=…,
@@ -67,11 +68,11 @@ _TOTAL = "correct"
 
 
 class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """A task that is solved by an external agent, which is a command or a Python function written
-    for another system.
+    """A task that is solved by an external agent, which is a command or a Python function.
 
-    The agent reads its item, asks models at the address that it is given, and ends. The reward
-    function sees the agent's exit status, output, files and tree of calls.
+    The agent may have been written for another system. The agent reads its item, asks models at the
+    address that it is given, and ends. The reward function sees the agent's exit status, output,
+    files and tree of calls.
 
     Example:
         train.AgentTask(agent=solve, items="questions.jsonl", reward="exact")
@@ -83,7 +84,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     """The agent as a command, with placeholders such as ``{item_file}`` and ``{question}``
     (docs/agents.md). It is split into words by a shell's rules, but is not run by a shell."""
     shell: bool = False
-    """Whether a shell runs the command. Values of placeholders are quoted."""
+    """Run the command in a shell, for example to use pipes or redirection. Values of placeholders
+    are quoted."""
     env: Sequence[str] = ()
     """Additional environment variables of the command. Each is ``NAME=value``, or a name whose
     value is taken from the trainer's environment."""
@@ -94,23 +96,23 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
     """Docker image in which the command runs, with the agent's folder mounted. If empty, the
     command runs on this machine as a plain process."""
     items: Any = ""
-    """The items: a ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, or a list of rows. They may also
-    be a dict from split to one of the former, a task, or the name of a task."""
+    """A ``.jsonl`` or ``.parquet`` file, ``hf:NAME``, a list of rows, or a dict from each split to
+    one of these; or a task, or the name of one."""
     item_options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options for reading the rows (``question``, ``gold``, ``context`` … as in
-    ``tasks.dataset``), or options of the named task."""
+    """Options for reading the rows, such as ``question``, ``gold`` and ``context`` (see
+    ``tasks.dataset``). If ``items`` names a task, the options of that task."""
     reward: Any = ""
-    """A function, sync or async, that takes an ``AgentRun``, or its import location
-    ``file.py:name``. It returns a number, numbers by name, numbers by call id, or a ``Score``.
-    Alternatively the name of a scoring function, such as ``exact``, which compares the answer with
-    the item's gold answer."""
+    """Function (sync or async) from an ``AgentRun`` to a number, numbers by name or call id, or a
+    ``Score``; or its location ``file.py:name``. A name such as ``exact``, which compares the answer
+    with the gold answer, selects a scoring function."""
     weights: dict[str, float] = msgspec.field(default_factory=dict)
     """Reward name -> its weight in the total reward. The default weight is 1."""
     max_seconds: float = 600.0
-    """Maximum time in seconds for one rollout. After that the agent is ended, and its rollout is
-    not used for training."""
+    """Maximum time in seconds for one rollout. An agent that takes longer is stopped, and its
+    rollout is not used for training."""
     first_request_s: float = 120.0
-    """Maximum time in seconds until the agent's first request."""
+    """Seconds within which the agent must send its first model request. Otherwise it is stopped,
+    and its rollout is not used for training."""
     scores_crashes: bool = False
     """Whether the rollout of a crashed agent gets a reward and is used for training, like one
     that ended normally."""
@@ -153,7 +155,8 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
         msgspec.structs.force_setattr(self, "options", self._options())
 
     def _options(self) -> dict[str, Any]:
-        """Return the fields of this task that the user has set, as plain data if possible."""
+        """Return the fields that the user has set, with each importable function as its
+        location."""
         given = {
             field.name: value
             for field in msgspec.structs.fields(type(self))
@@ -218,8 +221,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @property
     def needs_rollout(self) -> bool:
-        """True if the reward needs a whole rollout, so that it cannot be checked with an answer
-        alone."""
+        """True if the reward depends on the whole rollout, not just on the answer."""
         return not self._has_named_scorer
 
     def as_answer(self, right: Any) -> Any:
@@ -261,8 +263,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _has_named_scorer(self) -> bool:
-        """True if the reward is the name of a scoring function, which compares the agent's answer
-        with the gold answer."""
+        """True if the reward is a named scorer that compares the answer with the gold answer."""
         return isinstance(self.reward, str) and not is_object_location(self.reward)
 
     @functools.cached_property
@@ -285,7 +286,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
 
 def _raise_unscorable(answer: Any, item: Item) -> float:
-    """Raise RamifyError.
+    """Raise RamifyError, because only the reward of the item's ``AgentTask`` can score the answer.
 
     Items that are read from a file have this function as their scorer, because only the reward of
     the ``AgentTask`` can score them.
@@ -321,10 +322,10 @@ def _check_call(field: str, function: Any, argument: str) -> None:
 
 
 def _import_location(value: Any) -> Any:
-    """Return the import location of a function (``file.py:name``), so that a checkpoint or another
-    process can find it.
+    """Return a function's import location, such as ``file.py:name``.
 
-    Other values, and functions that cannot be imported, are returned unchanged.
+    Checkpoints and other processes use it to load the function again. Other values, and functions
+    that cannot be imported, are returned unchanged.
     """
     if not inspect.isroutine(value) or "<" in value.__qualname__:
         return value
@@ -369,7 +370,7 @@ def _to_score(worth: Any, trajectory: Trajectory) -> Score:
 
 
 def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Average each named reward over the calls that have it.
+    """Average each named reward over the calls that report it.
 
     Raises RamifyError if a value is not a number.
     """

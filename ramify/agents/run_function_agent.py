@@ -62,10 +62,9 @@ class AgentFunctionRun:
             )
 
     def current_code_position(self) -> str:
-        """Return the line of code that the function is running, as text for the end of an error
-        message: ``, at agent.py:12 (solve)``.
+        """Return the line of code that the function is running, as the end of an error message.
 
-        Returns an empty string if the line is unknown.
+        For example ``, at agent.py:12 (solve)``. Returns an empty string if the line is unknown.
         """
         return self._thread.running_line() if self._thread is not None else ""
 

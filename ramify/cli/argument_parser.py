@@ -40,7 +40,7 @@ class CountedSwitch(argparse.BooleanOptionalAction):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that reports an error through a given function, and does not exit."""
+    """An argument parser that reports errors through a function instead of exiting the process."""
 
     def __init__(self, *, fail: Callable[[str], NoReturn], **settings: Any) -> None:
         """Create a parser with the settings of ``argparse.ArgumentParser``.

@@ -298,8 +298,8 @@ def _check_mode(
 
 
 def check_mode(mode: str, given: Mapping[str, Any]) -> None:
-    """Raise UsageError if the value of ``--mode`` is unknown, or if the command line has an
-    option that this mode does not support."""
+    """Raise UsageError if ``--mode`` has an unknown value or does not support another given
+    option."""
     if mode not in MODES:
         raise UsageError(f"--mode {mode} is unknown: give {', '.join(MODES)}")
     if given.get("direct") is not None:
@@ -390,7 +390,7 @@ def show_prompt(
 
 
 def _refuse_a_path(question: str, paths: list[str]) -> None:
-    """Raise UsageError if the question is the name of a file or a URL.
+    """Raise UsageError if the question is a file name or a URL.
 
     The user probably forgot the question, and the model would see only the name.
     """
@@ -406,7 +406,7 @@ def _refuse_a_path(question: str, paths: list[str]) -> None:
 
 
 def _decoded_text(argument: str) -> str:
-    """Decode a command-line argument that is not valid in the locale's encoding.
+    """Decode a command-line argument as UTF-8 or Windows-1252 if the locale could not decode it.
 
     It is read as UTF-8, or as Windows-1252 if that fails, in the same way as files.
     """
@@ -470,7 +470,7 @@ def connect_mcp_tools(
 
 
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
-    """Start slow initial work in the background, while this thread imports modules and reads files.
+    """Start slow setup in the background while this thread imports modules and reads files.
 
     The sandbox server starts in its own process. A thread loads the certificate authorities, which
     mostly runs without the GIL.
@@ -528,10 +528,10 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
 
 
 def parse_mount(given: str) -> tuple[str, str]:
-    """Split the value of ``--mount``, such as ``data:/data``, into the absolute path on this
-    machine and the path inside the session.
+    """Split the value of ``--mount`` into the path on this machine and the path inside the session.
 
-    If there is only one path, it is used for both.
+    An example is ``data:/data``. The path on this machine is made absolute. If there is only one
+    path, it is used for both.
     """
     path, colon, place = given.rpartition(":")
     path = os.path.abspath(os.path.expanduser(path if colon else given))
@@ -617,8 +617,6 @@ def check_prices_known(settings: Mapping[str, Any], max_cost: float | None) -> N
 
 
 def _model_names(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the chosen models: the one that drives the session, and those for
-    sub-calls."""
     return settings["model"], *(settings.get("sub_model") or ())
 
 
@@ -632,7 +630,7 @@ def _is_free(settings: Mapping[str, Any]) -> bool:
 
 
 def check_api_keys(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a model has no API key, or if its script cannot be read.
+    """Raise ConfigError if a model has no API key or a scripted model's script cannot be read.
 
     Call this before sources are loaded, which may take long.
     """
@@ -648,7 +646,7 @@ def check_api_keys(settings: Mapping[str, Any]) -> None:
 
 
 def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
-    """Print a notice for each chosen model that is simulated, because no real model is called."""
+    """Print a notice for each chosen model that is only simulated."""
     for name in dict.fromkeys(_model_names(settings)):
         if name.startswith("offline:"):
             notes.say(
@@ -658,7 +656,7 @@ def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter)
 
 
 def limit_fields(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that are fields of ``Limits`` and that have a value."""
+    """Return the settings that are fields of ``Limits`` and are not None."""
     from ramify.engine.limits import Limits
 
     named = {**settings, "patience_s": settings.get("patience")}

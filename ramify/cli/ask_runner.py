@@ -52,11 +52,12 @@ Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
 
 
 class AskRequest(msgspec.Struct, frozen=True):
-    """A question for a model, together with the loaded sources and the options of the run."""
+    """A question for a model, its loaded sources and the options of its run."""
 
     question: str
     loaded: Any
-    """The ``LoadedContext`` that ``load`` returned, or None."""
+    """The ``LoadedContext`` with the sources of the question, as returned by ``load``; None if
+    there are no sources."""
     options: RunOptions
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
@@ -265,7 +266,7 @@ def _print(
 
 
 def _explain_no_answer(result: Result) -> str:
-    """Explain why a run has no answer.
+    """Explain why a run ended without an answer.
 
     If a limit ended the run, the explanation includes the last error.
     """

@@ -1,5 +1,4 @@
-"""The command ``ramify calibrate MODEL``: measure how accurately a model answers questions about
-texts of different sizes.
+"""The command ``ramify calibrate MODEL``: measure a model's accuracy on texts of different sizes.
 
 Later plans use the best size for each model call that reads one part of a text.
 
@@ -78,8 +77,10 @@ def run(
     resume: str | None = None,
     **given: Any,
 ) -> int:
-    """Run ``ramify calibrate``: measure how accurately a model answers at each text size, and store
-    the result for later plans."""
+    """Run ``ramify calibrate``: measure a model's accuracy at each text size, and store the result.
+
+    Later plans use the stored result.
+    """
     from ramify.plans.part_size_calibration import TOLERANCE
 
     settings = {
@@ -123,8 +124,7 @@ def run(
 
 
 class _Curve:
-    """Prints the result of a calibration as a curve of accuracy against text size, and stores
-    it."""
+    """Prints and stores the result of a calibration: a model's accuracy at each text size."""
 
     def __init__(
         self, screen: ProgressDisplay, tolerance: float, svg: str | None, *, as_json: bool
@@ -194,7 +194,7 @@ class _Curve:
 def _plan(
     model: str, settings: dict[str, Any], sizes: str | None, items: int, seed: int
 ) -> tuple[EvalMatrixPlan, float | None]:
-    """Plan the evaluation that measures a model with plain calls at each text size.
+    """Plan the evaluation that measures a model's accuracy in plain calls at each text size.
 
     Returns the plan and its likely cost in dollars, which is None if the model has no price.
 

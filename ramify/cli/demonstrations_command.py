@@ -1,5 +1,4 @@
-"""The command ``ramify demos``: let a model demonstrate how to solve a task, and store its runs as
-training data for another model.
+"""The command ``ramify demos``: store a model's runs on a task as training data for another model.
 
     ramify demos my_task.py:errors --model openai:gpt-5-mini --num 400 --out demos --max-cost 10
     ramify train recipe.py sft.trajectories=demos sft.algorithm.min_reward=1
@@ -77,8 +76,8 @@ _SETTINGS = tuple(
 )
 _KINDS = {option.name: list[str] if option.kind is list else option.kind for option in _SETTINGS}
 _SHARES = 8
-"""Factor for the default maximum cost of one demonstration: the budget divided by the number of
-demonstrations, times this number."""
+"""Default cost limit of one demonstration, as a multiple of the budget divided by the number of
+demonstrations."""
 
 
 def collect_demonstrations(
@@ -133,8 +132,8 @@ def collect_demonstrations(
 
 
 def _check_is_bounded(settings: dict[str, Any], max_cost: float | None) -> None:
-    """Raise UsageError if ``--max-cost`` is missing although a model costs money, or if it is
-    given although a model's price is unknown."""
+    """Raise UsageError if ``--max-cost`` is missing for a paid model or set for one without a
+    price."""
     from ramify.clients.providers import PriceTable
 
     check_prices_known(settings, max_cost)
@@ -176,7 +175,7 @@ def _plan(
 
 
 class _Demonstrations:
-    """Creates the demonstrations of one ``ramify demos`` command, and prints a summary."""
+    """Creates demonstrations for one ``ramify demos`` command, and prints a summary."""
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ class _Demonstrations:
     def _create_missing(
         self, store: Store, record: EvaluationFileWriter, budget: CostBudget | None
     ) -> EvaluationResult | None:
-        """Create the demonstrations that are still missing.
+        """Create the demonstrations that have not been recorded yet.
 
         Returns None if the user pressed Ctrl-C.
         """

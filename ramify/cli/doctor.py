@@ -86,8 +86,7 @@ def _config() -> Iterator[str]:
 
 
 def api_key_variables() -> dict[str, str]:
-    """Return the names of the environment variables that hold API keys in this process, one for
-    each provider with a key."""
+    """Return the name of one API-key environment variable per provider that has a key set."""
     variables = {name: provider.key_variables for name, provider in PROVIDERS.items()} | _OTHER_KEYS
     first_set = {
         name: next((variable for variable in candidates if os.environ.get(variable)), "")
@@ -143,8 +142,10 @@ def _is_installed(module: str) -> bool:
 
 
 def _version_of(module: str) -> str:
-    """Return the installed version of a module, or an empty string if another distribution provides
-    the module, such as ``mlflow-skinny``."""
+    """Return a module's installed version, or ``""`` if another distribution provides it.
+
+    An example of such a distribution is ``mlflow-skinny``.
+    """
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:

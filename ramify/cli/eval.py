@@ -249,7 +249,7 @@ def _refuse_others(
     dry_run: bool | None,
     yes: bool | None,
 ) -> None:
-    """Raise UsageError for an option that does not fit the kind of evaluation.
+    """Raise UsageError for options that this kind of evaluation does not support.
 
     Some options apply only to a single evaluation, others only to a matrix, which compares several
     settings.
@@ -276,8 +276,7 @@ def _evaluate_matrix(
     options: EvalMatrixOptions,
     plan_options: dict[str, Any],
 ) -> int:
-    """Evaluate every combination of the given task suites, text lengths, models, answer modes and
-    scaffolds (sets of prompts)."""
+    """Evaluate every combination of the given suites, lengths, models, modes and scaffolds."""
     from ramify.evaluate.evaluation_matrix import EvalMatrixAxes, parse_length
 
     suites, *rest = words
@@ -308,8 +307,7 @@ def _split_names(given: str | None) -> list[str]:
 
 
 class _Command:
-    """Runs a single evaluation for ``ramify eval``, as opposed to a matrix of several
-    evaluations."""
+    """Runs a single evaluation, not a matrix of evaluations, for ``ramify eval``."""
 
     def __init__(
         self,
@@ -371,8 +369,10 @@ class _Command:
     def _open_trackers(
         self, plan: EvaluationPlan, record: EvaluationFileWriter | None, is_resumed: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Open the experiment trackers at the start, so that their errors appear before any
-        money is spent."""
+        """Open the experiment trackers before the evaluation spends any money.
+
+        Their errors then appear early.
+        """
         if self._trackers is None:
             return contextlib.nullcontext()
         id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
@@ -382,10 +382,9 @@ class _Command:
         )
 
     def _load_baseline(self, records: Any) -> EvaluationResult | None:
-        """Load the stored evaluation that the option ``--against`` names, before any money is
-        spent.
+        """Load the stored evaluation that the option ``--against`` names.
 
-        Returns None if the option is not given.
+        This happens before any money is spent. Returns None if the option is not given.
         """
         if self._against is None:
             return None
@@ -572,7 +571,7 @@ def _plan_of(
 
 
 def _was_trained_direct(model: str) -> bool:
-    """Return True if a model is a policy that was trained with plain calls.
+    """Return True if a policy was trained to answer in a single call, without a Python session.
 
     ``model`` is the name of a model, or an alias of the configuration file.
     """

@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 
 
 class EvalMatrixOptions(NamedTuple):
-    """Options of an evaluation matrix that do not change its results, such as the number of
-    concurrent attempts.
+    """Options of an evaluation matrix that do not affect its results.
 
-    A matrix is all combinations of several models, lengths and modes.
+    An example is the number of concurrent attempts. A matrix is all combinations of several models,
+    lengths and modes.
     """
 
     k: int | None
@@ -78,20 +78,19 @@ class EvalMatrixOptions(NamedTuple):
     workers: int | None = None
     """Number of workers on the Ray cluster."""
     command: str = "ramify eval"
-    """Command that resumes the matrix with ``--resume``."""
+    """Command that messages suggest, with ``--resume`` and an id added, for resuming the matrix."""
     show: Callable[[EvalMatrixPlan, Mapping[str, Sequence[AttemptOutcome]]], None] | None = None
     """Function that prints the results; None prints a table. If it is set and the user cannot be
     asked for confirmation on a terminal, nothing starts without ``--yes``."""
 
 
 class _NotConfirmed(Exception):
-    """Raised if the user does not confirm the evaluation on the terminal, or if this is only a
-    dry run."""
+    """Raised to end the command if the user declines to start the evaluation or asked for a dry
+    run."""
 
 
 class EvalMatrixCommand:
-    """Runs an evaluation matrix for the command line: all combinations of several task suites,
-    lengths, models and answer modes.
+    """Runs an evaluation matrix of suites, lengths, models and answer modes for the command line.
 
     It starts a new matrix or resumes a stored one.
     """
@@ -139,7 +138,7 @@ class EvalMatrixCommand:
         return self._run(plan, tasks, is_new=True)
 
     def begin_plan(self, plan: EvalMatrixPlan) -> ExitCode:
-        """Begin a new matrix whose combinations have already been chosen, and run it to its end."""
+        """Run a new evaluation matrix whose combinations are already planned."""
         from ramify.evaluate.evaluation_matrix import EvalMatrixTaskCache
 
         return self._run(plan, EvalMatrixTaskCache(), is_new=True)
@@ -214,8 +213,7 @@ class EvalMatrixCommand:
             return self._print_report(plan, evaluations, is_stored=records is not None)
 
     def _rlm(self, plan: EvaluationPlan, tools: Any) -> RLM:
-        """Return the RLM that answers the questions of one cell, which is one combination of the
-        matrix.
+        """Return the RLM that answers the questions of one cell (combination) of the matrix.
 
         Cells that differ only in their answer mode share an RLM and its rate limit.
         """
@@ -349,7 +347,7 @@ class EvalMatrixCommand:
     def _print_missing(
         self, plan: EvalMatrixPlan, evaluations: tuple[EvaluationResult, ...], *, is_stored: bool
     ) -> ExitCode:
-        """Print how many attempts are missing, or that no attempt was scored.
+        """Print how many attempts are missing, or report that no attempt was scored.
 
         Returns the exit code.
         """
@@ -380,7 +378,7 @@ class EvalMatrixCommand:
     def _show_money(
         self, plan: EvalMatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
-        """Print the score and the cost of each cell, which is one combination of the matrix."""
+        """Print how well each system of the matrix scores at different budgets per attempt."""
         from ramify.evaluate.score_budget_curves import (
             format_budget_tables,
             matrix_score_by_budget,
@@ -397,7 +395,7 @@ class EvalMatrixCommand:
 
 
 def _is_confirmed() -> bool:
-    """Ask on the terminal whether to start.
+    """Ask the user on the terminal whether to start the evaluation.
 
     Returns True if the user agrees.
     """
@@ -411,7 +409,7 @@ def _is_confirmed() -> bool:
 
 
 def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptRunner:
-    """Create an attempt maker for one cell, which is one combination of the matrix.
+    """Return a factory for the attempts of one cell (combination) of the evaluation matrix.
 
     Each attempt uses ``rlm`` with the cell's mode and temperature.
     """
@@ -427,7 +425,7 @@ def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptRunner:
 
 
 def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptRunner:
-    """Create an attempt maker for one cell of a matrix inside a worker process.
+    """Return a factory for the attempts of one matrix cell, inside a worker process.
 
     The RLM is created in that process, with the API keys of its environment.
     """
@@ -436,7 +434,7 @@ def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAtt
 
 
 def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
-    """Return the RLM settings for one cell, which is one combination of the matrix.
+    """Return the RLM settings for one cell (combination) of the matrix.
 
     The setting ``direct`` is cleared, because each mode decides whether a plain call may answer the
     question.
@@ -445,8 +443,7 @@ def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
 
 
 def _rows(report: EvalMatrixReport) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a matrix report as plain dictionaries: first the combination that the
-    row describes, then its metrics."""
+    """Yield each row of a matrix report as a dict of its combination and its metrics."""
     for row in report.rows:
         data = msgspec.to_builtins(row)
         place = data.pop("place")

@@ -1,5 +1,4 @@
-"""Meter the model requests of external systems that are compared with Ramify: ``ramify eval …
---with SYSTEM``.
+"""Meter the model requests of external systems in ``ramify eval … --with SYSTEM``.
 
 A metering endpoint counts and limits each client's spending.
 
@@ -33,19 +32,22 @@ _NOT_METERED = {
     "sub_model": "systems are compared with one model",
     "mcp": "only runs of Ramify would have these tools",
 }
-"""Setting that only Ramify's own runs support -> why it rules out a comparison."""
+"""Setting that only Ramify's own runs support -> why it would make a comparison with other systems
+unfair."""
 
 
 def check_settings_comparable(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting that only Ramify's own runs support, because it would make
-    the comparison with other systems unfair."""
+    """Raise UsageError for settings that would make a comparison with other systems unfair.
+
+    Only Ramify's own runs support such settings.
+    """
     for name, why in _NOT_METERED.items():
         if settings.get(name):
             raise UsageError(f"--with and --{name.replace('_', '-')}: {why}; remove one of them")
 
 
 class EvalMatrixMeteringProxies:
-    """The metering endpoints of an evaluation matrix, one for each model.
+    """The metering proxies of an evaluation matrix, one for each model.
 
     They count the requests of external systems. There are none if only Ramify itself is evaluated.
     """
@@ -56,7 +58,7 @@ class EvalMatrixMeteringProxies:
     def attempt_maker(
         self, cell: EvalMatrixCell, rlm: RLM, runs: RlmAttemptRunner
     ) -> AttemptRunner:
-        """Return an attempt maker for one cell, which is one combination of the matrix.
+        """Return a factory for the attempts of one cell (combination) of the evaluation matrix.
 
         Attempts are made by an external system or by Ramify. If external systems take part, every
         attempt is metered and has the same budget.
@@ -81,10 +83,10 @@ class EvalMatrixMeteringProxies:
 async def open_meters(
     plan: EvalMatrixPlan, root: Path | None
 ) -> AsyncIterator[EvalMatrixMeteringProxies]:
-    """Start a metering endpoint for each model within a ``with`` block, if the evaluation has
-    external systems.
+    """Open a metering endpoint for each model during a ``with`` block.
 
-    Requests are recorded in the store's folder ``root``, unless it is None.
+    There are none if the evaluation has no external systems. Requests are recorded in the store's
+    folder ``root``, unless it is None.
     """
     from ramify.http_server.machine_capacity import raise_descriptor_limit
     from ramify.serve.metering_proxy import MeteringProxy
@@ -106,8 +108,8 @@ async def open_meters(
 
 
 def _budget_of(rlm: RLM, meter: MeteringProxy) -> PerItemBudget:
-    """Return the budget that every compared system gets, which is given by the limits of
-    Ramify's own runs."""
+    """Return the budget that each compared system gets, equal to the limits of Ramify's own
+    runs."""
     from ramify.engine.limits import DEFAULT_MAX_COST
     from ramify.evaluate.systems.base import PerItemBudget
 

@@ -1,5 +1,6 @@
-"""Show the progress of an evaluation and write its log, for the commands ``ramify eval`` and
-``ramify demos``.
+"""Show the progress of an evaluation, and write its log.
+
+The commands ``ramify eval`` and ``ramify demos`` use this module.
 
     12 of 50 attempts · average 0.750 · 1 failed · $0.02
 

@@ -1,5 +1,6 @@
-"""The command ``ramify init task NAME``: create the files of a new task that runs as it is, with a
-demonstrator, a training recipe and a test.
+"""The command ``ramify init task NAME``: create a runnable task with a recipe and a test.
+
+The files include a demonstrator.
 
     ramify init task errors         errors.py: task, expert, demos and run(); test_errors.py
     ramify train errors.py --out runs/errors

@@ -1,4 +1,4 @@
-"""The list of a training run's fields: ``ramify train --fields [RECIPE] [SECTION…]``.
+"""List the fields of a training recipe: ``ramify train --fields [RECIPE] [SECTION…]``.
 
     rl.optim.lr = 0.0005      default null
       number or null          Peak learning rate. …
@@ -30,7 +30,7 @@ COLUMNS = ("name", "value", "default", "type", "class", "meaning")
 
 
 def print_fields(words: Sequence[str], resume: str | None) -> None:
-    """Print fields to stdout.
+    """Print the configuration fields of a training run to stdout.
 
     ``words`` are the sections and fields to print, or all fields if there are none. They may also
     contain a recipe and overrides, whose values are then printed. ``resume`` is a run or a
@@ -91,7 +91,7 @@ def _on_terminal(field: ConfigField) -> Iterator[str]:
 
 
 def field_table_cells(field: ConfigField) -> tuple[str, str, str, str, str, str]:
-    """Return the table cells for a field, in the order of ``COLUMNS``.
+    """Return the table cells of a configuration field, in the order of ``COLUMNS``.
 
     The value of a section is only ``set``, since each of its fields has a separate row. The default
     is empty if the field has none and must be given.

@@ -1,5 +1,4 @@
-"""Define the options that all commands with an HTTP server share: the server's address, and the key
-that clients need.
+"""Define the options shared by all commands that start an HTTP server: address and API key.
 
     a key    $RAMIFY_SERVE_KEY, or --key-file; otherwise a new one, which the command prints
     no key   --unix-socket (only this user's processes can connect), or --open-to-this-machine

@@ -1,10 +1,10 @@
-"""Show a run on the terminal while it is in progress: the tree of calls, the latest code, and the
-budget used so far.
+"""Show a run on the terminal while it is in progress.
 
-Text from models and documents is put into ``Text`` objects, which do not interpret markup:
-``[bold]`` appears as written. Escape sequences in it are never drawn (see terminal_text.py). Each
-call with a session is a row. Plain sub-calls are only counted on the row that made them, so that
-five hundred of them cost one line:
+The view has the tree of calls, the latest code, and the budget used so far. Text from models and
+documents is put into ``Text`` objects, which do not interpret markup: ``[bold]`` appears as
+written. Escape sequences in it are never drawn (see terminal_text.py). Each call with a session is
+a row. Plain sub-calls are only counted on the row that made them, so that five hundred of them cost
+one line:
 
     0 openai:gpt-5 · turn 3 · running code
         hits = [line for line in context.splitlines() if "ERROR" in line]
@@ -56,8 +56,10 @@ State = Literal["starting", "asking", "running code", "last word", "done"]
 
 
 class SubcallTally(msgspec.Struct):
-    """Counts the sub-calls of one kind that were started, answered and failed, for a row of the
-    live view."""
+    """Counts of a call's started, answered and failed sub-calls of one kind.
+
+    A row of the live view shows them.
+    """
 
     started: int = 0
     done: int = 0
@@ -70,7 +72,7 @@ class SubcallTally(msgspec.Struct):
 
 
 class CallTreeRow(msgspec.Struct):
-    """A row of the live view: a call that has a session, with counts of its sub-calls."""
+    """A row of the live view: one call with a Python session, and counts of its sub-calls."""
 
     call: RunCallNode
     turn: int = 0
@@ -102,7 +104,10 @@ class CallTreeRow(msgspec.Struct):
 
 
 class CallTreeRowBuilder:
-    """Builds the rows of the live view, a tree of calls, from the events of a run."""
+    """Builds the rows of the live view from the events of a run.
+
+    The rows form the tree of calls.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[str, CallTreeRow] = {}
@@ -144,7 +149,7 @@ class CallTreeRowBuilder:
                 pass
 
     def append_streamed_text(self, text: ReplyTextDelta) -> None:
-        """Add a piece of a reply that has just been streamed.
+        """Add newly streamed text to the row of the call that it belongs to.
 
         Plain sub-calls have no row, so their text is not shown.
         """
@@ -161,7 +166,7 @@ class CallTreeRowBuilder:
             self.nodes[call.id] = CallTreeRow(call)
 
     def _tally(self, call: RunCallNode) -> SubcallTally | None:
-        """Return the tally that counts a call, which is on the row of its parent.
+        """Return the tally, on the parent's row, that counts a call.
 
         Returns None if no row counts the call.
         """
@@ -194,7 +199,7 @@ _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word"
 
 
 class LiveRunView:
-    """Draws the live view of a run on the terminal, based on the run's events."""
+    """Draws the live view of a run on the terminal from the run's events."""
 
     def __init__(self, screen: ProgressDisplay, lines: RunEventPrinter, max_seconds: float) -> None:
         self._screen = screen
@@ -274,7 +279,7 @@ _NAMES = {"calls": "requests"}
 
 
 def budget_row(budgets: list[tuple[str, float, float]]) -> Text:
-    """Format how much of each budget is used, as one line.
+    """Format in one line how much of each budget is used.
 
     A budget is yellow from 70 % of its limit, and red from 90 %.
 

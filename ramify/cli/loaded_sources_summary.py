@@ -1,4 +1,4 @@
-"""Format a table of the loaded sources, with kind, size and contents.
+"""Format a table that lists the kind, size and contents of each loaded source.
 
 Files that were not loaded are listed below it, with the reason.
 
@@ -67,7 +67,7 @@ def _total_cells(name: str, kind: str, items: Sequence[LoadedSourceItem]) -> tup
 
 
 def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pad all columns of a table except the last one, so that the columns are aligned."""
+    """Align the columns of a table by padding all cells except those of the last column."""
     plain = [[strip_control_characters(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*plain, strict=True)]
     return [

@@ -190,8 +190,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def split(arguments: list[str]) -> tuple[str, list[str]]:
-    """Split the command-line arguments into the name of the subcommand, which may have two
-    words, and its own arguments."""
+    """Split command-line arguments into the name of the subcommand and its own arguments.
+
+    The name of a subcommand may have two words.
+    """
     two = " ".join(arguments[:2])
     return (
         (two, arguments[2:])
@@ -208,7 +210,7 @@ _EXTRAS = {
 
 
 def _missing_extra(error: Exception) -> str:
-    """Return the optional extra without which a command could not start.
+    """Return the optional extra whose absence caused ``error``.
 
     Empty if ``error`` has another cause.
     """
@@ -235,8 +237,7 @@ def _describe_unexpected_error(error: Exception) -> str:
 
 
 def _place_in_plugin(error: Exception) -> str:
-    """Return the line of the user's own code that raised an error, such as a line of a recipe's
-    loss function.
+    """Return the line of user code, such as a recipe's loss function, that raised an error.
 
     Returns an empty string if Ramify itself raised the error.
     """

@@ -63,7 +63,8 @@ _NOT_HERE = (
     *OF_SOURCES,
     *_OF_ROWS,
 )
-"""Settings of ``ask`` that a map lacks, or that have another meaning for a map."""
+"""Settings of ``ramify ask`` that ``ramify map`` does not have, or that mean something else in
+it."""
 OPTIONS = (
     CliOptionSpec("out", str, "output: .jsonl, .csv, .tsv or .parquet", "FILE", "-o"),
     CliOptionSpec(
@@ -213,7 +214,7 @@ def run(
 def _until_the_end(
     map_run: TableMapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
 ) -> tuple[MapResult | None, ExitCode]:
-    """Run a map until it ends or is stopped.
+    """Run a map over a table until it ends or the user stops it.
 
     Returns the result, which is None if the map was cancelled, and the exit code if the map was
     stopped.
@@ -247,12 +248,12 @@ def _ray_run(
 
 
 def _worker_rlm(settings: dict[str, Any]) -> RLM:
-    """Create an RLM inside a worker process, with the API keys of the worker's environment."""
+    """Create an RLM in a worker process, using the API keys in its environment."""
     return make_rlm(settings, sandbox_spec(settings), None, mode=settings["mode"])
 
 
 class _MapInterrupts:
-    """Handles Ctrl-C and SIGTERM while a map asks its question of each row.
+    """Handles Ctrl-C and SIGTERM while a map (one question per table row) is running.
 
     After the first signal no further row is started. A second Ctrl-C cancels the rows in progress.
     """
@@ -368,8 +369,11 @@ def _failed_rows(result: MapResult) -> str:
 
 
 def format_map_summary(result: MapResult) -> str:
-    """Summarise a finished map in one line, such as ``10,000 rows · 9,990 answered, 10 failed ·
-    10,004 requests · 1.2M tokens · $0.41 · 52 s``."""
+    """Summarise a finished map in one line of text.
+
+    For example ``10,000 rows · 9,990 answered, 10 failed · 10,004 requests · 1.2M tokens · $0.41 ·
+    52 s``.
+    """
     usage = result.usage
     counts = [f"{result.num_answered:,} answered"]
     counts += [f"{result.num_failed:,} failed"] if result.num_failed else []

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(enum.IntEnum):
-    """The exit code with which a ``ramify`` command ends."""
+    """The exit codes of ``ramify`` commands."""
 
     ANSWERED = 0
     ERROR = 1
@@ -55,8 +55,8 @@ MEANINGS = {
 
 
 WRONG = (ConfigError, RunInUse, SourceError, UnknownRun)
-"""Errors in the command itself that are found before anything runs. They exit with the code
-``USAGE``."""
+"""Exception types for errors in the command itself, found before anything runs. The exit code is
+then ``USAGE``."""
 
 
 def exit_code_of_run(stop: Stop, answer: Any) -> ExitCode:
@@ -71,7 +71,7 @@ def exit_code_of_run(stop: Stop, answer: Any) -> ExitCode:
 
 
 def exit_codes_epilog() -> str:
-    """Return the list of exit codes that ends a command's ``--help``."""
+    """Return the list of exit codes shown at the end of a command's ``--help``."""
     return "\n".join(
         ["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())]
     )
@@ -187,9 +187,9 @@ class SubcommandSpec(NamedTuple):
         return self.run(words, **values)
 
     def parse(self, arguments: list[str]) -> dict[str, Any]:
-        """Return the values of all options by name, with ``words`` and ``verbosity``.
+        """Parse the arguments, and return the values of all options by name.
 
-        Raises UsageError for bad arguments.
+        The result also contains ``words`` and ``verbosity``. Raises UsageError for bad arguments.
         """
         values = plain_values(self.options, arguments)
         if values is not None:
@@ -235,7 +235,7 @@ def _fail(message: str) -> NoReturn:
 def plain_values(
     options: Sequence[CliOptionSpec], arguments: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Parse words and options, if each option has its full or short form and a plain value.
+    """Parse the arguments if each option is given in full or short form with a plain value.
 
     A plain value does not begin with a dash. Returns None for all other arguments.
     """

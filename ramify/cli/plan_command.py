@@ -1,5 +1,4 @@
-"""The command ``ramify plan``: show the plan for answering a question and its estimated cost, ask
-for confirmation, and run it.
+"""The command ``ramify plan``: show a plan and its estimated cost, and run it once the user agrees.
 
     arguments, sources ──> plan ──> cost estimate ──> confirmation ──> run, as for ``ramify ask``
 
@@ -57,7 +56,8 @@ if TYPE_CHECKING:
 _CALL_S = 2.0
 """Assumed seconds per model call when the total time is estimated."""
 _NOT_HERE = (*NOT_OF_MODE["plan"], "sub_model", "direct")
-"""Settings of ``ask`` that a plan lacks, or that need another description."""
+"""Settings of ``ramify ask`` that ``ramify plan`` does not have, or that it describes
+differently."""
 _SUB_MODEL = CliOptionSpec("sub_model", list, "model of the leaves (default: --model)", "MODEL")
 OPTIONS = (
     CliOptionSpec(
@@ -169,10 +169,9 @@ def _answer(
 def _choose_plan(
     question: str, name: str | None, model: Any, options: dict[str, Any]
 ) -> PlanStrategy:
-    """Return the plan that ``--plan`` names, or else the plan that suits the question best, with
-    the reason for the choice.
+    """Return the plan that ``--plan`` names, or the plan that suits the question best.
 
-    ``model`` is the model that the plan will call.
+    The result states the reason for the choice. ``model`` is the model that the plan will call.
     """
     if name is not None and _is_file(name):
         if used := [key for key, value in options.items() if value is not None]:
@@ -232,8 +231,10 @@ def _lines(
 
 
 def _as_json(chosen: PlanStrategy, cost: PlanCost) -> dict[str, Any]:
-    """Return the JSON object that ``--json`` prints when a plan is only shown: the plan, the
-    reason for choosing it, and its cost."""
+    """Return the JSON object that ``--json`` prints for a plan that is shown but not run.
+
+    It contains the plan, the reason for choosing it, and its cost.
+    """
     plain: dict[str, Any] = msgspec.to_builtins(cost)
     return {"plan": msgspec.to_builtins(chosen.plan), "reason": chosen.reason, "cost": plain}
 

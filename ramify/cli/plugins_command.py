@@ -1,7 +1,7 @@
-"""The command ``ramify plugins``: list everything that can be chosen by name, such as models,
-sandboxes and tasks, and the package that provides it.
+"""The command ``ramify plugins``: list each name that can be chosen and the package that provides
+it.
 
-``ramify/plugins.py`` finds the plugins.
+The names are those of models, sandboxes, tasks and so on. ``ramify/plugins.py`` finds the plugins.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _cells(entry: PluginEntry) -> list[str]:
 
 
 def _row(entry: PluginEntry, widths: list[int]) -> str:
-    """Format one plugin as a line, and cut it to the width of the terminal.
+    """Format a plugin as one line, truncated to the width of the terminal.
 
     The error of a broken plugin is never cut.
     """

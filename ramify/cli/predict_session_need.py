@@ -15,14 +15,14 @@ SMALL_BYTES = 32_000
 """Size in bytes of the largest file about which a question is likely to take only one direct model
 call."""
 _WITHOUT_JAIL = ("-h", "--help", "--resume", "--dry-run", "--sandbox", "--mode")
-"""Options that make a sandbox session unnecessary, or delay it."""
+"""Options of ``ramify ask`` that make a sandbox session unnecessary, or needed only later."""
 
 
 def is_ask_over_large_input(arguments: list[str]) -> bool:
-    """Return True if the command is ``ramify ask`` over a folder or a large file, which will soon
-    need a sandbox session.
+    """Return True if the command is ``ramify ask`` over a folder or a large file.
 
-    Returns False if an option or an environment variable shows that it will not.
+    Such a command will soon need a sandbox session. Returns False if an option or an environment
+    variable shows that it will not.
     """
     if arguments[:1] != ["ask"] or sys.platform != "linux":
         return False

@@ -56,7 +56,7 @@ LINE_INTERVAL_S = 10.0
 
 
 class PeriodicProgressLine:
-    """Prints one line about the running tasks whenever nothing has been printed for some seconds.
+    """Prints a status line about the running tasks after a few seconds without output.
 
     starting: 3 s
     sft: 120 of 500 steps · 12 s left
@@ -73,7 +73,7 @@ class PeriodicProgressLine:
         self._thread.start()
 
     def __call__(self, state: ProgressState) -> None:
-        """Receive a new state of a task.
+        """Update the status line with a task's new progress.
 
         The package ``ramify.progress`` calls this for every change.
         """
@@ -128,7 +128,7 @@ draw."""
 
 
 def choose_display_form(given: str | None, notes: StderrMessageWriter) -> Form:
-    """Return the form of the progress display: live view, lines, JSON or none.
+    """Return the form in which to show progress: ``live``, ``lines``, ``json`` or ``none``.
 
     It is taken from ``--progress``, or else depends on whether stderr is a terminal. With
     ``--quiet`` it is ``none``. Raises UsageError if the form is unknown.
@@ -150,10 +150,11 @@ class ProgressDisplay:
     """
 
     def __init__(self, notes: StderrMessageWriter, form: Form, *, has_lines: bool = False) -> None:
-        """Create the display in the given form.
+        """Create a progress display of the given form.
 
         If ``has_lines`` is True, the form ``lines`` also describes the running tasks whenever the
-        command has been silent for some seconds."""
+        command has been silent for some seconds.
+        """
         self.notes = notes
         self.form = form
         self._has_lines = has_lines
@@ -209,7 +210,7 @@ class ProgressDisplay:
             self.close()
 
     def draw(self, picture: Picture) -> None:
-        """Set the content that a live view shows above its progress bars, and draw it at once."""
+        """Set what the live view shows above its progress bars, and draw it at once."""
         self._picture = picture
         if self._drawer is not None:
             self._drawer.start(patience_s=0.0)
@@ -290,7 +291,7 @@ class _Drawer:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._print: Callable[[str], None] | None = None
-        """Function that prints a line above the view, while there is one."""
+        """Function that prints a line above the live view; None while no view is drawn."""
 
     def start(self, patience_s: float) -> None:
         if self._thread is not None:  # the usual case, checked without the lock

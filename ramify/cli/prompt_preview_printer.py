@@ -1,5 +1,4 @@
-"""Print the prompt of a question and its expected cost, for ``ramify prompt`` and
-``ramify ask --dry-run``.
+"""Print a question's prompt and expected cost for ``ramify prompt`` and ``ask --dry-run``.
 
 The options are in ``ask.py``; ``engine/prompt_preview.py`` constructs the prompt.
 """

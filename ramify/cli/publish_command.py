@@ -1,5 +1,6 @@
-"""The command ``ramify publish``: write a trained policy as a Hugging Face folder or repository,
-with a model card.
+"""The command ``ramify publish``: write a trained policy and its model card for Hugging Face.
+
+The target is a folder or a repository.
 
     ramify publish runs/mine mine --license apache-2.0
     ramify publish runs/mine hf://me/mine --base Qwen/Qwen3-8B --track wandb

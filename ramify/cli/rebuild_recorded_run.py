@@ -45,7 +45,7 @@ def rebuild_rlm(
     limits: Limits | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> RLM:
-    """Create an RLM with the settings that a stored run has recorded.
+    """Create an RLM with the settings recorded in a stored run.
 
     ``stand_ins`` replaces the models with placeholders. ``allow_weaker`` accepts a sandbox that is
     weaker than the recorded one. ``limits`` replace the recorded ones. ``keys`` maps a model's name
@@ -100,7 +100,7 @@ def _connect_tools(started: RunStarted) -> dict[str, Any]:
 
 
 class PlaceholderClient:
-    """A stand-in for a model's client in a replay.
+    """A placeholder for a model's client in a replay, where no model is called.
 
     It has the model's name, context window and price, but raises an error if it receives a request.
     """

@@ -41,7 +41,8 @@ class RunEventPrinter:
         self._notes = notes
         self._screen = screen
         self._failed: AttemptFailed | None = None
-        """The last event, if it is an attempt whose failure has not been printed."""
+        """The previous event, if it is a failed attempt that has not been printed yet because the
+        next event may repeat its error."""
         self._num_retries = 0
         """Number of retries since the last reply."""
         console = current_console()

@@ -1,6 +1,6 @@
-"""The command ``ramify runs`` and its subcommands ``review``, ``score``, ``check``, ``repair``,
-``rm`` and ``prune``, which work on stored runs.
+"""The command ``ramify runs`` and its subcommands, which work on stored runs.
 
+The subcommands are ``review``, ``score``, ``check``, ``repair``, ``rm`` and ``prune``.
 ``ramify/store/folder_store.py`` reads and writes the files of the store.
 """
 
@@ -306,8 +306,10 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
 
 
 def _as_dict(summary: RunSummary) -> dict[str, object]:
-    """Convert a run's summary to a dictionary with all fields, including those at their default
-    values."""
+    """Convert a run's summary to a dictionary with all of its fields.
+
+    Fields with default values are included.
+    """
     fields = {name: getattr(summary, name) for name in summary.__struct_fields__}
     fields["usage"] = {
         name: getattr(summary.usage, name) for name in summary.usage.__struct_fields__
@@ -331,8 +333,7 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
 
 
 def _draw_folded(summaries: list[RunSummary]) -> None:
-    """Print the newest runs that a user started directly, and one line for each task with stored
-    evaluation runs.
+    """Print the newest runs that a user started, and one line per task with evaluation runs.
 
     If there are no directly started runs, print the newest of all.
     """
@@ -353,7 +354,7 @@ def _draw_folded(summaries: list[RunSummary]) -> None:
 
 
 class _GroupRow(NamedTuple):
-    """Statistics for a group of runs that have the same value in one field."""
+    """Statistics for a group of runs that share the value of one field."""
 
     value: str
     runs: int

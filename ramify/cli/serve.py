@@ -1,5 +1,4 @@
-"""The commands ``ramify serve`` and ``ramify mcp``, which start servers that answer each request
-with a recursive run.
+"""The commands ``ramify serve`` and ``ramify mcp``: servers that answer each request with a run.
 
 ``serve`` offers the OpenAI API; ``mcp`` offers a tool, over stdin and stdout or over HTTP, that
 answers questions over files. The first Ctrl-C or SIGTERM stops new requests and gives the current
@@ -71,7 +70,7 @@ _LARGE_BLOCK_BYTES = 1 << 20
 
 
 def _map_large_blocks() -> None:
-    """Make the C library return freed blocks of 1 MB or more to the system at once.
+    """Make malloc return freed blocks of 1 MB or more to the system immediately.
 
     Otherwise the GNU C library may keep up to 64 MB for each thread that has read a large context.
     """
@@ -82,8 +81,7 @@ def _map_large_blocks() -> None:
 def read_server_settings(
     given: dict[str, Any], command: str
 ) -> tuple[dict[str, Any] | None, StderrMessageWriter]:
-    """Read the settings for a command that starts a server, and create the writer of its messages
-    to stderr.
+    """Read the settings of a command that starts a server, and create its stderr writer.
 
     If no model is set, print how to set one, and return None in place of the settings.
     """
@@ -214,7 +212,7 @@ def _server(
 def _recorder_opener(
     settings: dict[str, Any], options: dict[str, Any], notes: StderrMessageWriter
 ) -> Callable[[Sequence[Client]], TrafficRecorder] | None:
-    """Return a function that opens the recorder of conversations once the policy is loaded.
+    """Return a function that opens the conversation recorder once the policy is loaded.
 
     Returns None without ``--record``. Raises ConfigError at once if the model is not local.
     """

@@ -1,5 +1,4 @@
-"""Read the settings of ``ramify ask``: from the command-line options, else from ``RAMIFY_*``
-variables, else from the configuration file.
+"""Read settings from options, ``RAMIFY_*`` variables or the config file, in that order.
 
     --max-cost 2      RAMIFY_MAX_COST=2      max-cost = 2
                                              [prices]
@@ -98,12 +97,12 @@ def fill_missing_settings(
     kinds: Mapping[str, Any],
     environ: MutableMapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Fill in the settings that the command line does not give, from environment variables and then
-    from the configuration file.
+    """Fill in the settings that were not given, from environment variables or the configuration
+    file.
 
-    An option that is None or empty counts as not given. ``kinds`` is the type of each setting that
-    a variable or the file may set. Some tables of the file set environment variables that other
-    parts of the package read.
+    Environment variables take precedence. An option that is None or empty counts as not given.
+    ``kinds`` is the type of each setting that a variable or the file may set. Some tables of the
+    file set environment variables that other parts of the package read.
     """
     settings = {
         **_from_file(config_path(environ), kinds, environ),
@@ -127,8 +126,7 @@ def open_configured_store() -> RunStore:
 
 
 def open_configured_folder_store(command: str) -> Store:
-    """Open the store of runs that the configuration file names, for a command that needs the
-    store's files.
+    """Open the configured run store for a command that needs it to be a folder.
 
     Raises ConfigError if the store is not kept in files.
     """
@@ -146,8 +144,10 @@ def _apply_tables() -> None:
 
 
 def named_models(environ: Mapping[str, str] = os.environ) -> dict[str, Model]:
-    """Return the models that the configuration file defines in ``[models.ALIAS]`` tables, by
-    alias and with their API keys."""
+    """Return the models that the configuration file defines, by alias and with their API keys.
+
+    Each ``[models.ALIAS]`` table defines one model.
+    """
     path = config_path(environ)
     tables = _read_config(path).get(MODELS, {})
     if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
@@ -202,8 +202,10 @@ def _resolve_secret(where: str, value: Any, environ: Mapping[str, str]) -> Any:
 def unknown_variable_warnings(
     kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Iterator[str]:
-    """Yield a warning for each ``RAMIFY_*`` environment variable that is not a known setting,
-    such as a misspelled one."""
+    """Yield a warning for each ``RAMIFY_*`` environment variable that is not a known setting.
+
+    The name may be misspelled.
+    """
     known = {*map(environment_variable_name, kinds), *OTHER_VARIABLES}
     for name in sorted(environ):
         if name.startswith("RAMIFY_") and name not in known | INTERNAL_VARIABLES:
@@ -244,8 +246,7 @@ def _from_file(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read the configuration file and return its content as a dict, which is empty if the file does
-    not exist.
+    """Return the content of the configuration file, or an empty dict if there is no such file.
 
     Raises ConfigError if the file cannot be read or is not valid TOML.
     """
@@ -264,7 +265,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:
-    """Set environment variables from one table of the configuration file, such as ``[prices]``.
+    """Set environment variables from a table of the configuration file, such as ``[prices]``.
 
     They apply to this process and its children.
     """

@@ -132,7 +132,7 @@ def show(
 
 
 def _show_path(given: PathAndLine, *, as_json: bool, full: bool, use_pager: bool) -> None:
-    """Show a file of rollouts, a training run or a map.
+    """Print what a path holds: a file of rollouts, a training run or a map.
 
     Raises UsageError for anything else, with the command that reads it.
     """
@@ -290,8 +290,7 @@ def _call_lines(below: _CallsBelow, call: Call, indent: str, full: bool) -> Iter
 
 
 def _notes_after(call: Call, turn: int) -> list[str]:
-    """Return the notes that the model received about one of its turns, such as why its answer was
-    not accepted.
+    """Return the notes that the model received about a turn, such as why its answer was rejected.
 
     The prompt of the next turn begins with them.
     """
@@ -301,7 +300,7 @@ def _notes_after(call: Call, turn: int) -> list[str]:
 
 
 def _origin(call: Call) -> str:
-    """Describe why a call of an external agent began, and which call it continues as a fork.
+    """Describe why an external agent's call began, and which call it was forked from.
 
     The text goes at the end of a line. It is empty for any other call.
     """
@@ -492,8 +491,10 @@ def _call_differences(old: Call, new: Call) -> Iterator[str]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return True if two answers are equal once written to a journal as JSON, where a tuple is a
-    list and NaN is null."""
+    """Return True if two answers have the same JSON form.
+
+    A tuple becomes a list, and NaN becomes null.
+    """
     return msgspec.json.encode(old) == msgspec.json.encode(new)
 
 

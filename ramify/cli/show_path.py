@@ -1,4 +1,6 @@
-"""Show what is stored at a path that ``ramify show`` was given in place of the id of a run.
+"""Show the file or folder at a path that was passed to ``ramify show``.
+
+The path takes the place of a run's id.
 
     ramify show runs/mine/rollouts/step-000010.jsonl       one line for each rollout of the file
     ramify show runs/mine/rollouts/step-000010.jsonl:7     rollout 7 of it, as a run
@@ -91,8 +93,7 @@ def map_at(given: PathAndLine) -> StoredTableMap | None:
 
 
 def rollouts_at(given: PathAndLine) -> list[RunListRow]:
-    """Return a row for each rollout of the file, or an empty list if it is not a file of
-    rollouts."""
+    """Return one row per rollout in a file, or an empty list if the file holds no rollouts."""
     from ramify.viewer.run_catalog import row_of_trajectory_line
     from ramify.viewer.run_lookup import detect_file_kind
 
@@ -125,7 +126,7 @@ def rollout_lines(path: Path, rows: list[RunListRow]) -> Iterator[Line]:
 
 
 def training_run_summary(folder: Path) -> Iterator[Line]:
-    """Yield a summary of the training run in a folder, and the commands that show more.
+    """Yield a summary of a training run, and the commands that show its details.
 
     Yields nothing if it is not the folder of a training run.
     """

@@ -32,7 +32,7 @@ PATIENCE_S = 3.0
 
 
 def add_signal_handler(number: int, do: Callable[[], object]) -> None:
-    """Handle a signal by calling ``do`` in the running event loop, each time the signal arrives.
+    """Call ``do`` in the running event loop each time the signal ``number`` arrives.
 
     If the loop is blocked and does not react, end the command.
     """
@@ -49,7 +49,7 @@ def add_signal_handler(number: int, do: Callable[[], object]) -> None:
 
 
 def add_stop_handler(do: Callable[[], None]) -> None:
-    """Handle Ctrl-C and SIGTERM by calling ``do``, as long as the current event loop runs."""
+    """Call ``do`` on Ctrl-C or SIGTERM while the current event loop runs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         add_signal_handler(number, do)
 
@@ -58,7 +58,7 @@ def add_stop_handler(do: Callable[[], None]) -> None:
 def watch_run_deadlines(
     command: str, restore: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """Watch the deadlines of the runs in a ``with`` block.
+    """Watch the deadlines of the runs in a ``with`` block, even if their event loop is blocked.
 
     If a run exceeds its deadline while its event loop is blocked, print one line to stderr and end
     the process.
@@ -92,12 +92,12 @@ class SignalResponseWatchdog:
     def __init__(self, number: int) -> None:
         self._number = number
         self._num_waiting = 0
-        """Signals that have arrived but that the loop has not acted on."""
+        """Number of signals that have arrived and to which the event loop has not reacted yet."""
         self._num_acted = 0
         self._is_overdue = False
 
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle one arrival of the signal.
+        """Handle a signal by checking that the event loop reacts to it in time.
 
         If the event loop has not reacted to earlier ones in time, raise KeyboardInterrupt or
         SystemExit.

@@ -1,5 +1,4 @@
-"""List, show and delete stored maps, for the commands ``ramify runs``, ``ramify show`` and ``ramify
-runs rm``.
+"""List, show and delete stored maps for ``ramify runs``, ``ramify show`` and ``ramify runs rm``.
 
 A map is one question asked about each row of a table.
 

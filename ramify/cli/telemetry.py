@@ -99,8 +99,10 @@ def _exporter(name: str) -> Any:
 
 
 def _say_once(notes: StderrMessageWriter) -> None:
-    """Log one warning that the collector cannot be reached, instead of a traceback for each
-    batch of spans."""
+    """Warn once that the telemetry collector is unreachable, instead of logging each traceback.
+
+    Otherwise each batch of spans would log one.
+    """
 
     class Once(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

@@ -1,7 +1,7 @@
-r"""Prepare text for a terminal: remove escape sequences, shorten lines, format sizes and dates, and
-draw the tree of a run's calls.
+r"""Prepare text for a terminal: remove escape sequences, shorten lines, and format values.
 
-Messages to the user go to stderr; stdout is for the answer.
+This module also draws the tree of a run's calls. Messages to the user go to stderr; stdout is for
+the answer.
 
 Colors are spans of rich's ``Text``, never characters of a string. ``write_lines`` turns them into
 escape sequences after it has cleaned the text. ``protect_terminal`` puts a
@@ -106,7 +106,7 @@ class StderrMessageWriter:
                 (self.above or write_stderr)(text)
 
     def warning(self, text: str) -> None:
-        """Print a warning, and log it so that the journal of the next run records it, too."""
+        """Print a warning, and log it so that the next run's journal records it."""
         self.say(f"ramify: warning: {text}")
         _log.warning("warning", text)
 
@@ -116,7 +116,7 @@ class StderrMessageWriter:
             self.say(text)
 
     def show_warnings_and_logs(self) -> None:
-        """Print each log record and each Python warning of this process as one line from now on.
+        """From now on, print each log record and each Python warning as one line.
 
         This includes warnings about old names of Ramify's settings, which Python would hide by
         default.
@@ -130,8 +130,10 @@ class StderrMessageWriter:
 
 
 def protect_terminal() -> None:
-    """Remove escape sequences from everything that this process prints on a terminal from now
-    on, including the output of libraries."""
+    """Remove escape sequences from everything that this process prints on a terminal from now on.
+
+    This includes the output of libraries.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream.isatty() and not isinstance(stream, SanitizingTerminalStream):
@@ -152,8 +154,7 @@ def print_error(text: str) -> None:
 
 
 def set_option_names(options: Mapping[str, str]) -> None:
-    """Set which options limit a run of this process's command: the name of a field, such as
-    ``max_turns``, and the option that sets it, such as ``--max-turns``.
+    """Set the command-line option for each limit field, such as ``--max-turns`` for ``max_turns``.
 
     Other options are left out.
     """
@@ -165,7 +166,7 @@ def set_option_names(options: Mapping[str, str]) -> None:
 
 
 def replace_fields_with_options(text: str) -> str:
-    """Return an error or an advice with the options of this command in place of fields.
+    """Replace field names in an error or hint with the options of this command.
 
     ``4 of 4 turns were used: raise max_turns`` becomes ``4 of 4 turns were used: raise
     --max-turns``. The name of a reason why a run stopped stays, as in ``max_turns: 4 of 4 turns``.
@@ -266,7 +267,7 @@ class _Cleaned:
 
 
 def discard_stdout() -> None:
-    """Discard all further output to stdout.
+    """Discard all later output to stdout.
 
     Without this, Python would report the same write error again at exit.
     """
@@ -329,7 +330,7 @@ def _branches(
 
 
 def _group_calls(nodes: Sequence[RunCallNode], below: dict[str, Any]) -> Iterator[Any]:
-    """Yield the tree entries for the sub-calls of a call.
+    """Yield the entries that the tree shows for a call's sub-calls.
 
     Many plain sub-calls are combined into one entry, but outliers and failures also get separate
     rows.

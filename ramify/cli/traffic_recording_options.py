@@ -1,7 +1,7 @@
-"""Define the options of servers that record conversations with a local policy: the folder, the
-redaction, and the amount and age to keep.
+"""Define server options for recording conversations: folder, redaction and retention.
 
-``ramify/serve/traffic_recorder.py`` records the conversations.
+The conversations are those with a local policy. ``ramify/serve/traffic_recorder.py`` records the
+conversations.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ RECORD_OPTIONS = (
 def parse_recording_options(
     options: Mapping[str, Any],
 ) -> tuple[RedactionRules, TrafficRetention] | None:
-    """Parse the options for recording conversations: what is redacted, and how long records are
-    kept.
+    """Parse the options for recording conversations.
 
-    Returns None without ``--record``. Raises UsageError or ConfigError for a wrong option.
+    They say what is redacted, and how long records are kept. Returns None without ``--record``.
+    Raises UsageError or ConfigError for a wrong option.
     """
     if not options["record"]:
         unused = next((each for each in RECORD_OPTIONS if options[each.name] is not None), None)
@@ -84,8 +84,7 @@ def parse_recording_options(
 
 
 def require_single_policy(clients: Sequence[Client]) -> Policy:
-    """Return the local policy that answers a server's requests, so that its conversations can be
-    recorded.
+    """Return the only local policy that a server serves, so that its conversations can be recorded.
 
     Raises ConfigError if other models answer as well, or if there are several policies.
     """
@@ -112,8 +111,7 @@ def open_recorder(
     policy: Policy,
     notes: StderrMessageWriter,
 ) -> TrafficRecorder:
-    """Open the recorder for conversations with a policy, and tell the user the folder in which they
-    are stored and for how long.
+    """Open the conversation recorder, and tell the user where records are kept and for how long.
 
     Raises ConfigError or StoreError if that fails.
     """

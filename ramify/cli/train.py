@@ -1,4 +1,4 @@
-"""The command ``ramify train``: train a policy from a recipe, with a live view of its curves.
+"""The command ``ramify train``: train a policy from a recipe, and show its curves live.
 
     tiny · rl · step 23 · 72 s
     reward        ▁▂▃▃▄▅▅▆▆▆▇▇▇ 0.81
@@ -60,8 +60,7 @@ metrics.jsonl has the others."""
 
 
 class LiveTrainingCurves(msgspec.Struct):
-    """The curves and scores of a training run for the live view, collected from the metrics of
-    each step."""
+    """The curves and scores in a training run's live view, collected from step metrics."""
 
     name: str
     stage: str = "starting"
@@ -240,7 +239,7 @@ def train(
 
 
 def _end_with_a_record(folder: Path) -> None:
-    """Log SIGTERM and SIGHUP before they end a run.
+    """Make SIGTERM and SIGHUP write a log record before they end the run.
 
     SIGHUP arrives when the terminal is closed; under nohup it remains ignored.
     """
@@ -286,8 +285,10 @@ def _resumed_folder(resume: str | None) -> str | None:
 def _listener(
     name: str, folder: Path, screen: ProgressDisplay, is_resumed: bool
 ) -> Callable[[StepMetrics], None]:
-    """Return a function that shows each step's metrics in the form that the user chose: curves,
-    lines, JSON or nothing."""
+    """Return a function that shows each step's metrics in the progress form that the user chose.
+
+    The form is curves, lines, JSON or nothing.
+    """
     match screen.form:
         case "live":
             return _create_curve_drawer(name, folder, screen, is_resumed)
@@ -475,7 +476,7 @@ def train_with_restarts(
 
 
 def _last_step(folder: Path, since: float) -> int | None:
-    """Return the last step that was recorded since the given time, or None if there is none."""
+    """Return the last training step recorded since the given time, or None if there is none."""
     path = folder / FILE
     if not path.is_file() or path.stat().st_mtime < since:
         return None

@@ -71,7 +71,7 @@ def view(
 
 
 def _key_of_name(library: RunCatalog, name: str) -> str:
-    """Find the run that a name identifies in the default store, and return the viewer's key for it.
+    """Find a run by name in the default store, and return its key in the viewer.
 
     Raises ConfigError if there is no such run.
     """
@@ -115,8 +115,8 @@ def _key_of_file(library: RunCatalog, path: str) -> str:
 
 
 def _may_hold_runs(name: str) -> bool:
-    """Return True if a file with this name may hold runs, or belongs to a training run that has
-    just started."""
+    """Return True if a file's name suggests recorded runs or a training run that has just
+    started."""
     return name.endswith(".jsonl") or name == "run.log"
 
 

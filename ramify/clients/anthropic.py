@@ -88,7 +88,7 @@ class AnthropicClient:
             name, self._endpoint, self._wire, anthropic_reply_parser, streams=streams
         )
         self.where = self._api.where
-        """Model and address, for errors."""
+        """Model name and server address, for use in error messages."""
         self._enforces_schema = True
         self._thoughts: dict[Message, Blocks] = {}
         """Signed thinking blocks of replies with tool calls, which must be sent back unchanged."""
@@ -105,7 +105,7 @@ class AnthropicClient:
         return reply
 
     def adapt_to_refusal(self, error: Refused) -> None:
-        """Adapt the form of later requests if the server's refusal shows that this may help.
+        """Change how later requests are encoded if the server's error suggests that this helps.
 
         The error is then marked as worth a retry.
         """
@@ -253,8 +253,10 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _mark_for_cache(fields: dict[str, Any]) -> None:
-    """Mark the ends of the system prompt and of the conversation for the prompt cache, so that
-    the next request can reuse everything before them."""
+    """Add cache markers after the system prompt and after the conversation.
+
+    The next request can then reuse everything before them.
+    """
     if "system" in fields:
         fields["system"][-1]["cache_control"] = _CACHE
     if fields["messages"]:

@@ -27,7 +27,7 @@ Blocks = list[dict[str, Any]]
 
 
 class AnthropicMessageResponse(msgspec.Struct):
-    """The body of a response from Anthropic's API, with the fields that Ramify reads."""
+    """A response of Anthropic's API, reduced to the fields that Ramify reads."""
 
     content: list[dict[str, Any]] | None = None
     stop_reason: str | msgspec.UnsetType | None = msgspec.UNSET
@@ -37,7 +37,7 @@ class AnthropicMessageResponse(msgspec.Struct):
 
     @property
     def choices(self) -> list[Any]:
-        """The content as a list with one reply, in the form of OpenAI's ``choices``.
+        """The reply's content as a list with one entry, like OpenAI's ``choices``.
 
         The list is empty if the response has no content.
         """
@@ -88,7 +88,7 @@ class AnthropicReplyAssembler:
         self._body = AnthropicMessageResponse()
         self._blocks: dict[int, dict[str, Any]] = {}
         self._parts: dict[tuple[int, str], list[str]] = {}
-        """(index of a block, field) -> parts of the field's text"""
+        """(index of a content block, field) -> pieces of the field's text, in order."""
 
     @property
     def is_whole(self) -> bool:
@@ -140,7 +140,7 @@ class AnthropicReplyAssembler:
         return (text if field == "text" else ""), (text if field == "thinking" else "")
 
     def _update_usage(self, usage: Any) -> None:
-        """Update the token counts from a stream event.
+        """Update the reply's token counts from an event of the stream.
 
         Each count is a running total, and unchanged counts may be missing.
         """
@@ -199,7 +199,7 @@ def thinking_blocks(body: bytes) -> Blocks:
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
-    """Decode the arguments of a tool call to a JSON object, because the API requires one.
+    """Decode the arguments of a tool call to a JSON object, as the API requires.
 
     Any other text is returned in the field ``unparsed`` of an object.
     """
@@ -210,7 +210,7 @@ def decode_arguments(text: str) -> dict[str, Any]:
 
 
 def _usage(reported: Any) -> Usage:
-    """Read the token counts of a reply.
+    """Read the token counts that Anthropic's API reports for a reply.
 
     The prompt tokens are the sum of the fresh, the cache-read and the cache-written tokens.
     """

@@ -42,8 +42,7 @@ ASSUMED_WINDOW = 128_000
 
 
 class Sampling(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, omit_defaults=True):
-    """The sampling settings of a request, such as the temperature and the maximum length of the
-    reply."""
+    """The sampling settings of a request, such as the temperature and the maximum reply length."""
 
     max_tokens: int = 8192
     """Maximum tokens of the reply. It is always sent, because a budget can only be exact if
@@ -79,11 +78,11 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class KnownPrefix(msgspec.Struct, frozen=True):
-    """The exact token ids at the start of a request: what the model received and sampled in earlier
-    turns.
+    """The exact token ids of earlier turns at the start of a request.
 
-    A client that receives known ids appends the later messages to them, and never tokenizes the
-    earlier text again. A tokenizer may split that text differently from how the model sampled it.
+    They are the ids that the model received and sampled in those turns. A client that receives
+    known ids appends the later messages to them, and never tokenizes the earlier text again. A
+    tokenizer may split that text differently from how the model sampled it.
     """
 
     num_messages: int
@@ -127,8 +126,8 @@ class Request(msgspec.Struct, frozen=True):
     """JSON schema that the reply's content should match, if the provider can enforce it."""
     tools: tuple[Tool, ...] = ()
     affinity: str = ""
-    """Requests with the same value share a prefix, so that a server with several engines can
-    route them together. The engine uses the call's id, which is unique within its run."""
+    """Requests with the same value share a prefix, so a server can route them to the same engine.
+    Ramify sends the id of the call, unique within its run."""
     known: KnownPrefix | None = None
     """Token ids of the conversation so far, if its replies came with ids. Ignored when requests
     are compared."""
@@ -141,11 +140,11 @@ class Request(msgspec.Struct, frozen=True):
     """If True, the reply is not streamed, because it is expected to be short."""
 
     def max_input_tokens(self) -> int:
-        """Return an upper bound on the number of prompt tokens, which is known before sending: the
-        UTF-8 bytes of the prompt plus template overhead.
+        """Return an upper bound on the number of prompt tokens, known before the request is sent.
 
-        No byte-level tokenizer produces more tokens than bytes. 16 per message and 64 per request
-        cover the role markers. How many tokens a picture costs depends on the model (see
+        It is the number of UTF-8 bytes of the prompt plus template overhead. No byte-level
+        tokenizer produces more tokens than bytes. 16 per message and 64 per request cover the role
+        markers. How many tokens a picture costs depends on the model (see
         ``picture_token_costs.py``).
         """
         total = 64 + sum(
@@ -156,8 +155,8 @@ class Request(msgspec.Struct, frozen=True):
         return total
 
     def reply_size_limit(self) -> ReplySizeLimit:
-        """Return the size of the largest plausible reply to this request, given its ``max_tokens``
-        and other settings."""
+        """Return the size of the largest plausible reply to this request under its sampling
+        settings."""
         sampling = self.sampling
         if not sampling.extra and not sampling.logprobs:
             return _plain_bound(sampling.max_tokens)
@@ -172,7 +171,7 @@ class Request(msgspec.Struct, frozen=True):
         return _reply_bound(tokens, token_bytes, prompt_ids)
 
     def max_usage(self) -> Usage:
-        """Return an upper bound on the usage of one attempt.
+        """Return an upper bound on the tokens that one attempt at this request can use.
 
         A budget reserves this amount before the attempt, and charges it if the server reports no
         usage.
@@ -197,7 +196,7 @@ def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplySizeLim
 
 @functools.lru_cache(64)
 def _plain_bound(tokens: int) -> ReplySizeLimit:
-    """Return the size limit of a reply with a single choice and without log-probabilities."""
+    """Return the size limit of a single-choice reply without log-probabilities."""
     return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
 
@@ -247,10 +246,11 @@ class Price(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True):
     input: float
     output: float
     cached: float | None = None
-    """Price of input that is read from the provider's cache; None means the same as ``input``."""
+    """Price of input tokens that are read from the provider's cache, in dollars per million; None
+    means the same as ``input``."""
     cache_write: float | None = None
-    """Price of input that the provider writes to its cache at a surcharge; None means the same
-    as ``input``."""
+    """Price of input tokens that the provider writes to its cache at a surcharge, in dollars per
+    million; None means the same as ``input``."""
 
     def of(self, usage: Usage) -> float:
         cached = self.input if self.cached is None else self.cached
@@ -382,8 +382,8 @@ def reported_usage(
 
 
 def plausible_usage(reply: Reply, request: Request, window: int) -> Usage:
-    """Return the usage that a reply reports if it is plausible, and otherwise the maximum usage of
-    the request.
+    """Return the usage that a reply reports, or the request's maximum usage if the report is
+    implausible.
 
     A count of zero tokens is not plausible for a prompt, or for a reply with text. Neither is a
     prompt or a reply longer than the model's ``window``.
@@ -415,7 +415,7 @@ def _positive_or_default(value: Any, default: int) -> int:
 
 
 def _check_token_count(reported: Any) -> int | None:
-    """Check a token count that a server reports, and return it, or None if it is missing.
+    """Return a token count that a server reports if it is valid, or None if it is missing.
 
     Raises ValueError if the value cannot be a count.
     """
@@ -429,7 +429,7 @@ def _check_token_count(reported: Any) -> int | None:
 
 
 def _is_consistent(usage: Usage) -> bool:
-    """Return True if every figure of a usage is a valid count, and no part exceeds its total."""
+    """Return True if all token counts of a usage are valid and no part exceeds its total."""
     figures = msgspec.structs.astuple(usage)
     if set(map(type, figures)) != {int} or min(figures) < 0:
         return False
@@ -445,8 +445,7 @@ _REASONING = lazy_pattern(
 
 
 def is_reasoning_model(name: str) -> bool:
-    """Return True if a model's name shows that it reasons before it replies, without being asked
-    to."""
+    """Return True if a model with this name reasons by default before it replies."""
     return _REASONING.search(name.partition("@http")[0].lower()) is not None
 
 

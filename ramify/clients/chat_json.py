@@ -87,7 +87,7 @@ class _Choice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """The body of a chat completion from an OpenAI-compatible server, with the fields that Ramify
+    """A chat completion from an OpenAI-compatible server, reduced to the fields that Ramify
     reads."""
 
     choices: list[_Choice] | None = None
@@ -103,7 +103,7 @@ class ChatCompletion(msgspec.Struct):
 
     @property
     def num_items(self) -> int:
-        """The total length of the lists in the response.
+        """The total number of items in all lists of the response.
 
         A size limit applies to this number.
         """
@@ -198,7 +198,7 @@ class ChatReplyAssembler:
         self._logprobs: list[_Logprob] = []
         self._ids: list[int] = []
         self._calls: dict[int, tuple[_ToolCall, list[str]]] = {}
-        """Index of a tool call -> (its id and name, parts of its arguments)"""
+        """Index of a tool call -> its id and name, and the pieces of its arguments in order."""
 
     @property
     def is_whole(self) -> bool:
@@ -288,7 +288,7 @@ new_stream = ChatReplyAssembler
 
 
 def _no_number(constant: str) -> None:
-    """Replace NaN and infinities with null.
+    """Decode NaN and infinities in a response's JSON as null.
 
     Some servers write them, although JSON does not allow them.
     """
@@ -402,7 +402,7 @@ def reported_model_name(reported: Any, model: str) -> str:
 
 
 def _wire_messages(request: Request, reasoning_field: str) -> list[dict[str, Any]]:
-    """Convert the messages of a request to the JSON form in which they are sent.
+    """Convert a request's messages to the JSON that the server expects.
 
     Consecutive assistant messages are merged. They occur when a reply is continued.
     """
@@ -491,8 +491,7 @@ def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
 
 
 def _split_content(parts: list[Any]) -> tuple[str, str | None]:
-    """Split the content of a message into its text and its reasoning, if the content is a list
-    of parts."""
+    """Split the parts of a message's content into its text and its reasoning."""
     text, thinking = [], []
     for part in parts:
         if isinstance(part, str):
@@ -508,7 +507,7 @@ def _split_content(parts: list[Any]) -> tuple[str, str | None]:
 
 
 def text_field(part: dict[str, Any], field: str) -> str:
-    """Return the text of one part of a reply.
+    """Return the text of the field ``field`` in a part of a reply.
 
     It is empty if the field is null or missing. Raises ValueError if the field has another type.
     """
@@ -525,7 +524,7 @@ def _finish_reason(choice: _Choice, model: str) -> Finish:
 
 
 def _refusal(wire: _Message) -> str:
-    """Return the text in which the model refuses to answer.
+    """Return the model's refusal message.
 
     It is empty if the model answered.
     """
@@ -537,8 +536,8 @@ def _refusal(wire: _Message) -> str:
 
 
 def _filter_reason(choice: _Choice) -> str:
-    """Return why a reply was filtered: ``refusal``, or the server's reason, followed by the
-    filter categories that Azure reports."""
+    """Return why a reply was filtered: ``refusal``, or the server's reason and Azure's
+    categories."""
     if _refusal(choice.message):
         return "refusal"
     results = _dict_or_empty(choice.content_filter_results)
@@ -557,7 +556,7 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
 
 
 def _usage(reported: Any) -> Usage:
-    """Read the token counts of a response.
+    """Read the token counts that a chat completion reports.
 
     ``calls`` is 0 if the server reports no counts for the prompt and the reply, or impossible ones.
     """
@@ -754,7 +753,7 @@ def _reset_of_exhausted_limit(headers: Mapping[str, str]) -> float | None:
 
 
 def seconds_until(value: str | None) -> float | None:
-    """Parse a point in time and return it as seconds from now.
+    """Parse a duration or a point in time, and return the seconds from now.
 
     Accepts ``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date, or a Unix time.
     """

@@ -42,7 +42,7 @@ class TimeoutScheduler:
         self._timer, self._timer_s = None, math.inf
 
     def add(self, deadline: TimeoutScope) -> None:
-        """Add a timeout to watch.
+        """Add a timeout to those that the timer watches.
 
         If it is the earliest one, the timer is set to it.
         """

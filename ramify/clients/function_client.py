@@ -61,14 +61,19 @@ class FunctionClient:
 
 
 def count(text: str | None) -> int:
-    """Count the tokens of ``text`` for a model without a tokenizer: one for every four characters,
-    rounded up."""
+    """Count the tokens of ``text`` for a model without a tokenizer, at four characters each.
+
+    The number is rounded up.
+    """
     return (len(text) + 3) // 4 if text else 0
 
 
 def estimate_message_tokens(message: Message) -> int:
-    """Count the tokens of a message for a model without a tokenizer: those of its text and its tool
-    calls, and one token for each 32 × 32 pixels of its pictures."""
+    """Count the tokens of a message for a model without a tokenizer.
+
+    These are the tokens of its text and its tool calls, and one token for each 32 × 32 pixels of
+    its pictures.
+    """
     calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
     cells = sum((-(-p.width // 32)) * (-(-p.height // 32)) for p in message.pictures)
     return count(message.content) + count(message.reasoning) + calls + cells
@@ -77,7 +82,7 @@ def estimate_message_tokens(message: Message) -> int:
 def reply_with_token_counts(
     step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int
 ) -> Reply:
-    """Convert the return value of the model function to a complete reply.
+    """Convert what a model function returned to a complete reply.
 
     The text is cut at ``max_tokens``, and the tokens of the prompt and the reply are counted.
     """

@@ -1,4 +1,4 @@
-"""Send a request to a provider's JSON API, and check the response, which may be streamed.
+"""Send requests to providers' JSON APIs, and check their responses, streamed or not.
 
     fields ── POST ──┬── application/json    ── body ──────────────────┬── decode_reply ──> Reply
                      ├── text/event-stream   ── StreamedReplyAssembler ┘
@@ -75,7 +75,7 @@ ordinary response."""
 
 
 def status_of_error(body: bytes) -> int:
-    """Return the HTTP status that matches an error in a batch result.
+    """Return the HTTP status that corresponds to an error in a batch result.
 
     The body of such an error contains only the error's name. An unknown name gives 500.
     """
@@ -99,7 +99,7 @@ class StreamedReplyAssembler(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """True if the reply is complete even if the final event of the stream never arrives."""
+        """True if the reply is complete, whether or not the final event of the stream arrives."""
         ...
 
     @property
@@ -131,7 +131,7 @@ class JsonApiClient:
         *,
         streams: bool = True,
     ) -> None:
-        """Create a client for the URL of ``endpoint``, whose JSON has the given format.
+        """Create a client for ``endpoint``, whose API uses the given JSON format.
 
         ``format`` is a module such as ``chat_json.py``. It has ``decode`` and ``read`` for whole
         bodies, and ``new_stream`` for streams. Its ``STREAM_FIELDS`` are the request fields that
@@ -188,7 +188,7 @@ class JsonApiClient:
         return reply, answer.body
 
     async def parse_reply(self, answer: HttpResponse, bound: ReplySizeLimit) -> Reply:
-        """Read the reply from a response that arrived in another way, such as in a batch.
+        """Parse the reply from a response received elsewhere, such as in a batch.
 
         Raises ModelError if it has no valid reply.
         """
@@ -202,7 +202,7 @@ class JsonApiClient:
         return error
 
     def error_from_response(self, answer: HttpResponse) -> ModelError:
-        """Return the ModelError that describes a response with a status other than 2xx."""
+        """Return the ModelError to raise for a response whose status is not 2xx."""
         if 300 <= answer.status < 400:
             moved = self._malformed_response(
                 f"moved to {answer.headers.get('location', '?')}; use that as the base URL",
@@ -224,7 +224,7 @@ class JsonApiClient:
     async def _read_stream(
         self, exchange: HttpExchange, bound: ReplySizeLimit, on_piece: OnPiece | None
     ) -> bytes:
-        """Read a stream to its end, and pass on the pieces of the reply as they arrive.
+        """Read a streamed reply to its end, and pass on its pieces as they arrive.
 
         Returns the equivalent body of a response without streaming.
         """
@@ -259,7 +259,7 @@ class JsonApiClient:
         return stream.body()
 
     def _add_events(self, stream: StreamedReplyAssembler, events: list[bytes]) -> ReplyPiece:
-        """Add events to a stream.
+        """Add newly received events of a stream to the reply that is being assembled.
 
         Returns the text and the reasoning that they contain as one piece.
         """

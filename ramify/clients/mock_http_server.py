@@ -22,7 +22,7 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class PendingMockRequest:
-    """A request to the mock server, with the connection on which the client waits.
+    """A request to the mock server that is waiting for its response.
 
     The handler must respond exactly once, now or later.
     """
@@ -35,9 +35,9 @@ class PendingMockRequest:
         self._connection = connection
         self.method = method
         self.path = path
-        """Path with its query string."""
+        """Path of the request, including the query string."""
         self.headers = headers
-        """Headers with lower-case names."""
+        """Headers of the request, by lower-case name."""
         self.body = body
 
     def send(
@@ -198,8 +198,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _read(self) -> None:
-        """Pass complete requests to the handler one after the other, as long as each is answered
-        at once."""
+        """Pass complete requests to the handler in order until one is not answered at once."""
         self._is_reading = True
         while self._received and not self._busy and self._read_request():
             pass

@@ -98,7 +98,7 @@ class Model:
     )
 
     name: str
-    """``provider:model``, with ``@URL`` if another base URL was given."""
+    """Name in the form ``provider:model``, followed by ``@URL`` if another base URL was given."""
     provider: str
     """The part of the name before the colon."""
     base_url: str | None
@@ -110,7 +110,7 @@ class Model:
     """Context window: tokens of the prompt and the reply together. None means the value in the
     price table."""
     price: Price | None
-    """Price per token; None means the price in the price table."""
+    """Prices in dollars per million tokens; None means those in the price table."""
     sampling: Sampling | None
     """Sampling settings of this model. Each field that is set overrides the run's sampling."""
     vision: bool | None
@@ -168,7 +168,8 @@ class Model:
         self.stream = stream
 
     def secrets(self) -> tuple[str | None, Mapping[str, str], Mapping[str, str]]:
-        """Return the API key, the headers and the provider's environment variables.
+        """Return the secrets of this model: its API key, headers and provider's environment
+        variables.
 
         The model's client sends them.
         """
@@ -183,7 +184,7 @@ class Model:
 
     def settings(self) -> dict[str, Any]:
         """Return all settings except the name as plain data, without secrets, for a run's
-        journal (the file of its events)."""
+        journal."""
         given = {
             "alias": self.alias,
             "window": self.window,
@@ -243,8 +244,7 @@ class Model:
 
 
 def check_api_key_exists(model: Model) -> None:
-    """Raise ConfigError if the provider of ``model`` needs an API key and there is none, or if its
-    address is wrong.
+    """Raise ConfigError if a model lacks an API key that its provider needs, or its URL is wrong.
 
     Call this before anything slow begins. LiteLLM and providers from other packages find keys
     themselves, and are not checked.
@@ -286,7 +286,7 @@ def bare_name(name: str) -> str:
 
 
 def _short_repr(value: Any) -> str:
-    """Return the ``repr`` of a value.
+    """Return the ``repr`` of a value in a short form.
 
     For a struct, only the fields that differ from their defaults are shown.
     """
@@ -301,7 +301,7 @@ def _short_repr(value: Any) -> str:
 
 
 def _provider_variables(provider: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the client of a provider reads, with their values."""
+    """Return the values of the environment variables that a provider's client reads."""
     names: Sequence[str] = _ANTHROPIC if provider == "anthropic" else ()
     found = PROVIDERS.get(provider) if provider in CLIENTS.ours else CLIENTS.resolve(provider)
     if isinstance(found, ModelProviderSpec):
@@ -373,7 +373,7 @@ def _checked_alias(name: str, alias: str | None) -> str | None:
 
 
 def _price_of(name: str, given: Any) -> Price | None:
-    """Parse the ``price`` argument.
+    """Parse the ``price`` argument of the model called ``name``.
 
     A bare number is rejected as ambiguous, because providers quote prices per thousand or per
     million tokens.

@@ -58,7 +58,7 @@ class OpenAIClient:
         self._wire = wire
         self._api = JsonApiClient(name, endpoint, wire, self._format, streams=streams)
         self.where = self._api.where
-        """Model and address, for errors."""
+        """Model name and server address, for use in error messages."""
 
     async def complete(self, request: Request, on_piece: OnPiece | None = None) -> Reply:
         fields = self._body(request)
@@ -74,7 +74,7 @@ class OpenAIClient:
             raise
 
     def adapt_to_refusal(self, error: Refused) -> None:
-        """Adapt the form of later requests if the server's refusal shows that this may help.
+        """Change how later requests are encoded if the server's error suggests that this helps.
 
         The error is then marked as worth a retry.
         """

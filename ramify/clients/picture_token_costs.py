@@ -1,5 +1,4 @@
-"""Determine from a model's name whether it can read pictures, and the maximum number of tokens that
-a picture costs.
+"""Look up by name whether a model reads pictures, and how many tokens a picture costs at most.
 
     picture_tokens_upper_bound("openai:gpt-4o", 1024 × 1024)           ->  85 + 4 × 170 = 765
     picture_tokens_upper_bound("anthropic:claude-sonnet-4-5", …)       ->  1,399
@@ -69,8 +68,10 @@ def can_read_pictures(model: str) -> bool | None:
 
 
 def picture_tokens_upper_bound(model: str, picture: Picture) -> int:
-    """Return an upper bound on the tokens that a picture costs with a model
-    (``provider:model``)."""
+    """Return an upper bound on the number of tokens that a picture costs.
+
+    The cost depends on ``model`` (``provider:model``).
+    """
     name, width, height = _bare_model_name(model), picture.width, picture.height
     for pattern, base, tile in _TILES:
         if _is_named(pattern, name):

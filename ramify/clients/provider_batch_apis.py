@@ -1,4 +1,4 @@
-"""Use the batch APIs of model providers.
+"""Clients for the batch APIs of model providers.
 
 A batch is a single upload of many requests, which the provider answers within a day at half the
 price.
@@ -36,7 +36,8 @@ from ramify.http_client.http_transport import HttpConnectionPool, HttpResponse, 
 from ramify.types.message import Reply
 
 BATCH_SHARE = 0.5
-"""Price of a request in a batch, relative to its usual price. It is the same for both providers."""
+"""Price of a request in a batch as a fraction of its usual price, which is the same for OpenAI and
+Anthropic."""
 _TIMEOUT_S = 600.0
 _IDLE_S = 120.0
 """Maximum seconds without receiving any part of a download."""
@@ -69,8 +70,10 @@ class BatchState(msgspec.Struct, frozen=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """The result of one request in a batch: the server's response, or a note that the request
-    expired or was cancelled."""
+    """The result of one request in a provider's batch.
+
+    It is the server's response, or a note that the request expired or was cancelled.
+    """
 
     custom_id: str
     kind: Literal["replied", "expired", "cancelled"]
@@ -81,7 +84,10 @@ class BatchResult(msgspec.Struct, frozen=True):
 
 
 def batch_price(price: Price | None) -> Price | None:
-    """Return the price of a request in a batch, which is a fixed fraction of its usual price."""
+    """Return the discounted price of a request that is sent in a batch.
+
+    It is a fixed fraction of the usual price.
+    """
     if price is None:
         return None
     cached, written = (
@@ -93,7 +99,7 @@ def batch_price(price: Price | None) -> Price | None:
 def split(
     bodies: Iterable[tuple[bytes, Item]], max_rows: int, max_bytes: int = UPLOAD_BYTES
 ) -> Iterator[list[tuple[bytes, Item]]]:
-    """Split requests into uploads of at most ``max_rows`` requests and ``max_bytes`` bytes.
+    """Split requests into batch uploads of at most ``max_rows`` requests and ``max_bytes`` bytes.
 
     Each request is a pair of its JSON body and an item of the caller's choice.
 
@@ -125,7 +131,7 @@ class BatchApi(abc.ABC):
         headers: Mapping[str, str],
         fields: Callable[[Request], dict[str, Any]],
     ) -> None:
-        """Create the batch API for the server at the URL ``base``, which has no path.
+        """Create the batch API for the server at ``base``, a URL without a path.
 
         ``fields`` converts a request to the fields of its JSON body.
         """
@@ -166,7 +172,7 @@ class BatchApi(abc.ABC):
 
     @abc.abstractmethod
     async def was_created_by_key(self, id: str, key: str) -> bool | None:
-        """Return True if the upload with the given key created the batch, and False if it did not.
+        """Return True if the upload with the given key created this batch, and False if it did not.
 
         Returns None if that is not known yet.
         """
@@ -183,7 +189,7 @@ class BatchApi(abc.ABC):
         """
 
     async def decode_result(self, result: BatchResult, request: Request) -> Reply:
-        """Decode the reply in one result of a batch.
+        """Decode the reply in a batch result.
 
         Raises the ModelError that an ordinary request with this response would raise.
         """
@@ -256,7 +262,7 @@ class BatchApi(abc.ABC):
 
 @runtime_checkable
 class BatchCapableClient(Protocol):
-    """A client whose provider has a batch API, which answers many requests at a lower price."""
+    """A client whose provider also offers a cheaper batch API."""
 
     def batches(self) -> BatchApi:
         """Return the batch API for the client's model.

@@ -1,4 +1,4 @@
-"""List the model providers, with their addresses, key variables and special request fields.
+"""List the addresses, key variables and special request fields of the model providers.
 
 A provider is the name before the colon in ``provider:model``.
 
@@ -51,8 +51,7 @@ _AZURE_API_VERSION = "2024-10-21"
 
 
 class ModelProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes an OpenAI-compatible service or server: its address, its key variables, and how its
-    API differs from OpenAI's."""
+    """Describes how to reach an OpenAI-compatible server, and how its API differs from OpenAI's."""
 
     title: str
     url: str
@@ -62,7 +61,8 @@ class ModelProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
     key_variables: tuple[str, ...]
     """Environment variables that may hold the API key. The first one that is set is used."""
     local: bool = False
-    """True if it runs on the user's own machines, needs no key, and costs nothing."""
+    """True if the server runs on the user's own machines, so that it needs no key and costs
+    nothing."""
     key_header: str = "Authorization"
     """Header that carries the key. ``Authorization`` gets a ``Bearer`` prefix."""
     header_variables: dict[str, str] = {}
@@ -210,7 +210,8 @@ FREE = Price(0.0, 0.0)
 ANTHROPIC_KEYS = ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 """Environment variables that may hold Anthropic's key. The first one that is set is used."""
 IN_PROCESS = "local"
-"""Provider of the in-process engine: ``local:FOLDER`` and the packaged policies."""
+"""Name of the provider whose models run in this process: checkpoints (``local:FOLDER``) and the
+packaged policies."""
 CLIENTS = PluginRegistry(
     "provider",
     "ramify.providers",
@@ -223,15 +224,15 @@ CLIENTS = PluginRegistry(
         IN_PROCESS: "ramify.inference.local:connect",
     },
 )
-"""Provider -> a ``ModelProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
-Client``. Options that are unknown are None. A function with a parameter ``headers`` or ``environ``
-also gets the given headers, or the environment variables that were read for the model. A class may
-name a module in ``package`` that takes long to import."""
+"""Provider -> its ``ModelProviderSpec``, or a function ``(name, *, window, price, key, base_url) ->
+Client`` that gets None for unknown options. It also gets the headers or the model's environment
+variables if it has a parameter ``headers`` or ``environ``; a class may name a module in ``package``
+that takes long to import."""
 _loaded: set[str] = set()
 
 
 async def import_client_modules(providers: Iterable[str]) -> None:
-    """Import the client modules of some providers in a thread.
+    """Import the given providers' client modules in a background thread.
 
     Some SDKs take half a minute to import on a busy machine, and would block the event loop. Import
     errors are reported when a client is created.
@@ -249,7 +250,7 @@ def _import_package(provider: str) -> None:
 
 
 class ResolvedEndpoint(msgspec.Struct, frozen=True):
-    """A provider's server as the target of requests: its address, the API key, and the headers."""
+    """The URL, API key and headers for requests to a provider's server."""
 
     provider: ModelProviderSpec
     model: str
@@ -301,10 +302,10 @@ def split_provider(name: str) -> tuple[str, str]:
 
 
 def _with_provider(name: str) -> str | None:
-    """Guess the full name for a model name without a provider, such as ``openai:gpt-5-mini`` for
-    ``openai/gpt-5-mini`` or ``gpt-5-mini``.
+    """Guess the full name of a model given without a provider, such as ``openai:gpt-5-mini``.
 
-    Returns None if nothing similar is known.
+    That is the result for both ``openai/gpt-5-mini`` and ``gpt-5-mini``. Returns None if nothing
+    similar is known.
     """
     if name.startswith(("http://", "https://")):
         return f"openai:MODEL@{name}"
@@ -328,12 +329,12 @@ def _with_provider(name: str) -> str | None:
 
 
 def split_model_url(model: str) -> tuple[str, str | None]:
-    """Split a model name with a server's URL into the two: ``m@http://host/v1`` becomes ``("m",
-    "http://host/v1")``.
+    """Split ``m@http://host/v1`` into the model name and the URL: ``("m", "http://host/v1")``.
 
     Without a URL, the whole text is the model, whose name may contain an ``@`` itself
     (``claude-sonnet-4@20250514``). Raises ConfigError if the text after the ``@`` resembles an
-    address but is not a URL."""
+    address but is not a URL.
+    """
     at = _AT_URL.match(model)
     if at:
         return at["model"], at["url"]
@@ -502,10 +503,11 @@ _DATE = lazy_pattern(r"[-@]20\d\d-?\d\d-?\d\d$")
 
 
 class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The price and the context window of one model, as an entry of a price file."""
+    """The price and context window of one model in a price file."""
 
     input: float | None = None
-    """Dollars per million input tokens. The next three fields have the same unit."""
+    """Dollars per million input tokens. ``output``, ``cached`` and ``cache_write`` have the same
+    unit."""
     output: float | None = None
     cached: float | None = None
     cache_write: float | None = None

@@ -71,7 +71,7 @@ _LONGEST_BACKOFF_S = 30.0
 RETRYING = "trying again in"
 """Words by which a log message about a retry is recognised."""
 _LONG_WAIT_S = 1.0
-"""Seconds of waiting below which nothing is logged."""
+"""Minimum wait of a request, in seconds, that is logged."""
 _WAITED_FOR = {
     "budget": "the part of the budget that other requests held",
     "rate_limit": "a slot, because of a rate limit",
@@ -85,7 +85,7 @@ _LOCAL_WINDOW = 32_768
 
 
 class RateLimitedClientPool:
-    """Creates clients for models by name, and sends them requests with rate limiting and retries.
+    """Creates clients for models by name, and sends their requests with rate limiting and retries.
 
     A pool belongs to one event loop.
     """
@@ -130,7 +130,7 @@ class RateLimitedClientPool:
         self._sleep = sleep
         self._wire = HttpConnectionPool()
         self.deadlines = TimeoutScheduler()
-        """Timeouts of the requests."""
+        """Schedules the timeouts of all requests that the pool sends."""
         self._clients: dict[str, Client] = {}
         self._bound: list[tuple[Model, Client]] = []
         self._own: list[Client] = []
@@ -292,7 +292,7 @@ class RateLimitedClientPool:
     async def _reserve(
         self, client: Client, account: RequestBudgetReservation, gate: AdaptiveConcurrencyLimiter
     ) -> int:
-        """Reserve the budget for an attempt, and then wait for a free slot of the rate limiters.
+        """Reserve the budget for an attempt, and wait until the rate limiters allow it.
 
         Returns the current round of the model's limiter.
         """
@@ -310,7 +310,7 @@ class RateLimitedClientPool:
     def _is_enough(
         self, account: RequestBudgetReservation, gate: AdaptiveConcurrencyLimiter
     ) -> bool:
-        """Return True if the budget's reservation still covers the attempt.
+        """Return True if the budget reserved for the attempt still covers it.
 
         Otherwise the attempt's slots in the rate limiters are released.
         """
@@ -350,8 +350,8 @@ class RateLimitedClientPool:
         return entered
 
     def backoff_s(self, error: ModelError, failed: int) -> float:
-        """Return how many seconds to wait before the next attempt: as long as the server asked,
-        or else a random time that grows exponentially with the number of failures."""
+        """Return the seconds to wait before a retry: as the server asks, or random exponential
+        backoff."""
         if self._random is None:
             import random  # few runs have failures
 
@@ -398,7 +398,7 @@ class RateLimitedClientPool:
 
 
 class _Arrival:
-    """The idle timeout of a reply that is arriving.
+    """The idle timeout that applies while a reply is being received.
 
     Every piece of the reply restarts it, but pieces without text can do so only for a limited time.
     """
@@ -411,7 +411,8 @@ class _Arrival:
         self._on_piece = on_piece
         self._timeout: TimeoutScope | None = None
         self._text_at_s = 0.0
-        """Event-loop time of the last text."""
+        """Event-loop time at which the last piece with text arrived; until then, the time at which
+        the timeout started."""
         self._num_chars = 0
 
     def timeout(self, now_s: float) -> TimeoutScope:
@@ -472,15 +473,13 @@ class RequestRetries:
         self._num_retries = 0
 
     def is_wait_acceptable(self, error: ModelError) -> bool:
-        """Return True if the time for which the server asked to wait is short enough to try
-        again."""
+        """Return True if the server's requested wait is short enough to try again."""
         return _asked_s(error) <= (self._left_s() if self._patience_s else self._pool.max_wait_s)
 
     def retry_delay_s(
         self, error: ModelError, gate: AdaptiveConcurrencyLimiter, others_passed: bool
     ) -> float | None:
-        """Return how many seconds to wait before the next attempt, or None if the rate limiter will
-        pause it anyway.
+        """Return the seconds to wait before a retry, or None if the rate limiter does the waiting.
 
         Raises the given error if the request should not be retried.
         """
@@ -505,8 +504,7 @@ class RequestRetries:
         return None if is_limited else wait_s
 
     def log_outage(self) -> None:
-        """Log how long the request kept failing, if it was retried and that took at least a
-        second."""
+        """Log how long a retried request kept failing, if that was at least a second."""
         if self._patience_s and self._num_retries:
             _record_wait(self._client, "outage", self._out_s())
 
@@ -549,7 +547,7 @@ class RequestRetries:
 
 
 class AdaptiveConcurrencyLimiter:
-    """Limits how many requests are in flight at a time, first come, first served.
+    """Limits how many requests are in flight at a time, and admits them in order of arrival.
 
     After a rate-limit error the limit is lowered. A limiter belongs to one event loop.
 
@@ -571,7 +569,7 @@ class AdaptiveConcurrencyLimiter:
         the first rate limit of a round narrows it."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._opens_at: float | None = None
-        """Event-loop time at which a pause ends."""
+        """Event-loop time at which the current pause ends; None if requests are not paused."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -585,8 +583,7 @@ class AdaptiveConcurrencyLimiter:
         return int(self._allowed)
 
     def pause_remaining_s(self) -> float:
-        """Return how many seconds remain until the current pause ends, or 0 if requests are not
-        paused."""
+        """Return the seconds until the current pause in requests ends, or 0 if there is none."""
         return (
             0.0
             if self._opens_at is None
@@ -676,15 +673,14 @@ def _now_s() -> float:
 
 
 def _record_wait(client: Client, reason: str, wait_s: float) -> None:
-    """Log how many seconds a request has waited, if that was long."""
+    """Log how long a request waited before it was sent, if that was unusually long."""
     if wait_s >= _LONG_WAIT_S:
         text = f"{client.name}: waited {wait_s:.1f} s for {_WAITED_FOR[reason]}"
         _log.info("wait", text, model=client.name, reason=reason, wait_s=wait_s)
 
 
 def _log_unexpected(client: Client, error: Exception) -> MalformedResponse:
-    """Log the traceback of an unexpected exception from a client, and return the
-    MalformedResponse to raise instead."""
+    """Log an unexpected client exception, and return a MalformedResponse to raise instead."""
     text = " ".join(redact_secrets(redact_likely_secrets(str(error))).split())[:200]
     bad = MalformedResponse(
         f"{client.name}: the reply could not be read ({type(error).__name__}: {text}); the log has "
@@ -699,7 +695,8 @@ def _asked_s(error: ModelError) -> float:
 
 
 def reply_with_cost(reply: Reply, request: Request, window: int, price: Price | None) -> Reply:
-    """Return a copy of a reply with a plausible usage, and with its cost at the given price."""
+    """Return a copy of a reply with plausible usage, and with the cost of that usage at
+    ``price``."""
     usage = plausible_usage(reply, request, window)
     cost = price.of(usage) if price is not None else reported_cost(reply.cost)
     is_full = reply.finish == "other" and reply.usage.output_tokens >= request.sampling.max_tokens

@@ -40,12 +40,12 @@ class ReplyDecodeError(Exception):
 
 
 class NoReplyInResponse(Exception):
-    """Raised if a response contains no reply, or an error in addition to the reply."""
+    """Raised if a response contains no reply, or both a reply and an error."""
 
     def __init__(self, code: int | None, *, has_error: bool, is_beside_reply: bool) -> None:
         super().__init__("no reply")
         self.code = code
-        """Code of the error, if it looks like an HTTP status."""
+        """Code of the error, if it looks like an HTTP status; otherwise None."""
         self.has_error = has_error
         self.is_beside_reply = is_beside_reply
         """True if the response has an error and also a reply or a token count."""
@@ -80,7 +80,7 @@ _FAILURES: dict[str, type[Exception]] = {
 async def decode_reply(
     format: ModuleType, body: bytes, model: str, bound: ReplySizeLimit, seconds: float = 0.0
 ) -> Reply:
-    """Decode a response body to a reply.
+    """Decode a reply from the body of a response.
 
     Large bodies are decoded in a helper process.
 
@@ -169,7 +169,7 @@ def _problem(what: str, number: int, most: int) -> str:
 
 
 def decode_in_helper(task: bytes, body: bytes) -> bytes:
-    """Decode a response body in a helper process, and return the encoded result."""
+    """Decode a response body in a helper process, and encode the result."""
     given = msgspec.msgpack.decode(task, type=_Task)
     format = importlib.import_module(given.format)
     return _encode(_decode_in_place(format, body, given.model, given.bound, given.seconds))

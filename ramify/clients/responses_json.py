@@ -36,7 +36,7 @@ HAS_LAST_BODY = True
 
 
 class ResponsesApiResponse(msgspec.Struct):
-    """The body of a response from OpenAI's responses API, with the fields that Ramify reads."""
+    """A response of OpenAI's responses API, reduced to the fields that Ramify reads."""
 
     status: str | None = None
     output: list[dict[str, Any]] | None = None
@@ -55,7 +55,7 @@ class ResponsesApiResponse(msgspec.Struct):
 
     @property
     def num_items(self) -> int:
-        """The number of output items plus the number of their parts.
+        """The number of output items plus the number of parts in them.
 
         A size limit applies to this number.
         """
@@ -80,7 +80,7 @@ def decode(body: bytes) -> ResponsesApiResponse:
 
 
 class _StreamEvent(msgspec.Struct):
-    """One event of a stream.
+    """One event of a streamed response from OpenAI's responses API.
 
     Its larger fields are decoded only when needed, because the last event holds the whole response.
     """
@@ -228,7 +228,7 @@ def _items(request: Request, message: Message) -> list[dict[str, Any]]:
 
 
 def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the content of a message as a list of parts.
+    """Return the content of an output message as a list of parts.
 
     Raises ValueError if the message is not complete.
     """
@@ -243,7 +243,7 @@ def _parts(item: dict[str, Any]) -> list[dict[str, Any]]:
 def _finish_and_reason(
     response: ResponsesApiResponse, has_calls: bool, model: str
 ) -> tuple[Finish, str]:
-    """Return how the reply ended, and the server's reason if the reply was filtered or cut off.
+    """Return why a reply ended, and the server's reason if it was filtered or cut off.
 
     Raises ServerFailed if the server failed.
     """

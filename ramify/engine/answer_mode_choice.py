@@ -1,7 +1,6 @@
-"""Choose the mode of a question: a Python session, a plan with many small model calls, or one plain
-call.
+"""Choose how to answer a question: in a Python session, with a plan, or in one plain call.
 
-The choice and its reason are recorded.
+A plan makes many small model calls. The choice and its reason are recorded.
 
     RLM.completion(text, query, mode="auto")
         chooser(AnswerModeChoiceInput)
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from ramify.engine.resources import ModelsByDepth, RlmSetup
 
 _SHOWN_TOOLS = 4
-"""Maximum number of tools that a reason names."""
+"""Maximum number of tools that are named in the reason for a choice of mode."""
 _TABLE_TOOLS = frozenset(("sql", "tables", "search", "chunks"))
 _TABLES_AS_TEXT = frozenset(("csv", "jsonl"))
 """Kinds of table sources whose rows are also in the context as text."""
@@ -42,7 +41,7 @@ _OTHER_TABLES = frozenset(("sqlite", "server", "parquet", "arrow", "duckdb", "xl
 
 
 class AnswerModeChoiceInput(msgspec.Struct, frozen=True):
-    """The facts on which the choice of a question's mode is based.
+    """The facts about a question from which its answer mode is chosen.
 
     All of them are known before any model call.
     """
@@ -101,8 +100,7 @@ def _kinds_of_sources(question: Question) -> set[str]:
 
 
 def _has_texts_of_tables(question: Question) -> bool:
-    """Return True if the sources include tables, and the context contains the rows of all of
-    them as text."""
+    """Return True if the sources include tables and the context has all their rows as text."""
     kinds = _kinds_of_sources(question)
     return bool(kinds & _TABLES_AS_TEXT) and not kinds & _OTHER_TABLES
 
@@ -113,18 +111,17 @@ def always_session(_facts: AnswerModeChoiceInput) -> AnswerModeChoice:
 
 
 def always_direct(_facts: AnswerModeChoiceInput) -> AnswerModeChoice:
-    """Always choose one plain model call, however long the context is."""
+    """Always choose one plain model call, regardless of context length."""
     return AnswerModeChoice("direct", "it was asked for")
 
 
 async def choose_initial_mode(
     setup: RlmSetup, question: Question, models: ModelsByDepth, *, is_conversation: bool
 ) -> AnswerModeChoice | AnswerModeChoiceCall | None:
-    """Choose the mode of a question before the run starts, or return the model call that will
-    choose it.
+    """Choose the mode of a question, or return the model call that will choose it.
 
-    A resumed run keeps its recorded choice. Returns None if the question has no mode. Raises
-    ConfigError if the mode cannot be used for this question.
+    This happens before the run starts. A resumed run keeps its recorded choice. Returns None if the
+    question has no mode. Raises ConfigError if the mode cannot be used for this question.
     """
     if question.mode is None or (is_conversation and question.mode in ("free", "auto")):
         return None
@@ -153,7 +150,7 @@ def recorded_choice(question: Question) -> AnswerModeChoice | None:
 
 
 def apply_choice(question: Question, choice: AnswerModeChoice) -> Question:
-    """Return a copy of the question with the settings of the chosen mode applied."""
+    """Return a copy of the question, set to be answered in the chosen mode."""
     direct = ALWAYS if choice.mode == "direct" else False
     return msgspec.structs.replace(question, direct=direct, strategy=choice.strategy)
 

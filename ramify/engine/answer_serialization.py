@@ -1,4 +1,4 @@
-"""Convert the answers of a run to the form in which the run's journal stores them.
+"""Convert a run's answers to the form that its journal stores.
 
 This is JSON, plus the Python types of an answer if JSON would lose them.
 """
@@ -42,9 +42,9 @@ def _text_of(value: Any) -> str:
 
 
 def _dump_pydantic(value: Any) -> Any:
-    """Return the fields of a pydantic model, which msgspec does not support by itself.
+    """Return the fields of a pydantic model as plain data.
 
-    Raises NotImplementedError for any other type.
+    msgspec cannot encode the model itself. Raises NotImplementedError for any other type.
     """
     if not hasattr(value, "model_dump"):
         raise NotImplementedError
@@ -52,7 +52,7 @@ def _dump_pydantic(value: Any) -> Any:
 
 
 def pack_typed_answer(answer: Any) -> dict[str, Any] | None:
-    """Pack an answer in a form that preserves its Python types.
+    """Encode an answer as a record that preserves its Python types.
 
     Returns None if plain JSON would lose nothing, or if the answer has a type that cannot be
     packed.
@@ -66,7 +66,7 @@ def pack_typed_answer(answer: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True if ``value`` does not change when it is written as JSON and read back."""
+    """Return True if ``value`` survives a JSON round trip unchanged."""
     match value:
         case None | str() | bool() | int():
             return True

@@ -46,15 +46,14 @@ question has the mode, so that the engine imports no plans."""
 
 
 def plan_tool() -> dict[str, Any]:
-    """Return the tool with which session code can run plans, as a dict with one entry: tool name to
-    tool object."""
+    """Return the tool that lets session code run predefined plans, as a one-entry dict by name."""
     tool = load_object("ramify.plans.session_plans:SessionPlansTool", "the plans of a session")()
     return {tool.__name__: tool}
 
 
 def strategy_record(strategy: Any) -> dict[str, Any]:
-    """Return what the journal records about ``strategy``: the fields of a registered struct, and
-    otherwise only the name of the function."""
+    """Return the journal entry for a strategy: a registered struct's fields or a function's
+    name."""
     if isinstance(strategy, msgspec.Struct):
         fields: dict[str, Any] = msgspec.to_builtins(strategy)
         name = str(fields.get("name")) if isinstance(fields, dict) else ""

@@ -1,5 +1,4 @@
-"""Decide which turns of a run are sampled several times, and which of the resulting answers is
-chosen.
+"""Decide which turns of a run to sample several times, and which resulting answer to keep.
 
     RLM(model, branches=4)             samples the first turn 4 times; the majority answer wins
     RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class BranchSearch(Protocol):
-    """A search over several continuations of a run.
+    """A search for the best answer among several continuations of a run.
 
     It decides when to branch, and which of the answers to choose.
 
@@ -72,10 +71,10 @@ def _key(plain: Any) -> bytes:
 
 
 def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
-    """Return a function that chooses the answer with the highest ``score``, and the first one if
-    several are equal.
+    """Return a function that chooses the answer with the highest ``score``.
 
-    A missing answer (None) is chosen only if there is no other.
+    If several scores are equal, it chooses the first answer. A missing answer (None) is chosen only
+    if there is no other.
 
     >>> ramify.by_score(len)(["a", None, "bc", "de"])
     2
@@ -89,8 +88,7 @@ def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
 
 
 class Branches(msgspec.Struct, frozen=True):
-    """A search that samples several continuations of one turn of a run, and chooses one of their
-    answers.
+    """A search that samples several continuations of one given turn, and chooses one answer.
 
     The choice is a majority vote unless another function is given.
 
@@ -100,7 +98,7 @@ class Branches(msgspec.Struct, frozen=True):
 
     num: int
     turn: int = 0
-    """Index of the turn that is sampled several times."""
+    """Index of the turn that is sampled ``num`` times; 0 is the first turn."""
     choose_by: Callable[[Sequence[Any]], int] = vote
     """Function that takes the list of answers and returns the index of the chosen one."""
 
@@ -119,7 +117,7 @@ class Branches(msgspec.Struct, frozen=True):
 
 
 def parse_search(given: BranchSearch | int) -> BranchSearch | None:
-    """Convert the value of a ``search=`` argument to a search.
+    """Convert the value of a ``search=`` argument to a ``BranchSearch``.
 
     It may be a number of continuations or a search object. Returns None for 1, which means no
     branching. Raises ConfigError for any other value.
@@ -151,7 +149,7 @@ def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> Br
 
 
 def config_of(search: BranchSearch) -> dict[str, Any]:
-    """Return the settings of ``search`` as plain data, to be stored in the run's journal.
+    """Return the settings of ``search`` as plain data for the run's journal.
 
     A custom search is described only by its ``repr``.
     """

@@ -1,4 +1,4 @@
-"""Make plain model calls outside of any run, for work that asks many small questions.
+"""Make plain model calls outside of any run, to ask many small questions.
 
 All questions share one budget and one client. Each emits a few events instead of writing a journal
 and a trajectory.
@@ -211,18 +211,17 @@ class DirectModelCaller:
         )
 
     def is_allowed(self, request: Request, price: Price | None) -> bool:
-        """Return True if the limits of one question allow ``request`` even in the worst case,
-        when it uses the maximum number of tokens."""
+        """Return True if one question's limits allow ``request`` even at its maximum token
+        usage."""
         most, limit = max_request_usage(request, price), self.limit
         fits = most.tokens <= limit.tokens and most.cost <= limit.cost * (1 + 1e-9)
         return fits and limit.calls >= 1
 
     def prepare_for_record(self, reply: Reply, request: Request, price: Price | None) -> Reply:
-        """Complete a reply for the record if it came from a batch API or another source than
-        ``send``.
+        """Complete the usage and cost of a reply that did not come from ``send``.
 
-        This adds the cost at ``price``, and assumes the maximum usage of the request if the server
-        reported none.
+        Such a reply comes, for example, from a batch API. This adds the cost at ``price``, and
+        assumes the maximum usage of the request if the server reported none.
         """
         reply = reply_with_cost(reply, request, self.client.window, price)
         cost = None if price is None else max_request_usage(request, price).cost
@@ -239,7 +238,7 @@ class DirectModelCaller:
 
 
 def max_request_usage(request: Request, price: Price | None) -> BudgetAmount:
-    """Return the maximum usage and the maximum cost of one attempt at ``request``."""
+    """Return the maximum usage and cost of one attempt to send ``request``."""
     return max_request_amount(request.max_input_tokens(), request.sampling.max_tokens, price)
 
 
@@ -248,7 +247,7 @@ def _enforced_schema(question: Question) -> dict[str, Any] | None:
 
 
 class _DirectCall:
-    """One question that is being answered, with its conversation and its spending so far."""
+    """One question in progress: its conversation and its spending so far."""
 
     def __init__(
         self,
@@ -288,7 +287,7 @@ class _DirectCall:
 
 
 class _DirectAccount:
-    """Reserves the budget of one request, and records the request's attempts.
+    """Reserves the budget for one request, and records the attempts to send it.
 
     Implements ``RequestBudgetReservation``.
     """
@@ -302,7 +301,7 @@ class _DirectAccount:
         self._reservation = BudgetReservation(calls.budget, client.name, most, client.price)
 
     def most(self) -> tuple[Usage, float | None]:
-        """Return the reserved usage and cost, which are upper bounds."""
+        """Return upper bounds on the request's usage and cost: the amounts reserved for it."""
         return self._reservation.usage, self._reservation.cost
 
     async def reserve(self) -> None:

@@ -1,4 +1,4 @@
-"""Find the turn of an agent's earlier conversations that a new request continues.
+"""Match an agent's request to the earlier conversation turn that it continues.
 
 If there is none, determine why the request begins a new call.
 
@@ -30,8 +30,7 @@ from ramify.types.trajectory import NewCallReason, Stop
 
 
 class AgentTurn(msgspec.Struct, frozen=True):
-    """One turn of an agent's conversation: the reply, and the length of the conversation up to that
-    point.
+    """One turn of an agent's conversation: the reply, and the conversation's length after it.
 
     The length is given both in messages and in token ids, counted from the beginning.
     """
@@ -72,26 +71,23 @@ class ExternallyDrivenCall(msgspec.Struct):
     """The limit that ended the call; ``FINAL`` if no limit did."""
 
     def num_messages_after(self, num_turns: int) -> int:
-        """Return the length of the conversation, in messages, after the first ``num_turns`` turns
-        of this call.
+        """Return how many messages the conversation has once ``num_turns`` turns have ended.
 
         For a fork, the inherited messages are included, although their turns do not count.
         """
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
     def can_continue_after(self, num_turns: int) -> bool:
-        """Return True if a request can continue the conversation after the first ``num_turns``
-        turns.
+        """Return True if a new request may continue the conversation after ``num_turns`` turns.
 
         This requires that the call has no later turn, and that no request is waiting for its reply.
         """
         return num_turns == len(self.turns) and self.asked is None
 
     def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
-        """Return the messages that were added to the conversation to request the turn with index
-        ``num_turns``.
+        """Return the messages that were added to the conversation to request turn ``num_turns``.
 
-        Returns None if no such request has been sent.
+        Turns are indexed from 0. Returns None if no such request has been sent.
         """
         if num_turns == len(self.turns):
             return self.asked if self.turns or self.asked is not None else self.first
@@ -100,8 +96,7 @@ class ExternallyDrivenCall(msgspec.Struct):
 
 
 class ConversationMatch(NamedTuple):
-    """The call and the turn that an agent's request continues, or the reason why the request
-    begins a new call."""
+    """The earlier call and turn that an agent's request continues, or why it begins a new call."""
 
     call: ExternallyDrivenCall | None
     """The call whose turns form the beginning of the request's prompt; None if there is no such
@@ -109,7 +104,7 @@ class ConversationMatch(NamedTuple):
     num_turns: int
     """Number of the call's own turns that the prompt begins with."""
     start: int
-    """Number of the request's messages that these turns cover."""
+    """Number of the request's first messages that the matched turns of ``call`` cover."""
     known: KnownPrefix | None
     """Token ids of the request's first messages, up to the last reply whose sampled ids are
     known."""
@@ -118,7 +113,7 @@ class ConversationMatch(NamedTuple):
 
 
 class AgentConversations:
-    """All conversations of one agent.
+    """The conversations of one external agent with the models of a run.
 
     A new request is matched against them to find the one that it continues.
     """
@@ -172,8 +167,7 @@ def _sent_before(
     tools: tuple[Tool, ...],
     may_differ: bool,
 ) -> ConversationMatch:
-    """Find the conversation that is the longest prefix of ``messages``, and return its call and
-    turn.
+    """Find the call and turn whose conversation is the longest prefix of ``messages``.
 
     Only messages are compared, not token ids.
     """
@@ -196,8 +190,7 @@ def _sent_before(
 
 
 def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
-    """Return True if the call has already sent this same request for its next turn, for example
-    because a client retries.
+    """Return True if a request repeats one that the call has already sent, as in a client retry.
 
     ``place`` is the call and the turn that the request continues.
     """
@@ -208,7 +201,7 @@ def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
 
 
 def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
-    """Count how many messages at the start of two conversations are equal.
+    """Count the equal messages at the start of two conversations.
 
     If ``may_differ`` is True, ``theirs`` may lack the reasoning of a reply.
     """
@@ -231,8 +224,7 @@ def _is_as_sent(ours: Message, theirs: Message) -> bool:
 
 
 def _may_be(ours: Message, theirs: Message) -> bool:
-    """Return True if ``theirs`` may be a copy of ``ours`` without its reasoning or with other tool
-    call ids.
+    """Return True if ``theirs`` may be a copy of ``ours`` that lost reasoning or tool-call ids.
 
     This looser rule applies if no token ids can be compared.
     """
@@ -283,8 +275,7 @@ def _by_ids(
 
 
 class _ReplyChain:
-    """The messages of a request that are earlier replies of the model, each with the token ids
-    that were sampled for it."""
+    """The earlier model replies in a request and their sampled token ids."""
 
     def __init__(
         self,
@@ -317,7 +308,7 @@ class _ReplyChain:
     def _add_reply_ids(
         self, index: int, replies: Sequence[tuple[ExternallyDrivenCall, AgentTurn]]
     ) -> None:
-        """Assign the sampled ids of one of ``replies`` to the message at ``index``.
+        """Assign the sampled token ids of one of ``replies`` to the message at ``index``.
 
         All of these replies have the text of the message. The one whose prompt has the same ids is
         preferred, otherwise the latest.
@@ -344,7 +335,7 @@ class _ReplyChain:
         self._prompts[index] = len(ids) - (turn.num_ids - turn.num_prompt_ids)
 
     def _prompt(self, index: int) -> tuple[int, ...]:
-        """Return the token ids of the prompt that led to the reply at message ``index``."""
+        """Return the token ids of the prompt that precedes the reply at message ``index``."""
         known = None
         before = [end for end in self._ends if end[0] <= index]
         if before and self.known is not None:
@@ -354,7 +345,7 @@ class _ReplyChain:
         return tuple(self._rendering.ids(request))
 
     def num_messages_up_to_reply(self, turn: AgentTurn) -> int | None:
-        """Return the number of the request's messages up to and including the reply of ``turn``.
+        """Count the request's messages up to and including the reply of ``turn``.
 
         Returns None if the request does not contain that reply.
         """
@@ -370,8 +361,10 @@ class _ReplyChain:
 def _replies_like(
     message: Message, calls: Sequence[ExternallyDrivenCall]
 ) -> Iterator[tuple[ExternallyDrivenCall, AgentTurn]]:
-    """Yield each earlier turn whose reply equals ``message`` and has known token ids, together
-    with its call."""
+    """Yield each earlier turn whose reply equals ``message`` and has known token ids.
+
+    Each turn is preceded by its call.
+    """
     for each in calls:
         for turn in each.turns:
             if turn.num_ids and _is_as_sent(turn.reply, message) and _is_on_path(each, turn):
@@ -379,7 +372,7 @@ def _replies_like(
 
 
 def _is_on_path(each: ExternallyDrivenCall, turn: AgentTurn) -> bool:
-    """Return True if the call's current sequence of token ids contains ``turn``.
+    """Return True if ``turn`` is part of the call's current token sequence.
 
     It does not if the chat template later rewrote earlier messages, because that begins a new
     sequence.
@@ -388,7 +381,6 @@ def _is_on_path(each: ExternallyDrivenCall, turn: AgentTurn) -> bool:
 
 
 def _num_common_ids(ours: tuple[int, ...], theirs: tuple[int, ...]) -> int:
-    """Return the length of the common prefix of two sequences of token ids."""
     num, most = 0, min(len(ours), len(theirs))
     for size in (4096, 256, 16, 1):  # comparing slices is faster than comparing ids
         while num < most and ours[num : num + size] == theirs[num : num + size]:
@@ -405,8 +397,7 @@ def _cause(
     tools: tuple[Tool, ...],
     place: ConversationMatch,
 ) -> NewCallReason:
-    """Determine why a request begins a new call instead of continuing an earlier one, by comparing
-    it with the most similar earlier conversation.
+    """Determine why a request starts a new call by comparing it with the closest conversation.
 
     ``place`` is the closest match that was found.
     """
@@ -432,8 +423,7 @@ def _cause(
 
 
 def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Message]) -> bool:
-    """Return True if the message at ``index`` is an assistant reply both in the call and in
-    ``messages``."""
+    """Return True if the message at ``index`` is an assistant reply in both conversations."""
     ours = each.call.messages
     return (
         0 < index < min(len(ours), len(messages))
@@ -443,8 +433,7 @@ def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Mess
 
 
 def _difference(ours: Sequence[Message], theirs: Sequence[Message]) -> NewCallReason:
-    """Return how the messages of a request (``theirs``) first differ from an earlier conversation
-    (``ours``).
+    """Return how a request (``theirs``) first differs from an earlier conversation (``ours``).
 
     For example, a message was edited, or older messages were removed.
     """
@@ -482,8 +471,7 @@ def _small_difference(ours: Message, theirs: Message) -> NewCallReason:
 
 
 class _Gist(NamedTuple):
-    """The parts of a message that identify it even if a client drops its reasoning or changes its
-    whitespace.
+    """The parts of a message that stay equal if a client drops reasoning or changes whitespace.
 
     They are used to find the earlier conversation that a request resembles.
     """
@@ -506,8 +494,10 @@ def _canonical_arguments(arguments: str) -> str:
 
 
 def _is_joined(parts: Sequence[_Gist], whole: Sequence[_Gist]) -> bool:
-    """Return True if the first message of ``whole`` is the concatenation of the first two or
-    more messages of ``parts``."""
+    """Return True if joining the first messages of ``parts`` gives the first message of ``whole``.
+
+    At least two messages are joined.
+    """
     content, calls = "", tuple[tuple[str, str], ...]()
     for num, part in enumerate(parts, 1):
         if part.role != whole[0].role:

@@ -42,7 +42,7 @@ on_blocked: ContextVar[Callable[[EventLoopBlockedError], object] | None] = Conte
 """Callback for a run that was ended because its event loop is blocked. It is called in another
 thread with the error. It releases the waiting caller, or ends the process."""
 _LOOKS = 4
-"""Number of checks within ``stall_s`` seconds."""
+"""Minimum number of checks of the event loop within ``stall_s`` seconds."""
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 
 
@@ -71,13 +71,13 @@ class RunLivenessWatch:
         self._on_blocked = on_blocked
         self._on_overdue = on_overdue
         self._looked_s = self.due_s = time.monotonic() + deadline_s
-        """Times of the previous check and of the next one, on the clock of ``time.monotonic``. Both
-        start as the deadline."""
+        """Times of the last check and of the next one, in seconds of ``time.monotonic``. Both are
+        initially the run's deadline."""
         self._is_alive = True
-        """True if the loop has answered the last beat."""
+        """True if the event loop has answered the last message of the watchdog thread."""
         self._past_s = self._blocked_s = 0.0
-        """How long the run has exceeded its deadline, and how long the event loop has been blocked,
-        in seconds."""
+        """Seconds by which the run has exceeded its deadline, and seconds for which the event loop
+        has been blocked since then."""
         self._is_reported = False
         _watchdog.add(self)
 
@@ -86,7 +86,7 @@ class RunLivenessWatch:
         _watchdog.remove(self)
 
     def check_liveness(self) -> None:
-        """Check whether the event loop still responds and whether the run is overdue.
+        """Check that the run's event loop still responds and that the run is not overdue.
 
         The watchdog thread calls this when the check is due.
         """
@@ -119,9 +119,9 @@ class RunLivenessWatch:
 
 
 class _Watchdog:
-    """The background thread that checks all watched runs of the process, each at its own time.
+    """Checks all watched runs of this process from one background thread.
 
-    The thread starts when the first run is added.
+    Each run is checked at its own time. The thread starts when the first run is added.
     """
 
     def __init__(self) -> None:
@@ -161,8 +161,10 @@ _watchdog = _Watchdog()
 
 
 def _describe_frame(frame: FrameType | None) -> str:
-    """Describe what a thread is executing, for an error message: the current line, and the
-    innermost caller outside the standard library."""
+    """Describe the line that a thread is executing, for an error message.
+
+    The innermost caller outside the standard library is named, too.
+    """
     if frame is None:
         return "a thread that has ended"
     frames = traceback.extract_stack(frame)
@@ -264,7 +266,7 @@ def _settle(answer: Future[T], value: T | None, error: BaseException | None) -> 
 
 
 def _abandon(blocked: asyncio.AbstractEventLoop) -> None:
-    """Give up an event loop that is blocked.
+    """Abandon the event loop of the synchronous API, because it is blocked.
 
     Its thread continues to run, but later work gets a new loop.
     """
@@ -299,7 +301,7 @@ class SyncApiResources:
     def __init__(
         self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
     ) -> None:
-        """Prepare resources that are opened with ``pin`` and closed with ``unpin``.
+        """Store the functions that open (``pin``) and close (``unpin``) the resources.
 
         Both functions are called on the event loop.
         """

@@ -113,8 +113,10 @@ class EventRecorder:
         return self._journal is not None
 
     def live_reply_file(self) -> LiveReplyFileWriter | None:
-        """Return the file that shows replies while they arrive, or None for a run that is not
-        stored."""
+        """Return the writer of the live reply file, or None if the run is not stored.
+
+        The file shows replies while they arrive.
+        """
         return None if self._journal is None else self._journal.live_text()
 
     @property
@@ -162,23 +164,22 @@ class EventRecorder:
 
     @property
     def needs_events(self) -> bool:
-        """True if a resumed run must emit each of its repeated events individually, because a
-        listener or the journal receives them."""
+        """True if a resumed run must emit repeated events one by one, for a listener, log or
+        journal."""
         journal = self._journal
         if self._listeners or self._sealed is not None or _log.is_enabled_for(DEBUG):
             return True
         return journal is not None and (self._held is None or journal.trouble is not None)
 
     def add_journaled_call(self, call: Call) -> None:
-        """Add a whole call that the journal already contains, from its beginning to its end, to the
-        trajectory.
+        """Add a complete call from the journal to the trajectory without emitting its events.
 
         Allowed only if ``needs_events`` is False.
         """
         self._fold.add_ended_call(call)
 
     def warn(self, text: str) -> None:
-        """Record a warning about the run, as a note on its root call.
+        """Record a warning about the run as a note on its root call.
 
         If the root call has not begun yet, the warning is held until it does.
         """
@@ -188,7 +189,7 @@ class EventRecorder:
             self.note(self._root, f"warning: {text}", is_warning=True)
 
     def note(self, call: str, text: str, *, is_warning: bool = False) -> None:
-        """Record a note on the call with the id ``call``."""
+        """Record a note on the call whose id is ``call``."""
         self.emit(NoteAdded(at_s=self.elapsed_s(), call=call, text=text, is_warning=is_warning))
 
     def _write(self, journal: RunJournal, event: AnyEvent) -> None:
@@ -209,10 +210,10 @@ class EventRecorder:
         journal.append(event)
 
     def seal(self, end: RunEnded, error: EventLoopBlockedError) -> None:
-        """Write the final event ``end`` and release the journal, while the run is still stuck on a
-        blocked event loop.
+        """Write the final event and release the journal of a run whose event loop is blocked.
 
-        Another thread calls this. If the run tries to record more, ``error`` is raised.
+        The final event is ``end``. Another thread calls this. If the run tries to record more,
+        ``error`` is raised.
         """
         self._sealed = error
         with contextlib.suppress(StoreError):  # its journal ends as if killed
@@ -225,7 +226,7 @@ class EventRecorder:
         self._listeners.append(listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Stop calling ``listener``.
+        """Stop passing recorded events to ``listener``.
 
         Does nothing if the listener is not registered.
         """
@@ -282,7 +283,7 @@ def _describe_place(event: AnyEvent) -> str:
 def context_ref(
     context: SharedContextValue | None, pictures: Iterable[str] = ()
 ) -> ContextRef | None:
-    """Return a reference to a context, for the record of a call.
+    """Return the reference to a context that is stored in a call's record.
 
     It contains the context's digest, size, kind and files, and the digests of its pictures.
     """

@@ -56,8 +56,7 @@ class _AgentRequest(msgspec.Struct, frozen=True):
 
 
 class RunModelClient:
-    """Gives code outside the engine, such as an agent or an environment, access to the models of
-    one run.
+    """Gives code outside the engine, such as an agent, access to the models of one run.
 
     All requests are recorded and count towards the run's budget.
     """
@@ -94,8 +93,7 @@ class RunModelClient:
         return self._run.models.client_at_depth(depth)
 
     def call_ids(self, thread: str) -> list[str]:
-        """Return the ids of the calls that belong to the agent named ``thread``, in order of
-        creation."""
+        """Return the ids of the calls that belong to the agent ``thread``, in order of creation."""
         known = self._agents.get(thread)
         return [] if known is None else [each.call.id for each in known.calls]
 
@@ -206,8 +204,8 @@ class RunModelClient:
     def _open_call(
         self, agent: AgentConversations, request: _AgentRequest, place: ConversationMatch
     ) -> tuple[ExternallyDrivenCall, int]:
-        """Return the call that the request continues, or a new call, and the number of the
-        request's messages that this call already contains."""
+        """Return the call that a request belongs to, and how many of its messages the call already
+        has."""
         if place.call is None:
             return self._begin_call(agent, request, place.cause), 0
         if place.cause is None:
@@ -234,8 +232,7 @@ class RunModelClient:
         num_turns: int,
         cause: NewCallReason,
     ) -> ExternallyDrivenCall:
-        """Create a new call that continues ``origin`` from the end of its first ``num_turns``
-        turns."""
+        """Fork ``origin`` after its first ``num_turns`` turns, and return the new call."""
         # If none of a fork's own turns is shared, continue from the call that it was forked from.
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
@@ -255,7 +252,7 @@ class RunModelClient:
         request: _AgentRequest,
         known: KnownPrefix | None,
     ) -> Reply:
-        """Take the next turn of a call and return the reply.
+        """Send a request as the next turn of a call, and return the reply.
 
         While the reply is awaited, no other request can continue this call.
         """
@@ -287,9 +284,10 @@ class RunModelClient:
         return msgspec.structs.replace(reply, prompt_ids=prompt_ids)
 
     def _note_sampling(self, request: _AgentRequest) -> None:
-        """Count a request that asks for a temperature, top-p or top-k other than the run's.
+        """Count a request whose sampling settings differ from the run's.
 
-        At the end of the run, a note says how many such requests there were.
+        The settings compared are temperature, top-p and top-k. At the end of the run, a note says
+        how many such requests there were.
         """
         if request.sampling is None:
             return
@@ -307,7 +305,7 @@ class RunModelClient:
         )
 
     def end_calls(self, outcome: CallOutcome) -> None:
-        """Record the end of all calls.
+        """Record the end of every call that the run's agents began.
 
         ``outcome`` is the outcome of the run.
         """
@@ -326,8 +324,7 @@ class RunModelClient:
 
 
 def _shift_prefix(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
-    """Adapt a known prefix of token ids to a call whose conversation has ``by`` more messages at
-    its start.
+    """Adjust a known prefix of token ids to ``by`` messages inserted at the conversation's start.
 
     The token ids stay the same.
     """

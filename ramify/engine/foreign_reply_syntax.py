@@ -1,8 +1,8 @@
-"""Read model replies whose code is written in the format of another system, as models sometimes do
-out of habit.
+"""Parse model replies that contain code in another system's format.
 
-If the meaning is certain, the code is run and a note says how to write it. Otherwise a note names
-the mistake, and the message does not count as an answer in words.
+Models sometimes write such code out of habit. If the meaning is certain, the code is run and a note
+says how to write it. Otherwise a note names the mistake, and the message does not count as an
+answer in words.
 
     "```\nprint(1)\n```"                                      ->  codes=("print(1)",) and a note
     '<tool_call>{"name": "repl", "arguments": {"code": "f()"}}</tool_call>'      ->  codes=("f()",)
@@ -89,8 +89,7 @@ _COMMAND = lazy_pattern(r"^[ \t]*(>>> |!\w|%%?(time|timeit|run|pip|bash|sh|cd|ls
 
 
 def parse_any_syntax(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Return the action that a model's message asks for, even if its code is written in the format
-    of another system."""
+    """Parse a model's message, even if its code is in the format of another system."""
     if "<|channel|>" in message.content:
         message, calls = _without_harmony(message, is_cut)
     else:
@@ -112,10 +111,10 @@ def parse_any_syntax(message: Message, is_cut: bool = False) -> ParsedAction:
 
 
 def syntax_hint(code: str, error: str) -> str | None:
-    """Return a hint for the model if ``code`` failed because of a habit from another system, such
-    as a shell command.
+    """Return a hint for the model if ``code`` failed because of a habit from another system.
 
-    Returns None if ``error``, the error of the cell, has another cause.
+    An example is a shell command. Returns None if ``error``, the error of the cell, has another
+    cause.
     """
     if not re.search(r"^(SyntaxError|IndentationError)", error, re.M):
         return None
@@ -131,7 +130,7 @@ def syntax_hint(code: str, error: str) -> str | None:
 
 
 def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedAction:
-    """Add tool calls to ``action`` that the model wrote as text instead of making them.
+    """Add tool calls that the model wrote as text to the parsed ``action``.
 
     ``calls`` holds the name and the arguments of each.
     """
@@ -204,8 +203,7 @@ def _without_prompts(action: ParsedAction) -> ParsedAction:
 
 
 def _strip_prompts(code: str) -> str:
-    """Return the code lines of a pasted interpreter session, without their ``>>>`` prompts and the
-    output between them.
+    """Return the code of a pasted interpreter session, without its ``>>>`` prompts and its output.
 
     Code that does not begin with a prompt is returned unchanged.
     """
@@ -217,7 +215,7 @@ def _strip_prompts(code: str) -> str:
 
 
 def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tuple[str, Any]]]:
-    """Parse a message in OpenAI's Harmony format.
+    """Parse a message in OpenAI's Harmony format into plain text and tool calls.
 
     Returns ``message`` with the text of all its channels except the reasoning, and a list of the
     tool calls in it.
@@ -236,8 +234,8 @@ def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tupl
 
 
 def _tool_calls(text: str, is_cut: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the arguments of each tool call that is written as text in one of the
-    known notations."""
+    """Yield the name and the arguments of each tool call that a text contains in a known
+    notation."""
     found = itertools.chain(_TOOL_CALL.finditer(text), _INVOKED.finditer(text))
     has_call = False
     for call in found:
@@ -270,8 +268,7 @@ def _parameters(body: str) -> Iterator[tuple[str, str]]:
 
 
 def _bare_calls(text: str) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the arguments of each tool call that is written as a JSON object
-    without any tags around it."""
+    """Yield the name and the arguments of each tool call that is written as a bare JSON object."""
     position = num = 0
     while (start := _BARE_CALL.search(text, position)) and num < _MOST_BARE_CALLS:
         position, num = start.end() + 1, num + 1

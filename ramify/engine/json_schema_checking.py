@@ -1,11 +1,10 @@
-"""Check values against JSON schemas in a limited number of steps, so that a hostile schema cannot
-take exponential time.
+"""Check values against JSON schemas in a limited number of steps.
 
-A schema of a few lines can take exponential time: each level of ``{"anyOf": [{"$ref": "#/$defs/b"},
-{"$ref": "#/$defs/b"}]}`` doubles the work. Every applied keyword therefore counts as one step, or
-several if it is expensive, and the number of steps that a check may take grows with the size of the
-value. A check that needs more is rejected. The limit counts steps rather than time, so it is the
-same on every machine.
+A hostile schema therefore cannot take exponential time. A schema of a few lines can take
+exponential time: each level of ``{"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/b"}]}``
+doubles the work. Every applied keyword therefore counts as one step, or several if it is expensive,
+and the number of steps that a check may take grows with the size of the value. A check that needs
+more is rejected. The limit counts steps rather than time, so it is the same on every machine.
 
 Untrusted schemas (from a session's code or the callers of a server) are also limited to
 ``MAX_NODES`` values. RE2 matches their regular expressions, in time that is linear in the text:
@@ -24,7 +23,8 @@ from typing import Any
 from ramify.errors import ConfigError
 
 MAX_STEPS = 50_000
-"""Maximum number of steps of any check, which take about a second."""
+"""Number of steps that every check may take, about a second of work. ``STEPS_PER_NODE`` adds to
+it."""
 STEPS_PER_NODE = 100
 """Additional steps allowed for each value inside the checked value."""
 MAX_NODES = 5_000
@@ -55,7 +55,8 @@ class _Budget:
             raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
-        """Return the number of values inside a part of the schema or of the checked value.
+        """Return the number of values inside ``value``, a part of the schema or of the checked
+        value.
 
         Results are cached by the object's ``id()``, so the object must outlive the budget.
         """
@@ -101,8 +102,8 @@ class JsonSchema:
         self._validator = _counting_validator(kind, trusted)(schema, registry=registry)
 
     def find_mismatch(self, value: Any) -> str | None:
-        """Return a description of what is wrong with ``value`` (plain JSON), or None if the value
-        matches the schema.
+        """Return what is wrong with ``value`` (plain JSON), or None if the value matches the
+        schema.
 
         Raises SchemaCheckTooLong if the check needs too many steps.
         """
@@ -189,7 +190,7 @@ def _compile_pattern(text: str) -> Any:
 
 
 def _regex_advice(why: str) -> str:
-    """Return advice on what to write instead of a regular expression that RE2 rejected.
+    """Return advice on how to replace a regular expression that RE2 rejects.
 
     ``why`` is the error message of RE2.
     """
@@ -255,7 +256,7 @@ def _counting_validator(kind: Any, trusted: bool) -> Any:
 
 
 def _ignore_beside_reference(schema: dict[str, Any]) -> Any:
-    """Return the keywords of ``schema`` that take effect in JSON Schema up to draft 7.
+    """Return the keywords that apply in ``schema`` up to draft 7: only ``$ref``, if present.
 
     In these drafts, a ``$ref`` overrides all keywords next to it.
     """

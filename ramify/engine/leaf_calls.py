@@ -1,5 +1,4 @@
-"""Let a strategy, which is code that answers a question in the engine's place, ask a model many
-small questions.
+"""Let a strategy (code that answers a question itself) ask a model many small questions.
 
 Each question becomes one recorded plain model call, a "leaf call".
 
@@ -33,12 +32,12 @@ from ramify.errors import ReplayDiverged
 from ramify.types.trajectory import CallSite, Stop
 
 _BEGUN_PER_SLOT = 2
-"""Maximum leaf calls started at once per slot of the rate limiter: one runs, one waits."""
+"""Leaf calls (model calls on one part of a text) started at once, per request allowed in flight:
+one runs, one waits."""
 
 
 class LeafRequest(msgspec.Struct, frozen=True):
-    """One small question that a strategy wants to ask a model, with its token limit and answer
-    type."""
+    """A strategy's request to a model: one small question, its token limit and its answer type."""
 
     label: str
     """Short description of the question, shown to readers of the run: ``label lines 1-120``."""
@@ -87,14 +86,16 @@ class LeafModelCaller:
 
     @property
     def is_started_by_session(self) -> bool:
-        """True if the strategy was started by code in a session, and False if it answers the run's
-        own question."""
+        """True if code in a session started the strategy, and False if it answers the run's
+        question."""
         return self._rest is not None
 
     @property
     def budget(self) -> BudgetAmount:
-        """The calls, tokens and dollars that the strategy may use, capped by any budget that
-        several runs share."""
+        """The calls, tokens and dollars that the strategy may use.
+
+        They are capped by any budget that several runs share.
+        """
         if self._rest is not None:
             return self._rest
         own = self._run.requests.ledger
@@ -102,7 +103,7 @@ class LeafModelCaller:
 
     @property
     def reasoning_token_allowance(self) -> int:
-        """Tokens of hidden reasoning that each reply may use, in addition to the request's
+        """Maximum tokens of hidden reasoning in one reply, on top of the request's
         ``max_tokens``."""
         return self._run.requests.lengths.reasoning_token_allowance(self.client)
 
@@ -133,10 +134,10 @@ class LeafModelCaller:
             outcomes[index] = await self._ask(leaf, self.client)
 
     async def ask(self, leaf: LeafRequest) -> CallOutcome:
-        """Ask the model of the parent call one question, outside the batches of ``ask_all``, and
-        return the outcome.
+        """Ask one question separately from ``ask_all``, and return the outcome.
 
-        Raises ReplayDiverged if a repeated run differs from its recording.
+        The model is that of the parent call. Raises ReplayDiverged if a repeated run differs from
+        its recording.
         """
         outcome = await self._ask(leaf, self._root.client)
         if isinstance(outcome.failure, ReplayDiverged):

@@ -39,7 +39,7 @@ from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
 DEFAULT_MAX_COST = 5.0
-"""Dollars; the default limit for models that have a price."""
+"""Default limit in dollars on the cost of a question, if any model has a price."""
 
 
 _MAY_BE_ZERO = ("max_depth", "max_reasoning_tokens")
@@ -49,15 +49,15 @@ _WRAP_UP_S = 10.0
 
 
 class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_unknown_fields=True):
-    """Limits on the calls, tokens, dollars, time and nesting of one question, counted over all of
-    its calls.
+    """Limits on the calls, tokens, dollars, time and nesting of one question.
 
-    A limit of zero is an error, except for ``max_depth`` and ``max_reasoning_tokens``.
+    Except where a field says otherwise, all calls of the question count together. A limit of zero
+    is an error, except for ``max_depth`` and ``max_reasoning_tokens``.
     """
 
     max_turns: int = 30
-    """Maximum number of model requests in one RLM call, before one more that asks for a final
-    answer. Each child call counts its own requests."""
+    """Maximum number of turns (model requests) of one RLM call. After them, one more request asks
+    for a final answer. Each child call counts its own turns."""
     max_depth: int = 1
     """How deeply ``rlm_query`` may nest. With 0, only the root has a session, and its ``rlm_query``
     becomes one plain call."""
@@ -66,28 +66,29 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
     max_tokens: int = 20_000_000
     """Maximum number of input and output tokens of the whole tree."""
     max_cost: float | None = None
-    """Dollars for the whole tree. None means 5 if any model has a price, and no limit otherwise."""
+    """Maximum cost of the whole call tree, in dollars. None means 5 dollars if any model has a
+    price, and no limit otherwise."""
     max_seconds: float = 1800.0
-    """Seconds from question to answer. Part of this time is reserved for the final answer: at first
-    a tenth, but at most 30 s; later, the time that measured replies have taken."""
+    """Maximum seconds from question to answer. Part is reserved for the final answer: at first a
+    tenth (at most 30 s), later the time that measured replies took."""
     max_concurrency: int = 64
-    """Requests in flight at once, over the whole tree."""
+    """Maximum number of model requests in flight at once, over the whole call tree."""
     max_children: int = 64
-    """Children of one call that run at once. Each has its own session."""
+    """Maximum number of child calls that one call runs at once. Each has a separate session."""
     max_reply_tokens: int = 8192
-    """Tokens of one reply. In a session, a reply that is truncated there is continued, or asked for
+    """Maximum tokens of one reply. In a session, a reply truncated there is continued, or requested
     again with two and then four times as many."""
     max_sub_reply_tokens: int | None = None
-    """Tokens of one reply to ``llm_query``. None means ``max_reply_tokens``."""
+    """Maximum tokens of one reply to ``llm_query``. None means ``max_reply_tokens``."""
     max_reasoning_tokens: int | None = None
-    """Additional tokens for hidden reasoning in each reply. None means 16,384 for a model that is
-    known to reason (less if its window or the run's budget is small), else 0."""
+    """Maximum tokens of hidden reasoning per reply, in addition to its text. None means 16,384 for
+    a model known to reason (less if its window or the budget is small), else 0."""
     patience_s: float = 600.0
-    """How long a request is retried while its model cannot be reached or gives no usable reply:
-    refused connections, rate limits, 5xx, web pages. Never past ``max_seconds``."""
+    """Seconds for which a request is retried after refused connections, rate limits, 5xx, or web
+    pages instead of replies. Retries never go past ``max_seconds``."""
     stall_s: float = 30.0
-    """How long code may block the run's event loop past ``max_seconds``, in seconds. Then the run
-    is suspended from another thread."""
+    """Seconds for which code may block the run's event loop after ``max_seconds`` has passed. The
+    run is then suspended from another thread."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -105,17 +106,19 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
 
     @property
     def last_word_s(self) -> float:
-        """Seconds before the deadline at which all other work is cancelled, so that the root call
-        can still give a final answer.
+        """Time in seconds reserved before the deadline for the root call's final answer.
 
-        Once the root has received a reply, measured reply times replace this initial value.
+        All other work is cancelled when this time begins. Once the root has received a reply,
+        measured reply times replace this initial value.
         """
         return min(30.0, 0.1 * self.max_seconds)
 
     @property
     def last_word_tokens(self) -> int:
-        """Maximum length of the root call's final reply, in tokens, for which budget is
-        reserved."""
+        """Maximum length in tokens of the root call's final reply.
+
+        Budget is reserved for this reply.
+        """
         return min(self.max_reply_tokens, 4096)
 
     def retry_patience_s(self, last_word: Stop | None) -> float:
@@ -143,11 +146,11 @@ class BudgetAmount(NamedTuple):
         )
 
     def within(self, limit: BudgetAmount) -> bool:
-        """Return True if the calls, tokens and cost are each at most those of ``limit``."""
+        """Return True if calls, tokens and cost do not exceed those of ``limit``."""
         return self.calls <= limit.calls and self.tokens <= limit.tokens and self.cost <= limit.cost
 
     def least(self, other: BudgetAmount) -> BudgetAmount:
-        """Return the minimum of two amounts, taken separately for calls, tokens and dollars."""
+        """Return the smaller of two amounts, separately for calls, tokens and dollars."""
         return BudgetAmount(
             min(self.calls, other.calls), min(self.tokens, other.tokens), min(self.cost, other.cost)
         )
@@ -164,7 +167,7 @@ _NOTHING = BudgetAmount()
 def max_request_amount(
     max_input_tokens: int, max_output_tokens: int, price: Price | None
 ) -> BudgetAmount:
-    """Return the maximum amount that one request can use.
+    """Return the maximum calls, tokens and dollars that one request can use.
 
     Its cost assumes the highest input price, with or without the provider's prompt cache.
     """
@@ -192,7 +195,7 @@ class ReservationOverrun(NamedTuple):
     """Highest cost of one reply, in dollars."""
 
     def with_report(self, most: Usage, reported: Usage, cost: float) -> ReservationOverrun:
-        """Return the overrun updated with one more reply.
+        """Return the overrun updated with a reply that exceeded its reservation.
 
         The reply used ``reported`` although at most ``most`` was expected.
         """
@@ -205,8 +208,7 @@ class ReservationOverrun(NamedTuple):
         )
 
     def padded_max_usage(self, most: Usage) -> Usage:
-        """Return the expected maximum usage ``most``, increased by the amount by which earlier
-        replies of the model exceeded their expected maximum."""
+        """Return the maximum usage ``most``, increased by the largest overrun so far."""
         return msgspec.structs.replace(
             most,
             input_tokens=max(self.input_tokens, most.input_tokens + self.extra_input),
@@ -218,8 +220,7 @@ _NO_EXCESS = ReservationOverrun()
 
 
 class BudgetLedger:
-    """Tracks the budget of one question across all of its model calls: the amounts spent, reserved
-    and left.
+    """Tracks how much of one question's budget its model calls have spent and reserved.
 
     An instance belongs to one event loop.
     """
@@ -232,7 +233,7 @@ class BudgetLedger:
         shared: BudgetLedger | None = None,
         owner: str = "run",
     ) -> None:
-        """Open a ledger for the given limits.
+        """Open a ledger that enforces the given limits.
 
         ``priced`` is True if any model has a price. ``shared`` is the ledger of a budget that
         several runs share; each amount is reserved there too. ``owner`` names the owner of the
@@ -276,16 +277,17 @@ class BudgetLedger:
         return Stop.MAX_COST if total.cost > limit.cost * (1 + 1e-9) else None
 
     def limit_exceeded_by(self, amount: BudgetAmount) -> Stop | None:
-        """Return the limit that ``amount`` would exceed even if all outstanding requests turned out
-        to be free.
+        """Return the limit that ``amount`` would exceed even if all pending requests cost nothing.
 
         Return None if there is no such limit.
         """
         return self._first_exceeded(self._committed_amount().plus(amount))
 
     def record_turn_refusal(self, exceeded: Stop, turn: BudgetAmount, final: BudgetAmount) -> None:
-        """Store the sentence that explains why ``turn`` is not begun: together with ``final``, the
-        final request that may follow it, it would exceed the limit ``exceeded``."""
+        """Record why ``turn`` is refused: with the final request, it would exceed a limit.
+
+        ``exceeded`` is that limit, and ``final`` is the final request that may follow ``turn``.
+        """
         committed = self.spent.plus(self.outstanding)
         what = "the next turn and the final reply, with their prompts,"
         self.refusals[exceeded] = self._refusal(exceeded, turn.plus(final), committed, what)
@@ -302,7 +304,7 @@ class BudgetLedger:
         return own if self.shared is None else min(own, self.shared.calls_left())
 
     def reserve_final_answer(self, amount: BudgetAmount) -> Stop | None:
-        """Hold back ``amount`` for the run's final answer, in place of any amount held back before.
+        """Hold back ``amount`` for the run's final answer, replacing any earlier hold.
 
         Return None on success. If a limit would be exceeded, change nothing and return that limit.
         """
@@ -316,7 +318,7 @@ class BudgetLedger:
 
     @property
     def is_paused_by_overrun(self) -> bool:
-        """True while no request may be sent because a reply used more than its reservation.
+        """True while new requests are blocked because a reply used more than was reserved for it.
 
         The requests in flight must be settled first.
         """
@@ -339,14 +341,13 @@ class BudgetLedger:
             raise
 
     def reserve_sent(self, amount: BudgetAmount) -> None:
-        """Reserve budget for a request that an earlier process has already sent, even if a limit is
-        then exceeded."""
+        """Reserve budget, even beyond the limits, for a request that an earlier process sent."""
         if self.shared is not None:
             self.shared.reserve_sent(amount)
         self.outstanding = self.outstanding.plus(amount)
 
     async def _reserve(self, amount: BudgetAmount) -> None:
-        """Wait until ``amount`` fits into this ledger, and reserve it there alone."""
+        """Wait until ``amount`` fits into this ledger, and reserve it in this ledger only."""
         total = self.outstanding.plus(amount)
         is_next = not self._waiting and not self.is_draining
         committed = self.spent if self.held is _NOTHING else self._committed_amount()
@@ -372,7 +373,7 @@ class BudgetLedger:
             raise
 
     def is_excess(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> bool:
-        """Return True if a reply used more than was reserved for it."""
+        """Return True if the usage or cost of a reply exceeds what was reserved for it."""
         if usage.total_tokens > reserved.tokens:
             return True
         is_dear = cost is not None and cost > reserved.cost * (1 + 1e-9)
@@ -391,11 +392,10 @@ class BudgetLedger:
         self._book(usage, cost)
 
     def charge(self, usage: Usage, cost: float | None, *, is_recorded: bool = False) -> None:
-        """Charge spending that was not reserved in this ledger, such as replies that a resumed run
-        had already received.
+        """Charge spending that was not reserved in this ledger.
 
-        If ``is_recorded`` is True, a shared budget is not charged again, because it has already
-        counted this spending.
+        An example is a reply that a resumed run had already received. If ``is_recorded`` is True, a
+        shared budget is not charged again, because it has already counted this spending.
         """
         if self.shared is not None and not is_recorded:
             self.shared.charge(usage, cost)
@@ -502,7 +502,7 @@ class BudgetLedger:
 
 
 class BudgetReservation:
-    """The budget reserved for one request, reserved again for each attempt to send it.
+    """The budget reservation of one request, renewed for each attempt to send it.
 
     The amount grows if the model has reported more usage than expected for earlier requests.
     """
@@ -526,12 +526,11 @@ class BudgetReservation:
 
     @property
     def cost(self) -> float | None:
-        """Cost in dollars that is recorded for an attempt without reported usage; None if the model
-        has no price."""
+        """Cost in dollars recorded for an attempt whose usage is unknown; None without a price."""
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def recompute(self) -> bool:
-        """Recompute the reserved amount if the model has since reported a larger excess.
+        """Update the reserved amount if the model's observed overrun has grown.
 
         Return True if the amount has changed.
         """
@@ -590,8 +589,7 @@ class BudgetReservation:
         return self._ledger.last_excess if is_excess else ""
 
     def record_excess(self, usage: Usage, cost: float | None, request: str) -> None:
-        """Record the usage of an attempt that exceeded its reservation, so that later requests to
-        the model reserve at least as much."""
+        """Record an attempt's excess usage, so that later requests to the model reserve as much."""
         excess = self._ledger.excess.get(self._model, _NO_EXCESS)
         self._ledger.excess[self._model] = excess.with_report(self._most, usage, cost or 0.0)
         reported, reserved = (

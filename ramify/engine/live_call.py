@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class CallMessageHistory(msgspec.Struct):
-    """The conversation of a call so far: its messages, with token counts and token ids as far as
-    they are known."""
+    """The messages of a call so far, and their token counts and token ids if known."""
 
     keeps_ids: bool = True
     """False if replies are recorded without token ids."""
@@ -90,7 +89,7 @@ class CallMessageHistory(msgspec.Struct):
         return min(by_bytes, self.counted[1] + 4 * reused + num_new)
 
     def _max_tokens_of_first(self, num: int, model: str) -> int:
-        """Return an upper bound on the tokens of the first ``num`` messages for ``model``.
+        """Return an upper bound on the tokens that ``model`` counts in the first ``num`` messages.
 
         Results are cached until another model is asked for.
         """
@@ -102,8 +101,7 @@ class CallMessageHistory(msgspec.Struct):
         return bounds[num]
 
     def server_counted_tokens(self) -> int:
-        """Return the tokens of the conversation so far as counted by the server, or 0 if the server
-        reported no count."""
+        """Return the server's token count for the conversation so far, or 0 if it reported none."""
         return self.counted[1] if self.counted else 0
 
     def known_prefix_ids(self, reused: int) -> KnownPrefix | None:
@@ -118,7 +116,7 @@ class CallMessageHistory(msgspec.Struct):
         return None
 
     def strip_stored_ids(self, reply: Reply) -> tuple[Reply, int]:
-        """Remove the prompt token ids from ``reply`` that the call has already stored.
+        """Remove from ``reply`` the prompt token ids that the call already stores.
 
         Return the shortened reply and the number of ids removed. If the call does not keep token
         ids, remove all per-token data.
@@ -133,7 +131,7 @@ class CallMessageHistory(msgspec.Struct):
         return msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[reused_ids:]), reused_ids
 
     def add_turn(self, reused: int, new: Sequence[Message], reply: Reply, reused_ids: int) -> None:
-        """Add a turn to the history.
+        """Add a finished turn to the call's history.
 
         The prompt of the turn was the first ``reused`` messages of the history followed by ``new``.
         ``reply`` and ``reused_ids`` come from ``strip_stored_ids``.
@@ -160,8 +158,7 @@ class CallMessageHistory(msgspec.Struct):
 
 
 class LiveCall:
-    """A model call in progress: its question, its position in the call tree, and its conversation
-    so far."""
+    """A model call in progress: its question, its place in the call tree, and its conversation."""
 
     def __init__(
         self,
@@ -229,7 +226,7 @@ class LiveCall:
         return f"{self.id}.{self.num_children}"
 
     def fork(self, num_turns: int | None = None, num_messages: int = 0) -> LiveCall:
-        """Return a copy of this call that continues separately from the current state.
+        """Return an independent copy of this call in its current state.
 
         If ``num_turns`` is given, the copy has only the first ``num_turns`` turns, whose history
         had ``num_messages`` messages.

@@ -1,5 +1,4 @@
-"""Write the unfinished replies of a run to a file as they arrive, for web pages that show the run
-live.
+"""Write the unfinished replies of a run to a file, for web pages that show the run live.
 
     no page:   checks twice per second whether a page has created a file; no work per piece
     a page:    unfinished replies ── at most four times a second ──> ``store/live_replies.py``
@@ -18,18 +17,18 @@ from ramify.clients.base import ReplyPiece
 from ramify.store.live_replies import MAX_CHARS, ArrivingReply, LiveReplyFileWriter
 
 _LOOK_S = 0.5
-"""Seconds between checks for a web page that follows the run."""
+"""Seconds between checks for an open web page that shows the run live."""
 _WRITE_S = 0.25
-"""Seconds between two writes."""
+"""Seconds between two writes of unfinished replies, while a web page shows the run live."""
 _TAIL_CHARS = 2 * MAX_CHARS
-"""Characters that are searched for secrets: more than are shown, so that none is cut in two."""
+"""Number of characters at the end of an unfinished reply that are searched for secrets. It exceeds
+what is shown, so that no secret is cut in two."""
 
 
 class LiveReplyWriter:
-    """Writes the unfinished replies of one run to a file, several times per second while a web page
-    follows the run.
+    """Writes the unfinished replies of one run to a file while a web page follows the run.
 
-    An instance belongs to the run's event loop.
+    The file is written several times per second. An instance belongs to the run's event loop.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Offer the tools of MCP servers in a session as Python functions, through the official MCP SDK
-(the extra ``mcp``).
+"""Offer the tools of MCP servers in a session as Python functions.
+
+This uses the official MCP SDK (the extra ``mcp``).
 
     with ramify.McpTools("uvx mcp-server-git", "https://host/mcp") as tools:
         ramify.RLM("openai:gpt-5-mini", tools=tools).completion("What changed last week?")
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
 
 CONNECT_S = 120.0
-"""Seconds that a server may take to start. Some download themselves first."""
+"""Default time limit in seconds for the start of an MCP server. Some servers are downloaded when
+they are started."""
 _MOST_CHARS = 600
 """Maximum characters of a tool's description that the model sees."""
 _TYPES: dict[str, type] = {
@@ -51,7 +53,7 @@ _TYPES: dict[str, type] = {
 
 
 class McpTools(Mapping[str, Callable[..., Any]]):
-    """A mapping of names to the tools of one or more MCP servers.
+    """A mapping from names to the tools of one or more MCP servers.
 
     Pass it as ``RLM(tools=…)``, alone or combined with other tools: ``{**tools, "own": own}``.
 
@@ -225,10 +227,10 @@ def _is_address(server: str) -> bool:
 
 
 def _split(server: str) -> tuple[dict[str, str], list[str]]:
-    """Split a server's command line into its leading environment variables (``NAME=VALUE``) and the
-    words of the command.
+    """Split a server's command line into its environment variables and the words of the command.
 
-    Raises ConfigError if the command is missing.
+    The variables precede the command in the form ``NAME=VALUE``. Raises ConfigError if the command
+    is missing.
     """
     try:
         words = shlex.split(server)
@@ -270,7 +272,7 @@ def _client(server: str, errors: Any) -> Client:
 
 
 async def _all_tools(client: Client) -> list[Tool]:
-    """Return all tools of a server, reading its list page by page."""
+    """Return all tools of a server, which lists them in pages."""
     tools: list[Tool] = []
     cursor: str | None = None
     for _ in range(100):

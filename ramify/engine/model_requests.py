@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 
 _LEAST_REPLY_TOKENS = 512
-"""A shorter reply is of no use in a session."""
+"""Minimum tokens of a reply in a session. A shorter one is of no use."""
 _BYTES_PER_TOKEN = 4
-"""Usual bytes of text in one token."""
+"""Typical number of bytes of text per token."""
 
 
 class ModelRequestSender:
@@ -96,11 +96,13 @@ class ModelRequestSender:
         self._last_word: BudgetReservation | None = None
         """Reservation for the root call's final request."""
         self._last_word_limit: int | None = None
-        """Maximum tokens of the reply that this reservation covers; None if nothing was held."""
+        """Maximum tokens of the final reply for which budget is reserved; None if no budget is
+        reserved for it."""
         self._has_excess = False
         """True once a reply used more than was reserved."""
         self._repeated: set[tuple[str, int]] = set()
-        """(call, turn) of each turn whose recorded attempts were repeated."""
+        """(call id, turn) of each turn of a repeated run whose recorded failed attempts have
+        already been recorded and charged again."""
 
     async def ask(
         self,
@@ -191,7 +193,7 @@ class ModelRequestSender:
         return reply
 
     def _sampling(self, call: LiveCall, max_tokens: int, asked: Sampling | None) -> Sampling:
-        """Return the sampling options for a reply of at most ``max_tokens`` tokens.
+        """Return the sampling options for a reply of ``call`` with at most ``max_tokens`` tokens.
 
         Stop strings requested by an external agent are added to those of the run.
         """
@@ -205,7 +207,7 @@ class ModelRequestSender:
         return sampling
 
     def partial_replies(self) -> list[ArrivingReply]:
-        """Return the replies that have only partly arrived."""
+        """Return the replies that have arrived only in part."""
         return [
             join_pieces(turn.call.id, turn.call.turn, turn.arrived)
             for turn in self.under_way
@@ -213,7 +215,7 @@ class ModelRequestSender:
         ]
 
     def remove_in_flight(self, turn: TurnRequester) -> None:
-        """Remove ``turn`` from the requests in flight, because its outcome is recorded.
+        """Remove ``turn`` from the requests in flight after its outcome was recorded.
 
         If the run is being suspended and this was the last such request, the run ends.
         """
@@ -221,7 +223,7 @@ class ModelRequestSender:
         self.ending.finish_suspension_if_idle()
 
     def note_overrun(self, call: LiveCall, text: str) -> None:
-        """Record that a reply used more than was reserved.
+        """Record that a reply used more than was reserved for it.
 
         Only the first such record is a warning, because some models exceed every reservation.
         """
@@ -231,7 +233,7 @@ class ModelRequestSender:
         self.recorder.note(call.id, note, is_warning=is_first)
 
     def max_reply_tokens(self, call: LiveCall, longer: int = 1) -> int:
-        """Return the maximum tokens of a reply of ``call``, hidden reasoning included.
+        """Return the maximum tokens of a reply of ``call``, including hidden reasoning.
 
         ``longer`` multiplies the part without reasoning.
         """
@@ -241,8 +243,10 @@ class ModelRequestSender:
         return full if call.shrunk is None else min(full, call.shrunk[0])
 
     def visible_reply_token_limit(self, call: LiveCall) -> tuple[int, str]:
-        """Return the maximum tokens of a reply of ``call``, without hidden reasoning, and the name
-        of the setting that determines this maximum."""
+        """Return the maximum tokens of a reply of ``call``, not counting hidden reasoning.
+
+        The second value names the setting that determines this maximum.
+        """
         is_plain = call.kind in ("lm", "leaf") and call.parent is not None
         return self.lengths.visible_reply_token_limit(call.client, call.depth, is_plain)
 
@@ -254,7 +258,7 @@ class ModelRequestSender:
     def reserve_final_request(
         self, call: LiveCall, new: Sequence[Message], longer: int = 1
     ) -> Stop | None:
-        """Hold back the cost of the root call's final request before the root takes its next turn.
+        """Hold back budget for the root call's final request before the root's next turn.
 
         ``new`` holds the messages of that turn. Return the limit that both requests together would
         exceed, or None.
@@ -283,7 +287,7 @@ class ModelRequestSender:
     def _hold_final_budget(
         self, call: LiveCall, new: Sequence[Message], reply_tokens: int, output_tokens: int
     ) -> Stop | None:
-        """Hold back budget for the root's final request, which may follow the next turn.
+        """Hold back budget for the root's final request after a next turn of maximum size.
 
         ``reply_tokens`` and ``output_tokens`` are the maximum sizes of that turn's reply and of its
         code's output. Return the limit that either request would exceed, or None.
@@ -337,7 +341,7 @@ class ModelRequestSender:
         return limit
 
     def increase_final_reserve(self) -> None:
-        """Hold back more budget for the root call's final answer.
+        """Increase the budget held back for the root call's final answer.
 
         Called after a reply used more than was reserved for it, because the final answer may do the
         same.
@@ -346,11 +350,11 @@ class ModelRequestSender:
             self.ledger.reserve_final_answer(self._last_word.amount)
 
     def _find_reply(self, turn: TurnRequester) -> tuple[Reply, int] | None:
-        """Return the reply to this request from the recorded run or from the cache, and how many of
-        its prompt token ids are already stored.
+        """Return the recorded or cached reply to a turn's request, if there is one.
 
-        Return None if there is no such reply. Raises the recorded error if the recorded run
-        received an error instead.
+        The second value is the number of its prompt token ids that are already stored. Return None
+        if there is no such reply. Raises the recorded error if the recorded run received an error
+        instead.
         """
         call, recording = turn.call, self.recording
         if recording is not None:
@@ -379,11 +383,10 @@ class ModelRequestSender:
         return None
 
     def _repeat_attempts(self, recording: RunEventIndex, turn: TurnRequester) -> None:
-        """Record and charge this turn's recorded attempts that failed or were in flight, because
-        the provider may have billed them.
+        """Repeat the record and the charge of a turn's failed or interrupted attempts.
 
-        This happens once per turn, even if the turn has several prompts because the first did not
-        fit the window.
+        The provider may have billed them. This happens once per turn, even if the turn has several
+        prompts because the first did not fit the window.
         """
         place = turn.call.id, turn.call.turn
         if place in self._repeated:
@@ -396,7 +399,7 @@ class ModelRequestSender:
             turn.charge_in_flight()
 
     def _check_open(self, turn: TurnRequester) -> None:
-        """Raise LimitReached if the run is about to end and this is not a final request.
+        """Raise LimitReached for any request except a final one if the run is about to end.
 
         For the final request of the root call, release the budget that was held back.
         """
@@ -406,7 +409,7 @@ class ModelRequestSender:
             self.ledger.held = BudgetAmount()
 
     def _complete_reply(self, turn: TurnRequester, reply: Reply) -> tuple[Reply, int]:
-        """Complete a reply that has just arrived, and add it to the cache.
+        """Prepare a reply that has just arrived for recording, and add it to the cache.
 
         Return the reply without the token ids that are already stored, and the number of those ids.
         """
@@ -417,7 +420,7 @@ class ModelRequestSender:
 
 
 class TurnRequester:
-    """The model request of one turn.
+    """Manages the budget and the records of one turn's model request.
 
     It reserves budget for each attempt, and records the attempts and the reply.
     """
@@ -430,7 +433,7 @@ class TurnRequester:
         reused: int,
         last_word: Stop | None,
     ) -> None:
-        """Create the request for the next turn of ``call``.
+        """Prepare the request for the next turn of ``call``.
 
         The first ``reused`` messages of its prompt are already part of the conversation.
         ``last_word`` is the reason if this is the final request of the call.
@@ -461,8 +464,7 @@ class TurnRequester:
         """A warning if the reply used more than was reserved, or an empty string."""
 
     def use_recorded_prompt(self, recording: RunEventIndex) -> None:
-        """Use the recorded prompt if it differs from the new one only in the numbers of the run's
-        limits.
+        """Use the recorded prompt if it differs from the new one only in the limits it states.
 
         If these limits have changed, system messages are not compared, because the rest of their
         text depends only on settings that were already compared.
@@ -520,7 +522,7 @@ class TurnRequester:
         call.finish_turn(self._reused, self._new, reply, reused_ids)
 
     def forward_reply_piece(self, piece: ReplyPiece) -> None:
-        """Pass a newly arrived piece of the reply to those who follow the run live.
+        """Pass a newly arrived piece of the reply to live listeners.
 
         The reply is recorded only once it is complete or the attempt has failed.
         """
@@ -563,8 +565,7 @@ class TurnRequester:
         self._record_failed_attempt(error, usage, cost)
 
     def charge_recorded_reply(self, reply: Reply) -> None:
-        """Charge the budget for a recorded reply, which the run received before it was
-        interrupted."""
+        """Charge the budget for a recorded reply from before the run was interrupted."""
         ledger, usage = self._requests.ledger, reply.usage
         if not usage.unknown_calls and ledger.is_excess(
             self._reservation.amount, usage, reply.cost
@@ -583,8 +584,7 @@ class TurnRequester:
         self._record_failed_attempt(SENT_AGAIN, usage, cost)
 
     def max_usage_and_cost(self) -> tuple[Usage, float | None]:
-        """Return upper bounds on the usage and the cost of the request, which are the reserved
-        amounts."""
+        """Return upper bounds on the request's usage and cost: the amounts reserved for it."""
         return self._reservation.usage, self._reservation.cost
 
     @property
@@ -608,8 +608,7 @@ class TurnRequester:
 
 
 def _shorter_replies(longest: int) -> Iterator[int]:
-    """Yield the reply limits to try, in tokens, if the budget is small: ``longest``, then half as
-    many each time, and in the end 512.
+    """Yield token limits for a reply on a small budget, halving ``longest`` until 512 is reached.
 
     A reply of fewer tokens is of no use, so ``longest`` is the only limit if it is smaller.
     """
@@ -621,15 +620,19 @@ def _shorter_replies(longest: int) -> Iterator[int]:
 
 
 def _without_cost(reply: Reply) -> Reply:
-    """Return a copy of ``reply`` without usage and cost, because a reused reply is not paid for
-    again."""
+    """Return a copy of ``reply`` without usage and cost.
+
+    A reused reply is not paid for again.
+    """
     cost = None if reply.cost is None else 0.0
     return msgspec.structs.replace(reply, usage=Usage(), cost=cost)
 
 
 def request_hash(model: str, request: Request) -> str:
-    """Return a hash of everything that determines the reply to a request: model, prompt, sampling
-    options, schema and tools."""
+    """Return a hash of everything that determines the reply to a request.
+
+    This is the model, prompt, sampling options, schema and tools.
+    """
     import hashlib
 
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
@@ -682,8 +685,7 @@ def prepare_for_record(
 
 
 def filtered_reply_error(model: str, reply: Reply) -> ReplyFiltered:
-    """Create the error for a reply that was stopped by a content filter, or in which the model
-    refused to answer."""
+    """Return the error for a reply that a content filter stopped or the model refused to give."""
     text, stopped_by = reply.message.content, reply.filter or "content_filter"
     if stopped_by == "refusal":
         quote = f": {text[:200]!r}" if text else ""

@@ -62,7 +62,7 @@ async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False)
 
 
 def read_in_helper(reading: bytes) -> bytes:
-    """Parse one encoded reply in the helper process, and return the encoded result."""
+    """Parse an encoded reply in the helper process, and encode the result."""
     given = _decode_reading(reading)
     action = given.scaffold.read(given.message, given.is_cut)
     return _encode(ParsedReply(action, prose_of(given.message.content)))

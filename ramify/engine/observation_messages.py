@@ -1,8 +1,8 @@
-"""Write the messages that a model receives after its first one: the results of its code, warnings,
-and the request for a final answer.
+"""Write the messages that a model receives after its first one.
 
-Prompts only grow, so everything that changes from turn to turn (the turn count, the remaining
-limits) is stated here.
+They contain the results of its code, warnings, and the request for a final answer. Prompts only
+grow, so everything that changes from turn to turn (the turn count, the remaining limits) is stated
+here.
 
 The texts of this file are part of the models' behavior: recorded runs and trained policies depend
 on them.
@@ -124,10 +124,10 @@ def shorten_message(message: Message, share: int, terse_chars: int) -> Message:
 
 
 def cell_report(cell: Cell) -> str:
-    """Return the text that the model sees after a piece of its code (a cell) has run: the output,
-    the value of the last expression and the error.
+    """Return the text that the model sees after one of its code cells has run.
 
-    The output must be truncated already.
+    It contains the output, the value of the last expression and the error. The output must be
+    truncated already.
     """
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [f"=> {cell.value}"] if cell.value is not None else []
@@ -168,7 +168,7 @@ def idle_reminder(num_idle: int, max_idle: int) -> str:
 
 
 def recovered_value_notes(note: Mapping[str, Any], has_failed: bool) -> list[str]:
-    """Return notes that tell the model which variables hold values saved from its last cell.
+    """Return notes that name the variables in which values of a model's last cell were saved.
 
     Saved values are replies that arrived before a failure, and values that the cell assigned to
     reserved names.
@@ -207,8 +207,7 @@ def observation_message(
 
 
 def terse_cell_report(cell: Cell, max_chars: int) -> str:
-    """Return the result of a cell (piece of code) in at most ``max_chars`` characters: its output,
-    and the line that names its error.
+    """Return a cell's output and error line, shortened to at most ``max_chars`` characters.
 
     The error line gets at least half of the space.
 
@@ -225,7 +224,9 @@ def terse_cell_report(cell: Cell, max_chars: int) -> str:
 
 
 def _error_line(error: str) -> str:
-    """Return the line of a traceback that names the error: the first line after the source lines.
+    """Return the line of a traceback that names the error.
+
+    It is the first line after the source lines.
 
     >>> _error_line("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
     'ValueError: no'
@@ -247,7 +248,7 @@ _LAST = {"turns": 1, "calls": 2}
 def low_limit_warnings(
     standing: Iterable[tuple[str, float, float]], told: dict[str, int]
 ) -> list[str]:
-    """Return one warning for the model per limit that is nearly used up.
+    """Return a warning for the model about each limit that is nearly used up.
 
     Each limit is mentioned when a quarter is left, when a tenth is left, and before the last turn.
     ``told`` stores the warnings already given, and is updated.
@@ -281,8 +282,8 @@ _LIMITS = lazy_pattern(
 
 
 def strip_limit_text(message: Message) -> Message:
-    """Return ``message`` with the limits of its run removed, so that prompts of runs with different
-    limits can be compared."""
+    """Return ``message`` without its run's limits, so that prompts of different runs can be
+    compared."""
     return msgspec.structs.replace(message, content=_LIMITS.sub("", message.content))
 
 

@@ -1,5 +1,6 @@
-"""Export the events of a run as OpenTelemetry spans (the extra ``otel``), following OpenTelemetry's
-conventions for generative AI.
+"""Export the events of a run as OpenTelemetry spans (the extra ``otel``).
+
+The spans follow OpenTelemetry's conventions for generative AI.
 
     invoke_agent ramify                     the run            gen_ai.conversation.id = its id
     └── invoke_agent 0                      a session: of the root or of a child
@@ -57,14 +58,14 @@ _PROVIDERS = {
     "vertex_ai": "gcp.vertex_ai",
     "xai": "x_ai",
 }
-"""Our provider name -> its name in OpenTelemetry's conventions, if the two differ."""
+"""Ramify's name of a provider -> its name in OpenTelemetry's conventions, if the two differ."""
 _PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 _PYTHON = "python"
 """Tool name used for running a cell (piece of code)."""
 
 
 def tracing_listeners() -> tuple[Listener, ...]:
-    """Return a listener that creates spans for one run or conversation, as a tuple.
+    """Return a tuple with a listener that creates spans for one run or conversation.
 
     The tuple is empty if this process has no tracer provider that records spans.
     ``opentelemetry.trace`` must already be imported.
@@ -78,7 +79,7 @@ def tracing_listeners() -> tuple[Listener, ...]:
 
 @contextlib.contextmanager
 def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Provide a context manager that makes new runs part of the caller's OpenTelemetry trace.
+    """Make runs that start in a ``with`` block part of the caller's OpenTelemetry trace.
 
     The HTTP header ``traceparent`` names that trace; without this header, nothing changes.
     """
@@ -95,8 +96,7 @@ def continue_trace(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 class OpenTelemetryListener:
-    """Creates OpenTelemetry spans from the events of one run, or of the consecutive runs of a
-    conversation."""
+    """Creates OpenTelemetry spans from the events of a run or of a conversation's runs."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
         """Create a listener that sends spans to ``tracer``.
@@ -117,7 +117,7 @@ class OpenTelemetryListener:
         self._tree = CallTree()
         self._sessions: dict[str, Span] = {}
         self._requests: dict[str, Span] = {}
-        """Call -> its request in flight."""
+        """Call id -> span of the call's request in flight."""
         self._cells: dict[tuple[str, int, int], Span] = {}
 
     def __call__(self, event: AnyEvent) -> None:
@@ -287,9 +287,9 @@ class OpenTelemetryListener:
     # --- spans ------------------------------------------------------------------------------------
 
     def _parent_span(self, parent: CallSite | None) -> Span | None:
-        """Return the span of the code cell that made a call, starting that span if necessary.
+        """Return the span above a call, which is that of the code cell that made it.
 
-        Return the span of the run if ``parent`` is None.
+        The span is started if necessary. Return the span of the run if ``parent`` is None.
         """
         if parent is None:
             return self._run
@@ -327,7 +327,7 @@ class OpenTelemetryListener:
         )
 
     def _close(self, span: Span, at_s: float, stop: Stop | None = None) -> None:
-        """End ``span``, and record ``stop`` as the reason if it is given.
+        """End ``span``, and record on it why it ended, if ``stop`` is given.
 
         Errors and cancellations mark the span as failed. Reaching a limit does not.
         """
@@ -345,7 +345,7 @@ class OpenTelemetryListener:
 
 
 def _model_attributes(name: str) -> dict[str, str]:
-    """Return the span attributes for the provider and the model.
+    """Return the span attributes that name a model and its provider.
 
     ``name`` is a full model name, such as ``openai:gpt-5-mini@http://…``.
     """
@@ -381,8 +381,10 @@ def _tool_attributes(name: str) -> dict[str, str]:
 
 
 def _messages_json(messages: Sequence[Message], finish: str = "") -> str:
-    """Return messages as JSON in the format of OpenTelemetry's conventions, for example ``[{"role":
-    "user", "parts": [{"type": "text", "content": "…"}]}]``."""
+    """Return messages as JSON in the format of OpenTelemetry's conventions.
+
+    For example ``[{"role": "user", "parts": [{"type": "text", "content": "…"}]}]``.
+    """
     written = []
     for message in messages:
         parts: list[dict[str, Any]] = []

@@ -25,11 +25,11 @@ _OF_A_TASK = "task"
 def scope_warning(
     model: Model | Client, question: str, context: Any, config: Mapping[str, Any]
 ) -> str | None:
-    """Return a warning if ``model``, which answers the root call, was trained only for another kind
-    of question.
+    """Return a warning if a question is outside what ``model`` was trained for.
 
-    Otherwise return None. Clients that the caller created, such as that of a training run, are not
-    checked. ``config`` holds the settings and the metadata of the run.
+    ``model`` answers the root call. Otherwise return None. Clients that the caller created, such as
+    that of a training run, are not checked. ``config`` holds the settings and the metadata of the
+    run.
     """
     if not isinstance(model, Model) or _OF_A_TASK in config:
         return None

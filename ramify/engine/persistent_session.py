@@ -1,4 +1,4 @@
-"""Manage the Python session of one call, in which the model runs pieces of code, its cells.
+"""Manage the Python session in which a call's cells (pieces of code) run.
 
 If a cell kills the session, a new one is brought to the same state by running the earlier cells
 again.
@@ -56,7 +56,7 @@ _FEW = 64
 
 
 class PersistentSession:
-    """The Python namespace of one call of a run.
+    """The Python session of one call, which is rebuilt if its process dies.
 
     It outlives the process that holds it: if a session dies, the notebook opens another one and
     runs the earlier cells again.
@@ -71,8 +71,7 @@ class PersistentSession:
         self._cell_history = CellHistory()
 
     def take_over(self, previous: PersistentSession) -> None:
-        """Take over the session and the cell history of ``previous``, the notebook that answered
-        the previous question of the conversation."""
+        """Take over the session and the cell history of the conversation's previous question."""
         self._session, previous._session = previous._session, None
         opening, previous._opening = previous._opening, None
         failed = (
@@ -86,7 +85,7 @@ class PersistentSession:
             self.run.ending.register_session(self._session)
 
     async def fork(self, call: LiveCall) -> PersistentSession:
-        """Return a second notebook, for ``call``, with a copy of the current session.
+        """Return a copy of this session and its cell history for ``call``.
 
         Raises SandboxError if the session cannot be forked.
         """
@@ -194,8 +193,7 @@ class PersistentSession:
         )
 
     def replace_with_recorded(self, cell: Cell, recorded: Cell) -> Cell:
-        """Return ``recorded``, the recorded result of a cell that was run again, and add a note to
-        the run if the new output differs.
+        """Return a rerun cell's recorded result, and add a note to the run if the output differs.
 
         The recorded output is shown to the model because its recorded replies refer to it.
         """
@@ -227,7 +225,7 @@ class PersistentSession:
         return f"{text}\n{observation_messages.STARTED_ANEW}{f' ({problem})' if problem else ''}"
 
     async def _rebuild(self) -> str | None:
-        """Run the earlier cells again in a new session, to restore the state of the one that died.
+        """Restore the state of a dead session by rerunning its cells in a new one.
 
         Returns None on success. Otherwise, clears the history and returns the reason.
         """
@@ -304,8 +302,10 @@ def _prelude(max_output_chars: int) -> str:
 
 
 class RecordedHostCall(msgspec.Struct, frozen=True):
-    """A function call that a cell's code made to the host, such as a question to a model, with
-    the value or error that it received."""
+    """A function call that a cell made to the host, recorded with its result or error.
+
+    A host call is a function call from the session to the host, such as a question to a model.
+    """
 
     arguments_hash: int
     """Hash of the function and its arguments, from ``host_call_hash``."""
@@ -339,7 +339,7 @@ class CellHistory:
         return CellHistory(self._cells)
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
-        """Add a finished cell, that is, a piece of code that was run.
+        """Add a cell, which is a piece of code that has been run.
 
         ``answers`` holds the results of its calls to models and tools, in the order in which they
         were given.
@@ -397,7 +397,7 @@ class _RecordingHost:
     def __init__(self, answer: Callable[[], Answer]) -> None:
         self._answer = answer
         self.given: list[RecordedHostCall] = []
-        """Answers so far, in order."""
+        """Answers that the host has given to the cell's calls so far, in order."""
         self.fatal: ReplayDiverged | None = None
         """An error that ends the run even if the model's code catches it."""
 
@@ -421,7 +421,7 @@ class _RecordingHost:
 
 
 class _RecordedHost:
-    """Answers the calls of a cell that is run again, with the answers recorded in its first run.
+    """Answers the host calls of a rerun cell with the answers recorded in its first run.
 
     The calls may come in any order, for example from several threads.
     """

@@ -28,8 +28,8 @@ from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Stop
 
 AskModel = Callable[[list[Message], int | None], Awaitable[Reply]]
-"""Function that sends new messages to the model and returns its reply. The number says how many
-earlier messages of the call precede them; None means all."""
+"""Function that sends new messages to the model and returns its reply. Its second argument says how
+many earlier messages of the call precede them; None means all."""
 MAX_REPAIRS = 2
 """Maximum number of times the model is asked again because its reply does not match the schema."""
 LONG_CHARS = 5_000
@@ -40,8 +40,7 @@ is not blocked."""
 def direct_prompt(
     scaffold: Scaffold, text: str, examples: Sequence[PromptExample], question: Question
 ) -> tuple[list[Message], str]:
-    """Build the plain call that answers ``question``: return the messages that precede the prompt,
-    and the prompt.
+    """Return the opening messages and the prompt of a plain call for ``question``.
 
     ``text`` and ``examples`` are the user's instructions and examples for the run.
     """

@@ -1,4 +1,4 @@
-"""The names that a model finds in its session.
+"""The functions and variables available to the model in its session.
 
 This source runs *inside* the session, never in the host.
 
@@ -85,7 +85,7 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def ask_host(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Return the host's answer to a call.
+    """Call a host function from session code, and return its answer.
 
     Raises SubcallError if sub-calls failed.
     """
@@ -158,7 +158,7 @@ def _picture(image: Any) -> Any:
 
 
 def _texts(prompts: Any) -> list[str]:
-    """Return the prompts as text.
+    """Convert the prompts to text.
 
     None and bytes are rejected, because a model would otherwise be asked ``None`` or ``b'…'``.
     """
@@ -204,7 +204,7 @@ def rlm_query_batched(
 
 
 def _shared(value: Any) -> Any:
-    """Return ``value`` in the form that is sent.
+    """Return a child's context to send to the host, or None if it is the session's own.
 
     None stands for the session's own context, which need not be sent.
     """
@@ -227,8 +227,7 @@ def FINAL(value: Any = _MISSING) -> None:
 
 
 def _carried(value: Any) -> Any:
-    """Return a copy of ``value`` as the host will receive it: dataclass objects and the like as
-    dicts, and anything that cannot be sent as text.
+    """Return ``value`` as the host receives it: dataclasses as dicts, unsupported values as text.
 
     Raises ValueError if it exceeds what the host accepts.
     """
@@ -419,7 +418,7 @@ _SIMPLE = {
 
 
 def schema_of(kind: Any) -> Any:
-    """Return the JSON schema of a type; a schema (a dict) and None are returned unchanged."""
+    """Return the JSON schema of a type, or ``kind`` itself if it is a schema (a dict) or None."""
     if kind is None or isinstance(kind, dict):
         return kind
     if kind in _SIMPLE:

@@ -1,4 +1,4 @@
-"""Collect the facts about a run that are stated in the prompt of a call.
+"""Collect the facts about a run that a call's prompt states.
 
 They come from the run's settings, models and limits.
 
@@ -99,7 +99,7 @@ def facts_of(
 
 
 def check_instructions_fit(setup: RlmSetup, models: ModelsByDepth) -> None:
-    """Raise ConfigError if the user's instructions cannot be added to every prompt.
+    """Raise ConfigError if the user's instructions are too long or prompts have no place for them.
 
     Reasons are that they are too long for a model's window, or that the prompt format has no system
     message.
@@ -132,8 +132,7 @@ def _mounts(spec: SandboxSpec) -> tuple[MountedPath, ...]:
 def _fitting_chars(
     model: RunModelInfo, reply_tokens: int, limit: BudgetAmount, bytes_per_char: float
 ) -> int:
-    """Return the maximum length of a prompt, in characters, that the model can read and the budget
-    allows.
+    """Return the longest prompt, in characters, that fits the model's window and the budget.
 
     The prompt must fit the window together with its reply, and may cost at most half of the run's
     budget. The engine reserves one token per byte.

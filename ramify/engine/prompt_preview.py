@@ -41,7 +41,7 @@ class PromptPreview(msgspec.Struct, frozen=True):
     """
 
     model: str
-    """``provider:model``"""
+    """Name of the model in the form ``provider:model``."""
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     """Native tools that the request offers to the model."""
@@ -59,13 +59,16 @@ class PromptPreview(msgspec.Struct, frozen=True):
 
     @property
     def estimated_tokens(self) -> int:
-        """Estimated number of tokens in the prompt, at four bytes per token as in English text."""
+        """Estimated number of tokens in the prompt, assuming four bytes per token.
+
+        This is typical of English text.
+        """
         return (
             sum(len(message.content.encode("utf-8", "replace")) for message in self.messages) // 4
         )
 
     def text(self) -> str:
-        """Return all messages as one string, each below a line with its role."""
+        """Return the messages and the tools as one text with a heading for each."""
         parts = [f"[{message.role}]\n{message.content}" for message in self.messages]
         parts += [f"[tool]\n{json.dumps(msgspec.to_builtins(tool))}" for tool in self.tools]
         return "\n\n".join(parts)
@@ -90,8 +93,8 @@ class PromptPreview(msgspec.Struct, frozen=True):
         return list(ids)
 
     def cost(self, input_tokens: int, output_tokens: int) -> float | None:
-        """Return the cost in dollars of one request with the given numbers of tokens, or None if
-        the price is unknown."""
+        """Return the dollar cost of a request with these token counts, or None if the price is
+        unknown."""
         return None if self.price is None else self.price.of(Usage(input_tokens, output_tokens))
 
 

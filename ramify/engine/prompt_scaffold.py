@@ -1,10 +1,9 @@
-"""Define scaffolds: the prompts and reply conventions between the engine and a model, as data that
-users can replace.
+"""Define scaffolds: replaceable prompts and reply conventions between the engine and a model.
 
-Only the markers of ``MARKERS`` in double braces are replaced, so a prompt may contain any other
-braces: ``{{tools}}`` becomes the user's tools, ``{{limits}}`` the limits, and so on. Their texts are
-facts of the run (see ``prompt_text.py``). In ``first``, the markers are ``{{question}}``, ``{{chars}}``
-and ``{{about}}``.
+They are data, so users can replace them. Only the markers of ``MARKERS`` in double braces are
+replaced, so a prompt may contain any other braces: ``{{tools}}`` becomes the user's tools,
+``{{limits}}`` the limits, and so on. Their texts are facts of the run (see ``prompt_text.py``). In
+``first``, the markers are ``{{question}}``, ``{{chars}}`` and ``{{about}}``.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ _MARKER = re.compile(r"(?<=\n\n)\{\{(\w+)\}\}\n\n|^\{\{(\w+)\}\}\n|\{\{(\w+)\}\}
 
 
 def _fill_marker(found: re.Match[str], filled: Mapping[str, str]) -> str:
-    """Return the text that replaces a marker such as ``{{tools}}``.
+    """Return the text that replaces a marker, such as ``{{tools}}``, in a prompt.
 
     A marker without text is removed together with its line. Other words in double braces remain
     unchanged.
@@ -113,7 +112,7 @@ class Scaffold(
     system: str = _DEFAULT_SYSTEM
     """System prompt of the root call; if empty, no system message is sent."""
     child_system: str | None = None
-    """System prompt of child calls; None: the same as ``system``."""
+    """System prompt of child calls; None means the same as ``system``."""
     first: str = ""
     """First message of a call. If empty, it contains the question and the size and beginning of the
     context (``prompt_text.first_message``). Markers: ``{{question}}``, ``{{chars}}`` (characters of
@@ -123,7 +122,8 @@ class Scaffold(
     """A root context of at most this many characters is answered by one direct call without a
     session; 0 disables this."""
     max_output_chars: int = 10_000
-    """Maximum characters of a cell's output that the model is shown, head and tail."""
+    """Maximum characters of a cell's output that are shown to the model. Of a longer output, it
+    sees the beginning and the end."""
     defer_final: bool = True
     """Defer a final answer by one turn if it came with output that the model had not seen yet."""
     max_idle: int = 3
@@ -242,8 +242,8 @@ class Scaffold(
         )
 
     def code_reply(self, code: str) -> Reply:
-        """Return a reply that runs ``code``, in the format of this scaffold, as if the model had
-        written it."""
+        """Return a reply that runs ``code``, written as a model would write it for this
+        scaffold."""
         if self.protocol == "retool":
             text = f"<code>\n{code}\n</code>"
         else:
@@ -391,8 +391,7 @@ def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
 
 
 def trained_scaffold_name(model: object) -> str | None:
-    """Return the name of the scaffold that a model was trained for, or None for a model that works
-    with any scaffold.
+    """Return the name of the scaffold that a model was trained for, or None if any scaffold works.
 
     ``model`` is a model name, a client, or a list whose first entry answers the root call. The
     answer comes from the checkpoint's folder, and no weights are loaded.
@@ -408,8 +407,7 @@ def trained_scaffold_name(model: object) -> str | None:
 
 
 def trained_policy_settings(model: object) -> TrainedPolicySettings:
-    """Return the settings stored in the checkpoint folder of a trained policy: its scaffold and its
-    limits.
+    """Return the settings from a trained policy's checkpoint folder: its scaffold and its limits.
 
     ``model`` is a model name, a client, or a list whose first entry answers the root call. The
     settings are empty if nothing is known about the model.

@@ -1,5 +1,4 @@
-"""Write the prompt of a session: define the facts about a run that a prompt may state, and the
-sentences that state them.
+"""Define the facts that a session's prompt can state, and the sentences that state them.
 
     PromptFacts ──> sections() ──> {"task": …, "example": …, "models": …}  ──> Scaffold.system
     ContextFacts ──> first_message(): the question, and the context's size, shape, head and tail
@@ -53,7 +52,8 @@ CHARS_PER_TOKEN = 3
 _TYPICAL_CHARS = 4
 """Characters per token in English text, for figures that are marked as estimates."""
 _PART_CHARS = 50_000
-"""Maximum size of a part in the worked example: models read larger parts less carefully."""
+"""Maximum characters of a text part in the prompt's worked example. Models read larger parts less
+carefully."""
 _HEAD_CHARS = 300
 _TAIL_CHARS = 200
 _NUM_NAMES = 8
@@ -97,8 +97,10 @@ class ContextFacts(msgspec.Struct, frozen=True):
 
 
 class PromptModelFacts(msgspec.Struct, frozen=True):
-    """One model of a run, as the prompt describes it: its name, the sizes that it can read and
-    write, its price and its roles."""
+    """The facts about one model of a run that a prompt states, such as its name, price and roles.
+
+    They include the sizes that it can read and write.
+    """
 
     alias: str
     """Short name that ``model=`` accepts."""
@@ -115,10 +117,10 @@ class PromptModelFacts(msgspec.Struct, frozen=True):
 
 
 class BudgetFacts(msgspec.Struct, frozen=True):
-    """The limits that the prompt of a call states, with their values when the call starts."""
+    """The limits stated in a call's prompt, as of the start of the call."""
 
     turns: int = 30
-    """Turns of this call."""
+    """Maximum number of turns of this call; each message of the model is one turn."""
     calls: int = 1000
     tokens: int = 20_000_000
     dollars: float = math.inf
@@ -130,8 +132,7 @@ class BudgetFacts(msgspec.Struct, frozen=True):
 
 
 class PromptExample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An example for the prompt: a question, and the answer that the user would like to get for
-    it."""
+    """An example for the prompt: a question and the answer that the user wants."""
 
     question: str
     answer: Any
@@ -393,7 +394,7 @@ def _shape_of_list(kind: ContextKind, value: Sequence[Any], size: str) -> str:
 
 
 def _items(value: Sequence[Any]) -> str:
-    """Describe the types and lengths of the items of a list.
+    """Describe the types and lengths of a list's items for the prompt.
 
     Return an empty string if the list is empty or too long to be inspected quickly.
     """
@@ -416,15 +417,14 @@ def _short_repr(item: Any, most: int = _HEAD_CHARS) -> str:
 
 
 def counted_noun(number: int, noun: str) -> str:
-    """Return a number with its noun in the singular or plural: ``counted_noun(1, "entry")``
-    is "1 entry", and ``counted_noun(2000, "entry")`` is "2,000 entries"."""
+    """Return a number with its noun in the singular or plural, such as ``2,000 entries``."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun[:-1] + 'ies' if noun.endswith('y') else noun + 's'}"
 
 
 def first_message(question: str, context: ContextFacts, about: str = "") -> str:
-    """Return the first message of a call, with the question and a description of the context."""
+    """Return the first message of a call, which states the question and describes the context."""
     parts = [f"Question: {question}"]
     if context.kind != "none":
         parts.append(f"`context` is {context.shape}")
@@ -568,8 +568,7 @@ def _names_section(facts: PromptFacts) -> str:
 
 
 def _mapped_text_section(context: ContextFacts) -> str:
-    """Return the part of the prompt that explains which string operations work on a large
-    file-backed text.
+    """Return the prompt's note on the string operations that a memory-mapped text supports.
 
     Empty if the context has no such text.
     """
@@ -777,7 +776,7 @@ _COMBINE = (
 
 
 def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
-    """Return lines of example code that extract the text around each occurrence of a word.
+    """Return lines of example code that extract the text around each match of a word.
 
     The texts that are searched may be larger than memory.
     """

@@ -1,4 +1,4 @@
-"""Build the question of a run, and the options for asking it, from the user's arguments.
+"""Build the question of a run, and its options, from the user's arguments.
 
 completion(text, "how many?")          context = text, question = "how many?"
 completion("How many days has May?")   no context: the question is answered directly
@@ -59,8 +59,11 @@ _BARE = "The task and its data are in `context`. Read it and do what it asks."
 
 @runtime_checkable
 class ContextWithTools(Protocol):
-    """The interface of the object that ``ramify.load`` returns: a context, tools to query it, and a
-    description of it for the model."""
+    """The interface of the object that ``ramify.load`` returns.
+
+    It provides a context, tools to query the context, and a description of the context for the
+    model.
+    """
 
     @property
     def context(self) -> Any: ...
@@ -72,8 +75,8 @@ class ContextWithTools(Protocol):
 
 
 DirectChoice = bool | Literal["always"]
-"""How a question relates to a direct answer, which is one plain model call without a session. False
-forbids it, True allows it for short contexts, and ``always`` requires it."""
+"""Whether one plain model call without a session answers the question: False forbids it, True
+allows it for short contexts, and ``always`` requires it."""
 ALWAYS: Literal["always"] = "always"
 
 
@@ -99,17 +102,18 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     """Limits of the question: turns, depth, calls, tokens, dollars, seconds. All runs of an RLM
     share ``max_concurrency``."""
     sampling: Sampling | None = None
-    """Temperature and other sampling settings, for example a seed for each attempt."""
+    """Temperature and other sampling settings, for example a different seed for each attempt."""
     answer_type: Any = None
-    """Type or JSON schema that the answer must match."""
+    """Python type, such as ``list[str]``, or JSON schema that the answer must match. None leaves
+    the answer unchecked."""
     cite: bool = False
     """Ask for citations, and check them against the context."""
     instructions: str = ""
     """Instructions added to the prompt of each session or direct call, such as the form of the
     answer."""
     examples: Sequence[Any] = ()
-    """Example questions with the desired answers, added to the same prompts: (question, answer)
-    pairs, or dicts with these keys."""
+    """Example questions with the desired answers, added to the prompt of each session or direct
+    call: (question, answer) pairs, or dicts with these keys."""
     cache: bool = False
     """Reuse stored replies to identical requests. Needs a store."""
     search: BranchSearch | int | None = None
@@ -119,14 +123,14 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     on_event: Listener | None = None
     """Function called with each event of the run; it must not be ``async``."""
     metadata: Mapping[str, Any] | None = None
-    """Saved with the configuration of the run."""
+    """Additional values to save with the configuration of the run."""
     direct: DirectChoice = True
     """If False, the root has a session even for a short context. With ``"always"``, one plain call
     answers a context of any length; a context with tools, such as a table with ``sql``, is
     refused."""
     retry_empty: bool = True
-    """Ask again, at most twice, if one plain call answers and its reply is empty or calls a tool.
-    False: such a reply is the answer, as in training and evaluation."""
+    """If one plain call answers and its reply is empty or calls a tool, ask again, at most twice.
+    False accepts such a reply as the answer, as in training and evaluation."""
     strategy: Strategy | None = None
     """Code that answers the question in place of a session, such as a
     ``ramify.plans.PlanStrategy``."""
@@ -141,8 +145,7 @@ class RunOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, kw_o
     def updated(
         self, options: RunOptions | None, changes: Mapping[str, Any], more: Iterable[str] = ()
     ) -> RunOptions:
-        """Return a copy with the options that are set in ``options``, overridden by those in
-        ``changes``.
+        """Return a copy updated with the options set in ``options`` and then with ``changes``.
 
         Raises ConfigError for an unknown name. The error suggests the most similar name among the
         options and ``more``, the caller's other keywords.
@@ -175,7 +178,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
-    """Return advice for an error about an unknown option.
+    """Return a hint for an unknown option: which similar option or field may be meant.
 
     It names the option with the nearest name, or the option that has a field of that name.
     """
@@ -283,9 +286,11 @@ class Question(msgspec.Struct, frozen=True):
     """True if one direct call may answer, False if the root always gets a session, and ``always``
     if one direct call must answer."""
     retry_empty: bool = True
-    """Whether an empty reply of the direct call is asked for again; otherwise it is the answer."""
+    """Whether to ask again if the direct call's reply is empty. If False, the empty reply is the
+    answer."""
     mode: Mode | None = None
-    """Mode that decides ``direct`` or ``strategy`` when the run begins."""
+    """Mode that determines ``direct`` and ``strategy`` when the run begins; None leaves them
+    unchanged."""
     chosen_mode: ModeChosen | None = None
     """Mode choice recorded by the run that is being repeated."""
     instructions: str = ""
@@ -316,8 +321,7 @@ class Question(msgspec.Struct, frozen=True):
         )
 
     def with_answer_options(self, options: RunOptions) -> Question:
-        """Return a copy of the question with the settings of ``options`` that decide how it is
-        answered."""
+        """Return a copy of the question with the answering settings of ``options``."""
         return msgspec.structs.replace(
             self,
             direct=options.direct,
@@ -327,10 +331,10 @@ class Question(msgspec.Struct, frozen=True):
         )
 
     def can_answer_plainly(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
-        """Return True if one plain model call can answer the question, because its context is small
-        and nothing requires a session.
+        """Return True if one plain model call is enough to answer the question.
 
-        Raises ConfigError if the question demands a plain call but requires a session.
+        The context must be small, and nothing may require a session. Raises ConfigError if the
+        question demands a plain call but requires a session.
         """
         needs_session = (
             self.needs_session
@@ -354,7 +358,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def to_session_value(prompt: Any) -> Any:
-    """Convert a prompt to a value that a session can hold.
+    """Convert a prompt to a loaded source or to a value that a session can hold.
 
     The result of ``ramify.load`` is returned unchanged. Paths and open files are read immediately.
     """
@@ -369,7 +373,7 @@ def to_session_value(prompt: Any) -> Any:
 
 
 async def read_if_file(prompt: Any) -> Any:
-    """Read a prompt that is a path or an open file, in a thread.
+    """Read a prompt in a background thread if it is a path or an open file.
 
     Any other prompt is returned unchanged.
     """
@@ -377,8 +381,8 @@ async def read_if_file(prompt: Any) -> Any:
 
 
 class _SourceFacts(NamedTuple):
-    """What a loaded source adds to a question in addition to the context: a description, tools,
-    pictures, warnings and the record of where its texts come from."""
+    """What a loaded source adds to a question: description, tools, pictures, warnings and
+    provenance."""
 
     about: str = ""
     tools: Mapping[str, Any] = {}
@@ -390,7 +394,7 @@ class _SourceFacts(NamedTuple):
     sources: Mapping[str, Any] = {}
 
     def around(self, inner: _SourceFacts) -> _SourceFacts:
-        """Combine these facts with those of ``inner``, the source that this source wraps."""
+        """Merge these facts with those of ``inner``, the wrapped source."""
         return _SourceFacts(
             f"{self.about}\n{inner.about}".strip(),
             {**inner.tools, **self.tools},
@@ -550,7 +554,7 @@ def _refuse_pictures(context: Any) -> None:
 
 
 def leading_messages(system: str, before: Sequence[Message]) -> list[Message]:
-    """Return the messages that precede a question.
+    """Return the opening messages of a prompt, which precede the question.
 
     Joins ``system`` and all system messages in ``before`` into one, because a prompt may have only
     one system message.

@@ -1,5 +1,4 @@
-"""Make a plain model call as part of a run, with requests that are budgeted, recorded and sent like
-those of every other call.
+"""Make a plain model call within a run, so that it is budgeted and recorded.
 
     ask_plain(run, call, prompt, kind) ─> answer_without_session ─> run.requests.ask ─> CallOutcome
 

@@ -1,5 +1,4 @@
-"""Repeat a plain model call from the journal of a resumed run, which takes far less work than a
-new call.
+"""Replay plain model calls from a resumed run's journal with little overhead.
 
     id, prompt ──> request of the journal with this prompt, its reply and the end of its call
                      ├── all there ──> charged, added to the trajectory ──> CallOutcome
@@ -39,7 +38,7 @@ def repeat_plain(
     kind: AnswerSchema | None,
     sampling: Sampling | None = None,
 ) -> CallOutcome | None:
-    """Repeat a whole plain call from the journal and return its outcome.
+    """Replay a complete plain call from the journal, and return its outcome.
 
     Return None, and change nothing, if the call must be made in the regular way. The arguments are
     those of ``ask_plain``.
@@ -63,8 +62,10 @@ def repeat_plain(
 
 
 def _certain_outcome(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | None:
-    """Return the outcome if it is certain that ``reply`` is a complete answer of type ``kind``, and
-    None otherwise."""
+    """Return the outcome of ``reply`` if it is certainly a complete answer, and None otherwise.
+
+    If ``kind`` is given, the answer must have that type.
+    """
     text = reply.message.content
     if reply.finish != "stop" or len(text) > LONG_CHARS:
         return None
@@ -79,7 +80,7 @@ def _certain_outcome(reply: Reply, kind: AnswerSchema | None) -> CallOutcome | N
 def _is_within_reservation(
     run: SharedRunState, call: LiveCall, message: Message, reply: Reply, sampling: Sampling | None
 ) -> bool:
-    """Return True if ``reply`` cannot have used more than its request would reserve.
+    """Return True if the usage of ``reply`` cannot exceed its request's reservation.
 
     A larger reply would affect later reservations.
     """
@@ -101,7 +102,7 @@ def _record(
     replied: ReplyReceived,
     outcome: CallOutcome,
 ) -> None:
-    """Charge the repeated call and add it to the record of the run.
+    """Charge a replayed call, and add it to the run's record.
 
     Events are emitted one by one only if a listener receives them, since the journal already has
     them.

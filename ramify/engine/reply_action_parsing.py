@@ -54,8 +54,8 @@ _MARK = lazy_pattern(
     r")",
     re.MULTILINE,
 )
-"""Pattern for whatever ends a section of prose: a code fence, a thinking tag, or a final answer.
-The strings in an answer may contain any of these as well."""
+"""Matches what ends a section of prose: a code fence, a thinking tag or a final answer. The strings
+in an answer may also contain these, and must be skipped."""
 _MAY_BE_MARK = lazy_pattern(r"\n(?=[ \t]*+[`~<*+\d-])")
 _PAREN = lazy_pattern(r"[()]")
 _MAX_TRIES = 16
@@ -112,11 +112,12 @@ class FinalAnswerText(msgspec.Struct, frozen=True):
             return self.text
 
     def untyped_value(self) -> Any:
-        """Return the value of the answer when the question requires no particular type.
+        """Return the value of the answer's text for a question without an answer type.
 
         The text is read as JSON or as a Python literal, with two exceptions that stay text:
         ``None`` or ``null``, and a number that Python or JSON would write differently, such as 3.10
-        or 1e5."""
+        or 1e5.
+        """
         value = self.parsed_value()
         if value is None:
             return self.text
@@ -126,8 +127,8 @@ class FinalAnswerText(msgspec.Struct, frozen=True):
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces the names of JSON constants, such as ``true``, with their Python values in a syntax
-    tree."""
+    """Replaces the names of JSON constants in a syntax tree, such as ``true``, with Python
+    values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
@@ -158,8 +159,7 @@ _COMPUTES = (ast.Call, ast.Subscript, ast.ListComp, ast.DictComp, ast.GeneratorE
 
 
 def final_expression_code(final: FinalAnswerText | None) -> tuple[str, ...]:
-    """Return the code that computes a final answer that the model wrote as an expression, such as
-    ``FINAL(len(found))``.
+    """Return code that evaluates a final answer written as an expression: ``FINAL(len(found))``.
 
     The result is a tuple with one piece of code. It is empty if the answer is a name, a literal or
     plain words.
@@ -176,21 +176,20 @@ def final_expression_code(final: FinalAnswerText | None) -> tuple[str, ...]:
 
 
 class ParsedAction(msgspec.Struct, frozen=True):
-    """The actions that a model's reply asks for, in order of execution: run the code, then give
-    the final answer."""
+    """The actions that a model's reply asks for: code to run, then a final answer."""
 
     codes: tuple[str, ...] = ()
     tool_call_ids: tuple[str, ...] = ()
     """Ids of the reply's native tool calls. Each of them needs a response."""
     final: FinalAnswerText | None = None
     ignored: tuple[str, ...] = ()
-    """Notes to the model about parts that were not understood."""
+    """Notes to the model about parts of its reply that were not understood."""
     was_attempted: bool = False
     """True if nothing was understood although the message tried to run something. Its text is
     then not an answer."""
 
     def is_in_expected_form(self, text: str) -> bool:
-        """Return True if a reply needs no other interpretation.
+        """Return True if a reply uses Ramify's own format.
 
         It then contains code or an answer in the expected form, and no syntax of another system.
         ``text`` is the reply from which this action was parsed.
@@ -253,11 +252,11 @@ def unexecuted_code_fences(text: str) -> Iterator[tuple[str, str, bool]]:
 
 
 class _Part(NamedTuple):
-    """A section of prose or a code fence in a reply, without any thinking in it."""
+    """A part of a reply outside its thinking blocks: prose or a code fence."""
 
     text: str
     fence: re.Match[str] | None = None
-    """The opening line of a code fence."""
+    """Match of the line that opens the code fence; None if the part is prose."""
     body: str = ""
     """Content of the code fence, without its indentation."""
     closed: bool = True
@@ -310,7 +309,7 @@ def _end_of_thought(text: str, start: int) -> int:
 
 
 def _end_of_strings(text: str, start: int) -> int:
-    """Find where the search for code fences and tags can continue after an opening ``FINAL(``.
+    """Find where to resume the search for code fences and tags after an opening ``FINAL(``.
 
     ``start`` is the index just after the parenthesis. String literals inside the call are skipped
     if they contain lines that look like a fence or a tag. Returns ``start`` if there are none, or
@@ -383,7 +382,7 @@ def _may_span(text: str, start: int, end: int) -> bool:
 
 @functools.lru_cache(64)
 def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
-    """Return a pattern for the lines that may end a code fence: closing lines and thinking tags.
+    """Return a pattern for lines that can end a code fence: closing fences and thinking tags.
 
     ``num`` is how often the fence's opening line repeats ``character``.
     """
@@ -395,7 +394,7 @@ def _fence_marks(character: str, num: int, indent: int) -> re.Pattern[str]:
 
 
 def _extract_code(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
-    """Split a reply into code and text.
+    """Split a reply into the code in its fences and the text outside them.
 
     Returns the code of each fence, the text outside all fences and thinking, and notes about the
     parts that were ignored.
@@ -429,7 +428,7 @@ def _dedent_body(body: str, indent: int) -> str:
 
 
 def _final_text(prose: str) -> tuple[FinalAnswerText | None, bool]:
-    """Find the last ``FINAL(…)`` or ``FINAL_VAR(…)`` at the start of a line.
+    """Find the last ``FINAL(…)`` or ``FINAL_VAR(…)`` that starts a line.
 
     Returns it, or None, and whether its parenthesis was closed.
     """
@@ -455,7 +454,7 @@ def _final_text(prose: str) -> tuple[FinalAnswerText | None, bool]:
 
 
 def _counted_end(text: str, start: int) -> int:
-    """Find the closing parenthesis by counting parentheses, even inside strings.
+    """Find the closing parenthesis by counting all parentheses, including those in strings.
 
     ``start`` is the index just after the opening one. Returns the index of the closing one, or the
     length of the text if there is none.
@@ -469,10 +468,10 @@ def _counted_end(text: str, start: int) -> int:
 
 
 def _json_answer(code: str) -> FinalAnswerText | None:
-    """Return the answer if ``code`` is only a ``FINAL(…)`` call with a JSON argument that is not
-    valid Python, as in ``FINAL({"found": true})``.
+    """Return the answer if ``code`` is only a ``FINAL(…)`` call whose argument is JSON but not
+    Python.
 
-    Returns None otherwise.
+    An example is ``FINAL({"found": true})``. Returns None otherwise.
     """
     match = _FINAL.match(code)
     if match is None or match["name"] != "FINAL" or not _JSON_WORD.search(code, match.end()):

@@ -1,5 +1,4 @@
-"""Find replies that earlier runs of the same store have recorded, so that the option ``cache=True``
-can reuse them.
+"""Find recorded replies in earlier runs of the same store, for the option ``cache=True``.
 
     request ──> key ──> the cache of replies ──> the journals of all runs ──> None: it is sent
 
@@ -56,7 +55,7 @@ class ReusableReplies:
                 self._cache.register_run_replies(path.stem, size, _reply_offsets(path))
 
     def find(self, prompt_hash: str, model: str, request: Request) -> Reply | None:
-        """Return the recorded reply to the same request, or to one that differs only in its limits.
+        """Return the recorded reply to an equal request, ignoring differences in limits.
 
         Return None if there is none.
         """
@@ -70,7 +69,7 @@ class ReusableReplies:
         return None
 
     def keep(self, prompt_hash: str, model: str, request: Request, reply: Reply) -> None:
-        """Add the reply to a request that was just sent, so that later requests can reuse it."""
+        """Add a newly received reply to the cache, so that later requests can reuse it."""
         is_whole = reply.finish != "length" and reply.token_ids is None
         key = (
             request_key_without_limits(model, request.messages, request.sampling)
@@ -122,7 +121,7 @@ def _reply_offsets(path: Path) -> Iterator[tuple[str, JournalReplyOffset]]:
 
 
 class _RepliesOfRun:
-    """Follows the events of one run to reconstruct the full prompt of each request.
+    """Rebuilds the full prompt of each request from the events of one run.
 
     The journal stores only the new messages of each turn.
     """

@@ -30,7 +30,7 @@ class ReplyTokenLimits:
     """The sampling options and maximum reply lengths for all models of a run."""
 
     def __init__(self, setup: RlmSetup, models: ModelsByDepth, limit: BudgetAmount) -> None:
-        """Derive the sampling options from the settings of the run.
+        """Derive the run's sampling options from its settings.
 
         ``limit`` is the run's budget, which caps the tokens for hidden reasoning.
         """
@@ -61,11 +61,10 @@ class ReplyTokenLimits:
     def visible_reply_token_limit(
         self, client: Client, depth: int, is_plain: bool
     ) -> tuple[int, str]:
-        """Return the maximum tokens of a reply without hidden reasoning, and the name of the
-        setting that determines this limit.
+        """Return the maximum tokens of a reply, not counting hidden reasoning.
 
-        ``depth`` is the depth of the call in the tree. ``is_plain`` is True for an ``llm_query``
-        call from a session.
+        The second value names the setting that determines this maximum. ``depth`` is the depth of
+        the call in the tree. ``is_plain`` is True for an ``llm_query`` call from a session.
         """
         place = id(client), depth, is_plain
         found = self._text_limits.get(place)
@@ -74,8 +73,7 @@ class ReplyTokenLimits:
         return found
 
     def reply_limits(self, client: Client, depth: int, is_plain: bool) -> tuple[int, int]:
-        """Return the maximum tokens of a reply and, separately, the additional tokens for hidden
-        reasoning."""
+        """Return the token limits for the visible text and for the hidden reasoning of a reply."""
         return self.visible_reply_token_limit(client, depth, is_plain)[
             0
         ], self.reasoning_token_allowance(client)

@@ -1,5 +1,6 @@
-"""Prepare runs that start from a recorded run: runs that are resumed, replayed or forked at a
-turn.
+"""Prepare runs that resume, replay or fork a recorded run.
+
+A run is forked at a turn.
 
     record ──> compare the settings ──> repeat what is recorded ──> continue
 
@@ -66,7 +67,7 @@ def rerun_options(
 
 
 def rerun_setup(setup: RlmSetup, recording: RunEventIndex, options: RunOptions) -> RlmSetup:
-    """Return the settings for repeating a recorded run with ``options``.
+    """Return the settings for repeating a recorded run, updated by ``options``.
 
     Instructions and examples come from the record. The search over continuations does too, unless
     ``options`` sets one.
@@ -262,8 +263,8 @@ def rebuild_question(
 def _recorded_tools(
     resolved: Question, config: Mapping[str, Any], of_sources: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the tools that the recorded run got from its context and its data sources, in their
-    original order."""
+    """Return the tools that the recorded run got from its context and data sources, in their
+    order."""
     # Whether a context is searched may depend on what is installed here.
     optional = optional_tool_names(resolved.tools)
     tools = {name: tool for name, tool in resolved.tools.items() if name not in optional}

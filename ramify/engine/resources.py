@@ -1,4 +1,4 @@
-"""Define what the runs of one ``RLM`` share: settings, models, and resources of an event loop.
+"""Define what the runs of one ``RLM`` share: settings, models and per-event-loop resources.
 
 Such resources are a connection pool, a sandbox, and objects that tasks open once for all their
 rollouts.
@@ -86,11 +86,11 @@ class ModelsByDepth:
         self._aliases = _aliases(self.all, self._bound)
 
     def client_at_depth(self, depth: int) -> Client:
-        """Return the client of the model that answers in a session at ``depth``."""
+        """Return the client of the model that works in sessions at ``depth``."""
         return self._by_depth[min(depth, len(self._by_depth) - 1)]
 
     def find_by_name(self, name: str) -> Client | None:
-        """Return the client of the model that a session requested by name, or None.
+        """Return the client of the model with the given name, or None if the run has no such model.
 
         The name may be the model's alias, its full name, or the part after the provider.
         """
@@ -103,7 +103,7 @@ class ModelsByDepth:
         return None
 
     def facts(self, client: Client) -> RunModelInfo:
-        """Return the facts that a prompt may state about a client's model."""
+        """Return the facts about a client's model that prompts may mention, such as its window."""
         bound = self._bound.get(id(client))
         vision = getattr(client, "vision", None) if bound is None else bound.vision
         return RunModelInfo(
@@ -111,8 +111,7 @@ class ModelsByDepth:
         )
 
     def can_read_pictures(self, client: Client) -> bool | None:
-        """Return True if a client's model can read pictures, False if it cannot, and None if
-        unknown.
+        """Return True if a client's model can read images, False if not, and None if unknown.
 
         The user's own statement takes precedence over the model's name. The result is False for a
         client that cannot send pictures.
@@ -123,8 +122,7 @@ class ModelsByDepth:
         return bound.vision if bound is not None and is_stated else known
 
     def pictures_unsupported_message(self, client: Client) -> str:
-        """Return the error message, with advice, for pictures that were given to a model that
-        cannot read them."""
+        """Return the error message for images that were given to a model that cannot read them."""
         seeing = [
             self._aliases[id(each)]
             for each in self.all
@@ -136,20 +134,19 @@ class ModelsByDepth:
         return f"{client.name} reads no pictures: {remedy}{stated if is_able else ''}"
 
     def sampling(self, client: Client, run: Sampling) -> Sampling:
-        """Return the sampling options for a client's requests: those of the run, overridden by the
-        settings of the client's model."""
+        """Return the run's sampling options, overridden by the settings of the client's model."""
         bound = self._bound.get(id(client))
         return run if bound is None else bound.merge_sampling(run)
 
 
 class RunModelInfo(msgspec.Struct, frozen=True):
-    """The facts that a prompt may state about one model of a run."""
+    """The facts about one model of a run that prompts may mention, such as its window and price."""
 
     alias: str
     """Short name by which a session chooses the model; unique in the run unless clients have the
     same name."""
     name: str
-    """``provider:model``"""
+    """Name of the model in the form ``provider:model``."""
     window: int
     """Maximum tokens of prompt and reply together."""
     price: Price | None
@@ -184,7 +181,7 @@ def _name_forms(name: str) -> tuple[str, str]:
 
 
 def as_models(spec: ModelSpec | Sequence[ModelSpec]) -> tuple[Model | Client, ...]:
-    """Convert the user's specification of one or more models to a tuple.
+    """Convert the model or models that the user specified to a tuple.
 
     API keys are read now. Raises ConfigError for a value that is not a model.
     """
@@ -211,8 +208,10 @@ def open_pool(max_in_flight: int) -> RateLimitedClientPool:
 
 
 class EventLoopResources:
-    """The resources that all runs on one event loop share: the connection pool, the sandbox, and
-    objects that tasks open once for all their rollouts."""
+    """Resources shared by all runs on one event loop, such as the connection pool and the sandbox.
+
+    They also include objects that tasks open once for all their rollouts.
+    """
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool) -> None:
         self.pool = make_pool(max_in_flight)
@@ -225,7 +224,7 @@ class EventLoopResources:
     async def get_or_open(
         self, key: object, open: Callable[[], AbstractAsyncContextManager[T]]
     ) -> T:
-        """Return the object shared under ``key``.
+        """Return the shared object stored under ``key``, opening it on first use.
 
         The first call for a key enters the context manager that ``open()`` returns. The context
         manager is exited before the connection pool closes.
@@ -237,7 +236,7 @@ class EventLoopResources:
         return value
 
     def sandbox(self) -> Sandbox:
-        """Return the sandbox in which sessions run, opening it at the first call.
+        """Return the sandbox that runs the sessions, opening it on first use.
 
         A jailed sandbox first tests its isolation, unless it passed the test since this machine was
         booted. The test takes a tenth of a second.
@@ -253,7 +252,7 @@ class EventLoopResources:
         return self._sandbox
 
     def prestart_sandbox(self) -> None:
-        """Start preparing a session in the background, because one will be needed soon."""
+        """Start preparing a session in the background, so that the next one opens sooner."""
         if self._sandbox is None:
             prewarm_sandbox(self._spec)
 
@@ -267,13 +266,13 @@ class EventLoopResources:
 
 
 class RefCountedLoopResources:
-    """Creates the shared resources of each event loop on first use, counts their users, and closes
-    them after the last user."""
+    """Creates the shared resources of each event loop on first use, and closes them after the last
+    user."""
 
     def __init__(
         self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_pool
     ) -> None:
-        """Store how to create the resources.
+        """Store how to create the shared resources of an event loop.
 
         ``make_pool`` creates the connection pool of an event loop from the maximum number of
         requests in flight.
@@ -284,13 +283,13 @@ class RefCountedLoopResources:
         self._open: dict[asyncio.AbstractEventLoop, tuple[EventLoopResources, int]] = {}
 
     def prestart_sandbox(self) -> None:
-        """Start preparing a first session in the background, unless an event loop already has its
+        """Start preparing the first session in the background, unless some event loop has
         resources."""
         if not self._open:
             prewarm_sandbox(self._spec)
 
     def pin(self) -> EventLoopResources:
-        """Register one more user of the running event loop's resources, and return the resources.
+        """Add a user to the running event loop's shared resources, and return them.
 
         Each call must be followed by one call of ``unpin``.
         """
@@ -332,13 +331,15 @@ class DepthOptions(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, om
     """
 
     max_turns: int | None = None
-    """Maximum turns of a call; None: ``Limits.max_turns``."""
+    """Maximum turns of a call at this depth; None means ``Limits.max_turns``."""
     scaffold: Scaffold | None = None
-    """Scaffold with the same protocol as the run's; None: the scaffold of the run."""
+    """Scaffold of the calls at this depth, with the same protocol as the run's scaffold; None means
+    the scaffold of the run."""
     tools: tuple[str, ...] | None = None
-    """Names of the tools in the sessions; None: all tools."""
+    """Names of the tools in the sessions at this depth; None means all tools."""
     max_reply_tokens: int | None = None
-    """Maximum tokens of a reply, at most ``Limits.max_reply_tokens``; None: that limit."""
+    """Maximum tokens of a reply at this depth, at most ``Limits.max_reply_tokens``; None means that
+    limit."""
 
 
 _SAME = DepthOptions()
@@ -370,7 +371,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
     config: dict[str, Any] = {}
     """The same settings as plain data, for the journal."""
     budget: BudgetLedger | None = None
-    """Budget that this run shares with other runs."""
+    """Budget that this run shares with other runs; None if it is not shared."""
 
     def __post_init__(self) -> None:
         check_aliases([*self.model, *self.sub_model])
@@ -392,8 +393,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.options_at_depth(depth).scaffold or self.scaffold
 
     def tools_at(self, depth: int, tools: Mapping[str, Any]) -> ToolSet:
-        """Return the tools of a session at ``depth``: the RLM's tools together with the question's
-        own ``tools``.
+        """Return the tools of a session at ``depth``: the RLM's own and the question's ``tools``.
 
         Raises ConfigError if the options for this depth name a tool that does not exist.
         """
@@ -466,7 +466,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
         return self.with_instructions(config.get("instructions", ""), examples)
 
     def _instructions(self) -> dict[str, Any]:
-        """Return the instructions and examples that are not empty, as plain data."""
+        """Return the non-empty instructions and examples as plain data."""
         both = {"instructions": self.instructions, "examples": self.examples}
         given = {name: value for name, value in both.items() if value}
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
@@ -494,7 +494,7 @@ class RlmSetup(msgspec.Struct, frozen=True):
 
 
 def _model_settings(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
-    """Return the user's settings for individual models, as plain data without secrets.
+    """Return the settings that the user gave for each model, as plain data without secrets.
 
     Models without such settings are omitted.
     """

@@ -1,5 +1,5 @@
-r"""Implement the ReTool protocol (arXiv 2504.11536): a model thinks, runs Python when needed, and
-ends with a boxed answer.
+r"""Implement the ReTool protocol (arXiv 2504.11536), in which a model runs Python and boxes its
+answer.
 
     think … <code>print(2**10 % 7)</code>        a cell; its output comes back in <interpreter> tags
     think … <tool_call>{"name": "code_interpreter", …}     the same as a native call, even as text
@@ -59,7 +59,7 @@ _XML = lazy_pattern(
 
 
 def parse_reply(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Parse a reply into pieces of code or a final answer.
+    """Parse a reply into code blocks or a final answer.
 
     A boxed answer counts only if no code follows it. If ``is_cut`` is True, the reply was
     truncated, and unclosed code is not run.
@@ -116,9 +116,10 @@ def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
 
 
 def _of_call(body: str) -> str | None:
-    """Return the code of a tool call that the model wrote as text, in XML tags or as JSON.
+    """Return the code of a tool call that the model wrote as text.
 
-    JSON strings may contain raw newlines. Return None if the call is invalid.
+    The text has XML tags or is JSON. JSON strings may contain raw newlines. Return None if the call
+    is invalid.
     """
     tags = _XML.fullmatch(body)
     if tags is not None:
@@ -143,8 +144,7 @@ def _parse_code_argument(arguments: str) -> str | None:
 
 
 def _strip_fence(code: str) -> str:
-    """Strip surrounding newlines from ``code``, and the Markdown fence if one encloses all of
-    it."""
+    """Remove surrounding newlines, or an enclosing Markdown fence, from ``code``."""
     fence, end = _FENCE.match(code), code.rstrip()
     if fence is not None and len(end) > fence.end():
         body = end.rstrip("`")
@@ -154,8 +154,10 @@ def _strip_fence(code: str) -> str:
 
 
 def report(cell: Cell) -> str:
-    """Return the text that the model sees after its code has run: the output, the value of the last
-    expression and the error."""
+    """Return the text that the model sees after its code has run.
+
+    It contains the output, the value of the last expression and the error.
+    """
     parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
     parts += [cell.value] if cell.value is not None else []
     parts += [cell.error.rstrip("\n")] if cell.error else []
@@ -165,8 +167,11 @@ def report(cell: Cell) -> str:
 def observation(
     action: ParsedAction, reports: Sequence[str], notes: Iterable[str]
 ) -> list[Message]:
-    """Return the messages that the model receives after a turn: the output of its code, or an
-    explanation if its reply contained neither code nor an answer."""
+    """Return the messages that the model receives after one of its turns.
+
+    They contain the output of its code, or an explanation if its reply contained neither code nor
+    an answer.
+    """
     unique_notes = list(dict.fromkeys(notes))
     if not action.codes:
         texts = [CORRECTION.format(why=f" ({'; '.join(unique_notes)})" if unique_notes else "")]
@@ -186,7 +191,7 @@ def observation(
 
 
 def _with_notes(reports: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
-    """Yield the reports of all pieces of code.
+    """Yield the report of each code block, and append the notes to the last one.
 
     Notes, such as a time-out, are appended to the last report.
     """
@@ -196,7 +201,7 @@ def _with_notes(reports: Sequence[str], notes: Sequence[str]) -> Iterator[str]:
 
 
 def restore_closing_tag(content: str, stop: Iterable[str]) -> str:
-    """Return ``content`` with its closing tag restored.
+    """Return ``content`` with the closing tag that a stop string cut off, if one is missing.
 
     Servers remove a tag that was used as a stop string, as when ``<code>1+1`` stopped at
     ``</code>``.

@@ -168,7 +168,7 @@ class RLM:
         return self._setup.sandbox
 
     async def prepare(self) -> list[Client]:
-        """Connect to the models and open the sandbox now, and return the clients of the models.
+        """Connect to the models and open the sandbox now, and return the models' clients.
 
         Use it inside ``async with`` when a service starts, so that an invalid configuration is
         reported before the first request arrives. Raises ConfigError or SandboxError.
@@ -179,7 +179,7 @@ class RLM:
 
     @contextlib.asynccontextmanager
     async def pool(self) -> AsyncIterator[RateLimitedClientPool]:
-        """Provide the client pool of this RLM's runs.
+        """During an ``async with`` block, provide the client pool that all runs of this RLM share.
 
         Other code that calls models, such as judges, can use it to share connections and rate
         limits.
@@ -195,10 +195,10 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywordOptions],
     ) -> AsyncIterator[DirectModelCaller]:
-        """Provide plain model calls outside of any run, for work that asks many small questions.
+        """During an ``async with`` block, provide plain model calls outside any run.
 
-        ``shared`` limits the calls, tokens and dollars of all questions together. The limits of
-        this RLM apply to each question.
+        It is meant for code that asks many small questions. ``shared`` limits the calls, tokens and
+        dollars of all questions together. The limits of this RLM apply to each question.
         """
         from ramify.engine.calls_outside_runs import DirectModelCaller
         from ramify.engine.model_requests import check_prices_known
@@ -243,8 +243,7 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywordOptions],
     ) -> Result:
-        """Answer the question ``query`` about ``prompt`` on the caller's event loop; otherwise as
-        ``completion``.
+        """Answer ``query`` about ``prompt`` like ``completion``, but on the caller's event loop.
 
         Cancelling this coroutine cancels all calls of the run.
         """
@@ -470,10 +469,10 @@ class RLM:
     async def areplay(
         self, run: str, options: RunOptions | None = None, **changes: Unpack[RunKeywordOptions]
     ) -> Result:
-        """Run the code of a stored run again with its recorded replies, without calling any model,
-        and return the result.
+        """Run the code of a stored run again with its recorded replies, and return the result.
 
-        Raises ReplayDiverged if the run sends a request that differs from the recorded one.
+        No model is called. Raises ReplayDiverged if the run sends a request that differs from the
+        recorded one.
         """
         options = rerun.rerun_options(self._options, options, changes)
         recording = self._recording(run, "replay", strict=True)
@@ -486,7 +485,7 @@ class RLM:
     def start_fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> RunHandle:
-        """Start a new run that repeats a stored one up to a turn and then continues differently.
+        """Start a fork of a stored run, which repeats the run up to a turn and then diverges.
 
         ``turn`` counts from 0, in the root call or in the call that the option ``call`` names.
         Everything before that turn is taken from the record and costs nothing. The same holds for
@@ -574,8 +573,7 @@ class RLM:
     def fork(
         self, run: str, turn: int, options: RunOptions | None = None, **changes: Unpack[ForkOptions]
     ) -> Result:
-        """Fork a stored run at a turn and return the result of the new run, which continues
-        differently from that turn.
+        """Fork a stored run at a turn, and return the result of the new run.
 
         This method blocks; ``afork`` is the async version. The options are those of ``start_fork``.
         """
@@ -594,8 +592,7 @@ class RLM:
         recorder: EventRecorder,
         prompt: Any = None,
     ) -> RunHandle:
-        """Start repeating all questions of a recorded run, and return the handle for the last
-        one."""
+        """Start a rerun of all questions of a recorded run, and return the last one's handle."""
         from ramify.engine.run_handle import RunHandle
         from ramify.engine.ways_to_answer import UserConversationState
 
@@ -629,12 +626,14 @@ class RLM:
     def _resume_function(
         self, options: RunOptions | None, changes: RunKeywordOptions
     ) -> Callable[[str], Result]:
-        """Return a function that takes the id of a suspended run and resumes it with the same
-        options."""
+        """Return a function that resumes a suspended run with the same options.
+
+        Its argument is the id of the run.
+        """
         return functools.partial(self.resume, options=self._options.updated(options, changes))
 
     def _prepare(self) -> None:
-        """Start a first session in the background if every question needs one."""
+        """Start the first session in the background if the scaffold always uses one."""
         if self._setup.scaffold.direct_chars == 0:
             self._shared.prestart_sandbox()
 

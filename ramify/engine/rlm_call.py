@@ -1,7 +1,7 @@
-"""Run a model call with a Python session: ask the model, run the code in its reply, show it the
-output, and repeat until there is an answer.
+"""Run a model call with a Python session until there is an answer.
 
-This is the RLM loop, which is the same at every depth.
+In each turn, the model is asked, the code in its reply is run, and the model sees the output. This
+is the RLM loop, which is the same at every depth.
 
     ask ──> parse the reply ──> run its cells ──> final answer? ── yes ──> check it; defer it if
      ^                                               │ no                  output is unseen; return
@@ -68,14 +68,14 @@ _REFUSED_CHARS = 500
 
 
 class MutableCallState(msgspec.Struct):
-    """The state of one call that changes from turn to turn, apart from its message history and its
-    session.
+    """The state of one call that changes from turn to turn.
 
-    A fork of the call starts with a copy.
+    It does not include the call's message history and session. A fork of the call starts with a
+    copy.
     """
 
     kind: AnswerSchema | None = None
-    """Required type of the answer."""
+    """Type that the answer must match; None if the answer may have any type."""
     pending: list[Message] = []
     """Messages that the next request will add to the conversation."""
     reused: int | None = None
@@ -101,7 +101,7 @@ class MutableCallState(msgspec.Struct):
     """Maps each limit to the urgency of the last warning about it."""
 
     def copy(self) -> MutableCallState:
-        """Return an independent copy, from which a second continuation of the call can start."""
+        """Return an independent copy of the state, from which a fork of the call can continue."""
         return msgspec.structs.replace(self, pending=list(self.pending), told=dict(self.told))
 
 
@@ -175,7 +175,7 @@ class RlmCall:
         return CallOutcome(outcome.stop, outcome.answer) if is_complete else outcome
 
     async def fork(self) -> RlmCall:
-        """Return a second continuation of this call, in a fork of its session.
+        """Fork this call: return a copy that continues independently in a fork of the session.
 
         If the call has not taken a turn yet, the continuation gets a new session instead.
         """
@@ -251,9 +251,11 @@ class RlmCall:
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Send the pending messages followed by ``after``, and return the reply.
+        """Send the pending messages and ``after``, and shorten code output if the window is too
+        small.
 
-        If the output of the last code does not fit the model's window, shorten it and try again.
+        Return the reply. If the output of the last code does not fit the model's window, shorten it
+        and try again.
 
         Raises what ``ModelRequestSender.ask`` raises, and Refused if even a few characters do not
         fit.
@@ -357,9 +359,9 @@ class RlmCall:
     def _conclude(
         self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool
     ) -> CallOutcome | None:
-        """Return the outcome if the final answer matches its type and the model has seen all output
-        on which the answer rests.
+        """Return the outcome of the call if its final answer can be accepted.
 
+        The answer must have the right type, and the model must have seen its code's output.
         Otherwise add a note for the model and return None.
         """
         try:
@@ -383,7 +385,7 @@ class RlmCall:
     async def _run_cells(
         self, action: ParsedAction, turn: int, notes: list[str]
     ) -> tuple[list[str], Any]:
-        """Run the pieces of code of a reply in order, up to the first one that fails.
+        """Run the code blocks of a reply in order, stopping after the first one that fails.
 
         Return the reports to show to the model, and the final answer if the code gave one.
         """
@@ -472,7 +474,7 @@ class RlmCall:
         return self._state.kind.literal_value(name) if self._state.kind else final.untyped_value()
 
     def _refuse(self, why: str, notes: list[str]) -> None:
-        """Record that an answer is not accepted, both for the model and for readers of the run."""
+        """Reject an answer: add a note for the model and record the rejection in the run."""
         notes.append(why)
         self._state.refused_answer = why
         self.run.note(
@@ -555,7 +557,7 @@ class RlmCall:
         )
 
     async def _last_answer(self, message: Message, stop: Stop) -> Any:
-        """Return the answer that the reply to the final request gives, or else the best so far."""
+        """Return the answer given in the final reply, or else the best answer so far."""
         # Otherwise such a scaffold runs each reply as code. This one may be an answer in text.
         if self.scaffold.raw_code:
             action = parse_action(message)
@@ -574,7 +576,7 @@ class RlmCall:
             return self._best_answer()
 
     async def _last_cells(self, action: ParsedAction, stop: Stop) -> Any:
-        """Run the code in the reply to the final request, after a limit was reached.
+        """Run the code of the final reply, which was requested because a limit was reached.
 
         This code may not call models. Return its final answer, or ``_NOTHING``.
         """
@@ -594,7 +596,7 @@ class RlmCall:
     # --- messages ---------------------------------------------------------------------------------
 
     def _before_question(self, before: Sequence[Message]) -> list[Message]:
-        """Return the messages that precede a question.
+        """Return the messages that the next request contains before the question.
 
         At first this is the system prompt. Later in a conversation, it is the answers to native
         tool calls of the last reply.

@@ -1,9 +1,9 @@
-"""Branching: sample several continuations from one turn of a run's root call, run each to its end,
-and choose one of their answers.
+"""Branching: sample several continuations of a run from one turn, and choose one of their answers.
 
-Each continuation runs in a fork of the Python session and becomes a separate call in the trajectory
-(``0:1``, ``0:2``, …) that shares everything before the turn. A conversation continues from the
-chosen continuation. When to branch and which answer to choose is decided in ``branch_search.py``.
+Each continuation of the run's root call is run to its end. Each continuation runs in a fork of the
+Python session and becomes a separate call in the trajectory (``0:1``, ``0:2``, …) that shares
+everything before the turn. A conversation continues from the chosen continuation. When to branch
+and which answer to choose is decided in ``branch_search.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class BranchedCall:
     """
 
     def __init__(self, call: RlmCall, search: BranchSearch, branched_at: int = -1) -> None:
-        """Wrap ``call`` so that it branches as ``search`` decides.
+        """Let ``call`` branch into continuations as ``search`` decides.
 
         ``branched_at`` is the index of the turn at which this continuation began, so that it does
         not branch there again. For the original call it is -1.
@@ -40,7 +40,8 @@ class BranchedCall:
         self.chosen = call
         """Call whose answer is returned, and whose session the next question continues."""
         self.own: CallOutcome | None = None
-        """Outcome of this continuation itself, if it was one of several."""
+        """Outcome of this continuation if it has branched, while the returned outcome may be that
+        of another one; None otherwise."""
         self._rlm_call = call
         self._search = search
         self._branched_at = branched_at
@@ -52,7 +53,7 @@ class BranchedCall:
         return await self._run_turns()
 
     async def _run_turns(self) -> CallOutcome:
-        """Run turns until there is an answer.
+        """Take turns until this continuation ends, and return its outcome.
 
         Before each turn, ask the search how many continuations the turn should have, and branch if
         there is more than one.
@@ -66,7 +67,7 @@ class BranchedCall:
                 return outcome
 
     async def _branch(self, width: int) -> CallOutcome:
-        """Run the remaining turns in ``width`` concurrent continuations.
+        """Branch into ``width`` continuations, and run each of them to its end.
 
         Returns the outcome of the continuation that the search chooses.
         """
@@ -129,7 +130,7 @@ class BranchedCall:
         return outcome
 
     async def _run_turns_safely(self) -> CallOutcome:
-        """Run all turns, and return an error as an outcome instead of raising it.
+        """Take all turns of this continuation, and convert any RamifyError to an outcome.
 
         This way one failed continuation does not affect the others.
         """

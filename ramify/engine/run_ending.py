@@ -1,5 +1,4 @@
-"""Decide when and how a run ends: at its deadline, early on request, or suspended because of a
-problem that a person must solve.
+"""Decide when and how a run ends: at its deadline, early on request, or by suspension.
 
 ``RunStopper.end_work_early`` ends work early, at the deadline or on the user's request: requests in
 flight are cancelled and charged as possibly billed, running cells are interrupted, and only final
@@ -42,7 +41,7 @@ class RunStopper:
     """
 
     def __init__(self, limits: Limits, recorder: EventRecorder, unrecorded: Set[object]) -> None:
-        """Prepare to end the run of the current asyncio task.
+        """Create a stopper for the run of the current asyncio task.
 
         ``unrecorded`` is the set of requests that may have been sent and whose outcome is not
         recorded yet; it changes during the run. A run that is being suspended waits until the set
@@ -69,8 +68,8 @@ class RunStopper:
         recorder.on_trouble = self.suspend
 
     def schedule_early_end(self) -> None:
-        """Schedule the end of the run, early enough for the root call to answer before the
-        deadline."""
+        """Schedule the end of the run early enough that the root call can still give a final
+        answer."""
         when = self._deadline - self.last_word_s
         self._alarm = self._loop.call_at(when, self.end_work_early, Stop.DEADLINE)
 
@@ -85,8 +84,7 @@ class RunStopper:
         return self._deadline - self._loop.time()
 
     def record_reply_time(self, seconds: float) -> None:
-        """Adjust the time kept for the root call's final reply to the slowest reply of its model so
-        far.
+        """Adjust the time reserved for the root's final reply to its model's slowest reply so far.
 
         ``seconds`` is the duration of the latest reply. Before the first reply, a tenth of the
         run's time is kept.
@@ -129,8 +127,7 @@ class RunStopper:
 
     @contextlib.asynccontextmanager
     async def cancel_on_closing(self) -> AsyncIterator[None]:
-        """Provide a context manager that cancels a wait and raises LimitReached if the run ends
-        early.
+        """In an ``async with`` block, raise LimitReached as soon as the run ends early.
 
         It sets no timer, because thousands of tasks may wait in this way.
         """
@@ -150,8 +147,10 @@ class RunStopper:
 
     @contextlib.asynccontextmanager
     async def cancel_at_deadline(self) -> AsyncIterator[None]:
-        """Provide a context manager that cancels the run's final request at the deadline and raises
-        LimitReached."""
+        """Limit an ``async with`` block to the run's deadline, at which LimitReached is raised.
+
+        The final request is then cancelled.
+        """
         try:
             async with asyncio.timeout_at(self._deadline) as scope:
                 yield
@@ -164,8 +163,10 @@ class RunStopper:
     # --- suspending -------------------------------------------------------------------------------
 
     def suspend(self, error: RamifyError) -> None:
-        """Suspend the run because of ``error``: send nothing more, and cancel the run once the
-        replies that are still expected have been recorded."""
+        """Suspend the run because of ``error``, and cancel it once pending replies are recorded.
+
+        No further requests are sent.
+        """
         self.suspension = self.suspension or error
         self.finish_suspension_if_idle()
 

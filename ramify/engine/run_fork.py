@@ -42,8 +42,7 @@ from ramify.types.trajectory import Stop
 
 
 class ForkOptions(RunKeywordOptions, total=False):
-    """The keyword options of a fork: all options of a run, and those that say how the fork differs
-    from the original run."""
+    """Keyword options of a fork: all options of a run, and the edit with which the fork begins."""
 
     call: str | None
     """Id of the call in which the fork diverges; None for the root."""
@@ -72,7 +71,7 @@ class ForkCostEstimate(msgspec.Struct, frozen=True):
 
 
 def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> ForkPoint:
-    """Return the point at which a fork of a stored run begins, including the edit made there.
+    """Return the point at which to fork a stored run, including the edit made there.
 
     The options that describe the edit (``call``, ``code`` and ``prompt``) are removed from
     ``changes``.
@@ -82,8 +81,10 @@ def fork_point(events: Iterable[AnyEvent], turn: int, changes: ForkOptions) -> F
 
 
 class ForkPoint:
-    """The turn of a stored run at which a fork begins, with the edit made there and the recorded
-    events that the fork repeats."""
+    """The turn of a stored run at which a fork begins.
+
+    It includes the edit made there and the recorded events that the fork repeats.
+    """
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class ForkPoint:
 
     @property
     def added_messages(self) -> tuple[Message, ...]:
-        """The messages that the recorded turn added to the conversation with its request."""
+        """The messages that the recorded turn's request added to the conversation."""
         return self._recorded[self.turn][0].prompt
 
     @property
@@ -166,8 +167,11 @@ class ForkPoint:
             raise ConfigError("an edited message of the prompt is empty: give its text")
 
     def run_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the new run: the metadata of the original run and, under the key
-        ``forked``, the original run's id, the turn and the edit."""
+        """Return the metadata of the new run, which states from which run it was forked.
+
+        It is the metadata of the original run and, under the key ``forked``, the original run's id,
+        the turn and the edit.
+        """
         started = self.recording.started
         known = {*COMPARED, "limits", "sandbox", "mcp", "search", "answer_schema", "cite", "about"}
         taken = {name: value for name, value in started.config.items() if name not in known}
@@ -185,10 +189,10 @@ class ForkPoint:
     def estimate(
         self, limits: Limits, clients: Sequence[Client], reply_tokens: int
     ) -> ForkCostEstimate:
-        """Estimate the cost of the fork within ``limits``, if a reply has at most ``reply_tokens``
-        tokens.
+        """Estimate the cost of the fork under the given limits.
 
-        Raises ConfigError if an edited prompt is too long for the model's window or for the budget.
+        ``reply_tokens`` is the maximum number of tokens in a reply. Raises ConfigError if an edited
+        prompt is too long for the model's window or for the budget.
         """
         client = next((each for each in clients if each.name == self.call.model), clients[0])
         ledger = BudgetLedger(limits, priced=any(each.price is not None for each in clients))
@@ -272,7 +276,7 @@ def _turns_of(events: Sequence[AnyEvent], id: str) -> _Turns:
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """The point at which one call of a forked run stops repeating its record and runs again.
+    """The point at which one call of a forked run switches from replay to live execution.
 
     The forked call and each of its ancestors have such a point.
     """
@@ -301,10 +305,10 @@ def _path(
 def _kept_calls(
     events: Sequence[AnyEvent], calls: dict[str, CallStarted], path: dict[str, _Place]
 ) -> dict[str, bool]:
-    """Return, for each call id, True if the fork repeats that call from the record and False if it
-    makes the call again.
+    """Return which recorded calls the fork replays, by call id.
 
-    The forked call and its ancestors are not included, because they are repeated only in part.
+    The value is False for a call that the fork makes again. The forked call and its ancestors are
+    not included, because they are repeated only in part.
     """
     kept: dict[str, bool] = {}
     for index, event in enumerate(events):

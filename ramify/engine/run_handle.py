@@ -1,4 +1,4 @@
-"""Provide a handle with which a caller can start a run, watch it, end it early and get its result.
+"""Provide a handle for starting, watching and ending a run, and for getting its result.
 
 A run opens its journal, stores the context, records RunStarted, answers the question (see
 ``ways_to_answer.py``), records RunEnded and closes everything, in this order. Whatever happens in
@@ -159,8 +159,7 @@ class RunHandle:
         self._task.cancel()
 
     def usage_by_limit(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the maximum of each limit of the run, for a
-        progress bar."""
+        """Return the name, usage and maximum of each limit of the run, for a progress bar."""
         return self._run.requests.ledger.usage_by_limit() if self._run is not None else []
 
     # --- the run itself ---------------------------------------------------------------------------
@@ -254,7 +253,7 @@ class RunHandle:
         return self._result(outcome, run)
 
     def _check_scope(self) -> None:
-        """Warn if the model was not trained for questions of this kind."""
+        """Warn if the model was not trained for questions of the kind that this run asks."""
         question, setup = self._question, self._setup
         if self._conversation is None and (
             warning := scope_warning(setup.model[0], question.text, question.context, setup.config)
@@ -277,11 +276,11 @@ class RunHandle:
                 raise result.failure
 
     def _end_blocked(self, place: str) -> None:
-        """End the run from another thread, because its event loop is blocked or the run cannot be
-        cancelled.
+        """End a run whose event loop is blocked or that cannot be cancelled.
 
-        The journal is closed so that the run can be resumed, and the waiting caller gets an error.
-        ``place`` is the line at which the loop is blocked, or empty.
+        This is called on another thread than that of the event loop. The journal is closed so that
+        the run can be resumed, and the waiting caller gets an error. ``place`` is the line at which
+        the loop is blocked, or empty.
         """
         run, limits = self._run, self._setup.limits
         assert run is not None
@@ -377,9 +376,10 @@ class RunHandle:
         )
 
     def _finish_run(self, outcome: CallOutcome, run: SharedRunState | None) -> CallOutcome:
-        """Record the end of the run, release its resources, and return its outcome.
+        """Record the end of the run, and release its resources.
 
-        If the end cannot be written to the journal, the outcome becomes a failure.
+        Returns the outcome of the run. If the end cannot be written to the journal, the outcome
+        becomes a failure.
         """
         try:
             if self.recorder.trajectory.id:
@@ -408,8 +408,10 @@ class RunHandle:
         )
 
     def _reason(self, outcome: CallOutcome, run: SharedRunState | None) -> str:
-        """Return why the run ended: the recorded reason of the call that answered, or the reason of
-        a failure that occurred outside all calls."""
+        """Return the reason why the run ended, as its answering call states it.
+
+        If the run failed outside calls, that failure is the reason.
+        """
         chosen = outcome.answered_by
         roots = [call for call in self.recorder.trajectory.calls if call.parent is None]
         calls = [call for call in roots if not chosen or call.id == chosen]

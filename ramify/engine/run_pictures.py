@@ -1,4 +1,4 @@
-"""Track the pictures of a run: which pictures exist, and where their bytes are stored.
+"""Keep track of a run's images and of where their bytes are stored.
 
     picture of the context, bytes from a session or a tool ──> Picture, in a message and the journal
     Picture.digest ──> the file, or a blob of the store ──> bytes, when a request is sent
@@ -39,7 +39,7 @@ class RunPictures:
     """The pictures of one run, each with the location of its bytes."""
 
     def __init__(self, blobs: RunBlobs | None, given: Mapping[str, PictureSource]) -> None:
-        """Start with the pictures of the context.
+        """Start with the pictures of the question's context.
 
         ``given`` maps the digest of each picture to its bytes or to the file that contains them.
         """
@@ -76,7 +76,7 @@ class RunPictures:
         return self._known.setdefault(picture.digest, picture)
 
     def resolve_picture(self, value: Any, at: str) -> Picture:
-        """Return the picture that a session sent as ``value``.
+        """Return the picture that a session refers to with ``value`` or sends as its bytes.
 
         The value is a dict that refers to a picture of the context, or the bytes of a picture.
         ``at`` names the argument in error messages. Raises HostCallError if the value is neither.
@@ -131,17 +131,17 @@ class RunPictures:
         return pictures
 
     def find_in_context(self, value: Any) -> tuple[Picture, ...]:
-        """Return all pictures of a context, for a plain model call.
+        """Return all pictures in a context, in order to attach them to a plain model call.
 
         Raises HostCallError if they do not fit into one request.
         """
         return self.resolve_images(pictures_in(value), "the pictures of the context")
 
     def replace_tool_pictures(self, result: Any) -> Any:
-        """Return the result of a tool with each picture (``PictureBytes``) replaced by a dict that
-        refers to it in a session.
+        """Replace each picture in a tool result with a dict that refers to it in a session.
 
-        Raises InvalidPictureError if the bytes are not a supported picture.
+        A picture in a tool result is a ``PictureBytes``. Raises InvalidPictureError if the bytes
+        are not a supported picture.
         """
         if isinstance(result, PictureBytes):
             return self.add(result.data, result.name).as_reference()

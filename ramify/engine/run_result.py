@@ -1,5 +1,4 @@
-"""Define what the caller of a question gets as its result: an answer, or the error that explains
-why there is none.
+"""Define the result of a question: an answer, or the error that explains why there is none.
 
 How a run is watched and ended is in ``run_handle.py``. This module does not import the modules
 that execute a run, so that a program that only creates an ``RLM`` starts fast.
@@ -27,8 +26,8 @@ _SHOWN_CHARS = 60
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The result of a question: the answer, the reason why the run stopped, its cost and the record
-    of all calls."""
+    """The result of a question: its answer, its cost, its record of calls, and why the run
+    stopped."""
 
     response: str
     """The answer as text; empty if there is none."""
@@ -45,7 +44,8 @@ class Result(msgspec.Struct, frozen=True):
     failure: BaseException | None = None
     """Exception that ended the run, if there was one."""
     partial: str = ""
-    """Prose of the last message if the run ended without an answer. Often this is a plan."""
+    """Prose of the last message if the run ended without an answer. It often says only what the
+    model intended to do."""
 
     @property
     def run_id(self) -> str:
@@ -57,7 +57,7 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """One sentence that explains why the run ended, with the numbers of the limit that it
+        """One sentence that says why the run ended, and quotes the numbers of a limit that it
         reached.
 
         Empty after a final answer.

@@ -1,5 +1,6 @@
-"""Answer the function calls that session code makes to its host: questions to models, child calls
-with a separate Python session, and tools.
+"""Answer the function calls that session code makes to its host.
+
+These are questions to models, child calls with a separate Python session, and tool calls.
 
     llm_query_batched([p, q]) ─> CellHostCallHandler ─> two concurrent `lm` calls ─> ["…", "…"]
     rlm_query("…", part)      ─> CellHostCallHandler ─> a child with its session  ─> its answer
@@ -62,7 +63,7 @@ window."""
 
 
 class CellHostCallHandler:
-    """The host of one cell, which is a piece of code that a model runs in its Python session.
+    """Serves one cell, a piece of code that a model runs in its Python session.
 
     It answers the calls that the code makes to models, child calls and tools.
     """
@@ -146,7 +147,7 @@ class CellHostCallHandler:
     def _pictures(
         self, images: Any, num_prompts: int, client: Client
     ) -> Sequence[tuple[Picture, ...]]:
-        """Return the pictures for each prompt of a batch.
+        """Return the pictures that go with each prompt of a batch.
 
         Raises HostCallError if the model cannot read pictures, before anything is sent.
         """
@@ -170,7 +171,7 @@ class CellHostCallHandler:
         return [pictures.resolve_images(each, f"images[{i}]") for i, each in enumerate(images)]
 
     def _is_blind(self, client: Client) -> bool:
-        """Return True if pictures must not be sent to the model of ``client``.
+        """Return True if pictures must be withheld because the client's model cannot see them.
 
         In a repeated run, the record decides instead of the model, so that the cell repeats the
         calls that it made before.
@@ -318,7 +319,7 @@ class CellHostCallHandler:
         return pictures
 
     def _not_asked(self, call: LiveCall, why: str) -> CallOutcome:
-        """Record a call that failed before anything was sent to a model, and return its outcome.
+        """Record a call that failed before a request was sent, and return its outcome.
 
         ``why`` is the reason.
         """
@@ -352,11 +353,11 @@ class CellHostCallHandler:
     async def _by_strategy(
         self, name: str, tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Answer a function call of the cell with a strategy, which asks models many small
-        questions.
+        """Answer a cell's function call by running a strategy.
 
-        They are recorded as children of a call that represents the strategy. This call has no
-        turns, and is recorded only when the first question is asked.
+        A strategy asks models many small questions. They are recorded as children of a call that
+        represents the strategy. This call has no turns, and is recorded only when the first
+        question is asked.
         """
         run = self._run
         with _arguments_of(name):
@@ -389,11 +390,11 @@ class CellHostCallHandler:
         }
 
     def _rest_for(self, call: LiveCall) -> BudgetAmount:
-        """Return the calls, tokens and dollars that a strategy (a series of model calls) may use if
-        this cell starts it.
+        """Return the calls, tokens and dollars left for a strategy that this cell starts.
 
-        In a replayed cell, a recorded strategy gets the run's full limit, because its replies come
-        from the record. Any other strategy in that cell gets nothing.
+        A strategy is a series of model calls. In a replayed cell, a recorded strategy gets the
+        run's full limit, because its replies come from the record. Any other strategy in that cell
+        gets nothing.
         """
         recording, ledger = self._run.recording, self._run.requests.ledger
         if recording is not None and recording.was_call_made_at(call.id, self._where):
@@ -407,7 +408,7 @@ class CellHostCallHandler:
         return left._replace(calls=ledger.calls_left())
 
     async def _budget(self) -> dict[str, int | float]:
-        """Return the unused part of the call's limits.
+        """Return how much of each of the call's limits is left.
 
         The numbers are recorded like the result of a tool, because a repeated cell must get the
         same ones.
@@ -426,7 +427,7 @@ class CellHostCallHandler:
         kwargs: Mapping[str, Any],
         call: Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]],
     ) -> Any:
-        """Call a tool and record its result.
+        """Call a tool for session code, and record the result.
 
         If the run is being repeated, return the recorded result instead.
         """
@@ -518,8 +519,7 @@ class CellHostCallHandler:
         return client
 
     def _check_room(self, num: int) -> None:
-        """Raise HostCallError, before any call is made, if the run's limit does not allow all
-        ``num`` calls.
+        """Raise HostCallError if fewer than ``num`` calls are left within the run's limit.
 
         A repeated cell may make exactly the calls that it made before.
         """
@@ -584,9 +584,10 @@ class CellHostCallHandler:
 
 
 def _create_strategy(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Create the strategy, a series of small model calls, with which ``tool`` answers one call.
+    """Create the strategy that answers a session's call of ``tool``.
 
-    Raises HostCallError if the tool rejects the arguments.
+    A strategy is a series of small model calls. Raises HostCallError if the tool rejects the
+    arguments.
     """
     try:
         return tool.strategy(*args, **kwargs)
@@ -595,8 +596,7 @@ def _create_strategy(tool: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 async def _run_strategy(strategy: Any, calls: LeafModelCaller) -> CallOutcome:
-    """Run a strategy, a series of small model calls that session code asked for, and return its
-    outcome.
+    """Run a strategy that session code asked for, and return its outcome.
 
     If the strategy cannot use the arguments that the code passed, the outcome's failure is the
     error to raise in the cell.
@@ -620,27 +620,29 @@ async def _run_strategy(strategy: Any, calls: LeafModelCaller) -> CallOutcome:
 
 
 def _prefix_with_name(title: str, text: str) -> str:
-    """Put the name of the function at the start of the error message ``text``, unless it is
-    already there."""
     return text if text.startswith(title) else f"{title}: {text}"
 
 
 def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
-    """Return the data of a SubcallError for a batch of ``num`` calls, none of which was made."""
+    """Return the data of a SubcallError for a batch whose ``num`` calls were not made."""
     numbers = range(num)
     failures, kinds = dict.fromkeys(numbers, why), dict.fromkeys(numbers, kind)
     return {"results": [None] * num, "failures": failures, "kinds": kinds}
 
 
 def _partial_answer(outcome: CallOutcome) -> str:
-    """Return the incomplete answer of a failed sub-call: the text of a truncated reply, or the
-    text of the call's last message."""
+    """Return the incomplete answer of a failed sub-call.
+
+    It is the text of a truncated reply, or the text of the call's last message.
+    """
     return outcome.failure.text if isinstance(outcome.failure, ReplyCut) else outcome.partial
 
 
 def failure_kind(outcome: CallOutcome) -> str:
-    """Return the kind of failure of a sub-call, such as ``"length"`` or ``"refusal"``, for
-    ``SubcallError.kinds``."""
+    """Return the kind of a sub-call's failure, such as ``"length"``, for ``SubcallError.kinds``.
+
+    Another kind is ``"refusal"``.
+    """
     match outcome.failure:
         case ReplyCut():
             return "length"
@@ -659,7 +661,7 @@ async def _run_catching(
     call: LiveCall,
     slots: contextlib.AbstractAsyncContextManager[Any] | None,
 ) -> CallOutcome:
-    """Run one call of a batch.
+    """Run one call of a batch, and convert any failure to an outcome.
 
     A failure is returned as an outcome instead of being raised, so that the other calls continue.
     """
@@ -681,8 +683,7 @@ def _check_texts(prompts: Any) -> None:
 
 @contextlib.contextmanager
 def _arguments_of(name: str) -> Iterator[None]:
-    """Convert an error in checking the arguments of the function ``name`` into an error that is
-    raised in the cell.
+    """Report errors about the arguments of the host function ``name`` to the code that called it.
 
     Session code chose the arguments, so they must not make the run itself fail.
     """
@@ -695,7 +696,7 @@ def _arguments_of(name: str) -> Iterator[None]:
 
 
 def _schema_check(schema: Any) -> AnswerSchema:
-    """Return a checker for answers that must match a JSON schema given by session code.
+    """Return a check of answers against the JSON schema that session code passed.
 
     Raises HostCallError if the schema, which is untrusted, cannot be used.
     """

@@ -86,7 +86,8 @@ class SharedRunState:
         self.recorder = recorder
         self.recording = recording
         self.prepare_session = question.on_session
-        """Function that prepares each new session, or None."""
+        """Function that prepares each new session before its first cell; None if nothing has to be
+        prepared."""
         self.pictures = RunPictures(setup.blobs, question.pictures)
         self._context_has_pictures = bool(question.pictures)
         under_way: set[TurnRequester] = set()
@@ -104,7 +105,8 @@ class SharedRunState:
         self._resources = resources
         num = max(2, len(setup.depths))
         self._tools = [setup.tools_at(depth, question.tools) for depth in range(num)]
-        """Tools by depth; the last ones also serve all deeper sessions."""
+        """Tools of the sessions at each depth; the last entry also applies to all greater
+        depths."""
         self._contexts: dict[tuple[str, bool], ContextFacts] = {}
         self._system_prompts: dict[tuple[int, ContextFacts], str] = {}
         live_text = recorder.live_reply_file()
@@ -128,8 +130,7 @@ class SharedRunState:
         return self.setup.scaffold
 
     def continue_past_recorded_limit(self, call: LiveCall) -> None:
-        """Let ``call`` continue past the turn at which a limit ended the recorded run, if the
-        resumed run has higher limits.
+        """Let ``call`` continue past a recorded limit that the resumed run has raised.
 
         Recorded events after that turn remain charged but are otherwise ignored.
         """
@@ -148,8 +149,7 @@ class SharedRunState:
             self.recorder.emit(resumed, is_written=gone.is_recorded)
 
     def stop_reason(self, call: LiveCall) -> Stop | None:
-        """Return the reason why ``call`` must stop before another regular turn, or None if it may
-        continue.
+        """Return why ``call`` must stop before another regular turn, or None if it may continue.
 
         A repeated run stops at the turn at which the recorded run stopped.
         """
@@ -162,8 +162,7 @@ class SharedRunState:
         return self.ending.closing or (Stop.MAX_TURNS if num_turns >= max_turns else None)
 
     def was_cell_skipped_at_end(self, call: LiveCall, turn: int, cell: int) -> bool:
-        """Return True if the recorded run skipped this cell (piece of code) because the run was
-        about to end.
+        """Return True if the recorded run skipped this cell because that run was about to end.
 
         A repeated run must then skip it too.
         """
@@ -172,8 +171,7 @@ class SharedRunState:
         )
 
     def usage_by_limit(self) -> list[tuple[str, float, float]]:
-        """Return the name, the amount spent and the maximum of each limit that all calls of the run
-        share.
+        """Return the name, usage and maximum of each limit that all calls of the run share.
 
         Time counts in seconds.
         """
@@ -182,8 +180,7 @@ class SharedRunState:
         return [*self.requests.ledger.usage_by_limit(), ("seconds", spent, most)]
 
     def remaining_budget(self, call: LiveCall) -> dict[str, int | float]:
-        """Return what ``call`` may still use, as a mapping from the name of each limit to the
-        remaining amount.
+        """Return how much ``call`` may still use of each limit, by the limit's name.
 
         The amount kept for the root call's final reply is not included.
         """
@@ -237,8 +234,8 @@ class SharedRunState:
         )
 
     def stop_explanation(self, outcome: CallOutcome, num_turns: int, depth: int = 0) -> str:
-        """Return one sentence that explains why a call with ``num_turns`` turns ended, with the
-        numbers of the limit that it reached.
+        """Explain in one sentence why a call ended, and quote the numbers of a limit that it
+        reached.
 
         Empty if the call ended with a final answer.
         """
@@ -281,7 +278,7 @@ class SharedRunState:
         return self.requests.ledger.refusals.get(stop) or outcome.error or ""
 
     def _report_limit(self, call: LiveCall, stop: Stop) -> None:
-        """Log a warning when a call ends at a limit.
+        """Log a warning if a call ends at a limit that has not been reported yet.
 
         Each limit is reported once, because most limits are shared and end all calls together.
         """
@@ -312,7 +309,7 @@ class SharedRunState:
         return scaffold.first_message(call.question, value, facts, about)
 
     def context_facts(self, call: LiveCall) -> ContextFacts:
-        """Return facts about the context of ``call``, such as its size.
+        """Return the facts about the context of ``call`` that its prompt states, such as its size.
 
         Results are cached per context, because child calls often share a large one.
         """
@@ -369,7 +366,10 @@ class SharedRunState:
         return self._tools[min(depth, len(self._tools) - 1)]
 
     async def store_child_context(self, context: SharedContextValue) -> None:
-        """Store the context of a child call with the run, before the child uses it."""
+        """Store a child call's context with the run.
+
+        Call this before the child uses the context.
+        """
         blobs = self.setup.blobs
         if blobs is None:
             return
@@ -388,10 +388,10 @@ class SharedRunState:
 
 
 def _cell_error(outcome: CallOutcome) -> str:
-    """Return the end of an error sentence about a call without an answer, if its last cell raised
-    an exception.
+    """Return the suffix of an error message that names the exception of a call's last cell.
 
-    Empty otherwise.
+    The suffix is given if that cell raised an exception and the call has no answer. Empty
+    otherwise.
     """
     if outcome.answer is not None or not outcome.cell_error:
         return ""
@@ -399,8 +399,7 @@ def _cell_error(outcome: CallOutcome) -> str:
 
 
 def _describe_refused_answer(outcome: CallOutcome) -> str:
-    """Return the end of an error sentence about a call without an answer: the last answer it tried
-    to give and why that was not accepted.
+    """Return the suffix of an error message that states why a call's last answer was rejected.
 
     Empty if it tried none.
     """

@@ -135,7 +135,7 @@ class ToolSet:
         return is_taken and getattr(tool, "is_optional", False)
 
     def _user_tools(self) -> dict[str, Any]:
-        """Return the tools in the form in which the user passed them, including descriptions."""
+        """Return the tools and their descriptions in the form in which the user passed them."""
         return {
             name: {"tool": tool, "description": self.descriptions[name]}
             if name in self.descriptions
@@ -161,8 +161,7 @@ class ToolSet:
         return ToolSet({n: t for n, t in every.items() if n not in optional}) if optional else self
 
     def warm_up(self) -> None:
-        """Start background work of each tool, such as building an index, because a session is being
-        opened."""
+        """Let each tool start its background work, such as indexing, while a session opens."""
         for tool in self.functions.values():
             if hasattr(tool, "prepare"):
                 tool.prepare()
@@ -177,8 +176,8 @@ class ToolSet:
         ]
 
     def journal_record(self) -> dict[str, str]:
-        """Return what the run's journal records about each tool, by name: a hash of the code of a
-        function, or the type of another value.
+        """Return what the journal records about each tool: a function's code hash or a value's
+        type.
 
         Functions of MCP servers are not included.
         """
@@ -259,7 +258,7 @@ def _hash_of(tool: Any) -> str:
 async def _execute_tool(
     tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Any]:
-    """Execute a tool, and return its result and its exception, one of which is None.
+    """Execute a tool and return its result and its exception, one of which is always None.
 
     The exception is returned as a value because a future cannot hold StopIteration, and SystemExit
     would end the event loop.

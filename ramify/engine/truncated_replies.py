@@ -1,8 +1,7 @@
-"""Complete a reply that was truncated at its token limit, by continuing it or by asking again with
-a higher limit.
+"""Complete a reply that was truncated at its token limit.
 
-The replies of a policy in training are not completed, because the policy must learn from its own
-replies.
+The reply is continued, or the model is asked again with a higher limit. The replies of a policy in
+training are not completed, because the policy must learn from its own replies.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ async def _more_of(
     reused: int,
     longer: int,
 ) -> Reply | None:
-    """Send one further request for a truncated reply.
+    """Send one more request to complete a truncated reply of ``call``.
 
     Return the reply with its continuation, or a new reply with a token limit that is ``longer``
     times as high. Return None if no further request is allowed.

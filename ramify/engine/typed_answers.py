@@ -1,5 +1,4 @@
-"""Support typed answers: convert a Python type or JSON schema into a schema for the model and a
-check of the model's answer.
+"""Convert the required type of an answer to a schema for the model and a check of its answer.
 
 ``answer_type=`` accepts a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec
 supports (``list[int]``, ``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown
@@ -53,8 +52,10 @@ class TypeMismatch(Exception):
 
 
 class AnswerSchema(msgspec.Struct, frozen=True):
-    """The required type of an answer: a JSON schema for the model, and a function that checks and
-    converts the answer."""
+    """The required type of an answer, as a JSON schema for the model and a check of its answer.
+
+    The check also converts the answer.
+    """
 
     schema: dict[str, Any]
     """JSON schema that the model sees."""
@@ -62,7 +63,7 @@ class AnswerSchema(msgspec.Struct, frozen=True):
     """Converts a plain value (dicts, lists, text, …) to the typed one. Raises TypeMismatch."""
 
     def parse_answer(self, text: str) -> Any:
-        """Return the typed value in a reply.
+        """Parse a reply as a value of the required type.
 
         The reply is parsed as JSON, as JSON in a Markdown fence, or as plain text if the text
         matches the type, as ``Paris`` matches a string.
@@ -79,7 +80,7 @@ class AnswerSchema(msgspec.Struct, frozen=True):
             raise
 
     def convert_prose(self, text: str) -> Any:
-        """Try to convert prose that was not marked as an answer.
+        """Try to read a typed answer from prose that was not marked as an answer.
 
         Return None if it is not a value of this type, or if any text would match the type.
         """
@@ -92,7 +93,7 @@ class AnswerSchema(msgspec.Struct, frozen=True):
         return None
 
     def literal_value(self, text: str) -> Any:
-        """Return the value that the model meant by ``FINAL(text)``, before conversion.
+        """Return the value that the text inside ``FINAL(…)`` denotes, before it is converted.
 
         Tries a Python literal, a literal inside a quoted string, and plain text. If none matches
         the type, return the literal, so that the mismatch can be reported.
@@ -206,7 +207,7 @@ def _is_pydantic(kind: Any) -> bool:
 
 
 def _contained_types(kind: Any) -> Iterator[Any]:
-    """Yield the types that ``kind`` contains, at all levels.
+    """Yield the types nested at any depth inside ``kind``.
 
     For ``list[A | None]``, these include ``A`` and ``None``.
     """
@@ -250,7 +251,7 @@ def _check_writable(plain: Any) -> Any:
 
 
 def _to_plain_data(value: Any) -> Any:
-    """Convert ``value`` to plain data for JSON.
+    """Convert ``value`` to plain data that can be written as JSON.
 
     Tuples and sets become lists, and keys that are not text become text. Raises TypeMismatch if the
     value cannot be converted.
@@ -264,8 +265,10 @@ def _to_plain_data(value: Any) -> Any:
 
 
 def _inline_top_reference(schema: dict[str, Any]) -> dict[str, Any]:
-    """Replace a ``$ref`` at the top level of a schema with the definition that it names. msgspec
-    writes such a reference for a Struct, but providers require an object at the top level."""
+    """Replace a top-level ``$ref`` of a schema with the definition that it names.
+
+    msgspec writes such a reference for a Struct, but providers require an object at the top level.
+    """
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")
     definitions = dict(schema.get("$defs", {}))
     if not name or name not in definitions or f"#/$defs/{name}" in json.dumps(definitions):
@@ -275,14 +278,14 @@ def _inline_top_reference(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Citation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A passage of the context that supports the answer, with a quote from it.
+    """A quoted passage of the context that supports the answer.
 
     Example:
         Citation(source="server.log", first_line=3, last_line=3, quote="web-3 ERROR")
     """
 
     source: str
-    """Key of the context; ``"context"`` if the context is a single text."""
+    """Key of the cited text in the context; ``"context"`` if the context is a single text."""
     first_line: int
     """First cited line, counted from 1."""
     last_line: int
@@ -303,7 +306,7 @@ class CitedAnswer(msgspec.Struct, Generic[T], frozen=True):
 def cited_type(
     kind: Any, context: Any, places: Mapping[str, Sequence[DocumentPartLocation]] = {}
 ) -> AnswerSchema:
-    """Return the answer type for an answer with citations, which are checked against ``context``.
+    """Return the type of an answer with citations, each checked against ``context``.
 
     ``kind`` is the type of the answer itself. ``places`` describes the structure of each document,
     such as its pages, so that a citation can name its page.

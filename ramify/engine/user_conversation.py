@@ -1,5 +1,4 @@
-"""Define conversations, in which a user asks several questions one after the other in one live
-Python session.
+"""Define conversations, in which a user asks several questions in one live Python session.
 
 Variables, imports and the history persist between questions. Each question is a separate call in
 one trajectory (``0``, ``1``, …) that continues the previous one, or its chosen branch. Limits apply

@@ -61,8 +61,11 @@ WayToAnswer = Literal["plain call", "session", "conversations", "strategy", "ask
 
 
 class UserConversationState:
-    """State that passes from one question of a conversation to the next: the event recorder, the
-    context, and the call that answered the last question with its Python session."""
+    """The state that a conversation carries from one question to the next.
+
+    It includes the context and the last call. It also holds the event recorder. The last call is
+    the one that answered, with its Python session.
+    """
 
     def __init__(self, recorder: EventRecorder) -> None:
         self.recorder = recorder
@@ -115,8 +118,10 @@ def way_to_answer(
 def check_strategy(
     setup: RlmSetup, question: Question, conversation: UserConversationState | None
 ) -> None:
-    """Raise ConfigError if a strategy is to answer the question but the question uses a feature
-    that strategies do not support, such as citations or pictures."""
+    """Raise ConfigError if a question with a strategy uses a feature that strategies lack.
+
+    Such features are, for example, citations and pictures.
+    """
     if question.strategy is None:
         return
     for is_given, what in (
@@ -132,8 +137,11 @@ def check_strategy(
 
 
 def check_pictures(question: Question, models: ModelsByDepth) -> None:
-    """Raise ConfigError if the context contains pictures whose bytes were not given, or pictures
-    that no model of the run can read."""
+    """Raise ConfigError if the context contains pictures that cannot be shown to any model of the
+    run.
+
+    Their bytes may be missing, or no model may be able to read pictures.
+    """
     if not question.pictures and has_pictures(question.context):
         raise ConfigError(
             "the context has pictures without their bytes: give the object that ramify.load "
@@ -179,8 +187,7 @@ async def answer(
 async def _answer_by_conversations(
     run: SharedRunState, question: Question, resources: EventLoopResources
 ) -> CallOutcome:
-    """Run the task's own code, which holds its conversations with the models itself, and return its
-    result as the outcome.
+    """Run a task's own code, which converses with the models, and return its result as the outcome.
 
     An exception in that code becomes a failed outcome.
     """
@@ -248,7 +255,7 @@ async def _answer_as_asked(
     context: SharedContextValue | None,
     asked: AnswerModeChoiceCall,
 ) -> CallOutcome:
-    """Ask a model which mode to use, and then answer the question in that mode.
+    """Let a model choose the answer mode, then answer the question in that mode.
 
     The call that makes the choice is recorded as the first child of the root call.
     """
@@ -375,10 +382,10 @@ async def _answer_in_session(
 
 
 def _new_instructions(now: RlmSetup, before: RlmSetup) -> str:
-    """Return the instructions for this question if they changed since the previous question of the
-    conversation, and an empty string otherwise.
+    """Return the instructions for this question if they have changed since the previous question.
 
-    ``before`` holds the settings of the previous question.
+    Otherwise, the result is an empty string. ``before`` holds the settings of the previous
+    question.
     """
     if (now.instructions, now.examples) == (before.instructions, before.examples):
         return ""

@@ -1,5 +1,4 @@
-"""Evaluate models: let them attempt the items (questions) of a task, and report scores with
-confidence intervals and costs.
+"""Evaluate models on the items of a task, and report scores with confidence intervals and costs.
 
     >>> from ramify import RLM, evaluate, tasks
     >>> async with RLM("openai:gpt-5-mini") as rlm:

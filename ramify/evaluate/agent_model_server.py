@@ -1,5 +1,4 @@
-"""Serve the models of runs to external agents and environments, through a local HTTP endpoint with
-the APIs of OpenAI and Anthropic.
+"""Serve models to external agents and environments through a local OpenAI and Anthropic API.
 
     program ── POST /v1/chat/completions, X-Session-ID ──> seat ──> ``RunModelClient``
             ── POST /seats/NAME/v1/chat/completions     ──> seat ──┤
@@ -42,7 +41,7 @@ from ramify.types.message import Message, Reply
 SEAT_HEADER = "X-Session-ID"
 KEY_HEADER = "x-ramify-key"
 MODEL = "policy"
-"""Model name in requests and replies."""
+"""Name of the model in the requests and replies of agents."""
 _MAX_BODY_BYTES = 64 << 20
 _WRONG_KEY = (
     "no running rollout has this key: send the rollout's own key as Authorization: Bearer KEY or "
@@ -86,9 +85,10 @@ class AgentFacingModel:
         self._rendering: PromptRenderer | None = getattr(client, "rendering", None)
 
     async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return replies sampled with the settings of the run.
+        """Send a request to the agent's model, and return the replies.
 
-        Of the request's own settings, only ``max_tokens``, ``stop`` and ``top_logprobs`` are used.
+        The replies are sampled with the settings of the run. Of the request's own settings, only
+        ``max_tokens``, ``stop`` and ``top_logprobs`` are used.
         """
         seat = self._seat
         return await seat.conversations.request_replies(
@@ -105,7 +105,7 @@ class AgentFacingModel:
     async def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield each reply in one piece, once all replies have arrived."""
+        """Yield each reply whole, after all replies have arrived."""
         for index, reply in enumerate(await self.generate_replies(request, num_replies)):
             yield index, reply
 
@@ -153,7 +153,7 @@ class AgentModelServer:
 
     @contextmanager
     def register_model_access(self) -> Iterator[dict[str, AgentModelAccess]]:
-        """Provide a dict to which a run adds its *seats*.
+        """Yield a dict of seats, in which a run registers the access of its agents to models.
 
         Each seat gives one agent access to a model. When the ``with`` block ends, the endpoint no
         longer accepts them.
@@ -167,7 +167,7 @@ class AgentModelServer:
 
     @contextmanager
     def temporary_seat_key(self, seat: AgentModelAccess) -> Iterator[str]:
-        """Yield a new API key for ``seat``, which is one agent's access to a model.
+        """Yield a temporary API key for ``seat``, an agent's access to a model.
 
         When the ``with`` block ends, the key becomes invalid and its unanswered requests are
         cancelled.
@@ -183,7 +183,7 @@ class AgentModelServer:
 
     @contextmanager
     def _track_request(self, key: str, seat: AgentModelAccess) -> Iterator[None]:
-        """Provide a context manager for answering one request of an agent.
+        """Keep track of one request of an agent while it is answered.
 
         It counts the request, cancels it if the agent's key is revoked, and stores the error
         message if the request is refused.
@@ -253,7 +253,7 @@ class AgentModelServer:
 
 
 class _Seats(dict[str, AgentModelAccess]):
-    """The *seats* of one run by name.
+    """A dict from name to seat for the agents of one run.
 
     A seat gives one agent access to a model. Adding a seat also registers it at the endpoint.
     """

@@ -1,5 +1,4 @@
-"""Define the answer modes of an evaluation: the ways in which a model can answer an item (a
-question of a task).
+"""Define the answer modes of an evaluation: the ways in which a model can answer a task item.
 
     direct    one plain call with the question and the whole context; an item that is longer than
               the model's window is not asked, and scores 0
@@ -36,8 +35,7 @@ _PROMPT_TOKENS = 200
 
 
 class PlainCallCapacity(msgspec.Struct, frozen=True):
-    """How much text one plain call to a model can read, and what it costs: the context window, the
-    tokens kept for the reply, and the price."""
+    """The context window, reply limit and price of a model in a plain call."""
 
     window: int
     """Context window, in tokens."""
@@ -51,13 +49,11 @@ class PlainCallCapacity(msgspec.Struct, frozen=True):
         return self.price is not None and not (self.price.input or self.price.output)
 
     def fits(self, tokens: int) -> bool:
-        """Return True if a question and its context, of ``tokens`` tokens in total, fit into one
-        plain call."""
+        """Return True if ``tokens`` tokens of question and context fit into one plain call."""
         return tokens + _PROMPT_TOKENS + self.reply <= self.window
 
     def max_cost(self, tokens: int) -> float | None:
-        """Return an upper bound on the cost in dollars of one plain call, whose reply is asked for
-        once.
+        """Return an upper bound on the dollar cost of one plain call without retries.
 
         Return None if the model has no price. As in budget reservations, each byte counts as a
         token.
@@ -71,7 +67,7 @@ class PlainCallCapacity(msgspec.Struct, frozen=True):
 
 
 async def root_model_capacity(rlm: RLM) -> PlainCallCapacity:
-    """Return the context window, the reply limit and the price of the root call's model.
+    """Return the context window, reply limit and price of the root call's model.
 
     The model is not called.
     """
@@ -84,7 +80,7 @@ async def root_model_capacity(rlm: RLM) -> PlainCallCapacity:
 
 
 async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item (a question of a task) with one plain model call.
+    """Attempt a task item with one plain model call.
 
     If the item does not fit the model's window, the model is not called.
     """
@@ -100,20 +96,17 @@ async def answer_directly(rlm: RLM, task: Task, item: Item, **options: Any) -> T
 
 
 async def answer_in_session(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item (a question of a task) in a Python session, in which the model writes code
-    and calls models."""
+    """Attempt a task item in a Python session, in which the model writes code and calls models."""
     return await attempt(rlm, task, item, **{**options, "direct": False})
 
 
 async def answer_by_plan(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item (a question of a task) with the ready-made plan that fits the wording of the
-    question."""
+    """Attempt a task item with the predefined plan that fits the wording of its question."""
     return await attempt(rlm, task, item, **{**options, "mode": "plan"})
 
 
 async def answer_automatically(rlm: RLM, task: Task, item: Item, **options: Any) -> Trajectory:
-    """Attempt an item (a question of a task) in the mode that is chosen automatically for its
-    question."""
+    """Attempt a task item in the mode that is chosen automatically for its question."""
     return await attempt(rlm, task, item, **{**options, "mode": "auto"})
 
 

@@ -1,5 +1,4 @@
-"""Run one attempt at one item (a question of a task) through the engine: prepare it, run the model
-on it, and score the answer.
+"""Run one attempt at a task item through the engine, and score the answer.
 
 Evaluation and training both use this module.
 
@@ -59,8 +58,8 @@ DOES_NOT_FIT = "not fitting"
 """Reason recorded for an attempt that has no answer because its prompt exceeds the model's
 window."""
 UNANSWERED = "unanswered"
-"""Trajectory metadata key: why the answer is missing, in a few words, if ``stop`` does not say
-so."""
+"""Key of trajectory metadata that gives a short reason for a missing answer, if ``stop`` does not
+show the reason."""
 GRACE_S = 30.0
 """Seconds to wait after an attempt's own deadline (``limits.max_seconds``) before it counts as
 stalled. The same limit applies to a task's ``prepare``, ``on_end`` and ``score``."""
@@ -86,7 +85,7 @@ async def attempt(
     refuse: Callable[[TaskStart], str] | None = None,
     model: Model | None = None,
 ) -> Trajectory:
-    """Run one attempt at an item (a question of a task) and return its trajectory.
+    """Run one attempt at a task item and return its trajectory.
 
     The trajectory has ``rewards`` if it could be scored, and ``errors`` otherwise. If the attempt
     does not end in time, its stack traces are logged.
@@ -184,7 +183,7 @@ async def attempt(
 async def _score(
     task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
 ) -> None:
-    """Score a finished attempt.
+    """Score a finished attempt at an item with the item's task.
 
     If the attempt has forked and ``every_line`` is true, score each path through it separately.
     """
@@ -201,8 +200,8 @@ class AttemptAwaitingScore(NamedTuple):
     item: Item
     trajectory: Trajectory
     every_line: bool = False
-    """True if each path through a forked attempt is scored separately (``search`` of
-    ``attempt``)."""
+    """True if each path through a forked attempt is scored separately, as when ``attempt`` was
+    given a ``search``."""
 
 
 async def score_attempts(
@@ -240,7 +239,7 @@ def _note_score_error(trajectory: Trajectory, task: Task, item: Item, error: Ram
 
 
 class _Line(NamedTuple):
-    """One path from the start of an attempt to one of its ends.
+    """One path through an attempt and its forks, from the start to one end.
 
     An attempt has several paths if its session was forked.
     """
@@ -252,7 +251,7 @@ class _Line(NamedTuple):
 
 
 def _scored_paths(trajectory: Trajectory, every_line: bool) -> list[_Line]:
-    """Return the paths through an attempt that are scored separately.
+    """Return the paths through an attempt and its forks that are scored separately.
 
     If the attempt has forked and ``every_line`` is true, there is one path for each end. Otherwise,
     the whole trajectory is the only path.
@@ -264,8 +263,7 @@ def _scored_paths(trajectory: Trajectory, every_line: bool) -> list[_Line]:
 
 
 def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
-    """Combine the scores of the paths through a forked attempt into rewards and metrics of its
-    trajectory.
+    """Combine the scores of a forked attempt's paths into the scores of its trajectory.
 
     Each is the average over the paths, weighted by each path's share of the attempt.
     """
@@ -290,7 +288,6 @@ def _merge_lines(trajectory: Trajectory, lines: Sequence[_Line]) -> None:
 
 
 def _not_asked(name: str, item: Item, why: str) -> Trajectory:
-    """Return the trajectory of a failed attempt in which the model was never asked."""
     return Trajectory(name, item.question, task=item.id, errors=[why], stop=Stop.ERROR)
 
 
@@ -309,8 +306,8 @@ def _scored_0(name: str, item: Item, why: str) -> Trajectory:
 
 
 def _check_forkable(start: TaskStart) -> None:
-    """Raise ConfigError if the task keeps state outside the session, because a fork of the session
-    would not copy that state."""
+    """Raise ConfigError if the task keeps state outside the session, which a fork would not
+    copy."""
     if start.on_end is not None or start.conduct is not None:
         raise ConfigError(
             "it keeps state outside the session (TaskStart.on_end or conduct), which forks do not "
@@ -353,11 +350,10 @@ RootKind = Literal["session", "plain call", "conversations"]
 async def attempt_start_kind(
     rlm: RLM, task: Task, item: Item, *, direct: bool = False, grace_s: float = GRACE_S
 ) -> RootKind:
-    """Return how an attempt at an item begins: with a session, with a plain call (only if
-    ``direct`` is true), or with conversations that the task conducts itself.
+    """Return how an attempt starts: in a session, as a plain call, or in the task's own code.
 
-    If the item cannot be prepared, the result is a session, and the attempts themselves will report
-    the reason.
+    A plain call is possible only if ``direct`` is true. If the item cannot be prepared, the result
+    is a session, and the attempts themselves will report the reason.
     """
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
@@ -377,7 +373,7 @@ async def attempt_start_kind(
 async def _in_time(
     work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float
 ) -> Any:
-    """Run a piece of the task's own code with a timeout and return its result.
+    """Run a callback of the task with a timeout and return its result.
 
     Raises RamifyError, which names the task and the item, if the code fails or takes too long.
     """
@@ -475,10 +471,10 @@ async def _continue_run(
 
 
 def _no_answer_reason(result: Result | str) -> str:
-    """Return in a few words why an answer is missing if the model caused it: its session died, its
-    reply was filtered, or its prompt did not fit.
+    """Return a short reason for a missing answer that the model caused, such as a filtered reply.
 
-    Empty in all other cases.
+    The other causes are a session that died and a prompt that does not fit the window. Empty in all
+    other cases.
     """
     match None if isinstance(result, str) else result.failure:
         case SessionDied():
@@ -491,7 +487,7 @@ def _no_answer_reason(result: Result | str) -> str:
 
 
 def _failure(result: Result | str) -> str | None:
-    """Return the reason why an attempt cannot be scored, or None if it can."""
+    """Return the reason why an attempt's result cannot be scored, or None if it can be."""
     if isinstance(result, str):
         return result
     if result.stop not in (Stop.ERROR, Stop.SUSPENDED) or _no_answer_reason(result):
@@ -500,7 +496,7 @@ def _failure(result: Result | str) -> str | None:
 
 
 def _stacks() -> str:
-    """Describe where the tasks of this event loop are waiting, for the log.
+    """Describe where the asyncio tasks of this event loop are waiting, for the log.
 
     Each place is listed with its number of tasks, most frequent first.
     """
@@ -509,8 +505,7 @@ def _stacks() -> str:
 
 
 def _frames(waiting: Any) -> Iterator[str]:
-    """Yield the file, line and function of a suspended coroutine, then of the coroutine that it
-    awaits, and so on."""
+    """Yield the file, line and function of each coroutine in a chain of suspended awaits."""
     while (frame := getattr(waiting, "cr_frame", None)) is not None:
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
         waiting = waiting.cr_await

@@ -52,8 +52,7 @@ class CostBudget:
         self._freed = asyncio.Event()
 
     async def reserve(self) -> float | None:
-        """Reserve dollars for the next attempt and return the amount, or None if too little is
-        left.
+        """Reserve money for the next attempt, and return how much, or None if too little is left.
 
         Waits while running attempts still hold reservations, since they may return enough.
         """
@@ -79,7 +78,7 @@ class CostBudget:
         return held < self._per_attempt * (1 - 1e-9)
 
     def settle(self, held: float, cost: float) -> None:
-        """Release the dollars reserved for an attempt and charge its actual cost instead."""
+        """Replace the dollars reserved for an attempt with its actual cost."""
         self._held = max(0.0, self._held - held)
         if self._held < 1e-9 * self.limit:
             self._held = 0.0  # a rounding error must not keep other attempts waiting

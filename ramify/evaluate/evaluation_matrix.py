@@ -1,5 +1,7 @@
-"""Plan a matrix of evaluations: one for each combination of suite (a benchmark task), family of
-questions, length, model, answering mode and scaffold (the prompts for the model).
+"""Plan a matrix: one evaluation per combination of suite, length, model, mode and scaffold.
+
+A suite is a benchmark task; each of its families of questions is evaluated separately. A scaffold
+is the set of prompts for the model.
 
     EvalMatrixAxes ── make_matrix_plan ──▶ EvalMatrixPlan: one EvaluationPlan per cell, in one file
         ──▶ each cell is a recorded evaluation ──▶ EvalMatrixCellScores (see matrix_report.py)
@@ -80,11 +82,10 @@ def format_length(num: int) -> str:
 
 
 class EvalMatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
-    """The suites, lengths, models, modes and other choices whose combinations a matrix
-    evaluates."""
+    """The choices of suite, length, model, mode and so on that a matrix combines."""
 
     suites: tuple[str, ...]
-    """Names of tasks."""
+    """Names of the task suites to evaluate."""
     lengths: tuple[int, ...] = ()
     """Context lengths in tokens of four characters; empty: the length that each suite chooses."""
     models: tuple[str, ...]
@@ -94,15 +95,17 @@ class EvalMatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
     scaffolds: tuple[str, ...] = ()
     """Names or files of scaffolds; empty: the one scaffold named in the settings."""
     split: str | None = None
-    """Split of each suite; None: ``test``, or the only split."""
+    """Split to evaluate of each suite; None means ``test``, or the only split."""
     base: EvaluationPlan
     """Evaluation plan shared by all cells, without coordinates. Its ``items`` is the number of
     items per family."""
 
 
 class EvalMatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One cell of a matrix: a combination of suite, length, model and so on, with the plan of its
-    evaluation."""
+    """One cell of a matrix: a combination of choices, and the plan of its evaluation.
+
+    The choices are a suite, a length, a model and so on.
+    """
 
     place: dict[str, str]
     """Axis -> value, as in ``{"suite": "niah", "family": "single_1", "length": "8k", …}``."""
@@ -126,7 +129,7 @@ class EvalMatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvalMatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The plan of a matrix, with one evaluation for each combination of suite, length, model and so
+    """The plan of a matrix: one evaluation for each combination of suite, length, model and so
     on."""
 
     id: str
@@ -211,7 +214,7 @@ def make_matrix_plan(axes: EvalMatrixAxes, tasks: EvalMatrixTaskCache) -> EvalMa
 
 
 def sort_coordinates(place: Mapping[str, str]) -> dict[str, str]:
-    """Return the coordinates of a cell in the order of ``AXES``, as reports list them."""
+    """Return the coordinates of a matrix cell, sorted in the order of ``AXES``."""
     return {axis: place[axis] for axis in AXES if axis in place}
 
 
@@ -223,8 +226,7 @@ def _file_words(place: Mapping[str, str]) -> str:
 def _length_options(
     suite: str, axes: EvalMatrixAxes
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """Return, for each requested length, the cell's coordinates and the task options that give the
-    suite's texts this length.
+    """Return the cell coordinates and the task options for each requested text length.
 
     Raises ConfigError if the suite has no option for a length.
     """
@@ -252,8 +254,7 @@ def _length_options(
 def _family_options(
     suite: str, options: dict[str, Any], split: str, tasks: EvalMatrixTaskCache
 ) -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """Return, for each family of questions in a suite, the cell's coordinates and the task options
-    that select this family.
+    """Return the cell coordinates and the task options for each question family of a suite.
 
     Suites without families, or with questions from a file, have a single entry without coordinates.
     """
@@ -269,8 +270,7 @@ def _is_from_a_file(options: Mapping[str, Any], split: str) -> bool:
 
 
 def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the function that creates a task, or an empty mapping if no function
-    creates it.
+    """Return the parameters of a task's factory function, or an empty mapping if it has none.
 
     Raises ConfigError for an unknown task.
     """
@@ -304,8 +304,7 @@ class EvalMatrixTaskCache:
 
 
 class EvalMatrixEstimate(msgspec.Struct, frozen=True):
-    """An estimate, made before a matrix begins, of how many attempts are left and their maximum
-    cost."""
+    """The number of attempts left in a matrix and an upper bound on their cost."""
 
     attempts: int
     """Number of attempts that are left to make."""
@@ -323,7 +322,7 @@ def estimate_remaining_cost(
     limit: float | None,
     left: Mapping[str, int],
 ) -> EvalMatrixEstimate:
-    """Estimate how many attempts of a matrix are left and their maximum cost.
+    """Estimate how many attempts of a matrix are left, and what they may cost at most.
 
     ``rooms`` describes the window and price of each model, ``limit`` is the most that one attempt
     may cost in dollars, and ``left`` has the number of remaining attempts for each record.
@@ -349,7 +348,7 @@ def estimate_remaining_cost(
 
 
 class EvaluationMatrixStore:
-    """The matrices recorded in a store, which is a folder of runs and evaluations."""
+    """The matrices recorded in a store, a folder of runs and evaluations."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS

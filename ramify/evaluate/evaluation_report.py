@@ -1,5 +1,6 @@
-"""Compute the report of an evaluation: scores by kind of item (question) with confidence intervals,
-costs, and the difference between two evaluations.
+"""Compute the report of an evaluation: its scores with confidence intervals, and its costs.
+
+Scores are also computed for each kind of item, and two evaluations can be compared.
 
     ledger/test · openai:gpt-5-mini · 100 items, 4 attempts each
                  items   avg@4               pass@4              majority@4
@@ -37,7 +38,7 @@ ALL = "all"
 
 
 class ItemKindStatistics(msgspec.Struct, frozen=True):
-    """Scores of an evaluation on one kind of item (question), or on all items.
+    """The scores of an evaluation on one kind of task item, or on all items.
 
     Example:
         evaluate.report(done).rows[0].average.value    # of all items, from 0 to 1
@@ -72,8 +73,7 @@ class AttemptTotals(msgspec.Struct, frozen=True):
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):
-    """The results of an evaluation: rewards, metrics, how the attempts ended, and what they
-    cost."""
+    """The results of an evaluation, such as its rewards, metrics, failures and costs."""
 
     plan: EvaluationPlan
     k: int
@@ -147,11 +147,10 @@ def check_k(k: int, attempts: int) -> None:
 def difference(
     ours: EvaluationResult, theirs: EvaluationResult, *, seed: int = 0
 ) -> tuple[MeanEstimate, int]:
-    """Return how much higher the mean reward of one evaluation is than that of another, and the
-    number of items compared.
+    """Return how much higher the mean reward of one evaluation is than that of another.
 
-    These are the items that both evaluations have scored. Raises ConfigError if they evaluate
-    different tasks or have no scored item in common.
+    The second value is the number of items compared. These are the items that both evaluations have
+    scored. Raises ConfigError if they evaluate different tasks or have no scored item in common.
     """
     check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
@@ -163,7 +162,7 @@ def difference(
 
 
 def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str, str]:
-    """Return the items on which two evaluations disagree.
+    """Return the items that only one of two evaluations answers right.
 
     ``better`` lists those that only the first answers right, ``worse`` those that only the second
     does. An item is right if at least half of its scored attempts are.
@@ -181,7 +180,7 @@ def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str,
 
 
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
-    """Raise ConfigError if two evaluations do not ask the same items.
+    """Raise ConfigError if two evaluations do not use the same items.
 
     The message names the difference, such as another split or other task options.
     """
@@ -265,7 +264,7 @@ def _attempt_totals(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
 
 
 def table(evaluation_report: EvaluationReport) -> str:
-    """Format a report as a text table with lines of fewer than 100 characters."""
+    """Format an evaluation report as a text table, less than 100 characters wide."""
     plan = evaluation_report.plan
     num, attempts = (
         _pluralize_noun(f"{evaluation_report.rows[0].items:,}", "item"),
@@ -329,7 +328,7 @@ def _format_estimate(figure: MeanEstimate | None) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
-    """Format rows of cells as the lines of a text table.
+    """Format rows of cells as the aligned lines of a text table.
 
     Columns whose index is in ``numbers`` are right-aligned.
     """

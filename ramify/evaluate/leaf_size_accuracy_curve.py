@@ -1,5 +1,4 @@
-"""Compute and draw the curve of a calibration, which measures how accurately a model answers plain
-calls of different sizes.
+"""Compute and draw calibration curves: a model's accuracy in plain calls of different sizes.
 
 The points come from recorded answers, and the curve is drawn as text and SVG.
 
@@ -27,8 +26,8 @@ from ramify.plans.part_size_calibration import CalibrationPoint, PartSizeCalibra
 from ramify.plans.text_parts import BYTES_PER_TOKEN
 
 QUESTIONS = {"niah": ("multiquery",), "planted": ("grants",)}
-"""Maps each suite to the question families that a calibration asks. Their answers need four values,
-or all facts of one kind."""
+"""Maps each suite to the question families that a calibration asks. Each answer needs four values
+from the text, or all facts of one kind."""
 FIRST_SIZE = 2_000
 """Default for the smallest number of tokens that a calibration gives to one call. A token counts as
 three bytes."""
@@ -51,7 +50,7 @@ def calibration_sizes(room: PlainCallCapacity) -> list[int]:
 
 
 def to_text_tokens(size: int) -> int:
-    """Convert a call size to the unit of a suite's ``tokens`` option.
+    """Convert a call's size to the tokens that a suite's ``tokens`` option counts.
 
     Call sizes count a token as three bytes, and the option counts it as four characters.
     """
@@ -59,8 +58,10 @@ def to_text_tokens(size: int) -> int:
 
 
 def call_size_of_cell(cell: EvalMatrixCell) -> int:
-    """Return how much text each call of an evaluation reads, in tokens of three bytes, the unit of
-    call sizes."""
+    """Return the size of the calls in a matrix cell, in tokens of three bytes.
+
+    This is the unit of all call sizes.
+    """
     return -(-(cell.context_tokens or 0) * CHARS_PER_TOKEN // BYTES_PER_TOKEN)
 
 
@@ -77,8 +78,10 @@ def estimate_calibration_cost(plan: EvalMatrixPlan, room: PlainCallCapacity) -> 
 
 
 def is_calibration(plan: EvalMatrixPlan) -> bool:
-    """Return True if a set of evaluations forms a calibration, in which one model answers the
-    standard calibration questions with plain calls."""
+    """Return True if the evaluations form a calibration of one model's plain calls.
+
+    A calibration uses the standard calibration questions.
+    """
     models = {cell.plan.model for cell in plan.cells}
     return len(models) == 1 and all(
         cell.mode == "direct"
@@ -89,7 +92,7 @@ def is_calibration(plan: EvalMatrixPlan) -> bool:
 
 
 def date_of(plan: EvalMatrixPlan) -> str:
-    """Return the day on which the evaluations began, taken from their common id."""
+    """Return the date on which the evaluations began, read from their common id."""
     return f"{plan.id[:4]}-{plan.id[4:6]}-{plan.id[6:8]}"
 
 

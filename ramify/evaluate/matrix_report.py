@@ -1,5 +1,4 @@
-"""Compute the report of a matrix, which is a set of evaluations that combine suites, lengths,
-models and modes.
+"""Compute the report of a matrix, which is a set of evaluations over suites, models and modes.
 
 The report has one row per evaluation (cell), and one row for all families of questions of a suite
 together.
@@ -54,8 +53,7 @@ class SelfReportedUsage(msgspec.Struct, frozen=True):
 
 
 class EvalMatrixCellScores(msgspec.Struct, frozen=True):
-    """The scores and costs of one cell of a matrix, or of all families of questions of a suite
-    together."""
+    """The scores and costs of one matrix cell, or of a suite's question families combined."""
 
     place: dict[str, str]
     """Axis -> value. The family is ``all`` in a row for all families."""
@@ -93,7 +91,7 @@ class EvalMatrixCellScores(msgspec.Struct, frozen=True):
 
 
 class EvalMatrixReport(msgspec.Struct, frozen=True):
-    """The results of a matrix as rows of a table.
+    """The results of a matrix: the scores and costs in each row of its table.
 
     A matrix is a set of evaluations that combine suites, models and modes.
     """
@@ -145,7 +143,7 @@ def matrix_report(
 
 
 class _RowGroup(NamedTuple):
-    """The attempts that are summarised in one row of the report."""
+    """The attempts that one row of the report summarises."""
 
     place: dict[str, str]
     records: tuple[str, ...]
@@ -169,7 +167,7 @@ class _RowGroup(NamedTuple):
 
 
 def _groups(plan: EvalMatrixPlan, outcomes: Outcomes) -> Iterator[_RowGroup]:
-    """Yield the attempts behind each row of the report, suite by suite and length by length.
+    """Yield the attempts for each row of the report, ordered by suite and length.
 
     If there are several families of questions, a row for all families comes first, followed by a
     row for each. If one cell asks several families, the kind of an item is its family.
@@ -283,7 +281,7 @@ def is_right(outcome: AttemptOutcome) -> bool:
 
 
 def failure_reason(outcome: AttemptOutcome) -> str:
-    """Return in a few words why an attempt is not right, or an empty string if it is right.
+    """Return a short reason why an attempt is not correct, or an empty string if it is.
 
     The word ``failed`` means that the attempt has no reward, because something other than the model
     failed.
@@ -348,7 +346,7 @@ def matrix_table(report: EvalMatrixReport) -> str:
 def _own_columns(
     rows: Sequence[EvalMatrixCellScores],
 ) -> list[tuple[str, bool, Callable[[EvalMatrixCellScores], str]]]:
-    """Return the table columns for the usage that external systems report for themselves.
+    """Return the table columns for the usage that external systems report.
 
     Empty if no row has such counts.
     """
@@ -384,7 +382,7 @@ def _format_difference(figure: MeanEstimate | None) -> str:
 
 
 def _format_short_number(num: int) -> str:
-    """Return a large number in a short form.
+    """Return a large number in a short form, rounded to three digits.
 
     For example, 1234567 becomes ``1.2M``.
     """

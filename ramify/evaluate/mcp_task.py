@@ -65,7 +65,7 @@ class McpTask:
         self._opening = threading.Lock()
 
     async def prepare(self, item: Item) -> TaskStart:
-        """Return the initial state of the wrapped task with the servers' tools added.
+        """Prepare the wrapped task for an item, and add the servers' tools.
 
         Raises ConfigError if a server cannot be used, or if one of its tools has the name of a tool
         of the task.

@@ -67,8 +67,10 @@ API keys: each worker reads them from its environment."""
 
 
 class _RemoteRecord:
-    """The part of an evaluation's record that an attempt needs on a worker: which stored run to
-    continue, and where to report that a run has begun."""
+    """The part of an evaluation's record that a worker needs to run one attempt.
+
+    It names the stored run to continue and reports that a run has begun.
+    """
 
     def __init__(self, run: str, place: tuple[str, int], tell: Callable[[object], None]) -> None:
         self.unfinished = {place: run} if run else {}
@@ -79,7 +81,10 @@ class _RemoteRecord:
 
 
 class EvaluationWorker:
-    """A Ray actor, one process of the cluster, that runs evaluation attempts in several threads."""
+    """A Ray actor that runs evaluation attempts in threads.
+
+    The actor is one process of the cluster.
+    """
 
     def __init__(self, make: MakeAttempts, store: str, folder: str, version: str) -> None:
         """Create a worker and change its working directory to ``folder``, if that exists on its
@@ -155,7 +160,7 @@ class EvaluationWorker:
 
 
 class RemoteAttemptRequest(msgspec.Struct, frozen=True):
-    """The description of one attempt that is sent to a worker."""
+    """A message that asks a worker to run one attempt of an evaluation."""
 
     plan: EvaluationPlan
     index: int

@@ -212,7 +212,10 @@ class RewardModel:
 
 
 def _in_order(reply: Any) -> list[Any]:
-    """Sort the scores in a reply of vLLM or SGLang into the order of the request's texts."""
+    """Return a reward server's scores in the order in which the texts were sent.
+
+    The replies of vLLM and SGLang are supported.
+    """
     rows = reply["data"] if isinstance(reply, Mapping) and "data" in reply else reply
     rows = rows if isinstance(rows, list) else [rows]
     return sorted(rows, key=lambda row: row.get("index", 0))

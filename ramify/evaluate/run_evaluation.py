@@ -53,8 +53,7 @@ _MAX_ANSWER_CHARS = 500
 class EvaluationPlan(
     msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, kw_only=True
 ):
-    """The plan of an evaluation: which model is asked which items of which task, how often, and
-    with which settings."""
+    """The plan of an evaluation, such as the model, the task and the number of attempts."""
 
     model: str
     """Name of the model, as shown to people."""
@@ -82,8 +81,7 @@ class EvaluationPlan(
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
-    """The recorded result of one attempt at an item (a question of a task): its reward, its answer,
-    how it ended, and what it cost."""
+    """The recorded outcome of one attempt at a task item (a question of a task)."""
 
     item: str
     """Id of the item, which is one question of the task."""
@@ -110,15 +108,15 @@ class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=T
     """Number of calls below the root."""
     usage: Usage = Usage()
     cost: float | None = None
-    """Cost in dollars."""
+    """Maximum cost per item, in dollars; None means no limit."""
     seconds: float = 0.0
 
 
 class AttemptStartRecord(msgspec.Struct, frozen=True, tag="started"):
-    """A record that an attempt has begun, with the id of its stored run.
+    """A record that an attempt at a task item has begun.
 
-    It is written before the attempt sends its first request, so that an interrupted attempt can be
-    continued.
+    It contains the id of the stored run. It is written before the attempt sends its first request,
+    so that an interrupted attempt can be continued.
     """
 
     item: str
@@ -127,7 +125,7 @@ class AttemptStartRecord(msgspec.Struct, frozen=True, tag="started"):
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
-    """The plan of an evaluation together with the outcomes of its attempts.
+    """The result of an evaluation: its plan and the outcomes of its attempts.
 
     Example:
         [outcome for outcome in done.outcomes if outcome.error]    # attempts that failed
@@ -237,8 +235,7 @@ async def evaluate_all(
 
 
 class PlannedAttempt(NamedTuple):
-    """An attempt that has not been made yet, identified by its item in the split and its index
-    among the attempts at that item."""
+    """An attempt at a task item that has not been made yet."""
 
     item_index: int
     """Index of the item in its split."""
@@ -273,16 +270,20 @@ class AttemptRunner(Protocol):
         ...
 
     async def __aenter__(self) -> object:
-        """Open what all attempts need, such as a model's client or a cluster, before the first
-        attempt begins."""
+        """Open the resources that all attempts share, such as a client or a cluster.
+
+        This is done before the first attempt begins.
+        """
         ...
 
     async def __aexit__(self, *exc: Any) -> None: ...
 
 
 class EvaluationSetup(NamedTuple):
-    """The plan of one evaluation with everything needed to carry it out: the task, the record, and
-    the maker of its attempts."""
+    """An evaluation that is ready to run: its plan, its task and how attempts are made.
+
+    It also has the evaluation's record.
+    """
 
     plan: EvaluationPlan
     task: Task
@@ -293,7 +294,7 @@ class EvaluationSetup(NamedTuple):
 
 
 class RlmAttemptRunner:
-    """Runs attempts with an ``RLM``, the engine with its models, in this process.
+    """Runs evaluation attempts in this process with Ramify's engine (an ``RLM``).
 
     Implements ``AttemptRunner``.
     """
@@ -353,8 +354,10 @@ class RlmAttemptRunner:
 
 
 class _EvaluationWork:
-    """The state of one evaluation in progress: the outcomes recorded earlier, and those of the
-    attempts made now."""
+    """The state of one evaluation while its attempts run.
+
+    It contains both the outcomes recorded earlier and the new ones.
+    """
 
     def __init__(self, job: EvaluationSetup) -> None:
         self.job = job
@@ -369,9 +372,9 @@ class _EvaluationWork:
         """Id of each created item -> its index."""
 
     def known_id(self, index: int) -> str | None:
-        """Return the id of an item if it is known without creating the item, which may take time.
+        """Return the id of a task item if it is known without creating the item.
 
-        Return None otherwise.
+        Creating an item may be slow. Return None otherwise.
         """
         return self.items.id_of(index) if isinstance(self.items, GeneratedSplit) else None
 
@@ -404,8 +407,10 @@ class _EvaluationWork:
             job.on_outcome(outcome, trajectory)
 
     def evaluation(self) -> EvaluationResult:
-        """Return the result of the evaluation so far, with outcomes in order of items and
-        attempts."""
+        """Return the result of the evaluation so far.
+
+        Its outcomes are in the order of items and attempts.
+        """
         outcomes = [
             outcome
             for outcome in self.outcomes.values()
@@ -416,7 +421,7 @@ class _EvaluationWork:
 
 
 class _QueuedAttempt(NamedTuple):
-    """An attempt in the queue, with the evaluation to which it belongs."""
+    """An attempt that waits in the queue, and the evaluation that needs it."""
 
     work: _EvaluationWork
     group: int
@@ -549,7 +554,7 @@ class EvaluationStore:
         return sorted(self._folder.glob("*.jsonl"))
 
     def path(self, id: str) -> Path:
-        """Find the file of an evaluation.
+        """Return the path of the file that records an evaluation.
 
         ``last`` is the newest one; otherwise give its id, a unique prefix of the id, or the path of
         a ``.jsonl`` file. Raises StoreError if no evaluation or more than one matches.

@@ -1,5 +1,6 @@
-"""Compute curves of score against cost: how well each system would have scored with a smaller
-budget per attempt.
+"""Compute how well each system would have scored with a smaller budget per attempt.
+
+The result is a curve of score against cost.
 
     cost of each attempt   $0.01   $0.03   $0.20            score with $0.02 per attempt:  1/3
     its reward              1       1       0               score with $0.05 per attempt:  2/3
@@ -35,8 +36,7 @@ _OF_A_SYSTEM = ("mode", "scaffold")
 
 
 class ScoreBudgetPoint(msgspec.Struct, frozen=True):
-    """One point of a score-against-budget curve: the score that a system would have with a given
-    budget per attempt.
+    """One point of a score-against-budget curve: a budget per attempt and the score within it.
 
     Example:
         [(point.dollars, point.score.value) for point in curves["rlms"]]
@@ -96,7 +96,7 @@ def _point(attempts: Sequence[AttemptOutcome], budget: float) -> ScoreBudgetPoin
 
 
 class ScoreBudgetCurve(msgspec.Struct, frozen=True):
-    """The curve of score against budget for one system of a matrix."""
+    """The score of one system in a matrix as a function of the budget per attempt."""
 
     place: dict[str, str]
     """Suite, length, model, mode and scaffold. All families of questions are combined."""

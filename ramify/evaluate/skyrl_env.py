@@ -1,5 +1,6 @@
-"""Turn a task into a text environment for another trainer, with the methods ``init``, ``step`` and
-``close`` of SkyRL-gym.
+"""Expose a task to another trainer as a SkyRL-gym text environment.
+
+The environment has the methods ``init``, ``step`` and ``close``.
 
     # a class, for skyrl_gym.register with base=BaseTextEnv
     Env = text_env(ledger(), split="train", scaffold="minimal")
@@ -48,8 +49,7 @@ def text_env(
     sub_model: ModelSpec | None = None,
     base: type = object,
 ) -> type[TaskEnv]:
-    """Return a class of text environments, in which each instance is one attempt at an item of a
-    split.
+    """Return a text environment class, each instance of which attempts one item of a split.
 
     The class inherits from ``base``, because trainers such as SkyRL require a certain base class
     (``BaseTextEnv``). No method of the base class is used.
@@ -63,7 +63,8 @@ def text_env(
     rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox)
 
     class Env(TaskEnv, base):  # type: ignore[misc]  # any class
-        """One attempt at the item with the index ``extras["index"]`` in the split."""
+        """A SkyRL-gym environment for one attempt at the task item ``extras["index"]`` of the
+        split."""
 
         def __init__(self, env_config: Any = None, extras: Mapping[str, Any] = {}) -> None:
             index = extras.get("index")
@@ -77,10 +78,10 @@ def text_env(
 
 
 class TaskEnv:
-    """One attempt at an item (a question of a task), in which the caller supplies the model's
-    replies step by step.
+    """An attempt at a task item in which the caller supplies the model's replies.
 
-    The engine writes the prompt, and ignores the prompt passed to ``init``.
+    The replies are given step by step. An item is one question of a task. The engine writes the
+    prompt, and ignores the prompt passed to ``init``.
 
     Example:
         env = evaluate.text_env(task)(index=0)
@@ -183,8 +184,7 @@ class TaskEnv:
 
 
 class _Driver:
-    """Passes the requests of one run to the caller of the environment, and the caller's replies to
-    the run."""
+    """Relays requests and replies between a run and the caller of its environment."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[Request] = asyncio.Queue()

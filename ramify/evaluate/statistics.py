@@ -44,11 +44,11 @@ class MeanEstimate(msgspec.Struct, frozen=True):
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that at least one of k attempts is right, if they are drawn without
-    replacement from n attempts of which c are right.
+    """Return the probability that at least one of k drawn attempts is right (pass@k).
 
-    The formula is ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models
-    Trained on Code", eq. 1).
+    The k attempts are drawn without replacement from n attempts, of which c are right. The formula
+    is ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, "Evaluating Large Language Models Trained on
+    Code", eq. 1).
 
     >>> round(pass_at_k(16, 3, 8), 6)
     0.9
@@ -92,8 +92,7 @@ def _majority(answers: Sequence[Hashable | None], rewards: Sequence[float]) -> f
 
 
 def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """Return the mean of ``values``, one per item, with its percentile bootstrap interval (Efron
-    1979).
+    """Return the mean of one value per task item, with its bootstrap interval (Efron 1979).
 
     The interval lies between the 2.5 and 97.5 per cent quantiles of ``DRAWS`` resampled means.
     Each is the mean of as many values as there are items, drawn with replacement.
@@ -115,11 +114,10 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def share_with_interval(num: int, of: int) -> MeanEstimate:
-    """Return the proportion of successes among ``of`` independent attempts, with its 95 % Wilson
-    interval (1927).
+    """Return the success rate of independent attempts with its 95 % Wilson interval (1927).
 
-    If fewer than five attempts succeeded or failed, the interval is the exact one of Clopper and
-    Pearson (1934).
+    ``num`` of the ``of`` attempts succeeded. If fewer than five attempts succeeded or failed, the
+    interval is the exact one of Clopper and Pearson (1934).
 
     >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
     0.30849...
@@ -137,7 +135,7 @@ def share_with_interval(num: int, of: int) -> MeanEstimate:
 
 
 def _upper_end(num: int, of: int) -> float:
-    """Return the upper end of the Clopper-Pearson interval.
+    """Return the upper end of the 95 % Clopper-Pearson interval of a success rate.
 
     This is the success rate at which ``num`` or fewer successes in ``of`` attempts have a
     probability of 2.5 %.
@@ -163,13 +161,13 @@ def _upper_end(num: int, of: int) -> float:
 
 
 def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
-    """Return the mean of scores from 0 to 1, one per item, with its 95 % interval.
+    """Return the mean of one score per task item, with its 95 % interval.
 
-    The interval usually comes from resampling the items. If every score is 0 or 1, or all scores
-    are equal, it is the interval of a proportion instead: resampling equal scores gives an interval
-    of no width, as if four right answers out of four made the result certain. If nearly all scores
-    are 0, or nearly all are 1 (fewer than five differ by more than 1 %), the interval covers both
-    of these intervals.
+    Scores lie between 0 and 1. The interval usually comes from resampling the items. If every score
+    is 0 or 1, or all scores are equal, it is the interval of a proportion instead: resampling equal
+    scores gives an interval of no width, as if four right answers out of four made the result
+    certain. If nearly all scores are 0, or nearly all are 1 (fewer than five differ by more than 1
+    %), the interval covers both of these intervals.
 
     >>> score_with_interval([1.0] * 4).low              # 0.025 ** (1 / 4)
     0.39763...
@@ -187,7 +185,7 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
-    """Return True if nearly all scores are 0, or nearly all are 1.
+    """Return True if nearly all scores are 0 or nearly all are 1.
 
     At most four scores may differ from that value by more than 1 %.
     """
@@ -195,7 +193,7 @@ def _is_at_an_end(values: Sequence[float]) -> bool:
 
 
 def _floor_and_ceiling(total: float) -> tuple[int, int]:
-    """Return the whole numbers below and above a sum of scores.
+    """Return the whole numbers on both sides of a sum of scores.
 
     If the sum is a whole number up to rounding errors, both are that number.
     """
@@ -206,10 +204,10 @@ def _floor_and_ceiling(total: float) -> tuple[int, int]:
 def paired_difference(
     ours: Sequence[float], theirs: Sequence[float], seed: int = 0
 ) -> MeanEstimate:
-    """Return the mean difference between the scores of two systems on the same items, with its 95 %
-    interval.
+    """Return by how much two systems' mean scores differ on the same task items.
 
-    Items are compared in pairs, so items that are hard for both systems do not widen the interval.
+    The result includes a 95 % interval. Items are compared in pairs, so items that are hard for
+    both systems do not widen the interval.
 
     If every score is 0 or 1, the interval combines those of two proportions: how many items
     changed, and how many of the changed items got better. It contains the true difference in at
@@ -238,7 +236,7 @@ def paired_difference(
 
 
 def _widen_interval(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
-    """Return the first estimate with its interval widened to cover both intervals."""
+    """Return the first estimate with its interval widened to include the second interval."""
     return MeanEstimate(figure.value, min(figure.low, other.low), max(figure.high, other.high))
 
 
@@ -247,10 +245,10 @@ def _are_scores(*sides: Sequence[float]) -> bool:
 
 
 def _estimate_change(better: int, worse: int, num: int) -> MeanEstimate:
-    """Return the mean change per item with its interval, if each item is either right or wrong.
+    """Return the mean change per task item if each item is either right or wrong.
 
-    ``better`` counts the items that became right, ``worse`` those that became wrong, and ``num``
-    all items.
+    The result includes a confidence interval. ``better`` counts the items that became right,
+    ``worse`` those that became wrong, and ``num`` all items.
     """
     changed = better + worse
     rate = share_with_interval(changed, num)

@@ -51,21 +51,22 @@ the reply. Returns None if it cannot decide."""
 
 
 class ScoringCounts(NamedTuple):
-    """How many conversations or replies were scored, and how many could not be."""
+    """The numbers of conversations and replies that were scored or left without a score."""
 
     num_scored: int
     num_corrections: int
     num_undecided: int
-    """Replies that the rule could not decide, which have no score."""
+    """Number of replies that have no score because the rule could not decide."""
     num_busy: int
-    """Conversations that a server is still writing. They can be scored once it has closed them."""
+    """Number of conversations that a server is still writing. They can be scored once it has closed
+    them."""
 
 
 def regex_correction_rule(patterns: Sequence[str]) -> CorrectionRule:
-    """Return a rule that takes a user's message as a correction if it matches one of the regular
-    expressions, ignoring case.
+    """Return a rule that recognizes a user's correction by regular expressions.
 
-    Raises ConfigError for an invalid expression.
+    A message is a correction if it matches one of them, ignoring case. Raises ConfigError for an
+    invalid expression.
     """
     compiled = []
     for pattern in patterns:
@@ -109,11 +110,11 @@ class CorrectionJudge:
 
 
 async def score_corrections(store: RunStore, rule: CorrectionRule, by: str) -> ScoringCounts:
-    """Score each reply that the user answered: 0 if the user's next message corrects it, and 1
-    otherwise.
+    """Score each reply in a run store by whether the user's next message corrects it.
 
-    ``by`` is recorded as the author of the scores. Raises RamifyError if a judge fails to reply.
-    Earlier scores are kept.
+    A reply gets 0 if it is corrected and 1 otherwise. Replies that the user did not answer get no
+    score. ``by`` is recorded as the author of the scores. Raises RamifyError if a judge fails to
+    reply. Earlier scores are kept.
     """
     slots = asyncio.Semaphore(_CONCURRENCY)
 

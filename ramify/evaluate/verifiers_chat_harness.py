@@ -1,4 +1,4 @@
-"""Provide the harness for running ``verifiers`` environments here.
+"""Provide the harness that lets Ramify run ``verifiers`` environments in its own process.
 
 It is the library's own chat program, run in this process.
 
@@ -28,7 +28,7 @@ from typing import Any
 from ramify.tasks.verifiers import verifiers_v1
 
 HARNESS_ID = "ramify_chat"
-"""Name by which the library finds the harness."""
+"""Module name by which the verifiers library finds the chat harness."""
 
 
 @functools.cache
@@ -40,10 +40,10 @@ def register_chat_harness() -> str:
     program = compile(launch.CHAT_PROGRAM_SOURCE, "<chat program of verifiers>", "exec")
 
     class InProcessChatHarness(null.NullHarness):  # type: ignore[misc,name-defined]
-        """A harness that runs the library's chat program in this process instead of a new one."""
+        """A harness that runs the library's chat program in this process, not in a new process."""
 
         async def setup(self, runtime: Any) -> None:
-            """Do nothing, because the chat program needs nothing in the runtime."""
+            """Do nothing: the chat program needs no setup in the runtime."""
 
         async def launch(
             self,
@@ -78,7 +78,7 @@ def register_chat_harness() -> str:
                 return await _run(arguments)
 
     async def _run(arguments: dict[str, Any]) -> Any:
-        """Run the chat program once in this process.
+        """Run the chat program of the ``verifiers`` library once in this process.
 
         Its exit code and errors are returned as if it had run in a separate process.
         """
@@ -114,7 +114,7 @@ def register_chat_harness() -> str:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return an SSL context with the trusted certificates.
+    """Return a TLS context that trusts the system's certificate authorities.
 
     It is cached, because reading them takes a fifth of a second.
     """
@@ -122,7 +122,7 @@ def _certificates() -> ssl.SSLContext:
 
 
 def _write_messages(folder: str, prompt: Any) -> str:
-    """Write the messages of a prompt to a file in ``folder`` and return its path.
+    """Write a prompt's messages to a file in ``folder``, and return the file's path.
 
     Return an empty string if the prompt is plain text or missing.
     """

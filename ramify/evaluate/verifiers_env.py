@@ -1,5 +1,6 @@
-"""Offer Ramify's tasks as tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``), with a
-harness that runs Ramify's engine.
+"""Make Ramify's tasks available as tasksets of the ``verifiers`` library (0.4, ``verifiers.v1``).
+
+The module also provides a harness that runs Ramify's engine.
 
     # my_ledger.py, a package that the loaders of verifiers find by its name
     LedgerTaskset = taskset("ledger", split="train", multi=0.5)
@@ -37,7 +38,8 @@ from ramify.tasks.validation import answer_only_trajectory
 from ramify.tasks.verifiers import verifiers_v1
 
 MAX_PROMPT_CHARS = 100_000
-"""Maximum characters of a context in the prompt for other harnesses."""
+"""Maximum characters of a context that is put into the prompt for a harness other than Ramify's. A
+longer context is left out."""
 _KEY = "ramify"
 
 
@@ -56,7 +58,10 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
     size = len(items) if num is None else min(num, len(items))
 
     class Data(vf.TaskData):  # type: ignore[misc,name-defined]
-        """The fields that identify an item: its task, options, split and index."""
+        """The task data from which ``verifiers`` identifies a Ramify task item.
+
+        Its fields are the task, its options, the split and the index of the item.
+        """
 
         ramify_task: str
         ramify_options: str
@@ -64,7 +69,7 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
         ramify_index: int
 
     class Row(vf.Task[Data]):  # type: ignore[misc,name-defined]
-        """An item as a task of the ``verifiers`` library."""
+        """A Ramify task item in the form of a ``verifiers`` task."""
 
         @vf.reward  # type: ignore[untyped-decorator]
         async def task_rewards(self, trace: Any) -> dict[str, float]:
@@ -187,7 +192,7 @@ def _prompt(item: Item) -> str:
 
 
 def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
-    """Return the rewards and metrics of a trace.
+    """Return the rewards and metrics of a rollout from its ``verifiers`` trace.
 
     If Ramify's engine ran the rollout, they are recorded in the trace. With any other harness, the
     last reply of the trace is scored as the answer.

@@ -1,5 +1,6 @@
-"""Run environments of the ``verifiers`` library (0.4, ``verifiers.v1``) unchanged, as tasks of this
-package.
+"""Run environments of the ``verifiers`` library (0.4, ``verifiers.v1``) as Ramify tasks.
+
+The environments need no change.
 
     task = verifiers_task("gsm8k-v1")                          an installed taskset by its id
     task = task_of("verifiers:gsm8k-v1")                       the same in a recipe: task.name=…
@@ -57,8 +58,8 @@ _KEY = "verifiers"
 _PERIOD = 10
 """Number of tasks per block. Each block gives one task to validation and one to test."""
 _NO_KEY = "NO_API_KEY_IS_NEEDED"
-"""Name of an environment variable that is never set. The library reads an API key from it, but the
-endpoint has its own key."""
+"""Environment variable that is never set. The verifiers library expects an API key in it, but the
+endpoint's key is sent in the request headers."""
 _OPENS = "(the environment opens the conversation)"
 
 
@@ -109,7 +110,7 @@ class VerifiersSplit(LazySequence[Item]):
     """The items of one split (train, validation or test) of a taskset."""
 
     def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
-        """Create a split of the runner's taskset.
+        """Create one split of the ``verifiers`` taskset that ``runner`` runs.
 
         Tasks are divided into blocks of ``runner.period``, usually ten. The split contains the
         tasks at the positions ``kept`` of each block.
@@ -139,8 +140,10 @@ class VerifiersSplit(LazySequence[Item]):
 
 
 class RunningVerifiersEnv(msgspec.Struct):
-    """A ``verifiers`` environment whose tool servers are running, with the model endpoint that its
-    agents call."""
+    """A running ``verifiers`` environment and the model endpoint that its agents call.
+
+    The tool servers of the environment are running, too.
+    """
 
     env: Any
     endpoint: AgentModelServer
@@ -181,7 +184,7 @@ class EpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def split_positions(self) -> dict[str, Sequence[int]]:
-        """Return, for each split, the positions of its tasks within a block.
+        """Return which positions of each block of tasks belong to which split.
 
         The taskset is divided into blocks of ``period`` tasks, usually ten.
         """
@@ -191,8 +194,8 @@ class EpisodeRunner:
         return {"train": every[:-2], "validation": every[-2:-1], "test": every[-1:]}
 
     def _resolve_config(self, config: dict[str, Any]) -> Any:
-        """Return the configuration of the environment, in which every agent has a harness and a
-        runtime that work here.
+        """Return the environment's configuration in which every agent has a supported harness and
+        runtime.
 
         Raises ConfigError if the library rejects the configuration.
         """
@@ -224,14 +227,15 @@ class EpisodeRunner:
         return spec.model_copy(update={key: getattr(checked, key) for key in update})
 
     def _taskset_harness(self) -> str:
-        """Return the id of the harness that the taskset recommends, or an empty string."""
+        """Return the id of the harness that the ``verifiers`` taskset recommends, or an empty
+        string."""
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         id = self._taskset.config.id
         found = str(loaders.default_harness_id(id)) if id else "bash"
         return "" if found == "bash" else found
 
     def _make(self, max_turns: int) -> Any:
-        """Create an environment over the taskset in which each agent may take at most ``max_turns``
+        """Create a ``verifiers`` environment whose agents may each take at most ``max_turns``
         turns."""
         agents = importlib.import_module("verifiers.v1.configs.agent")
         seats = {
@@ -251,8 +255,10 @@ class EpisodeRunner:
     # --- one attempt ------------------------------------------------------------------------------
 
     async def prepare(self, item: Item) -> TaskStart:
-        """Begin an attempt in which the environment, instead of Ramify's engine, conducts the
-        conversations."""
+        """Prepare an attempt at a task item that runs inside the ``verifiers`` environment.
+
+        The environment holds the conversations, not Ramify's engine.
+        """
         attempt = EpisodeAttempt(self, item)
         return TaskStart(conduct=attempt.run_episode, on_end=attempt.metadata)
 
@@ -310,7 +316,10 @@ class EpisodeRunner:
 
 
 class EpisodeAttempt:
-    """An attempt that runs one episode and keeps its rewards until the attempt is scored."""
+    """An attempt at a task item that runs one episode of a ``verifiers`` environment.
+
+    It keeps the rewards of the episode until the attempt is scored.
+    """
 
     def __init__(self, runner: EpisodeRunner, item: Item) -> None:
         self._runner = runner
@@ -318,7 +327,10 @@ class EpisodeAttempt:
         self._record: dict[str, Any] | None = None
 
     async def run_episode(self, conversations: RunModelClient) -> str:
-        """Run the episode, and return the last reply of its first trained agent as the answer."""
+        """Run the episode, and return the last reply of an agent as the answer.
+
+        It is the first trained agent, or the first agent if none is trained.
+        """
         episode, self._record = await self._runner.run_episode(self._item, conversations)
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         return str((trained or episode.traces)[0].last_reply or "")
@@ -330,8 +342,11 @@ class EpisodeAttempt:
 def _summarize_episode(
     name: str, item: Item, episode: Any, conversations: RunModelClient
 ) -> dict[str, Any]:
-    """Summarize an episode: the mean rewards and metrics of its trained traces, and each trace's
-    rewards for the calls that belong to it."""
+    """Summarize the rewards and metrics of an episode for the record of its run.
+
+    It contains the mean over the trained traces and the rewards of each one. The rewards of a trace
+    are stored for the calls that belong to it.
+    """
     traces = [trace for trace in episode.traces if trace.agent.trainable] or episode.traces
     rewards = [_rewards(name, item, trace) for trace in traces]
     calls = {
@@ -356,7 +371,7 @@ def _summarize_episode(
 
 
 def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
-    """Return the weighted rewards of a trace by name.
+    """Return the weighted rewards in a ``verifiers`` trace, by name.
 
     Raises RamifyError if there are none or one of them has no value.
     """
@@ -368,13 +383,13 @@ def _rewards(name: str, item: Item, trace: Any) -> dict[str, float]:
 
 
 def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each named value over the traces that have it."""
+    """Return the mean of each reward or metric over the traces that report it."""
     names = dict.fromkeys(name for each in values for name in each)
     return {name: fmean(each[name] for each in values if name in each) for name in names}
 
 
 def _failure(episode: Any) -> str:
-    """Return one line that says why an episode cannot be scored."""
+    """Return one line that says why an episode failed."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
         return "its episode did not end well, and gives no reason"
@@ -387,8 +402,10 @@ def _one_line(error: Any) -> str:
 
 
 def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
-    """Return a copy of a configuration with the given fields replaced in all judges, however deeply
-    they are nested."""
+    """Return a copy of an environment's configuration with changed fields in all of its judges.
+
+    Judges are found however deeply they are nested.
+    """
     if isinstance(config, vf.JudgeConfig):
         return config.model_copy(update=update)
     if isinstance(config, list):
@@ -400,8 +417,7 @@ def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
 
 
 def _env_class(vf: Any, env: Any, taskset: Any) -> type:
-    """Return the environment class that the user chose, or else the one that belongs to the
-    taskset.
+    """Return the environment class that the user chose, or else the taskset's default class.
 
     Raises ConfigError if neither exists.
     """
@@ -418,7 +434,7 @@ def _env_class(vf: Any, env: Any, taskset: Any) -> type:
 
 
 def register_taskset(taskset: Any) -> str:
-    """Return the id of a taskset.
+    """Register a taskset with the ``verifiers`` library if it has no id, and return its id.
 
     If a program created the taskset itself, first register its class under a new id, so that the
     library can find it.

@@ -1,5 +1,4 @@
-"""Optional parts of Ramify: sandboxes of other vendors, planning for clusters, studies, and test
-suites.
+"""Optional parts of Ramify: third-party sandboxes, cluster planning, studies, and test suites.
 
     sandboxes/    sessions of monty, IPython, E2B, Modal, Daytona and Prime
     cluster/      plans, simulations and job files of a run on many machines

@@ -20,7 +20,7 @@ class HttpBodyDecompressor:
     """
 
     def __init__(self, encoding: str, max_bytes: int) -> None:
-        """Create a decompressor for a body with this Content-Encoding.
+        """Create a decompressor for a response body with the Content-Encoding ``encoding``.
 
         Raises MalformedResponse for an unsupported encoding.
         """

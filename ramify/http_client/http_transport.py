@@ -77,7 +77,7 @@ class HttpResponse(msgspec.Struct, frozen=True):
 
 
 class RequestDestination(msgspec.Struct, frozen=True):
-    """The destination of a client's requests: URL, method, headers and proxy.
+    """The destination of an HTTP client's requests, such as the server's URL and the headers.
 
     It is computed once per client to keep single requests cheap.
     """
@@ -104,10 +104,10 @@ def route_to(
     *,
     through_proxy: bool = True,
 ) -> RequestDestination:
-    """Return the destination for requests to ``url``, through the proxy that the environment sets.
+    """Return the destination for requests to ``url``.
 
-    With ``through_proxy=False`` any proxy is ignored. Raises ConfigError for a header that cannot
-    be sent.
+    They go through the proxy that the environment sets. With ``through_proxy=False`` any proxy is
+    ignored. Raises ConfigError for a header that cannot be sent.
     """
     parts = urlsplit(url)
     host = _ascii_host(parts.hostname or "")
@@ -168,7 +168,7 @@ def _proxy_headers(proxy: str) -> dict[str, str]:
 
 
 def _shown_proxy(proxy: str) -> str:
-    """Return a proxy's URL without its user name and password."""
+    """Return a proxy's URL without its credentials, for use in messages."""
     parts = urlsplit(proxy)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
@@ -215,7 +215,7 @@ class HttpConnectionPool:
         *,
         upgrades: bool = False,
     ) -> HttpExchange:
-        """Return an exchange that sends ``body`` when its ``async with`` block is entered.
+        """Prepare an HTTP exchange, which is sent when its ``async with`` block is entered.
 
         ``where`` names the server in errors. ``max_body_bytes`` lowers the pool's limit for this
         response. ``upgrades`` allows status 101, after which the caller takes over the connection.
@@ -279,8 +279,7 @@ class HttpConnectionPool:
             raise _unreachable_error(f"{text} ({reason}){hint}", reason) from error
 
     async def _open_connection(self, route: RequestDestination) -> _Connection:
-        """Open a connection in up to three steps: TCP, a tunnel through the proxy if needed, and
-        TLS."""
+        """Open a connection to the server, through a proxy and with TLS if necessary."""
         loop = asyncio.get_running_loop()
         scheme, host, port, proxy = route.origin
         if scheme == "unix":
@@ -334,8 +333,7 @@ class HttpConnectionPool:
             raise
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
-        """Resolve a host name once, and return only the addresses to which connections are
-        allowed."""
+        """Look up a host name, and return the IP addresses to which connections are allowed."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         assert self._choose_addresses is not None
@@ -349,7 +347,7 @@ def _unreachable_error(message: str, reason: str) -> Unreachable:
 
 
 def _reason(error: OSError) -> str:
-    """Return in words why a connection failed.
+    """Return why a connection failed, in words.
 
     If several addresses were tried, the error number is read from the text, because the error then
     has no ``errno``.
@@ -444,7 +442,7 @@ class HttpExchange:
         return HttpResponse(self.status, self.headers, body)
 
     async def receive(self) -> bytes:
-        """Return the next part of the body as soon as it arrives, and b"" at the end.
+        """Return the next part of the response body as soon as it arrives, or b"" at its end.
 
         The length of the whole body is unlimited, but the server is throttled while much of it is
         unread.
@@ -469,7 +467,7 @@ class HttpExchange:
             raise self._add_location(error) from None
 
     def take_over(self) -> tuple[asyncio.Transport, bytes]:
-        """Take over the connection as a plain stream.
+        """Detach the connection from this exchange, for use as a plain byte stream.
 
         Returns the transport and the bytes that have already arrived. The caller sets the
         transport's protocol and closes it.
@@ -537,7 +535,7 @@ class _Connection(asyncio.Protocol):
     # --- one request --------------------------------------------------------------------------
 
     async def ask(self, head: bytes, body: bytes, reader: HttpResponseParser) -> None:
-        """Send a request, and let ``reader`` parse the response as it arrives.
+        """Send an HTTP request, and pass the response to ``reader`` as it arrives.
 
         If the response comes early, the rest of the request is not sent.
         """
@@ -561,7 +559,7 @@ class _Connection(asyncio.Protocol):
         self._is_sent = True
 
     async def more(self) -> None:
-        """Wait for more of the response, or until more of the request can be sent.
+        """Wait for the next part of the response, or until more of the request can be sent.
 
         Raises the error that ended the exchange, if any.
         """
@@ -581,9 +579,10 @@ class _Connection(asyncio.Protocol):
             raise self._error
 
     def streams(self) -> None:
-        """Switch to streaming.
+        """Switch to reading the response body as a stream.
 
-        From now on, the number of unread bytes is limited instead of the size of the whole body.
+        Before, the body is read as a whole. From now on, the number of unread bytes is limited
+        instead of the size of the whole body.
         """
         self._is_streamed = True
         if self._reader is not None:
@@ -605,7 +604,7 @@ class _Connection(asyncio.Protocol):
         return is_whole and is_open and self._is_sent and self._error is None
 
     def is_quiet(self) -> bool:
-        """Return True if an idle connection is still open and nothing has arrived on it."""
+        """Return True if an idle connection is still open and the server has sent nothing on it."""
         if self._transport is None or self._transport.is_closing():
             return False
         if self._poll is None:
@@ -635,7 +634,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
     def replaced(self) -> None:
-        """Give up the transport, because another protocol uses it from now on."""
+        """Give up the transport, which another protocol uses from now on."""
         self._all.discard(self)
         self._transport = None
 
@@ -755,8 +754,10 @@ class HttpResponseParser:
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
 
     def take(self, most: int | None = None) -> bytes:
-        """Return the part of the body that has arrived but has not been taken yet, or only its
-        first ``most`` bytes."""
+        """Remove and return the response bytes that have arrived so far, at most ``most`` of them.
+
+        If ``most`` is None, all of them are returned.
+        """
         if most is None:
             taken, self.unread = bytes(self.unread), bytearray()
         else:
@@ -765,8 +766,7 @@ class HttpResponseParser:
         return taken
 
     def release_parser(self) -> None:
-        """Drop the parser to free memory promptly, because the parser and this object refer to each
-        other."""
+        """Drop the parser to break a reference cycle, so that memory is freed promptly."""
         self._parser = None
 
     def feed(self, data: bytes) -> None:
@@ -792,7 +792,7 @@ class HttpResponseParser:
             self._add_body_data(data)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Parse the next bytes of the head, up to its end.
+        """Parse the next bytes of the response's head (status line and headers).
 
         Returns the bytes after the head.
         """
@@ -836,7 +836,7 @@ class HttpResponseParser:
         self.headers.clear()
 
     def _begin_body(self) -> None:
-        """Determine from the headers how the body will end."""
+        """Determine from the response's headers how its body ends."""
         headers = self.headers
         if self.status in (204, 304):
             self.is_complete = True  # such a response has no body, whatever its headers say

@@ -31,7 +31,7 @@ _lock = threading.Lock()
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the TLS context for the current environment variables.
+    """Return the TLS settings (``SSLContext``) for the current environment variables.
 
     The first call blocks while certificates are read. Raises ConfigError if a variable names an
     unusable file or folder.
@@ -44,7 +44,7 @@ def tls_context() -> ssl.SSLContext:
 
 
 def tls_failure(error: Exception) -> tuple[str, str]:
-    """Return why a TLS handshake failed, in OpenSSL's words, and what the user can do about it."""
+    """Return OpenSSL's message for a failed TLS handshake, and advice on how to fix it."""
     reason = " ".join(str(getattr(error, "verify_message", "") or error).split())[:200]
     if isinstance(error, ssl.SSLCertVerificationError):
         return reason, "name your certificate authority in SSL_CERT_FILE"
@@ -73,7 +73,7 @@ def _new_context() -> ssl.SSLContext:
 
 
 def _check_replacing() -> None:
-    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` is unusable.
+    """Raise ConfigError if ``SSL_CERT_FILE`` or ``SSL_CERT_DIR`` leads to no usable certificates.
 
     OpenSSL would silently ignore the variable, and every connection would fail.
     """

@@ -1,4 +1,4 @@
-"""Check URLs of servers, and find the proxy that the environment sets for a URL.
+"""Check the URLs of servers, and look up the proxy for a URL in the environment.
 
     https://host/v1      a URL; its proxy is HTTPS_PROXY or ALL_PROXY, unless NO_PROXY lists it
     http://host:99999    not a URL

@@ -31,7 +31,7 @@ from ramify.secret_redaction import register_secret
 
 
 class ListenAddress(msgspec.Struct, frozen=True):
-    """The address on which a server listens, and whether requests need a key there."""
+    """The address on which a server listens, and who may use it without an API key."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -67,7 +67,7 @@ class AcceptedApiKeys:
     """
 
     def __init__(self, digests: Mapping[str, str]) -> None:
-        """Create a set of accepted keys.
+        """Create the set of API keys that a server accepts.
 
         ``digests`` maps each caller's name to the SHA-256 digest of its key in hexadecimal.
         """
@@ -83,8 +83,7 @@ class AcceptedApiKeys:
         return cls({"default": digest_of(key)})
 
     def caller_of_key(self, presented: str) -> str | None:
-        """Return the name of the caller whose key was presented, or None if the key is not
-        accepted.
+        """Return the name of the caller to whom an API key belongs, or None if it is not accepted.
 
         The presented key is compared with every accepted key, each time in constant time. So the
         duration reveals nothing about the keys.
@@ -115,8 +114,8 @@ def digest_of(key: str) -> str:
 
 
 def presented_key(http: web.Request) -> str:
-    """Return the API key in a request's headers: the bearer token, or ``x-api-key`` as Anthropic's
-    clients send it.
+    """Return the API key in a request's headers: the bearer token, or else Anthropic's
+    ``x-api-key``.
 
     Empty if there is none.
     """
@@ -133,7 +132,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(netloc: str) -> str:
-    """Return the host part of a network location, without its port.
+    """Return the host in a network location such as ``localhost:8765``.
 
     >>> host_of("[::1]:8765")
     '::1'

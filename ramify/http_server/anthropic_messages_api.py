@@ -88,8 +88,10 @@ class _OutputConfig(msgspec.Struct):
 
 
 class AnthropicMessagesRequest(msgspec.Struct):
-    """A request to the messages API for a reply or a token count: the fields that this server
-    reads, and those that it rejects."""
+    """The fields of a messages API request, including those that this server rejects.
+
+    It asks for a reply or a token count.
+    """
 
     messages: list[_Turn]
     model: str = ""
@@ -116,8 +118,10 @@ _decoder = msgspec.json.Decoder(AnthropicMessagesRequest)
 
 
 class AnthropicReplyWriter:
-    """A messages API request in progress, with methods that write its reply as one body or as
-    stream events."""
+    """Handles one messages API request, and writes the response.
+
+    The response is one body or a stream of events.
+    """
 
     num_replies = 1
 
@@ -196,7 +200,7 @@ class AnthropicReplyWriter:
         return b"event: error\ndata: " + error.anthropic_error_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Open a content block of the given kind, unless one is already open.
+        """Start a content block of the given kind in the stream, unless such a block is open.
 
         Returns the events to send: the end of the previous block and the start of this one.
         """
@@ -231,13 +235,13 @@ class AnthropicReplyWriter:
         }
 
     def _stop_fields(self, reply: Reply) -> dict[str, Any]:
-        """Return the fields that state why the reply ended."""
+        """Return the response fields that say why the reply ended."""
         reason = _STOP_REASONS.get(reply.finish, "end_turn")
         stop = self._stop_sequence(reply) if reason == "end_turn" else None
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
 
     def _stop_sequence(self, reply: Reply) -> str | None:
-        """Return the stop sequence that ended the reply, or None.
+        """Return the stop sequence that ended the model's reply, or None if there is none.
 
         The decoded token ids still contain it, directly after the message's text.
         """
@@ -335,7 +339,7 @@ def _choice(choice: _Choice | None) -> ToolChoice:
 
 
 def _parse_assistant_turn(turn: _Turn) -> list[Message]:
-    """Convert an assistant turn to a single message.
+    """Convert an assistant turn of a messages API request to a message for the engine.
 
     The turn's content is a string or a list of content blocks.
     """
@@ -358,7 +362,7 @@ def _parse_assistant_turn(turn: _Turn) -> list[Message]:
 
 
 def _parse_user_turn(turn: _Turn) -> list[Message]:
-    """Convert a user turn, or any other turn that the model did not write, to messages.
+    """Convert a turn that the model did not write to messages for the engine.
 
     Each tool result becomes a message, and so does any text between tool results.
     """
@@ -396,7 +400,7 @@ def _unsupported_block_error(block: _Block) -> RequestRejected:
 
 
 def _arguments_to_object(arguments: str) -> dict[str, Any]:
-    """Convert tool-call arguments from text to the object that the API requires.
+    """Convert a tool call's arguments from JSON text to the object that the messages API requires.
 
     Text that is not a JSON object is wrapped in one.
     """
@@ -408,7 +412,7 @@ def _arguments_to_object(arguments: str) -> dict[str, Any]:
 
 
 def _object_to_arguments(input: dict[str, Any]) -> str:
-    """Convert tool-call arguments from the API's object to text.
+    """Convert a tool call's arguments from the object of the messages API to JSON text.
 
     Text that ``_arguments_to_object`` wrapped is returned unchanged.
     """

@@ -1,5 +1,4 @@
-"""The HTTP server on which all of Ramify's servers are built: ``serve``, ``view``, ``serve-policy``
-and ``mcp``.
+"""The HTTP server behind ``serve``, ``view``, ``serve-policy`` and ``mcp``.
 
     connection ──▶ head ──▶ Host, Origin ──▶ key or token ──▶ route ──▶ body ──▶ response
     (connections.py)        (access.py)                       (request_body_limiter.py)
@@ -56,7 +55,7 @@ _log = ComponentLogger("serve")
 
 @asynccontextmanager
 async def receive_body(http: web.Request) -> AsyncIterator[bytes]:
-    """Receive a request's body, for use in an ``async with`` block.
+    """Receive a request's body, and yield it to the ``async with`` block.
 
     Until the block ends, the body counts against the server's memory limit. Raises RequestRejected
     if it is too large or arrives too slowly.
@@ -83,7 +82,7 @@ class AiohttpServer:
         key_help: str = "send the server's key as Authorization: Bearer KEY",
         on_response: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
-        """Create a server that does not listen yet.
+        """Create a server that is not listening yet.
 
         ``keys`` are the accepted keys, or None if the address needs none. Web pages can send
         ``token`` instead of a key, in a URL or a cookie. Paths in ``public`` need no key.
@@ -115,7 +114,7 @@ class AiohttpServer:
 
     @property
     def url(self) -> str:
-        """The URL of the server, without path and token: ``http://127.0.0.1:PORT``."""
+        """The base URL of the server, such as ``http://127.0.0.1:PORT``, without path or token."""
         if self._address.socket is not None:
             return "http://localhost"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -290,7 +289,7 @@ def _listeners(address: ListenAddress) -> list[socket.socket]:
 
 
 def _unix_listener(path: Path) -> socket.socket:
-    """Return a listening Unix socket.
+    """Open a Unix socket that listens at ``path``.
 
     Raises ConfigError if other users can enter its folder, or another server listens there.
     """

@@ -90,7 +90,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatCompletionRequest(msgspec.Struct):
-    """A chat completion request: the fields that this server reads, and those that it rejects."""
+    """The fields of a chat completion request, including those that this server rejects."""
 
     messages: list[_CompletionMessage]
     model: str = ""
@@ -136,8 +136,10 @@ encode = model_api.encode
 
 
 class ChatCompletionsReplyWriter:
-    """A chat completion request in progress, with methods that write its replies as one body or as
-    stream events."""
+    """Handles one chat completion request, and writes the response.
+
+    The response is one body or a stream.
+    """
 
     def __init__(self, parsed: ChatCompletionRequest, model: ServedModel) -> None:
         """Prepare to answer a parsed request.
@@ -225,7 +227,7 @@ class ChatCompletionsReplyWriter:
 
 
 def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsReplyWriter:
-    """Parse the body of a chat completion request.
+    """Parse a chat completion request, and return its handler.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
     """
@@ -278,7 +280,7 @@ def opening_chunk(id: str, model: str) -> dict[str, Any]:
 def chunk(
     id: str, model: str, delta: dict[str, Any], index: int = 0, created: int | None = None
 ) -> dict[str, Any]:
-    """Return one event of a streamed completion.
+    """Return one event (chunk) of a streamed chat completion.
 
     ``delta`` is the new part of reply number ``index``.
     """
@@ -287,7 +289,7 @@ def chunk(
 
 
 def common_fields(id: str, model: str, kind: str, created: int | None = None) -> dict[str, Any]:
-    """Return the fields that every body and event starts with.
+    """Return the first fields of every chat completion body and stream event.
 
     ``created`` is a Unix time in seconds, by default now.
     """
@@ -301,7 +303,7 @@ def _num_replies(n: int | None) -> int:
 
 
 def _request_of(parsed: ChatCompletionRequest, window: int) -> Request:
-    """Convert a chat completion request to an engine request.
+    """Convert a parsed chat completion request to a request for the engine.
 
     Without a token limit, the reply may fill the context window.
     """

@@ -62,8 +62,7 @@ class IncomingConnections:
 
     @property
     def is_crowded(self) -> bool:
-        """True if so many connections are open that each one should be closed after its
-        response."""
+        """True if so many connections are open that each should close after its next response."""
         return len(self.all) > self.most * 3 // 4
 
     async def accept(self, listener: socket.socket, web_server: web.Server) -> None:
@@ -209,7 +208,7 @@ class HttpServerConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the response to data that is not HTTP.
+        """Return the error response to a request that could not be parsed or answered.
 
         It uses the usual error format, and nothing is logged for bad requests.
         """
@@ -227,7 +226,7 @@ class HttpServerConnection(web.RequestHandler):
         return answer
 
     def _count_head_bytes(self, data: bytes) -> bool:
-        """Add received bytes to the size of the current head.
+        """Count received bytes of a request's head, and return whether its size is still allowed.
 
         Returns False if the head is too large.
         """

@@ -6,23 +6,28 @@ import msgspec
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits on a server's connections, and on the heads and bodies of requests."""
+    """Limits on the connections to a server and on the size and speed of requests."""
 
     max_body_bytes: int = 64 << 20
-    """Maximum bytes of one body, and of all bodies being received from one key."""
+    """Maximum bytes of one request body, and of all bodies that are being received at once with the
+    same key."""
     max_connections: int | None = None
-    """Maximum open connections. None: a third of the descriptors that the process may open."""
+    """Maximum number of open connections. None means a third of the descriptors that the process
+    may open."""
     head_s: float = 15.0
-    """Seconds from the first byte of a request's head to its last."""
+    """Maximum seconds from the first byte of a request's head to its last."""
     idle_s: float = 75.0
     """Seconds after which a connection without a request is closed. This exceeds the 60 s for which
     proxies keep connections."""
     body_s: float = 300.0
-    """Seconds within which a whole body must arrive."""
+    """Maximum seconds in which a whole request body must arrive."""
     stall_s: float = 15.0
     """Maximum pause in seconds between two parts of a body."""
 
     @property
     def max_arriving_bytes(self) -> int:
-        """The maximum bytes of all bodies being received at the same time, over all keys."""
+        """The maximum total size of all request bodies that are arriving at one time, in bytes.
+
+        It applies to all API keys together.
+        """
         return self.max_body_bytes + self.max_body_bytes // 2

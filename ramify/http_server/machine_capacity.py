@@ -47,13 +47,15 @@ def descriptor_limit() -> int:
 
 
 def max_connections() -> int:
-    """Return the default maximum number of connections: a third of the file descriptors that the
-    process may open."""
+    """Return the default maximum number of connections to a server.
+
+    It is a third of the file descriptors that the process may open.
+    """
     return max(16, min(MOST_CONNECTIONS, (descriptor_limit() - _RESERVE) // 3))
 
 
 def max_runs() -> int:
-    """Return how many runs this machine can hold at once, at most ``MOST_RUNS``."""
+    """Return how many concurrent runs this machine can hold, capped at ``MOST_RUNS``."""
     descriptors = descriptor_limit() - _RESERVE - max_connections()
     bounds = [MOST_RUNS, descriptors // DESCRIPTORS_OF_A_RUN]
     if memory := free_memory():
@@ -92,7 +94,7 @@ def _available_memory() -> int | None:
 
 
 def _unused_limit(folder: Path, most: str, current: str) -> int | None:
-    """Return the unused part of a control group's limit, or None if it is unlimited.
+    """Return how much of a control group's limit is unused, or None if it is unlimited.
 
     ``most`` and ``current`` name the files with the limit and the current use.
     """
@@ -102,7 +104,7 @@ def _unused_limit(folder: Path, most: str, current: str) -> int | None:
 
 
 def _num_own_processes() -> int:
-    """Return the number of this user's threads, or 0 if unknown.
+    """Return how many threads the current user has in all processes, or 0 if unknown.
 
     Threads are counted because the system's process limit counts them.
     """

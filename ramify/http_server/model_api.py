@@ -49,7 +49,7 @@ class ServedModel(Protocol):
     """Context window: maximum tokens of prompt and reply together."""
 
     async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Return independent replies to one request.
+        """Sample several independent replies to one request.
 
         Raises RamifyError or RequestRejected on failure.
         """
@@ -78,11 +78,11 @@ class ServedModel(Protocol):
 
 
 class ModelApiReplyWriter(Protocol):
-    """A request in the format of one API, with methods that write the answer in the same format.
+    """Interface of the objects that handle one request in the format of one API.
 
-    ``body`` returns a whole response. A stream consists of ``encode_stream_start``, any number of
-    ``encode_message_delta``, ``encode_reply_end`` for each reply, and ``encode_stream_end``;
-    ``encode_stream_error`` replaces the rest after an error.
+    They also write the answer in that format. ``body`` returns a whole response. A stream consists
+    of ``encode_stream_start``, any number of ``encode_message_delta``, ``encode_reply_end`` for
+    each reply, and ``encode_stream_end``; ``encode_stream_error`` replaces the rest after an error.
     """
 
     id: str
@@ -108,7 +108,7 @@ class ModelApiReplyWriter(Protocol):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """The constraint on which tools a reply must or may call.
+    """A request's rule on tool calls: whether the reply must, may or must not call tools.
 
     It is checked on the finished reply and never written into the prompt, so the conversation's
     token ids do not change.
@@ -124,8 +124,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     """False if a reply with more than one tool call is an error."""
 
     def check_reply(self, reply: Reply) -> None:
-        """Raise RequestRejected if a reply lacks a required tool call or makes one that is not
-        allowed."""
+        """Raise RequestRejected if the tool calls in a reply violate this rule."""
         called = [call.name for call in reply.message.tool_calls]
         others = [name for name in called if self.names and name not in self.names]
         problem = ""
@@ -143,7 +142,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def unmet_reply_requirement_error(problem: str, code: str, reply: Reply) -> RequestRejected:
-    """Return the error for a reply that violates a requirement of its request.
+    """Return the error for a model's reply that does not meet a requirement of its request.
 
     The error includes the reply's text.
     """
@@ -153,7 +152,7 @@ def unmet_reply_requirement_error(problem: str, code: str, reply: Reply) -> Requ
 
 
 def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
-    """Return the tool choice unchanged.
+    """Check that a tool choice is possible with the given tools, and return it unchanged.
 
     Raises RequestRejected if it names or requires a tool that is not offered.
     """
@@ -212,8 +211,7 @@ def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> 
 
 
 def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[Any]]) -> None:
-    """Raise RequestRejected if a request sets an unsupported field to a value that would change the
-    answer.
+    """Raise RequestRejected if an unsupported field of a request would change the answer.
 
     ``harmless`` maps the name of each unsupported field to the values that have no effect.
     """
@@ -224,7 +222,7 @@ def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[A
 
 
 def check_sampling(temperature: float | None, top_p: float | None) -> None:
-    """Raise Refused unless ``temperature`` is at least 0 and ``top_p`` is above 0 and at most 1."""
+    """Raise Refused unless ``temperature >= 0`` and ``0 < top_p <= 1``."""
     if not (temperature or 0) >= 0 or not 0 < (1 if top_p is None else top_p) <= 1:
         raise Refused(
             f"temperature={temperature} must be at least 0, top_p={top_p} above 0 and at most 1"
@@ -232,7 +230,7 @@ def check_sampling(temperature: float | None, top_p: float | None) -> None:
 
 
 def check_top_logprobs(number: int | None) -> int:
-    """Return how many of the most likely tokens to report per sampled token.
+    """Return how many top tokens to report per sampled token, after checking the request's value.
 
     Raises RequestRejected for more than ``MAX_TOP_LOGPROBS``.
     """
@@ -271,15 +269,14 @@ _SENT_ID = re.compile(r"(call_\d+)_[0-9a-f]{16}")
 
 
 def new_call_id_suffix() -> str:
-    """Return random characters that make one reply's tool-call ids unique."""
+    """Return random characters that make the tool-call ids of one reply unique."""
     return secrets.token_hex(8)
 
 
 def unique_call_id(id: str, mark: str) -> str:
-    """Append a mark to the tool-call id that a chat template generated, so that it is unique in the
-    conversation.
+    """Return a tool-call id that is unique in the conversation.
 
-    Other ids stay unchanged.
+    The mark is appended to an id that a chat template generated. Other ids stay unchanged.
 
     >>> unique_call_id("call_0", "5f1c0a9be2d34c77")
     'call_0_5f1c0a9be2d34c77'
@@ -311,14 +308,14 @@ def calls_with_unique_ids(message: Message) -> list[ToolCall]:
 
 
 class ReplyDeltaTracker:
-    """Tracks how much of a streamed message has been sent, to find the text that is new."""
+    """Tracks how much of a streamed message has been sent to the client."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
         self._content = ""
 
     def next_delta(self, message: Message) -> tuple[str | None, str]:
-        """Return the reasoning and content added to a message since the last call.
+        """Return the reasoning and the content that a streamed message gained since the last call.
 
         The reasoning is None if none was added, and an empty string if it has just begun. If text
         that was already sent has changed, nothing is returned for it.
@@ -351,7 +348,7 @@ def logprob_entries(reply: Reply, text_of: Callable[[int], str]) -> list[dict[st
 
 
 class _TokenTexts:
-    """A cache of token texts, so that each one is looked up once."""
+    """A cache of the texts of tokens, so that each token is looked up only once."""
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self._text_of = text_of

@@ -44,7 +44,7 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 
 
 class ModelForCaller(msgspec.Struct, frozen=True):
-    """The model that answers one caller, with the responses stored for this caller."""
+    """A model for one caller, and the stored responses of that caller."""
 
     model: ServedModel
     stored: RecentResponseStore
@@ -152,8 +152,7 @@ class ModelApiRoutes:
 
 @contextlib.contextmanager
 def errors_as_rejections() -> Iterator[None]:
-    """Return a context manager that turns errors raised while a request is handled into error
-    responses."""
+    """Return a context manager that turns errors in request handling into error responses."""
     try:
         yield
     except RamifyError as error:
@@ -163,7 +162,7 @@ def errors_as_rejections() -> Iterator[None]:
 
 
 def rejection_of(error: RamifyError) -> RequestRejected:
-    """Convert an error of a model or a request to an error response."""
+    """Return the error response that reports an error of a model or of a request."""
     match error:
         case Refused():
             return RequestRejected(str(error), code=TOO_LONG if error.too_long else None)
@@ -241,8 +240,8 @@ async def _stream_reply(
 
 
 def _check(reply: Reply, exchange: ModelApiReplyWriter) -> None:
-    """Raise RequestRejected if a reply lacks what the request required: the right tool calls, or
-    the most likely tokens' log-probabilities."""
+    """Raise RequestRejected if a reply lacks tool calls or log-probabilities that its request
+    demands."""
     exchange.tool_choice.check_reply(reply)
     top_logprobs = exchange.request.sampling.top_logprobs
     if top_logprobs and reply.token_ids and reply.top_logprobs is None:

@@ -1,5 +1,4 @@
-"""Read the bodies of requests, with limits on their total memory and on the time that each may
-take.
+"""Read request bodies, with limits on their total memory and on the time of each.
 
     async with uploads.received(http, caller) as body:      reads, or raises RequestRejected
         request = decode(body)
@@ -29,8 +28,10 @@ SMALL_BYTES = 64 << 10
 
 
 class RequestBodyLimiter:
-    """Reads the bodies of one server's requests, and limits their total memory and the time of
-    each."""
+    """Reads the bodies of requests to a server, with limits on memory and time.
+
+    The memory limit applies to all bodies together, and the time limit to each one.
+    """
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits
@@ -77,7 +78,7 @@ class RequestBodyLimiter:
 
 
 class _Upload:
-    """A request body that is being received, and the memory reserved for it."""
+    """A request body while it is received, and the memory reserved for it."""
 
     def __init__(self, uploads: RequestBodyLimiter, caller: str) -> None:
         self._uploads = uploads
@@ -85,9 +86,10 @@ class _Upload:
         self._reserved = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Increase the memory reserved for this body to ``num_bytes``.
+        """Reserve memory for a request body of ``num_bytes`` bytes.
 
-        Raises RequestRejected if a limit would be exceeded.
+        Memory that is already reserved for it counts. Raises RequestRejected if a limit would be
+        exceeded.
         """
         most = self._uploads.limits.max_body_bytes
         if num_bytes > most:

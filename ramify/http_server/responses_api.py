@@ -53,7 +53,7 @@ _UNFINISHED = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A stored response and the conversation up to it, from which a later request can continue."""
+    """A stored response with its conversation, from which a later request can continue."""
 
     messages: tuple[Message, ...]
     """The conversation without instructions, up to and including the reply."""
@@ -64,9 +64,9 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 class RecentResponseStore:
-    """The last few thousand responses to one caller, by id.
+    """The most recent responses to one caller, by id.
 
-    Their total size is limited, too.
+    At most a few thousand are stored. Their total size is limited, too.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,7 @@ class _Text(msgspec.Struct):
 
 
 class ResponsesApiRequest(msgspec.Struct):
-    """A request to the responses API: the fields that this server reads, and those that it
-    rejects."""
+    """The fields of a responses API request, including those that this server rejects."""
 
     input: str | list[_Item]
     model: str = ""
@@ -152,8 +151,10 @@ _decoder = msgspec.json.Decoder(ResponsesApiRequest)
 
 
 class ResponsesApiReplyWriter:
-    """A responses API request in progress, with methods that write its reply as one body or as
-    stream events."""
+    """Handles one responses API request, and writes the response.
+
+    The response is one body or a stream of events.
+    """
 
     num_replies = 1
 
@@ -164,7 +165,7 @@ class ResponsesApiReplyWriter:
         stored: RecentResponseStore,
         num_bytes: int,
     ) -> None:
-        """Prepare to answer a parsed request whose body had ``num_bytes`` bytes.
+        """Prepare to answer a parsed request with a body of ``num_bytes`` bytes.
 
         Raises Refused or RequestRejected for a request that cannot be answered.
         """
@@ -311,7 +312,7 @@ class ResponsesApiReplyWriter:
         return {"type": kind, "id": f"{prefix}_{self._key}", **fields}
 
     def _text_delta(self, kind: str, text: str) -> bytes:
-        """Return the events that add text to the response item of this kind.
+        """Return the stream events that add text to the current item of the response.
 
         The item is opened if necessary.
         """
@@ -339,7 +340,10 @@ class ResponsesApiReplyWriter:
         return events
 
     def _close(self, at: int, item: dict[str, Any]) -> bytes:
-        """Return the stream events that end a reasoning item or a message."""
+        """Return the stream events that complete an item of the response.
+
+        It is a reasoning item or a message.
+        """
         place, part = self._items[at].place, item["content"][0]
         if item["type"] == "reasoning":
             events = self._event("reasoning_text.done", **place, text=part["text"])
@@ -413,7 +417,7 @@ class ResponsesApiReplyWriter:
 
 
 class _StreamedItem(msgspec.Struct, frozen=True):
-    """A response item whose streaming has begun."""
+    """A response item that is being streamed."""
 
     kind: str
     place: dict[str, Any]
@@ -483,7 +487,10 @@ def _messages(input: str | list[_Item]) -> list[Message]:
 
 
 class _WrittenReply:
-    """The items of one earlier reply in order: reasoning, then a message, then function calls."""
+    """One earlier reply of the model, collected from a request's input items.
+
+    Their order is reasoning, message, function calls.
+    """
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
@@ -491,7 +498,7 @@ class _WrittenReply:
         self._calls: list[ToolCall] = []
 
     def takes(self, item: _Item) -> bool:
-        """Return True if an item can belong to the same reply as the items before it."""
+        """Return True if an input item continues the reply collected so far."""
         if item.type == "function_call":
             return True
         has_text = self._content is not None or bool(self._calls)
@@ -511,7 +518,7 @@ class _WrittenReply:
 
 
 def _message(item: _Item, index: int) -> Message:
-    """Convert an input item that does not come from the model to a message.
+    """Convert an input item that the model did not write to a message for the engine.
 
     Raises Refused or RequestRejected if it is not supported.
     """

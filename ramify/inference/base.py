@@ -27,13 +27,12 @@ PROTOCOL = 3
 """Version of the ``ramify serve-policy --weight-transfer`` protocol. It increases with every change
 that an older trainer or engine would misunderstand. Both sides exchange their versions first."""
 TAGS = ("weights", "kv_cache")
-"""Kinds of engine memory that can be released while an engine sleeps, in wake-up order. The names
-are those of vLLM and SGLang. The weights wake first and are updated. The KV cache wakes last, so
-that the update can use its memory."""
+"""Kinds of engine memory released in sleep, named as in vLLM and SGLang, in wake-up order. The KV
+cache wakes last, so that updates of the weights can use its memory."""
 
 
 class EngineLost(ModelError):
-    """Raised if the engine that was to answer a request is gone.
+    """Raised if the engine that should answer a request has been lost.
 
     If it comes back, it first gets the current weights.
 
@@ -43,7 +42,7 @@ class EngineLost(ModelError):
 
 
 class CachePressure(msgspec.Struct, frozen=True):
-    """The load on an engine's KV cache.
+    """How full an engine's KV cache is, and how many sequences wait for space in it.
 
     A client that can report it has a method ``async pressure() -> CachePressure | None``. That
     method returns None if the server does not report its load.
@@ -67,8 +66,7 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """Replace the engine's weights with version ``version``, and clear everything cached under
-        the old ones.
+        """Load version ``version`` of the weights into the engine, and clear its caches.
 
         A reply in progress continues under the new weights. Its ``versions`` records which version
         sampled which tokens.
@@ -85,8 +83,10 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability at temperature 1 of each token except the first, given the
-        tokens before it."""
+        """Return the log-probability, at temperature 1, of each token after the first.
+
+        Each is conditioned on the tokens before it.
+        """
         ...
 
 
@@ -101,8 +101,10 @@ def require_train_extra(what: str) -> None:
 
 
 def prompt_too_long_error(name: str, window: int, request: Request | None, num_ids: int) -> Refused:
-    """Return the error for a prompt of ``num_ids`` tokens that leaves no space for a reply in the
-    context window."""
+    """Return the error for a prompt that leaves no room for a reply in the context window.
+
+    The prompt has ``num_ids`` tokens.
+    """
     parts = "given as ids"
     if request is not None:
         before = request.known

@@ -1,4 +1,4 @@
-"""Maps ask the same question about every row of a table.
+"""A map asks the same question about every row of a table.
 
 Each map is stored as one run that consists of many small ones.
 

@@ -29,7 +29,7 @@ UNLIMITED = 10**15
 
 
 def map_limits(max_calls: int | None, max_tokens: int | None, max_cost: float | None) -> Limits:
-    """Return the combined limits for all rows of a map.
+    """Return the budget limits of a map, which apply to all of its rows together.
 
     If ``max_cost`` is None and the model has a price, the cost limit is 5 dollars.
     """

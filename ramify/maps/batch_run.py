@@ -83,12 +83,12 @@ _BREATH = 200
 _log = ComponentLogger("maps")
 _Value = TypeVar("_Value")
 OnStop = Callable[[str, Any], None]
-"""Callback that is called if the map must stop early, with the reason as text and a ``MapStop``
-value such as ``limit``."""
+"""Callback for a map that must stop early, called with the reason as text and a ``MapStop`` value
+such as ``limit``."""
 
 
 class BatchQuestion(msgspec.Struct, frozen=True):
-    """A question about a row that will be uploaded as one request of a batch."""
+    """A question about a table row, to be uploaded as one request of a batch."""
 
     row: int
     """Index of the first row that asks this question."""
@@ -96,7 +96,7 @@ class BatchQuestion(msgspec.Struct, frozen=True):
     """Number of the question in the journal; -1 if it has none."""
     digest: bytes
     question: str | None
-    """The question about the row, or None if every row is asked the same."""
+    """The question about the row, or None if every row is asked the same question."""
     context: Any
     """The part of the row that the model reads."""
     most: BudgetAmount
@@ -154,8 +154,7 @@ class MapBatchJobs:
 
     @property
     def pending_batches(self) -> list[tuple[str, int]]:
-        """Return the batches whose results have not been downloaded yet, as the id of each and the
-        number of its requests without a result."""
+        """Return the id and the number of unanswered requests of each batch not yet downloaded."""
         return [(each.id, len(each.waiting)) for each in self._batches.values()]
 
     @property
@@ -163,7 +162,7 @@ class MapBatchJobs:
         return self._api.provider
 
     def stop_waiting(self) -> None:
-        """Stop waiting for batches.
+        """Stop waiting for the results of uploaded batches.
 
         The provider continues to process them.
         """
@@ -192,7 +191,7 @@ class MapBatchJobs:
                 await self._upload_within_budget()
 
     async def _upload_within_budget(self) -> None:
-        """Upload the rows that are not in a batch yet, if the budget covers them."""
+        """Upload the remaining questions as batches, if the budget is large enough."""
         if not self._uploads:
             return
         num, most = await self._required_amount()
@@ -206,8 +205,10 @@ class MapBatchJobs:
     # --- what is uploaded -------------------------------------------------------------------------
 
     async def _required_amount(self) -> tuple[int, BudgetAmount]:
-        """Return the number of requests to upload, and an upper bound on the tokens and costs of
-        all of them."""
+        """Return the number of requests still to be uploaded, and an upper limit of their cost.
+
+        The limit includes their tokens.
+        """
         num, most = 0, BudgetAmount()
         for each in self._open_questions():
             num, most = num + 1, most.plus(each.most)
@@ -216,7 +217,7 @@ class MapBatchJobs:
         return num, most
 
     def _open_questions(self) -> Iterator[BatchQuestion]:
-        """Yield each open question that a single request can answer.
+        """Yield the questions to upload: those without an answer that need only one request.
 
         Questions that are answered or already in a batch are skipped.
         """
@@ -301,7 +302,7 @@ class MapBatchJobs:
             await self._create(batch, lines)
 
     def _record_upload(self, rows: list[BatchQuestion]) -> UnfinishedBatch:
-        """Record in the journal that a batch is about to be uploaded, and return the batch."""
+        """Record in the map's journal that a new batch will be uploaded, and return that batch."""
         waiting, part = dict[int, tuple[int, BudgetAmount]](), self._num_batches
         for row in rows:
             first = self._first_request(row)
@@ -355,8 +356,10 @@ class MapBatchJobs:
         self._record_acceptance(batch)
 
     async def _find(self, batch: UnfinishedBatch) -> None:
-        """Search the provider's list for a batch whose upload was interrupted, and set the batch's
-        id if it is found."""
+        """Look for a batch at the provider after its upload was interrupted.
+
+        If it is found, its id is set.
+        """
         sent = batch.sent
         found = await self._call_with_retries(
             lambda: self._api.possible_batch_ids(sent.key, sent.num, sent.at), "the list of batches"
@@ -369,10 +372,10 @@ class MapBatchJobs:
                 return
 
     async def _is_ours(self, id: str, key: str) -> bool:
-        """Return True if a batch on the provider's list was uploaded with this key.
+        """Return True if a batch at the provider was uploaded by this map.
 
-        If the provider does not know yet, it is asked again until it does. Returns False if the map
-        is stopped first.
+        An upload is recognized by its ``key``. If the provider does not know yet, it is asked again
+        until it does. Returns False if the map is stopped first.
         """
         waited = 0
         while not self._halted.is_set():
@@ -420,7 +423,7 @@ class MapBatchJobs:
             waited += 1
 
     async def _find_or_create(self, batch: UnfinishedBatch) -> None:
-        """Find a batch at the provider if an earlier process uploaded it.
+        """Use a batch at the provider if an earlier process has already uploaded it.
 
         Otherwise upload it now.
         """
@@ -472,7 +475,7 @@ class MapBatchJobs:
     async def _record_result(
         self, batch: UnfinishedBatch, result: BatchResult, found: _Collected
     ) -> None:
-        """Record the result of one row.
+        """Record one result of a downloaded batch: the reply or the error for a question.
 
         A result that is already recorded is ignored, because a repeated download contains it again.
         """
@@ -517,7 +520,7 @@ class MapBatchJobs:
         error: ModelError,
         found: _Collected,
     ) -> None:
-        """Record that a row got an error instead of a reply.
+        """Record that the provider returned an error for a question of a batch.
 
         The row is asked again in a later batch, unless it has failed for good.
         """
@@ -561,7 +564,7 @@ class MapBatchJobs:
         self.ended.add(number)
 
     def _end(self, batch: UnfinishedBatch, status: str, why: str) -> None:
-        """Record that a batch has ended.
+        """Record in the map's journal that a batch has ended.
 
         Each row without a result counts as a failed attempt and may be asked again.
         """
@@ -578,10 +581,10 @@ class MapBatchJobs:
     async def _call_with_retries(
         self, ask: Callable[[], Awaitable[_Value]], what: str, *, is_patient: bool = False
     ) -> _Value | None:
-        """Await the result of ``ask()``, and retry it after transient failures.
+        """Call the provider's API, and try again after errors that may be temporary.
 
-        Returns None if the map is stopped first. If ``is_patient``, network failures are retried
-        without limit.
+        The call is ``ask()``, and its result is returned. Returns None if the map is stopped first.
+        If ``is_patient``, network failures are retried without limit.
         """
         failed = 0
         while not self._halted.is_set():
@@ -625,11 +628,12 @@ class MapBatchJobs:
 
 
 class _Collected(msgspec.Struct):
-    """The problems that occurred while the results of one batch were downloaded."""
+    """Problems that were found among the results of one downloaded batch."""
 
     num_cancelled: int = 0
     cause: Refused | None = None
-    """Reason for refused rows that a person can fix, such as a used-up quota."""
+    """The error that explains refused rows if a person can fix its cause, such as a used-up quota;
+    otherwise None."""
 
 
 def batch_client(calls: DirectModelCaller) -> BatchCapableClient:
@@ -647,7 +651,7 @@ def batch_client(calls: DirectModelCaller) -> BatchCapableClient:
 
 
 async def _gather_or_cancel(*works: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines concurrently.
+    """Run several coroutines concurrently until all of them are done.
 
     If one of them fails, cancel the others.
     """
@@ -661,7 +665,7 @@ async def _gather_or_cancel(*works: Coroutine[Any, Any, None]) -> None:
 
 
 def _wait_s(waited: int) -> float:
-    """Return the number of seconds to wait before the next request for a batch's state.
+    """Return how many seconds to wait before asking for the state of a batch again.
 
     ``waited`` is the number of earlier waits.
     """

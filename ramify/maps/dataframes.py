@@ -1,5 +1,4 @@
-"""Reads tables of other libraries (Arrow, pandas, polars, ``datasets``) row by row, and adds
-columns with the answers to them.
+"""Reads Arrow, pandas, polars and ``datasets`` tables row by row, and adds answer columns.
 
     frame ──> RowSource(columns=("id", "text"), …)
     table.extend([0, 2], {"answer": ["yes", "no"], "error": [None, None]}, {"answer": "string"})
@@ -25,7 +24,7 @@ _PANDAS_TYPES = {"integer": "Int64", "number": "float64", "boolean": "boolean"}
 _POLARS_TYPES = {"string": "String", "integer": "Int64", "number": "Float64", "boolean": "Boolean"}
 Columns = Mapping[str, Sequence[Any]]
 Types = Mapping[str, str | None]
-"""Column -> type in a JSON schema, or None if the column has several types."""
+"""Column name -> JSON schema type of the column, or None if it has several types."""
 
 
 def dataframe_row_source(rows: Any) -> RowSource | None:

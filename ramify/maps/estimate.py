@@ -23,15 +23,16 @@ import msgspec
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
 MIN_FOR_INTERVAL = 8
-"""Minimum sample size for a fitted line and an interval. A smaller sample gives only a mean."""
+"""Minimum sample size for extrapolating with a fitted line and a confidence interval. Smaller
+samples give only a mean."""
 _MIN_ROUNDS = 4
-"""Minimum ratio of sample size to concurrency at which the duration is estimated from the rate at
-which rows were finished. For smaller samples it is estimated from the times of single rows."""
+"""Minimum ratio of sample size to concurrency for estimating the duration from the sample's
+throughput. For smaller samples, it is estimated from the times of single rows."""
 _NUM_BLOCKS = 8
 
 
 class EstimatedAmount(msgspec.Struct, frozen=True):
-    """An estimated amount with its 95 % confidence interval.
+    """An estimated cost or duration with its 95 % confidence interval.
 
     The bounds are None if the sample does not determine an interval.
     """
@@ -42,7 +43,7 @@ class EstimatedAmount(msgspec.Struct, frozen=True):
 
 
 class MeasuredRowCost(msgspec.Struct, frozen=True):
-    """The measured cost and time of one question of a sample.
+    """The measured cost and duration of answering one sampled question.
 
     Lists of measured rows are in the order in which the questions ended.
     """
@@ -53,8 +54,8 @@ class MeasuredRowCost(msgspec.Struct, frozen=True):
     """Cost in dollars."""
     seconds: float
     ended_s: float
-    """Seconds from the start of the sample to the end of the question. Negative if the question is
-    left out of the rate, because it was the first or its answer was already known."""
+    """Seconds from the start of the sample to the end of the question. Negative if the question
+    does not count for the throughput, because it was the first or its answer was already known."""
     cpu_s: float = 0.0
     """CPU time of this process, in seconds, from the start of the sample to the end of the
     question."""
@@ -74,13 +75,14 @@ class TableMapEstimate(msgspec.Struct, frozen=True):
     cost: EstimatedAmount | None
     """Cost in dollars, or None if no model has a price."""
     hours: EstimatedAmount
-    """Hours with one worker, on this machine and at this concurrency."""
+    """Estimated duration in hours with one worker, on this machine and at the concurrency of the
+    sample."""
     workers_for_an_hour: int
-    """Number of workers like this one that finish within an hour, unless the provider's rate limits
-    slow them down."""
+    """Number of workers like this one that are needed to finish within an hour, unless the
+    provider's rate limits slow them down."""
     is_batch: bool = False
-    """True if the cost is at the batch API's price. The provider then determines the duration,
-    which is at most a day for each batch."""
+    """True if the cost is based on the batch API's prices. The provider then determines the
+    duration, which is at most a day for each batch."""
 
 
 def estimate(
@@ -116,7 +118,7 @@ def estimate(
 def extrapolate_total(
     values: Sequence[float], sizes: Sequence[int], num_all: int, size_of_all: float
 ) -> EstimatedAmount:
-    """Extrapolate the sum of a value, such as the cost, from a sample to all questions.
+    """Estimate a total over all questions, such as the cost, from the values in a sample.
 
     A line fitted to the sample predicts a question's value from its size. ``num_all`` is the number
     of all questions, and ``size_of_all`` is their total size.
@@ -166,7 +168,7 @@ def _seconds(
 
 
 def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float) -> EstimatedAmount:
-    """Estimate the time of all questions from the rate at which the sample was answered.
+    """Estimate the time to answer all questions from the rate in the sample.
 
     ``rows`` holds the sampled questions that were answered at full concurrency.
     """
@@ -188,8 +190,10 @@ def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float)
 
 
 def _quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, from a series expansion around the
-    normal quantile."""
+    """Return the 97.5 % quantile of Student's t distribution.
+
+    It is a series expansion around the normal quantile.
+    """
     z, n = _Z, max(1, degrees)
     second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
     return z + (z**3 + z) / (4 * n) + second

@@ -64,10 +64,10 @@ RAY_MAPS = "ray_maps"
 
 
 class RayMapMetadata(msgspec.Struct, frozen=True):
-    """The part of a map's header that is only used on a Ray cluster, where answers are written to
-    output files and not to the journal.
+    """The part of a map's header that is only used on a Ray cluster.
 
-    It names the columns, and the file that records spending.
+    Answers are written to output files there, and not to the journal. It names the columns, and the
+    file that records spending.
     """
 
     record: str
@@ -111,10 +111,13 @@ class MapJournalHeader(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MapContinuedLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a map was begun or continued, with the limits that apply."""
+    """A journal line that records the start or continuation of a map.
+
+    It contains the limits that apply.
+    """
 
     at: float
-    """Time as a Unix timestamp."""
+    """Unix time at which the map was begun or continued, in seconds."""
     total: int | None
     """Number of rows, or None if it is unknown."""
     max_calls: int
@@ -122,11 +125,11 @@ class MapContinuedLine(msgspec.Struct, frozen=True, array_like=True):
     max_cost: float | None
     """Cost limit in dollars, or None if no model has a price."""
     is_sample: bool = False
-    """True if only a sample of the rows is asked."""
+    """True if questions are asked about only a sample of the rows."""
 
 
 class QuestionStartedLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line with the first request for a question.
+    """A journal line that records the first request for a question.
 
     If the question failed and is tried again, the new attempt has such a line too.
     """
@@ -146,11 +149,11 @@ class QuestionStartedLine(msgspec.Struct, frozen=True, array_like=True):
     max_input_tokens: int
     max_output_tokens: int
     cost: float | None
-    """Reserved cost in dollars."""
+    """Cost in dollars that is reserved for the request, or None if the model has no price."""
 
 
 class RetryRequestLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line with a further request for the same question.
+    """A journal line that records another request for the same question.
 
     The request either asks the model to repair a reply that does not fit the answer type, or
     repeats a failed attempt.
@@ -182,7 +185,10 @@ class DirectReplyLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FailedRequestLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a direct request failed, with an upper bound on its cost."""
+    """A journal line that records a failed request.
+
+    It has an upper bound on the cost.
+    """
 
     number: int
     turn: int
@@ -204,7 +210,7 @@ class RowRunStartedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QuestionEndedLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording the end of a question that has no line with its reply.
+    """A journal line that records how a question ended if no reply line does.
 
     Either a run answered the question, or the question failed.
     """
@@ -222,7 +228,7 @@ class QuestionEndedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DuplicateRowLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that a row asks the same question as an earlier row."""
+    """A journal line that records that a table row asks the same question as an earlier row."""
 
     number: int
     row: int
@@ -238,13 +244,12 @@ class BatchUploadIntentLine(msgspec.Struct, frozen=True, array_like=True):
     num: int
     """Number of requests in the batch."""
     at: float
-    """Time as a Unix timestamp."""
+    """Unix time just before the upload, in seconds."""
     provider: str
 
 
 class BatchAcceptedLine(msgspec.Struct, frozen=True, array_like=True):
-    """A journal line recording that the provider has received a batch, with the provider's id for
-    the batch."""
+    """A journal line that records the provider's id of an uploaded batch."""
 
     part: int
     id: str
@@ -263,7 +268,7 @@ class BatchEndedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MapJournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of a map's journal.
+    """One line in the journal of a map, which records one event.
 
     A single field holds the content, and ``crc`` is the line's checksum.
     """
@@ -282,15 +287,15 @@ class MapJournalLine(msgspec.Struct, frozen=True, omit_defaults=True):
     u: BatchAcceptedLine | None = None
     v: BatchEndedLine | None = None
     n: int | None = None
-    """Number of rows about which no question could be asked, when a start of the map ended."""
+    """Number of rows about which no question could be asked, recorded when an invocation of the map
+    ended."""
     crc: str = ""
 
     @property
     def first_request(self) -> QuestionStartedLine | None:
-        """Return the first request for a question if this line contains one, whether it is sent
-        alone or in a batch.
+        """Return the first request for a question if this journal line records one.
 
-        Otherwise return None.
+        The request may be sent alone or in a batch. Otherwise return None.
         """
         return self.q or self.b
 
@@ -314,7 +319,7 @@ def usage_counts(usage: Usage) -> tuple[int, ...]:
 
 
 def usage_from_counts(counts: tuple[int, ...], calls: int = 1) -> Usage:
-    """Convert the counts in a journal line back to a usage.
+    """Return the token usage that the counts in a journal line describe.
 
     This is the inverse of ``usage_counts``.
     """
@@ -329,7 +334,7 @@ def digest_to_base64(digest: bytes) -> str:
 
 
 def digest_to_int(text: str) -> int:
-    """Convert a digest from hexadecimal text to an integer, which takes less memory."""
+    """Convert a digest from base64 text to an integer, which needs less memory."""
     return int.from_bytes(base64.urlsafe_b64decode(text + "=="), "big")
 
 
@@ -374,8 +379,8 @@ class TableMapJournal:
 
     @property
     def disk_error(self) -> StoreError | None:
-        """Return the error, such as a full disk, that forced the journal to use its reserved disk
-        space.
+        """Return the error that forced the journal to use its reserved disk space, such as a full
+        disk.
 
         Returns None if there was none. After such an error, the map should stop.
         """
@@ -402,7 +407,7 @@ class TableMapJournal:
         return _decode(data[: data.index(b"\n")])
 
     def discard(self) -> None:
-        """Delete the journal file of a map that was rejected before it asked anything.
+        """Delete the journal of a map that was rejected before its first question.
 
         The journal must still be closed afterwards.
         """
@@ -420,7 +425,7 @@ class TableMapStore:
     """The folder of a run store that contains the journals of maps."""
 
     def __init__(self, root: Path, fsync: Fsync = os.fsync) -> None:
-        """Use the store in the folder ``root``.
+        """Open the map store in the folder ``root``.
 
         ``fsync`` is the function that flushes an open file to disk.
         """
@@ -448,7 +453,7 @@ class TableMapStore:
         return journal
 
     def reopen(self, path: Path) -> TableMapJournal:
-        """Open the journal of an earlier map in order to continue it.
+        """Reopen the journal of an earlier map to continue it.
 
         An incomplete last line is cut off. Raises RunInUse while another process writes the
         journal.
@@ -518,7 +523,7 @@ def read_header(path: Path) -> MapJournalHeader | None:
 
 
 def read_lines(path: Path, offset: int = 0) -> Iterator[tuple[int, MapJournalLine]]:
-    """Yield the lines of a map's journal with their byte offsets, from the line at ``offset`` on.
+    """Yield a map journal's lines with their byte offsets, starting at ``offset``.
 
     Verifies the checksum of each line, and raises StoreError at the first damaged one.
     """

@@ -30,17 +30,17 @@ from ramify.types.message import Message, Reply, Usage
 
 
 class UnfinishedQuestion(msgspec.Struct):
-    """A question that has been asked but whose end is not in the journal."""
+    """A question of a map that was asked but whose outcome is not recorded yet."""
 
     number: int
     replies: list[int] = []
     """Byte offsets of the replies so far."""
     run: str = ""
-    """Id of the run that answers it; empty for a direct call."""
+    """Id of the run that answers the question; empty for a direct call."""
 
 
 class UnfinishedBatch(msgspec.Struct):
-    """A batch that was, or may have been, uploaded, and whose results are still incomplete."""
+    """A batch that may have been uploaded and whose results are still incomplete."""
 
     sent: BatchUploadIntentLine
     waiting: dict[int, tuple[int, BudgetAmount]]
@@ -52,29 +52,30 @@ class UnfinishedBatch(msgspec.Struct):
 
 
 def request_reservation(first: QuestionStartedLine) -> BudgetAmount:
-    """Return the calls, tokens and dollars that are reserved for a request."""
+    """Return the budget to reserve for a request: one call, its tokens and its cost."""
     tokens = first.max_input_tokens + first.max_output_tokens
     return BudgetAmount(1, tokens, first.cost or 0.0)
 
 
 class MapJournalState:
-    """The state of a map: its answers, open questions, batches and costs.
+    """The state of a map, such as its answers, open questions and costs.
 
-    It is built by reading the journal's lines in order.
+    Its batches are included. It is built by reading the journal's lines in order.
     """
 
     def __init__(self) -> None:
         self.header: MapJournalHeader | None = None
         self.last_start: MapContinuedLine | None = None
         self.answered: dict[int, int] = {}
-        """Digest -> offset of the line with the answer, which is a reply or the end of a run. A
-        reply whose last line is damaged or does not fit is detected when the reply is read."""
+        """Question digest -> journal offset of the line with its answer, which is a reply or the
+        end of a run. A last reply that is damaged or does not fit the answer type is detected only
+        when it is read."""
         self.failed: dict[int, int] = {}
-        """Digest -> offset of the line with the error."""
+        """Question digest -> journal offset of the line with the error."""
         self.open: dict[int, UnfinishedQuestion] = {}
-        """Digest -> question that has not ended."""
+        """Question digest -> state of a question that has not ended."""
         self.digests: list[int] = []
-        """Number of a question -> its digest."""
+        """Digests of the questions, indexed by question number."""
         self.last_row = -1
         """Index of the last row with a journal line. Rows of samples do not count."""
         self.num_unaskable = 0
@@ -95,7 +96,8 @@ class MapJournalState:
         self._batch_of: dict[int, int] = {}
         """Number of a question -> number of its batch."""
         self._in_flight: dict[int, tuple[Usage, float | None]] = {}
-        """Number of a question -> (upper bound, dollars) of its request in flight."""
+        """Question number -> (maximum usage, maximum cost in dollars) of the question's request in
+        flight."""
 
     @classmethod
     def read(cls, path: Path) -> MapJournalState:
@@ -111,7 +113,10 @@ class MapJournalState:
         return recorded
 
     def add(self, offset: int, line: MapJournalLine) -> None:
-        """Update the state with one line of the journal, which begins at ``offset``."""
+        """Update the state of the map with one line of its journal.
+
+        The line begins at ``offset``.
+        """
         if line.r is not None:
             self._in_flight.pop(line.r.number, None)
             self._mark_collected(line.r.number)
@@ -165,15 +170,14 @@ class MapJournalState:
             del self.batches[line.v.part]
 
     def _record_sent_batch(self, sent: BatchUploadIntentLine) -> None:
-        """Record that the prepared requests are uploaded, or about to be uploaded, as one batch."""
+        """Record that the prepared requests are now uploaded as one batch."""
         batch = self.batches[sent.part] = UnfinishedBatch(sent, self._prepared)
         self._batch_of.update(dict.fromkeys(batch.waiting, sent.part))
         self.num_batches = sent.part + 1
         self._prepared = {}
 
     def _mark_collected(self, number: int) -> bool:
-        """Record that a question has a result, and return True if the question was part of a
-        batch."""
+        """Record the result of a question, and return True if the question was part of a batch."""
         part = self._batch_of.pop(number, None)
         if part is not None:
             del self.batches[part].waiting[number]
@@ -191,7 +195,7 @@ class MapJournalState:
         return question
 
     def _record_last_row(self, row: int) -> None:
-        """Record that all rows up to ``row`` were read.
+        """Record that the map has read its table up to row ``row``.
 
         Nothing is recorded if this invocation of the map asked only a sample.
         """
@@ -199,9 +203,10 @@ class MapJournalState:
             self.last_row = max(self.last_row, row)
 
     def _reopen_question(self, number: int) -> UnfinishedQuestion:
-        """Reopen a question, and return it.
+        """Return the entry of an unanswered question.
 
-        If it had an answer, that reply is kept as one of its earlier replies.
+        A question that was answered is reopened. If it had an answer, that reply is kept as one of
+        its earlier replies.
         """
         digest = self.digests[number]
         found = self.open.get(digest)
@@ -232,7 +237,7 @@ class MapJournalState:
 
 
 def recorded_reply(line: MapJournalLine) -> Reply:
-    """Return the model reply that is recorded in a journal line."""
+    """Return the model's reply that a journal line records."""
     assert line.r is not None
     message = Message("assistant", line.r.text, line.r.reasoning)
     usage = usage_from_counts(line.r.counts)

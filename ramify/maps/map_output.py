@@ -36,7 +36,7 @@ ENDINGS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 
 
 class AnswerColumns:
-    """The columns that a map adds to a table: one or more for the answer, and one for the error."""
+    """The answer and error columns that a map adds to its table."""
 
     def __init__(self, kind: AnswerSchema | None, prefix: str, taken: Sequence[str]) -> None:
         """Derive the names and types of the new columns from the type of the answer.
@@ -67,7 +67,10 @@ class AnswerColumns:
                 )
 
     def row_values(self, answer: Any, error: str | None) -> dict[str, Any]:
-        """Return the values of the new columns for one row, keyed by column name."""
+        """Return the answer and error of one table row as values of the new columns.
+
+        They are keyed by column name.
+        """
         if not self.fields:
             return {self.answers[0]: answer, self.error: error}
         found = answer if isinstance(answer, Mapping) else {}
@@ -77,7 +80,7 @@ class AnswerColumns:
         return {**columns, self.error: error}
 
     def arrow_array(self, name: str, values: Sequence[Any]) -> Any:
-        """Return one new column as an Arrow array.
+        """Return the values of a new column as an Arrow array.
 
         Its type comes from the JSON schema of the answer, even if all values are missing. Values
         other than text, numbers and booleans become JSON text.
@@ -127,7 +130,7 @@ class MapOutput(abc.ABC):
 
 
 class _Table(MapOutput):
-    """An output in memory.
+    """The output of a map that is collected in memory.
 
     It extends the given table with new columns if possible, and otherwise is a list of rows.
     """
@@ -156,8 +159,10 @@ class _Table(MapOutput):
 
 
 class _File(MapOutput):
-    """An output file that is written under a temporary name next to its destination, and renamed
-    when complete."""
+    """The output file of a map, which appears at its destination only when it is complete.
+
+    It is written under a temporary name in the same folder and then renamed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -177,7 +182,7 @@ class _File(MapOutput):
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """Write any buffered rows, and close the file."""
+        """Write the remaining rows to the output file, and close it."""
 
     def _write_error(self, error: OSError) -> StoreError:
         # The text of an error from Arrow is longer than that of its number.
@@ -347,8 +352,10 @@ def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> Ma
 def output_row(
     row: Row, source: RowSource, added: AnswerColumns, answer: Any, error: str | None
 ) -> dict[str, Any]:
-    """Build one output row: the input columns that are kept, followed by the columns for the answer
-    and the error."""
+    """Return one row of a map's output: the input columns, the answer and the error.
+
+    Only the input columns that are kept are included.
+    """
     if source.kept is None and row.values:
         kept = row.values
     else:

@@ -90,8 +90,10 @@ MapStop = Literal["done", "limit", "suspended", "stopped", "failed"]
 
 
 class TableMapSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The question that a map asks about each row of a table, with its output, limits and
-    options."""
+    """The specification of a map: its question about each table row, and its options.
+
+    It also sets the output and the limits.
+    """
 
     question: str
     """Question, or a template that is filled in from the columns of a row."""
@@ -101,13 +103,13 @@ class TableMapSpec(msgspec.Struct, frozen=True, kw_only=True):
     columns: tuple[str, ...] = ()
     """Columns that the model reads. Empty means all columns."""
     prefix: str = ""
-    """Text before the names of the new columns."""
+    """Prefix for the names of the new columns."""
     out: Path | None = None
     """Path of the output file, or None for a table in memory."""
     retry_failed: bool = False
-    """Ask again about the rows that failed with an error."""
+    """True to ask again about rows that failed with an error in an earlier invocation."""
     strict: bool = False
-    """Stop at the first row with an error."""
+    """True to stop the map at the first row with an error."""
     sample: int | None = None
     """Number of rows to draw at random and ask about, in order to estimate the whole map. The
     output is then a table in memory. None means all rows."""
@@ -115,14 +117,17 @@ class TableMapSpec(msgspec.Struct, frozen=True, kw_only=True):
     """True if this is a part of a larger map. All of its rows are then returned, even if it stops
     early."""
     batch: bool = False
-    """Use the provider's batch API for rows that a single request can answer."""
+    """True to use the provider's batch API for rows that a single request can answer. It is usually
+    cheaper but slower."""
     batch_rows: int | None = None
     """Maximum number of rows in one batch. None means as many as the provider accepts."""
 
 
 class MapResult(msgspec.Struct, frozen=True):
-    """The result of a map: why it stopped, how many rows were answered, the cost, and the location
-    of the answers."""
+    """The result of a map, such as its number of answered rows and its cost.
+
+    It also says why the map stopped and where the answers are.
+    """
 
     id: str
     """Id of the map, for ``ramify show`` and ``ramify view`` if it is stored."""
@@ -138,7 +143,7 @@ class MapResult(msgspec.Struct, frozen=True):
     num_failed: int
     """Number of rows with an error."""
     num_missing: int
-    """Number of rows that were read but not asked."""
+    """Number of rows that were read but about which no question was asked."""
     num_questions: int
     """Number of questions asked by this call. Equal rows are asked once."""
     num_known: int
@@ -159,7 +164,8 @@ class MapResult(msgspec.Struct, frozen=True):
     """The rows with their answers, as a table of the same kind as the input. None if the output is
     a file."""
     estimate: TableMapEstimate | None = None
-    """Estimated cost and duration of the whole map, if only a sample was asked."""
+    """Estimated cost and duration of the whole map, if questions were asked about only a sample of
+    the rows."""
     num_unaskable: int = 0
     """Number of failed rows about which no question can be asked, because they are empty or cannot
     be read. On a Ray cluster they are not counted."""
@@ -169,7 +175,7 @@ class MapResult(msgspec.Struct, frozen=True):
 
 
 class _Pending:
-    """A question and its outcome.
+    """A question of a running map, and its outcome once it is answered.
 
     They are kept until every row that asks this question has been written.
     """
@@ -222,20 +228,21 @@ class TableMapRun:
         self._room = asyncio.Event()
         self._batches: MapBatchJobs | None = None
         self._given: set[int] = set()
-        """Numbers of questions that were answered before the rows were processed in order, and
+        """Numbers of questions that were answered before the pass that writes rows in order, and
         whose first row has not been written yet."""
         self._sample = None if request.sample is None else _Sample(source, request.sample)
         self._is_warm = False
-        """True once the first row of the sample has been asked, on its own."""
+        """True once the first row of the sample has been asked alone, before the others."""
         self._measured: list[MeasuredRowCost] = []
         """The questions of the sample, in the order in which they ended."""
         self._estimate: TableMapEstimate | None = None
         self._began = self._began_cpu = 0.0
-        """Time and CPU time of this process, in seconds, when the first row was begun."""
+        """Wall-clock and CPU time of this process, in seconds, when the time measurement began."""
         self._open_calls: DirectModelCaller | None = None
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._failed_now: dict[int, int] = {}
-        """Digest -> offset of the error of a question that failed in this invocation of the map."""
+        """Question digest -> journal offset of the error, for questions that failed in this
+        invocation of the map."""
         self._has_answer = False
         self._num_begun = 0
         self._judged = asyncio.Event()
@@ -244,7 +251,7 @@ class TableMapRun:
         """The first errors, kept as long as no row has been answered."""
 
     def stop(self, reason: str = "it was stopped", stop: MapStop = "stopped") -> None:
-        """Stop starting new rows.
+        """Stop the map before it begins any other row.
 
         Requests in flight are finished first.
         """
@@ -322,7 +329,7 @@ class TableMapRun:
             )
 
     def _is_unasked(self, journal: TableMapJournal) -> bool:
-        """Return True if this invocation created the map and has asked nothing yet.
+        """Return True if the map is new and has not asked a question yet.
 
         Its files can then be deleted without loss.
         """
@@ -413,8 +420,7 @@ class TableMapRun:
         )
 
     def _continue(self, calls: DirectModelCaller) -> None:
-        """Charge the budget with the spending of earlier invocations, and record in the journal
-        that the map continues."""
+        """Record that an earlier map continues, and charge what it has spent to the budget."""
         recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
         cost = recorded.cost if recorded.is_priced else None
         if recorded.usage.calls:
@@ -443,10 +449,10 @@ class TableMapRun:
     # --- rows in batches --------------------------------------------------------------------------
 
     async def _run_batches(self, calls: DirectModelCaller) -> None:
-        """Send the rows that need only one request to the provider's batch API, and meanwhile
-        answer the rows that need a Python session.
+        """Answer rows through the provider's batch API if they need only one request.
 
-        Batches of an earlier invocation are collected even if this one does not use the batch API.
+        Rows that need a Python session are answered meanwhile. Batches of an earlier invocation are
+        collected even if this one does not use the batch API.
         """
         request, recorded = self.request, self._recorded
         if request.sample is not None:
@@ -557,7 +563,10 @@ class TableMapRun:
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     async def _worker(self, num: int | None = None) -> None:
-        """Answer rows one after another until none is left, or until ``num`` rows are answered."""
+        """Answer rows of the table one after another.
+
+        The worker ends when none is left, or after ``num`` rows.
+        """
         try:
             while num != 0 and (pending := await self._next_question()) is not None:
                 num = None if num is None else num - 1
@@ -601,7 +610,7 @@ class TableMapRun:
         self._measured.append(row)
 
     def _handle_interruption(self, outcome: RowOutcome) -> None:
-        """Stop the map because a question could not be finished.
+        """Stop the map because one of its questions could not be finished.
 
         Possible causes are a reached limit, a refused request or a full disk.
         """
@@ -614,8 +623,10 @@ class TableMapRun:
             self.stop(outcome.error or str(cause), "failed")
 
     def _check_for_stop(self, outcome: RowOutcome, row: int) -> None:
-        """Stop the map after this row if the disk is full, if the row failed in strict mode, or if
-        the first 20 rows all failed with the same error."""
+        """Check after each answered row whether the map must stop.
+
+        It stops if the disk is full, a strict row failed, or the first 20 rows failed alike.
+        """
         trouble = self._journal.disk_error
         if trouble is not None:
             self.stop(str(trouble), "suspended")
@@ -632,13 +643,17 @@ class TableMapRun:
 
     @property
     def _is_hopeless_so_far(self) -> bool:
-        """Return True if no row was answered, and those that failed have the same error."""
+        """Return True if every row so far has failed with the same error.
+
+        It is also True if no row has ended yet.
+        """
         return not self._has_answer and len(set(self._errors)) <= 1
 
     async def _next_question(self) -> _Pending | None:
-        """Read rows until one of them must be asked, and return its question.
+        """Return the next question that a model must answer.
 
-        Returns None if no row is left or the map is stopping.
+        Rows are read until one has such a question. Returns None if no row is left or the map is
+        stopping.
         """
         num_passed = 0
         while self._stop == "done":
@@ -670,7 +685,7 @@ class TableMapRun:
         return None
 
     def _pending_of(self, row: Row, *, asks: bool = True) -> _Pending:
-        """Return a row's question, with its outcome if it was answered before.
+        """Return the question that a row asks, with its outcome if it was answered before.
 
         Equal rows share one question, so that it is asked only once. If ``asks`` is false, a new
         question is not registered as in progress.
@@ -782,7 +797,7 @@ class TableMapRun:
         return " · ".join(filter(None, parts))
 
     async def _finish(self, rows: Iterator[Row]) -> None:
-        """Write the remaining rows at the end of the map.
+        """Write all remaining rows of the table when the map ends.
 
         If the map stopped early, each row that was not asked gets an error with the reason.
         """
@@ -808,9 +823,10 @@ class TableMapRun:
 
 
 class _Sample:
-    """A random sample of a table's rows, and the size of the whole table.
+    """A random sample of the rows in the table of a map.
 
-    Both are needed to estimate the cost of asking all rows.
+    The size of the whole table is recorded, too. Both are needed to estimate the cost of asking all
+    rows.
     """
 
     def __init__(self, source: RowSource, num: int) -> None:
@@ -826,9 +842,9 @@ class _Sample:
         self._digests: set[int] = set()
 
     def draw(self, asking: RowQuestionMaker, calls: DirectModelCaller) -> Iterator[Row]:
-        """Read the whole table once, and return the sampled rows in table order.
+        """Return a random sample of the rows, in table order.
 
-        The sample is always the same for the same table.
+        The whole table is read once. The sample is always the same for the same table.
         """
         rng, drawn, max_chars = random.Random(0), list[Row](), calls.max_context_chars
         began = time.perf_counter()

@@ -56,8 +56,10 @@ MAX_CHARS = 120
 
 
 class MapQuestionRow(msgspec.Struct, omit_defaults=True):
-    """One question of a map, with its answer or error, its cost, and the number of rows that asked
-    it."""
+    """A table row for one question of a map.
+
+    It contains the answer or error, the cost, and the number of rows that asked the question.
+    """
 
     number: int
     row: int
@@ -89,7 +91,10 @@ class MapQuestionRow(msgspec.Struct, omit_defaults=True):
 
 
 class TableMapSummary(msgspec.Struct, frozen=True):
-    """A map's entry in a list of maps: its question, model, progress and cost."""
+    """The figures that a list of maps shows for one map, such as its progress and cost.
+
+    They include the question and the model.
+    """
 
     id: str
     question: str
@@ -162,7 +167,7 @@ class StoredTableMap:
         return [self.path]
 
     def summary(self) -> TableMapSummary:
-        """Return the summary of this map for a list of maps."""
+        """Return this map's entry for a list of maps."""
         header, rows = self.header, self.rows
         costs = [row.cost for row in rows if row.cost is not None]
         num = {state: sum(1 + r.equal for r in rows if r.state == state) for state in _STATES}
@@ -182,7 +187,7 @@ class StoredTableMap:
         )
 
     def row_at(self, number: int) -> MapQuestionRow:
-        """Return the question with this number.
+        """Return the row for the question with this number.
 
         Raises StoreError if the map has no such question.
         """
@@ -191,8 +196,7 @@ class StoredTableMap:
         return self.rows[number]
 
     def last_attempt_lines(self, number: int) -> list[MapJournalLine]:
-        """Return the journal lines of a question's last attempt, in the order in which they were
-        written."""
+        """Return the journal lines of the last attempt at a question, in their original order."""
         self.row_at(number)
         return [read_map_line_at(self.path, offset) for offset in self._lines[number]]
 
@@ -253,15 +257,14 @@ class StoredTableMap:
 
 
 def _next_line_offset(path: Path, offset: int) -> int:
-    """Return the byte offset of the journal line after the one at ``offset``."""
+    """Return the byte offset at which the next journal line begins."""
     with open(path, "rb") as file:
         file.seek(offset)
         return offset + len(file.readline())
 
 
 class DirectRowAsRun:
-    """A row that a direct call answered, presented as a stored run, so that the viewer can show
-    rows and runs in the same way."""
+    """A row answered without a Python session, presented to the viewer as a stored run."""
 
     path = None
 
@@ -329,7 +332,7 @@ class DirectRowAsRun:
 
 
 def row_events(table: StoredTableMap, number: int) -> list[AnyEvent]:
-    """Return the events of a row that a direct call answered, as if a run had recorded them."""
+    """Return the events that a run would have recorded for a row answered by a direct call."""
     header, row = table.header, table.row_at(number)
     if header is None:
         raise StoreError(f"map {table.id} has no header")

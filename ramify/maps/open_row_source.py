@@ -45,7 +45,7 @@ FORMATS = "a .jsonl, .csv, .tsv, .parquet or SQLite file, or a folder of text fi
 
 
 def open_rows(rows: Any, table: str | None = None) -> RowSource:
-    """Open rows as a table.
+    """Open a path, list or DataFrame as a table of rows.
 
     ``rows`` is a path, a list of paths, or an object such as a list or a DataFrame. ``table`` names
     a table of a SQLite file. Raises SourceError if the rows cannot be read.

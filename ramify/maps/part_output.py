@@ -26,9 +26,10 @@ from ramify.maps.ray_row_partition import filesystem_of
 from ramify.maps.row_source import RowSource
 
 NOT_ASKED = "not asked:"
-"""Beginning of the error message of a row that was not asked."""
+"""Beginning of the error message of a row about which no question was asked."""
 UNFINISHED = ".unfinished"
-"""Suffix of a part's file name, before the extension, if some of its rows were not asked."""
+"""Suffix of a part's file name, before the extension, if no question was asked about some of the
+part's rows."""
 _NAME = re.compile(r"part-\d{5}-\d{6}")
 
 
@@ -85,7 +86,7 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
             return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
 
     def encode(self, rows: list[dict[str, Any]], source: RowSource, added: AnswerColumns) -> bytes:
-        """Encode rows as the contents of a file in the folder's format."""
+        """Encode rows as the bytes of one file in the folder's format."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             output = open_output(path, source, added)

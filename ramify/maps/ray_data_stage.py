@@ -28,12 +28,12 @@ from ramify.maps.ray_worker import MapWorkerConfig, RowAnsweringEngine
 from ramify.maps.shared_budget import RowOutcomeCounts, SharedBudget
 
 _engines: dict[str, RowAnsweringEngine] = {}
-"""Asker -> its engine in this process."""
+"""Id of an ``Asker`` -> its engine in this process."""
 _engines_lock = threading.Lock()
 
 
 class Asker:
-    """A Ray Data stage that asks a question about each row of the batches that pass through it.
+    """A Ray Data stage that asks a question about each row of a batch.
 
     Example:
         asker = ramify.ray.Asker("Is {subject} urgent?", model="openai:gpt-5-mini", max_cost=20)
@@ -121,7 +121,7 @@ def _is_priced(rlm: RLM) -> bool:
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Convert a batch from columns to a list with one dict per row."""
+    """Return the rows of a Ray Data batch, which is stored by columns, as dicts."""
     columns = {
         name: values.tolist() if hasattr(values, "tolist") else list(values)
         for name, values in batch.items()
@@ -136,7 +136,7 @@ def _as_list(source: Any) -> Any:
 
 
 def _with_columns(batch: Any, added: AnswerColumns, rows: list[dict[str, Any]]) -> Any:
-    """Return the batch with the new columns.
+    """Return a Ray Data batch with the answer and error columns added.
 
     A column has the same type in every batch, even if it has no values, because Ray Data writes
     batches separately.

@@ -64,7 +64,8 @@ _POLL_S = 0.25
 _STORE_BYTES = 160 << 20
 """Size in bytes of the object store of a local cluster that is started here."""
 _WORKER_CPUS = 0.5
-"""CPUs that Ray reserves for a worker. The rest is for reading and writing."""
+"""Number of CPUs that Ray reserves for one worker. The remaining CPUs are for reading and
+writing."""
 _MANIFEST = "_map.json"
 _SETTINGS = (
     *("model", "sub_model", "models", "scaffold", "sampling", "instructions", "examples"),
@@ -224,7 +225,7 @@ class RayMapRun:
     # --- the folder of the output
 
     def _prepare(self, manifest: MapOutputManifest) -> tuple[frozenset[str], frozenset[str]]:
-        """Create the output folder if needed.
+        """Prepare the map's output folder, and return what earlier invocations left in it.
 
         Returns the names of the finished parts, and the files of parts that may lack answers.
         Raises ConfigError if the folder contains anything other than this map's output. Writes no
@@ -259,10 +260,10 @@ class RayMapRun:
         return done, frozenset(unfinished)
 
     def _claim(self, manifest: MapOutputManifest) -> None:
-        """Mark the output folder as belonging to this map by writing ``_map.json``, and delete the
-        unfinished files of lost workers.
+        """Mark the output folder as belonging to this map by writing ``_map.json``.
 
-        Raises ConfigError if the folder cannot be written.
+        Unfinished files of lost workers are deleted. Raises ConfigError if the folder cannot be
+        written.
         """
         import pyarrow.fs as arrow_fs
 
@@ -299,10 +300,10 @@ class RayMapRun:
 
     @contextlib.asynccontextmanager
     async def _join_cluster(self) -> AsyncIterator[Any]:
-        """Connect to the cluster unless this process is already connected, and yield the ``ray``
-        module.
+        """Context manager that connects to the Ray cluster and yields the ``ray`` module.
 
-        Raises ConfigError if a node has a different version of Ramify.
+        An existing connection is used if there is one. Raises ConfigError if a node has a different
+        version of Ramify.
         """
         ray = import_ray()
         if not (was_joined := ray.is_initialized()):
@@ -323,7 +324,7 @@ class RayMapRun:
         record: str,
         max_in_flight: int,
     ) -> RayMapStatus:
-        """Run the Ray Data pipeline to its end, and return the final state of the map."""
+        """Run the map as a Ray Data pipeline, and return its final status."""
         # On this node, where the record is.
         budget = (
             ray.remote(SharedBudget)
@@ -401,7 +402,7 @@ class RayMapRun:
             )
 
     async def _run_watched(self, budget: Any, run: Callable[[], None]) -> RayMapStatus:
-        """Run the pipeline in a thread.
+        """Run the Ray Data pipeline in a thread until it ends, and return the map's status.
 
         Meanwhile, show the progress, and forward stop requests to the shared budget.
         """
@@ -443,7 +444,7 @@ def _this_node_strategy(ray: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Context manager that configures Ray Data for one pipeline.
+    """Context manager that sets up Ray Data for a map and silences its messages.
 
     Each block holds one part of the rows, and Ray prints neither progress bars nor advice. The
     earlier settings are restored at the end of the ``with`` block.
@@ -470,8 +471,10 @@ def _quiet_context() -> Iterator[None]:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Return the RamifyError that made the Ray pipeline fail, or a new one that describes the
-    failure."""
+    """Return the error to report for a failed Ray Data pipeline.
+
+    It is the RamifyError that made the pipeline fail, or a new one that describes the failure.
+    """
     cause: BaseException | None = error
     while cause is not None:
         inner = getattr(cause, "cause", None) or cause.__cause__

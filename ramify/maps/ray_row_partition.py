@@ -36,7 +36,8 @@ from ramify.maps.row_source import RowSource, UnreadableRow
 from ramify.sources.url_recognition import redact_url_for_display
 
 PART_ROWS = 500
-"""Maximum number of rows in a part. If a worker is lost, its current part is asked again."""
+"""Maximum number of rows in a part. If a worker is lost, all questions of its current part are
+asked again."""
 PART_BYTES = 8 << 20
 """Encoded size in bytes at which a part is closed, so that further rows go to the next part."""
 _FORMATS = "a .jsonl, .csv, .tsv or .parquet file, or a folder of text files"
@@ -75,7 +76,7 @@ class RowFiles(msgspec.Struct, frozen=True):
 
     @property
     def empty_row_source(self) -> RowSource:
-        """Return a table with the columns of these files and no rows."""
+        """Return a table without rows that has the columns of these files."""
         if self.is_texts:
             shown, kept = ("text",), ("file",)
             return RowSource(self.name, self.columns, None, lambda: iter(()), shown, kept)
@@ -83,7 +84,7 @@ class RowFiles(msgspec.Struct, frozen=True):
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Return the pyarrow filesystem of a path or URL, and the path on that filesystem.
+    """Resolve a path or URL to a pyarrow filesystem and a path within it.
 
     Raises SourceError if the URL cannot be opened or contains a password.
     """
@@ -115,9 +116,10 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def row_files_of_urls(urls: Sequence[str]) -> RowFiles:
-    """Find the files at some paths or URLs, in the given order, and read their column names.
+    """Find the files at the given paths or URLs, and read their column names.
 
-    Raises SourceError if a file cannot be read or the columns differ.
+    The files stay in the given order. Raises SourceError if a file cannot be read or the columns
+    differ.
     """
     opened = [_open_files(url) for url in urls]
     filesystem = opened[0].filesystem
@@ -223,7 +225,7 @@ class RowPartition(msgspec.Struct, frozen=True):
     """Format of the rows, as in ``RowFile``."""
 
     def row_source(self, files: RowFiles) -> RowSource:
-        """Decode the rows of this part, and return them as a table."""
+        """Return the rows of this part as a table."""
         if self.kind == "parquet":
             import pyarrow
 
@@ -256,7 +258,7 @@ def part_name(file: int, number: int) -> str:
 
 
 def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
-    """Read an open file and yield its rows in parts of at most 500.
+    """Yield the rows of an open file in parts of at most 500 rows.
 
     ``number`` is the index of the file among the map's files.
     """

@@ -72,7 +72,7 @@ class RowAnsweringEngine:
     def answer(
         self, part: str, source: RowSource, known: RowOutcomeCounts
     ) -> tuple[MapResult | None, str]:
-        """Answer the rows of ``source``, which belong to one part.
+        """Answer the unanswered rows of one part, read from ``source``.
 
         ``known`` counts those rows of the part that already have an answer. Returns (result, empty
         string), or (None, reason) if the map is stopping.
@@ -80,7 +80,7 @@ class RowAnsweringEngine:
         return event_loop_thread.run(self._answer(part, source, known))
 
     def report_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
-        """Report a part whose rows all have answers already, so that the totals include it."""
+        """Add a part whose rows are all answered to the totals of the map."""
         event_loop_thread.run(self._skip(part, known))
 
     async def _answer(
@@ -136,7 +136,7 @@ class RowAnsweringEngine:
 
 
 class MapPartWorker:
-    """A Ray actor that answers one part of the rows after another.
+    """A Ray actor that answers the rows of a map, one part at a time.
 
     Ray Data runs it on the nodes of the cluster.
     """
@@ -166,7 +166,7 @@ class MapPartWorker:
             yield self._answer_part(RowPartition(**part))
 
     def _answer_part(self, part: RowPartition) -> Any:
-        """Answer the open rows of a part, and return a block with the part's new file.
+        """Answer the unanswered rows of a part, and return a Ray block that describes its new file.
 
         The block is empty if no new file is needed.
         """

@@ -55,7 +55,7 @@ MAX_SESSIONS = min(16, 2 * (os.cpu_count() or 1))
 
 
 class QuestionInProgress(msgspec.Struct):
-    """A question that is being answered.
+    """A question of a map that is being answered.
 
     Rows with identical questions share it.
     """
@@ -73,7 +73,7 @@ class QuestionInProgress(msgspec.Struct):
 
 
 class RowOutcome(msgspec.Struct, frozen=True):
-    """The outcome of one question: its answer or error, and its cost.
+    """The outcome of a question: its answer or error, and its cost.
 
     If the map has to stop, it also says why the question is unfinished.
     """
@@ -98,7 +98,7 @@ class RowOutcome(msgspec.Struct, frozen=True):
 
 
 class RowAnsweringMethod(abc.ABC):
-    """A way of answering a row, such as a plain call or a session."""
+    """A method of answering a row, such as a direct call or a Python session."""
 
     name: str
     """``plain call`` or ``session``."""
@@ -176,7 +176,10 @@ class DirectCallRowAnswerer(RowAnsweringMethod):
 
 
 class _DirectRow:
-    """Records the requests, replies and failures of one row in the journal of the map."""
+    """Records in the map's journal how one row is answered by direct requests.
+
+    It records the requests, replies and failures.
+    """
 
     def __init__(
         self, journal: TableMapJournal, asked: QuestionInProgress, question: str, began: float
@@ -358,7 +361,7 @@ class SessionRowAnswerer(RowAnsweringMethod):
 
 
 def _begin_unsent(journal: TableMapJournal, asked: QuestionInProgress) -> None:
-    """Record a question that failed before any request was sent."""
+    """Record the start of a question that failed before any request was sent."""
     asked.number = journal.assign_question_number(asked.number)
     begun = RowRunStartedLine(asked.number, asked.row, 0.0, digest_to_base64(asked.digest), "")
     journal.append(MapJournalLine(s=begun))
@@ -378,6 +381,5 @@ def create_row_answerers(
 
 
 def _round_cost(cost: float | None) -> float | None:
-    """Round a cost in dollars to twelve decimal places, so that rounding errors of a sum of floats
-    do not show."""
+    """Round a cost in dollars to twelve decimal places, which hides floating-point errors."""
     return None if cost is None else round(cost, 12)

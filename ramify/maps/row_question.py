@@ -84,7 +84,7 @@ class RowQuestionMaker:
     def question_and_digest(
         self, values: Mapping[str, Any], max_chars: int
     ) -> tuple[Question, bytes]:
-        """Return the question for a row, and its digest.
+        """Return the question about a row, and the digest that identifies equal questions.
 
         If the filled-in template would exceed ``max_chars`` characters, the columns become the
         context instead. Raises InvalidRowError for a row without content.
@@ -99,7 +99,7 @@ class RowQuestionMaker:
         return question, key.digest()
 
     def make_question(self, text: str, context: Any) -> Question:
-        """Return a question that asks ``text`` about the given ``context``."""
+        """Return the map's question with this text and context."""
         return msgspec.structs.replace(self._question, text=text, context=context)
 
     def _fill_question(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:
@@ -130,7 +130,7 @@ def _fill(template: str, texts: Mapping[str, str]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Convert a cell to the string that the model reads.
+    """Convert a table cell to text for the model.
 
     A missing value becomes an empty string, and other values become their usual text or JSON.
     """
@@ -145,7 +145,7 @@ def _text(value: Any) -> str:
 
 
 def to_json_value(value: Any) -> Any:
-    """Convert a cell to a value that JSON can represent.
+    """Convert a table cell to plain data that JSON can represent.
 
     A value without a JSON form becomes text.
     """

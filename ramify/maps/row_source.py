@@ -1,4 +1,4 @@
-"""A table that is read row by row, independent of the file or object that holds the rows.
+"""The interface of tables that are read row by row, whatever file or object holds the rows.
 
 ``open_row_source.py`` opens files and lists as such tables, and ``dataframes.py`` opens tables of
 other libraries.
@@ -20,7 +20,7 @@ table of these rows with the new columns."""
 
 
 class UnreadableRow(msgspec.Struct, frozen=True):
-    """A placeholder for a row that could not be read, with the error."""
+    """A table row that could not be read, and the error."""
 
     error: str
     values: dict[str, Any] = {}
@@ -29,7 +29,7 @@ class UnreadableRow(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One row of a table: its position and its values by column."""
+    """One row of a table: its position and its value in each column."""
 
     number: int
     """Index of the row in the table, from 0."""
@@ -41,7 +41,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class RowSource(msgspec.Struct, frozen=True):
-    """A table whose rows can be read in order, any number of times."""
+    """A table that can be read row by row, any number of times."""
 
     name: str
     """File name, or kind of object, for error messages."""

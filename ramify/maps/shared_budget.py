@@ -1,4 +1,4 @@
-"""One exact budget and one rate limit that all workers of a map share, even on many machines.
+"""A budget and a rate limit shared by all workers of a map, even across machines.
 
     worker: RemoteBudget ── submit(reservations, settlements) ──> SharedBudget: one small actor
                          <── granted, refused ─────────────────── one ledger, one limiter, a record
@@ -53,13 +53,13 @@ if it is refused."""
 
 
 class RowOutcomeCounts(msgspec.Struct, frozen=True):
-    """Numbers of rows by outcome (answered, failed or not asked) in one or several parts of a
+    """Number of rows with each outcome (answered, failed, not asked) in one or more parts of a
     map."""
 
     answered: int = 0
     failed: int = 0
     missing: int = 0
-    """Number of rows that were not asked."""
+    """Number of rows about which no question was asked."""
     asked: int = 0
     """Number of questions that this invocation of the map asked."""
     known: int = 0
@@ -76,7 +76,7 @@ class RowOutcomeCounts(msgspec.Struct, frozen=True):
 
 
 class TableMapSpending(msgspec.Struct, frozen=True):
-    """The spending of a map on a Ray cluster, as stored on disk.
+    """What a map on a Ray cluster has spent, as stored on disk.
 
     A restarted map continues with the rest of its budget.
     """
@@ -94,8 +94,10 @@ class TableMapSpending(msgspec.Struct, frozen=True):
 
 
 class RayMapStatus(msgspec.Struct, frozen=True):
-    """The current state of a map on a Ray cluster: its spending, the number of finished rows, and
-    the reason if it is stopping."""
+    """The status of a map on a Ray cluster, such as its spending and finished rows.
+
+    It contains the reason to stop, if there is one.
+    """
 
     usage: Usage
     cost: float | None
@@ -107,7 +109,7 @@ class RayMapStatus(msgspec.Struct, frozen=True):
 
 
 class _Attempt:
-    """One worker's attempt to answer one part of the rows."""
+    """The attempt of one worker to answer one part of the rows."""
 
     def __init__(self, part: str) -> None:
         self.part = part
@@ -123,10 +125,9 @@ class _Attempt:
 
 
 class SharedBudget:
-    """Enforces the budget and the rate limit of one map for all of its workers, and counts finished
-    rows.
+    """The budget and the rate limit that all workers of a map share.
 
-    It is a Ray actor with a single event loop.
+    It also counts finished rows. It is a Ray actor with a single event loop.
     """
 
     def __init__(
@@ -155,9 +156,10 @@ class SharedBudget:
         self._gate = AdaptiveConcurrencyLimiter(max_in_flight)
         self._attempts: dict[str, _Attempt] = {}
         self._parts: dict[str, str] = {}
-        """Part -> its latest attempt."""
+        """Name of a part of the rows -> id of the latest attempt to answer the part."""
         self._unwritten: dict[str, tuple[int, RowOutcomeCounts, bool]] = {}
-        """Part that is answered but not written -> (replies, rows, whether all rows were asked)."""
+        """Name of a part that is answered but not yet written -> (number of replies, row counts,
+        True if questions were asked about all of its rows)."""
         self._counts = RowOutcomeCounts(before.answered, before.failed)
         self._finished = TableMapSpending(answered=before.answered, failed=before.failed)
         self._num_paid_again = before.unwritten
@@ -188,7 +190,7 @@ class SharedBudget:
     async def apply_operations(
         self, attempt: str, operations: list[Operation], pause_remaining_s: float = 0.0
     ) -> tuple[list[Granted], str]:
-        """Apply a worker's reservations, settlements and charges in order.
+        """Apply a worker's budget operations in order: reservations, settlements and charges.
 
         ``pause_remaining_s`` is the number of seconds for which a rate limit still makes this
         worker wait. Returns the decisions on reservations so far, and the reason if the map is
@@ -221,7 +223,7 @@ class SharedBudget:
         return self._take_grants(found), self._reason
 
     async def wait_for_decisions(self, attempt: str) -> tuple[list[Granted], str]:
-        """Wait up to a second until a reservation of this attempt is granted or refused.
+        """Wait up to a second for decisions on a worker's budget reservations.
 
         Returns the decided reservations, and the reason if the map is stopping.
         """
@@ -251,7 +253,7 @@ class SharedBudget:
         self._write_spending()
 
     async def mark_written(self, part: str) -> None:
-        """Record that the output file of a part has been written."""
+        """Record that a part's output file is complete."""
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
             done, counts = self._finished, found[1]
@@ -307,7 +309,7 @@ class SharedBudget:
         return taken
 
     def _pause_workers(self, attempt: _Attempt, pause_remaining_s: float) -> None:
-        """Pause all workers if a rate limit pauses one of them for longer than the current
+        """Pause all workers of the map if one worker's rate limit lasts longer than the current
         pause."""
         until_s = time.monotonic() + pause_remaining_s
         if pause_remaining_s > 0.05 and until_s > self._paused_until_s + 0.05:
@@ -315,9 +317,10 @@ class SharedBudget:
             self._gate.slow_down(attempt.round, pause_remaining_s)
 
     def _give_up_attempt(self, name: str) -> None:
-        """Give up an attempt, because it has gone silent or another worker has begun the same part.
+        """Abandon a worker's attempt that is considered lost.
 
-        Its reservations count as spent.
+        It is lost if the worker stopped reporting or another worker has begun the same part. Its
+        reservations count as spent.
         """
         attempt = self._attempts.pop(name)
         for task in attempt.tasks:
@@ -341,7 +344,7 @@ class SharedBudget:
                     self._give_up_attempt(name)
 
     def _write_spending(self) -> None:
-        """Overwrite the spending record on disk.
+        """Write the map's spending to its file on disk.
 
         This takes a single system call, so a killed process leaves either the old record or the new
         one.
@@ -410,9 +413,10 @@ Method = Literal["begin_part_attempt", "apply_operations", "wait_for_decisions",
 
 
 class RemoteBudget(BudgetLedger):
-    """A worker's access to the shared budget of a map while it answers one part.
+    """A budget ledger that gives a worker access to the shared budget of its map.
 
-    Call ``begin_part_attempt`` first and ``end_part_attempt`` last.
+    The worker uses it while it answers one part. Call ``begin_part_attempt`` first and
+    ``end_part_attempt`` last.
     """
 
     def __init__(
@@ -422,7 +426,7 @@ class RemoteBudget(BudgetLedger):
         pause_remaining_s: Callable[[], float],
         on_stop: Callable[[str], None],
     ) -> None:
-        """Connect a worker's attempt to the shared budget.
+        """Connect one attempt of a worker to the shared budget of its map.
 
         ``call(method, …)`` calls a method of the ``SharedBudget`` actor. ``on_stop`` is called with
         the reason if the map stops.
@@ -461,7 +465,10 @@ class RemoteBudget(BudgetLedger):
         await self._call("end_part_attempt", self._attempt, counts)
 
     async def close(self) -> None:
-        """Wait until messages in transit have arrived, and stop the attempt's background tasks."""
+        """Stop the background tasks of the worker's attempt.
+
+        Messages in transit arrive first.
+        """
         if self._sender is not None:
             await asyncio.gather(self._sender, return_exceptions=True)
         for task in (self._beat, self._waiter):

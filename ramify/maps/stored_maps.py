@@ -37,7 +37,7 @@ class StoredMapCache:
         self._tables: dict[Path, StoredTableMap] = {}
 
     def get_table(self, path: Path) -> StoredTableMap:
-        """Return the current table of the map with the journal at ``path``.
+        """Return the up-to-date table of a stored map, given the path of its journal.
 
         Opens the map at the first call. Raises StoreError if the journal cannot be read.
         """

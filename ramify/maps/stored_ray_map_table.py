@@ -101,7 +101,7 @@ class RayMapOutputTable(StoredTableMap):
         )
 
     def _spending_path(self) -> Path:
-        """Return the path of the file that records this map's spending."""
+        """Return the path of the file with this map's spending."""
         _, parts = self._header_and_parts()
         return self.path.parents[1] / RAY_MAPS / parts.record
 

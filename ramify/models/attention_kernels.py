@@ -28,7 +28,7 @@ from ramify.errors import ConfigError
 
 _aten = torch.ops.aten
 _MAX_SCORES = 1 << 24
-"""Maximum number of scores that ``PlainAttentionKernel`` holds at once."""
+"""Maximum number of attention scores that ``PlainAttentionKernel`` holds in memory at once."""
 
 
 class AttentionBlockKernel(Protocol):
@@ -41,7 +41,7 @@ class AttentionBlockKernel(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the attention output and the log-sum-exp of the scores."""
+        """Return the attention output of one block, and the log-sum-exp of its scores."""
         ...
 
     def backward(
@@ -88,10 +88,10 @@ class CpuFlashKernel:
 
 
 class PlainAttentionKernel:
-    """Computes attention with matrix products and a softmax, for a limited number of queries at a
-    time to save memory.
+    """Computes attention with plain matrix products and a softmax.
 
-    It works on any device and in any precision.
+    To save memory, only a limited number of queries is computed at a time. It works on any device
+    and in any precision.
     """
 
     def forward(
@@ -144,7 +144,7 @@ class PlainAttentionKernel:
 
 
 class VarlenRanges(NamedTuple):
-    """The boundaries of consecutive ranges of queries or keys in one tensor."""
+    """Boundaries of consecutive query or key ranges that are packed into one tensor."""
 
     bounds: Tensor
     """int32 tensor [N + 1] on the device. Range i is ``[bounds[i], bounds[i + 1])``."""
@@ -168,8 +168,11 @@ class VarlenAttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the attention output, the log-sum-exp of the scores, and the extra tensors that
-        the backward pass needs."""
+        """Return the attention output of all blocks, and what the backward pass needs.
+
+        The result contains the output, the log-sum-exp of the scores, and extra tensors for the
+        backward pass.
+        """
         ...
 
     def backward(

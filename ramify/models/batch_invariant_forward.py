@@ -1,7 +1,7 @@
-"""Batch-invariant forward passes: a token gets exactly the same result, bit for bit, whatever other
-tokens are in its batch.
+"""Compute batch-invariant forward passes of a model.
 
-This holds in the inference engine and in the trainer.
+A token gets exactly the same result, bit for bit, whatever other tokens are in its batch. This
+holds in the inference engine and in the trainer.
 
     tokens of a step, or of a forest in preorder
       ── blocks of 64 rows, the last one padded ──> DenseModel.hidden, block after block
@@ -63,11 +63,11 @@ def _pad_to_block(x_n: Tensor) -> Tensor:
 def causal_attention(
     q_nHd: Tensor, k_KLd: Tensor, v_KLd: Tensor, position: int, scale: float
 ) -> Tensor:
-    """Compute causal attention for consecutive tokens of one sequence, the first of which is at
-    ``position``.
+    """Return the causal attention of consecutive tokens of one sequence.
 
-    Keys are padded to whole blocks, and all of the tokens must be in the last block. Keys after a
-    token do not affect it, but must be finite. Returns a tensor [tokens, heads, head size].
+    The first token is at ``position``. Keys are padded to whole blocks, and all of the tokens must
+    be in the last block. Keys after a token do not affect it, but must be finite. Returns a tensor
+    [tokens, heads, head size].
     """
     (num, _, size), (heads, length, _) = q_nHd.shape, k_KLd.shape
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q_nHd.device).triu(1)
@@ -92,7 +92,7 @@ def causal_attention(
 
 
 class RowBlockSpan(NamedTuple):
-    """A run of consecutive tokens of one sequence that are in the same block of rows."""
+    """Consecutive tokens of one sequence that lie in the same block of rows."""
 
     row: int
     """Row of the first token within its block."""
@@ -104,7 +104,7 @@ class RowBlockSpan(NamedTuple):
 
 
 def consecutive_token_spans(sources: Sequence[int], positions: Sequence[int]) -> list[RowBlockSpan]:
-    """Split the rows of one block into runs of consecutive tokens.
+    """Divide the rows of one block into runs of consecutive tokens of a sequence.
 
     All tokens of a run belong to the same segment and attend to the same padded number of keys.
     """
@@ -124,7 +124,7 @@ def consecutive_token_spans(sources: Sequence[int], positions: Sequence[int]) ->
 
 
 def cast_for_products(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the precision that autocast uses for matrix products.
+    """Cast tensors to the precision in which autocast computes matrix products.
 
     Return them unchanged if autocast is off.
     """
@@ -147,9 +147,10 @@ class BatchInvariantTrunk:
         self._model = model
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return a context manager for forward and backward passes.
+        """Return a context manager that caches merged adapter weights during a pass.
 
-        Within it, each adapter is merged into its weight once instead of once per block.
+        Use it for forward and backward passes. Within it, each adapter is merged into its weight
+        once instead of once per block.
         """
         return parametrize.cached()
 
@@ -160,7 +161,7 @@ class BatchInvariantTrunk:
         segments: Sequence[PackedTokenSegment],
         rows_N: Tensor,
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row for each token in ``rows_N``."""
+        """Return the hidden states after the final norm, one row for each token in ``rows_N``."""
         forest = _ForestKeys(segments, positions_T.tolist())
         blocks = []
         for start in range(0, len(ids_T), BLOCK):
@@ -179,8 +180,10 @@ class BatchInvariantTrunk:
 
 
 class _ForestKeys:
-    """The keys and values computed so far for a forest of token sequences, and the runs of
-    consecutive tokens in each block."""
+    """The keys and values of a forest of token sequences, as far as they are computed.
+
+    The runs of consecutive tokens in each block are stored, too.
+    """
 
     def __init__(self, segments: Sequence[PackedTokenSegment], positions: Sequence[int]) -> None:
         self._segments = segments
@@ -193,7 +196,7 @@ class _ForestKeys:
         """(layer, block) -> keys and values, [n, K, d] each."""
 
     def pieces(self, layer: int, block: int, run: RowBlockSpan) -> list[tuple[Tensor, Tensor]]:
-        """Collect the keys and values that a run of tokens attends to.
+        """Return the keys and values that a run of tokens attends to, in pieces.
 
         They are ordered from the root of the tree to the last token of the run.
         """
@@ -259,10 +262,10 @@ class _AttendPath(torch.autograd.Function):
 
 
 def _heads_first(pieces: Sequence[Tensor]) -> Tensor:
-    """Join keys or values, given as pieces [tokens, heads, head size], into one tensor [heads,
-    tokens, head size].
+    """Join pieces of keys or values into one tensor [heads, tokens, head size].
 
-    The number of tokens is padded with zeros to a multiple of the block size.
+    Each piece has the shape [tokens, heads, head size]. The number of tokens is padded with zeros
+    to a multiple of the block size.
     """
     first, length = pieces[0], sum(len(piece) for piece in pieces)
     x_KLd = first.new_zeros(first.shape[1], round_up_to_block(length), first.shape[2])

@@ -78,7 +78,7 @@ class ChatTemplateMarkers(msgspec.Struct, frozen=True):
     """Text before the first message if the tokenizer has no template to define it."""
     wraps_tools: bool = False
     """True if tools are written in Qwen's style: results in a user message, and calls as JSON in
-    ``<tool_call>``. It has no effect if the model's template does otherwise."""
+    ``<tool_call>``. It has no effect if the model's template writes tools differently."""
 
 
 def _chatml() -> ChatTemplateMarkers:
@@ -191,7 +191,8 @@ class ChatMarkerRenderer:
         return self._pieces.encode_parts(self._render_conversation(messages, tools, self._opening))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids to append after a reply with the sampled ids ``after``.
+        """Return the token ids to append to a conversation after a reply with the sampled ids
+        ``after``.
 
         They are the reply's end marker if it was not sampled, the new messages, and the beginning
         of the next reply.
@@ -244,8 +245,7 @@ class ChatMarkerRenderer:
                 )
 
     def _render_reply(self, message: Message, opening: str) -> Iterator[Part]:
-        """Render a reply as it is stored in the growing conversation: the text that opens a reply,
-        then the text that the model wrote."""
+        """Yield the parts of a stored reply: its opening, then the text that the model wrote."""
         thought = message.reasoning is not None
         written_before = opening if thought == opening.endswith("<think>\n") else ""
         written = joined_reply(message).removeprefix(written_before if thought else "")
@@ -272,17 +272,20 @@ class ChatMarkerRenderer:
         return message.content.strip() if self._trims else message.content
 
     def _split_markers(self, text: str) -> Iterator[Part]:
-        """Split text from the format or the template into plain text and marker ids.
+        """Split a text of the chat template into plain text and the ids of special markers.
 
-        Do not use this for the text of messages, in which markers are ordinary text.
+        The text may also come from the chat format. Do not use this for the text of messages, in
+        which markers are ordinary text.
         """
         for piece in self._marks.split(text):
             if piece:
                 yield self._ids.get(piece, piece)
 
     def _prelude(self, tools: Sequence[Tool]) -> tuple[str, str]:
-        """Return the texts that the template writes before and after a system message at the start
-        of a conversation."""
+        """Return the text that the chat template writes around a system message.
+
+        The result is the text before and the text after it, at the start of a conversation.
+        """
         opens, closes = self._format.opens, self._format.closes
         if "system" not in opens:
             return "", ""
@@ -299,7 +302,7 @@ class ChatMarkerRenderer:
         return self._preludes[key]
 
     def _bare_prelude(self, tools: Sequence[Tool]) -> str:
-        """Return the text that the template writes at the start of a conversation without a system
+        """Return the text with which the chat template starts a conversation without a system
         message."""
         if not self._template.source:
             return self._format.prelude
@@ -319,8 +322,7 @@ class ChatMarkerRenderer:
         return text.removesuffix(question)
 
     def _reply_opening(self) -> str:
-        """Return the text that the template writes at the start of a reply, after the format's own
-        marker."""
+        """Return the text that the chat template adds to the marker at the start of a reply."""
         if not self._template.source:
             return ""
         plain, generating = (
@@ -359,7 +361,7 @@ class ChatMarkerRenderer:
                 )
 
     def _encode_unbroken(self, parts: Iterator[Part]) -> list[int]:
-        """Encode the parts of a conversation as one text, and return its token ids.
+        """Return the token ids of a conversation that is tokenized as one string.
 
         Unlike elsewhere, a token may then span the end of a reply's header and the start of the
         reply.
@@ -393,7 +395,7 @@ class ChatRenderer(Protocol):
         ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids to append after a reply with the sampled ids ``after``.
+        """Return the token ids to append after a reply whose sampled ids are ``after``.
 
         They are the reply's end marker if it was not sampled, the new messages, and the beginning
         of the next reply.
@@ -423,9 +425,11 @@ def prompt_ids(renderer: ChatRenderer, request: Request) -> list[int]:
 def make_prompt_renderer(
     renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
 ) -> PromptRenderer:
-    """Return what a client needs to render prompts: a function from a request to token ids, a
-    function from a token id to text, and whether a longer conversation always begins with the same
-    ids."""
+    """Return what a client needs to render prompts and to decode single tokens.
+
+    It consists of a function from a request to token ids, a function from a token id to text, and
+    whether a longer conversation always begins with the same ids.
+    """
     return PromptRenderer(
         partial(prompt_ids, renderer),
         is_append_only=not renderer.unstable,
@@ -456,7 +460,7 @@ def renderer_of(
     stop_ids: Sequence[int] = (),
     thinking: bool | None = None,
 ) -> ChatRenderer:
-    """Return the renderer that matches a tokenizer and its chat template.
+    """Choose the renderer that matches a tokenizer and its chat template.
 
     ``stop_ids`` end a reply in addition to the format's own end marker. ``thinking`` turns a hybrid
     model's thinking on or off if the template supports ``enable_thinking``.

@@ -68,7 +68,7 @@ class MarkerAwareTokenizer:
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
     def encode_parts(self, parts: Iterable[Part]) -> list[int]:
-        """Return the token ids of a sequence of strings and ids.
+        """Return the token ids of a sequence of texts and ids.
 
         Adjacent strings are encoded together.
         """
@@ -107,7 +107,7 @@ class MarkerAwareTokenizer:
 
 
 def describe_first_difference(ours: str, theirs: str) -> str:
-    """Describe where two strings begin to differ, for an error message.
+    """Return a short description of where two strings begin to differ, for an error message.
 
     The result looks like ``"'…abc' against '…abd'"``.
     """
@@ -153,11 +153,11 @@ _OPENS_CALL = "<tool_call>"
 
 
 def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool) -> Message:
-    """Return the part of an unfinished reply that can already be streamed, because later tokens
-    cannot change it.
+    """Return the part of an unfinished reply that later tokens can no longer change.
 
-    ``message`` is the result of ``split_reply`` so far. The end is held back if it may be an
-    incomplete character, or the start of a marker, stop sequence or tool call.
+    This part can already be streamed. ``message`` is the result of ``split_reply`` so far. The end
+    is held back if it may be an incomplete character, or the start of a marker, stop sequence or
+    tool call.
     """
     content = message.content
     marks = [*stop, "</think>"]
@@ -176,7 +176,7 @@ def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool)
 
 
 def _without_beginning(text: str, marks: Sequence[str]) -> str:
-    """Remove an incomplete character or the start of a marker from the end of ``text``."""
+    """Remove an incomplete character or marker from the end of a text."""
     text = text.rstrip("\ufffd")
     num_held = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
@@ -224,8 +224,7 @@ than that is not detected."""
 
 
 def _long_talk(thought: str) -> tuple[Message, ...]:
-    """Return a test conversation with many replies, each of which begins with the thinking section
-    ``thought``."""
+    """Return a test conversation in which each of many replies begins with ``thought``."""
     turns = (
         (Message("user", f"Line {number}?"), Message("assistant", f"{thought}It has {number}."))
         for number in range(_NUM_REPLIES)
@@ -248,8 +247,10 @@ _HAS_THINKING = re.compile(re.escape(_THINKING.format("?")).replace(r"\?", "(tru
 
 
 def thinking_default(tokenizer: PreTrainedTokenizerFast) -> bool | None:
-    """Return the thinking setting that ``set_thinking_default`` wrote into a tokenizer's chat
-    template, or None if there is none."""
+    """Return the thinking default in a tokenizer's chat template, or None if there is none.
+
+    ``set_thinking_default`` writes this setting.
+    """
     found = _HAS_THINKING.match(_source(tokenizer))
     return None if found is None else found[1] == "true"
 
@@ -327,10 +328,10 @@ class ChatTemplateRenderer:
     def __init__(
         self, pieces: MarkerAwareTokenizer, template: ChatTemplate, stop_ids: Sequence[int]
     ) -> None:
-        """Test the template on a few conversations, and record whether the text of a conversation
-        stays the same when messages are added.
+        """Create a renderer, and test whether the template keeps the text of earlier messages.
 
-        Raises ConfigError if the tokenizer lacks tokens that its template writes.
+        The test renders a few conversations and adds messages to them. Raises ConfigError if the
+        tokenizer lacks tokens that its template writes.
         """
         self.stop_ids = tuple(stop_ids)
         self._pieces = pieces
@@ -351,8 +352,7 @@ class ChatTemplateRenderer:
         return self._pieces.encode_with_markers(self._template.render(safe, generate=True))
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
-        """Return the token ids of new messages, to append after a reply with the sampled ids
-        ``after``.
+        """Return the ids to append for new messages after a reply whose sampled ids are ``after``.
 
         Raises ConfigError if the template is unstable, which means that it rewrites earlier
         messages.
@@ -375,7 +375,7 @@ class ChatTemplateRenderer:
         )
 
     def _added_text(self, messages: Sequence[Message]) -> str:
-        """Return the text that the template adds when further messages follow a reply."""
+        """Return the text that the chat template writes for messages that follow a reply."""
         text = self._template.render([*_STAND_IN, *messages], generate=True)
         _, reply, gain = text.rpartition(_STAND_IN[1].content)
         if not reply:
@@ -383,8 +383,7 @@ class ChatTemplateRenderer:
         return gain
 
     def _why_unstable(self) -> str:
-        """Compare extended conversations with newly rendered ones, and describe the first
-        difference.
+        """Return why an extended conversation differs from one that is rendered from the beginning.
 
         Returns an empty string if they are equal.
         """
@@ -398,10 +397,11 @@ class ChatTemplateRenderer:
         return ""
 
     def _describe_difference(self, talk: Sequence[Message], reply: int) -> str:
-        """Compare two renderings of a conversation: one extended after the reply at index
-        ``reply``, and one rendered from the beginning.
+        """Return how extending a conversation after a reply differs from rendering it from the
+        beginning.
 
-        Describes the first difference, or returns an empty string.
+        ``reply`` is the index of the reply. Describes the first difference, or returns an empty
+        string.
         """
         path = self._template.render(talk[:reply], generate=True) + talk[reply].content
         fresh = self._template.render(talk[: reply + 2], generate=True)

@@ -49,8 +49,10 @@ _HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm")
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalize the last dimension of a tensor by its root mean square, and multiply the result by
-    a weight vector of the same precision."""
+    """Normalize the last dimension of a tensor by its root mean square, and scale it.
+
+    The scale is a weight vector of the same precision.
+    """
     if (
         _HAS_KERNEL
         and x.device.type == "cpu"
@@ -103,11 +105,10 @@ class CausalAttentionKernel(Protocol):
 
 
 class Llama3Scaling(msgspec.Struct, frozen=True):
-    """Parameters of Llama 3.1's scaling of rotary embeddings to longer contexts, which
-    configurations call ``rope_type: llama3``."""
+    """Parameters of Llama 3.1's RoPE scaling (``rope_type: llama3``) for longer contexts."""
 
     factor: float
-    """Factor by which the slowest rotations are slowed down."""
+    """Factor by which the lowest rotary frequencies are divided."""
     low_freq_factor: float
     high_freq_factor: float
     original_window: int
@@ -115,8 +116,7 @@ class Llama3Scaling(msgspec.Struct, frozen=True):
 
 
 class DenseModelConfig(msgspec.Struct, frozen=True):
-    """The fields of a model's configuration that determine its computation, such as widths and
-    numbers of heads."""
+    """The sizes and settings in a model's configuration that determine its computation."""
 
     architecture: str
     """``llama``, ``mistral``, ``qwen2`` or ``qwen3``."""
@@ -221,7 +221,7 @@ class DenseModel(nn.Module):
         attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row per token.
+        """Return the hidden states after the final norm, one row per token.
 
         The token ids and positions are integer vectors.
 
@@ -311,15 +311,17 @@ class _Layer(nn.Module):
     def before_attention(
         self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the inputs of a layer's attention: rotated queries, rotated keys, and values,
-        each [tokens, heads, head size]."""
+        """Return a layer's queries, keys and values, each [tokens, heads, head size].
+
+        Queries and keys are rotated by the rotary embedding.
+        """
         return self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d)
 
     def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
-        """Finish a layer after its attention: add the output projection and the MLP to the residual
-        stream.
+        """Complete a layer after its attention has been computed.
 
-        Returns the hidden states of the tokens that the next layer needs.
+        The output projection and the MLP are added to the residual stream. Returns the hidden
+        states of the tokens that the next layer needs.
         """
         h_ND = h_ND + self.self_attn.o_proj.forward(o_NHd.flatten(-2))
         return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
@@ -383,7 +385,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Norm(nn.Module):
-    """RMS normalization, which computes x / sqrt(mean(x²) + eps) · weight."""
+    """RMS normalization: x / sqrt(mean(x²) + eps) · weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -441,19 +443,21 @@ def rotary_frequencies(shape: DenseModelConfig) -> Tensor:
 
 
 def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Apply the rotary embedding: rotate the pairs of dimensions (i, i + d/2) of each head by an
-    angle that depends on the token's position.
+    """Apply the rotary embedding to the queries or keys of each head.
 
-    The sines already contain the signs. Under autocast, the sines and cosines have a higher
-    precision than the input and the result.
+    Each pair of dimensions (i, i + d/2) is rotated by an angle that depends on the token's
+    position. The sines already contain the signs. Under autocast, the sines and cosines have a
+    higher precision than the input and the result.
     """
     rotated = torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
     return rotated.to(x_Thd.dtype)
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding, under the names of transformers 5 even for
-    older configurations."""
+    """Return the parameters of a model's rotary embedding, named as in transformers 5.
+
+    This also works for older configurations.
+    """
     parameters = (
         getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     )

@@ -67,7 +67,7 @@ def drop(folder: Path) -> None:
 
 
 def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None) -> None:
-    """Verify the files of a folder whose paths begin with ``under`` against the recorded checksums.
+    """Verify a folder's files under the path prefix ``under`` against recorded checksums.
 
     Does nothing if no checksums were recorded.
 
@@ -100,7 +100,7 @@ def check_model(folder: Path) -> None:
 
 
 def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
-    """Yield the name of each file that has changed, with a description of the problem.
+    """Yield each file that is missing or has changed, with a description of the problem.
 
     All sizes are compared first, because this does not require reading the files.
     """
@@ -124,7 +124,7 @@ def _problems(folder: Path, expected: Mapping[str, FileChecksum]) -> Iterable[tu
 
 
 def _compute_checksums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
-    """Compute the current checksums of some files, keyed by file name.
+    """Return the current checksums of some files in a folder, by file name.
 
     Raises StoreError if a file cannot be read.
     """
@@ -145,7 +145,7 @@ def _join_digests(digests: list[bytes]) -> str:
 
 
 def _hash_chunk(path: Path, start: int) -> bytes:
-    """Return the SHA-256 digest of one chunk of a file, which begins at byte offset ``start``."""
+    """Return the SHA-256 digest of the chunk of a file that begins at byte ``start``."""
     digest, left = hashlib.sha256(), CHUNK
     buffer = memoryview(bytearray(_BLOCK))
     try:

@@ -56,7 +56,7 @@ Kernel = AttentionBlockKernel | CudaFlashKernel | PlainVarlenKernel | Literal["t
 
 
 class DescendantAttentionBlock(NamedTuple):
-    """An attention block without a mask.
+    """An attention block without a mask, in which tokens attend to a segment above them.
 
     All tokens in the descendants of a tree segment attend to all keys of that segment.
     """
@@ -84,12 +84,12 @@ class ForestAttentionPlan(NamedTuple):
     """Blocks in which descendants attend to a segment. A segment's block precedes those of its
     descendants."""
     skipped: list[int]
-    """Numbers of tokens without queries before each causal block and after the last one. Empty if
-    all tokens have queries."""
+    """Number of tokens without queries before each causal block, then the number after the last
+    one. Empty if all tokens have queries."""
 
     @property
     def causal_block_ranges(self) -> list[tuple[int, int]]:
-        """Return the token range [start, end) of each causal block."""
+        """Return the token range [start, end) of each causal attention block in the plan."""
         blocks, end = [], 0
         for skipped, length in zip_longest(self.skipped, self.own, fillvalue=0):
             start = end + skipped
@@ -143,7 +143,7 @@ class ForestAttentionPlan(NamedTuple):
 
 
 class LayerOutputRows(NamedTuple):
-    """Selects which rows of one layer's output are needed."""
+    """The rows of one layer's output that are needed."""
 
     layer: int
     rows: Tensor
@@ -202,13 +202,16 @@ def _fastest_kernel(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
 
 
 class _Walk(Protocol):
-    """Runs all blocks of an attention plan with one kind of kernel."""
+    """Interface for computing all blocks of an attention plan with one kind of kernel."""
 
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the attention output [tokens, heads, head size], its log-sum-exp [heads, tokens],
-        and the extra tensors that the backward pass needs."""
+        """Return the attention output of all tokens, and what the backward pass needs.
+
+        The result contains the output [tokens, heads, head size], its log-sum-exp [heads, tokens],
+        and extra tensors for the backward pass.
+        """
         ...
 
     def backward(
@@ -259,7 +262,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Runs the blocks of an attention plan one after another, on views of the tensors.
+    """Computes the blocks of an attention plan one at a time, on views of the tensors.
 
     Keys and values are copied only if several query heads share a key head. Queries are copied only
     if some rows are not needed.
@@ -351,17 +354,17 @@ class _Blocks:
         return dq_THd, _sum_repeated_heads(dk, k_TKd), _sum_repeated_heads(dv, v_TKd)
 
     def _allocate_like(self, x: Tensor) -> Tensor:
-        """Allocate a tensor of the same shape as ``x``.
+        """Allocate an output tensor with the shape of ``x``.
 
         It is zero-filled if the causal blocks leave some of its rows unwritten.
         """
         return torch.empty_like(x) if self._rows_N is None else torch.zeros_like(x)
 
     def _split_causal_blocks(self, x: Tensor) -> Many[Tensor]:
-        """Split a tensor along its token dimension, which is dimension 2, into one view for each
-        run of equally long causal blocks.
+        """Return one view per run of causal blocks, with the tokens of that run.
 
-        The first dimension of a view counts the blocks.
+        Tokens are dimension 2 of the tensor, and the blocks of a run have equal lengths. The first
+        dimension of a view counts the blocks.
         """
         lengths = [each for run in self._runs for each in (run.skipped, run.num * run.length)]
         parts = torch.split(x, [*lengths, x.shape[2] - sum(lengths)], 2)[1::2]
@@ -371,13 +374,12 @@ class _Blocks:
         ]
 
     def _select_needed(self, x: Tensor) -> Tensor:
-        """Select the tokens whose output is needed, along the token dimension, which is dimension
-        2."""
+        """Return only the tokens (dimension 2) whose attention output is needed."""
         return x if self._rows_N is None else x.index_select(2, self._rows_N)
 
 
 class _CausalRun(NamedTuple):
-    """A run of adjacent causal blocks of equal length."""
+    """Adjacent causal attention blocks of equal length, computed in one kernel call."""
 
     skipped: int
     """Number of tokens without queries before the first block."""
@@ -386,8 +388,10 @@ class _CausalRun(NamedTuple):
 
 
 def _in_blocks(x: Tensor, num: int) -> Tensor:
-    """Return a tensor [1, heads, tokens, …] as a view [blocks, heads, tokens of a block, …] of
-    ``num`` blocks."""
+    """View a tensor [1, heads, tokens, …] as ``num`` blocks of tokens.
+
+    The view has the shape [blocks, heads, block tokens, …].
+    """
     heads, num_tokens = x.shape[1:3]
     return x[0].view(heads, num, num_tokens // num, *x.shape[3:]).transpose(0, 1)
 
@@ -403,7 +407,7 @@ def _runs(plan: ForestAttentionPlan) -> list[_CausalRun]:
 
 
 class _Level(NamedTuple):
-    """All blocks in which descendants attend to the segments at one depth of the forest.
+    """The attention blocks in which tokens attend to the segments at one depth of the forest.
 
     A single kernel call computes them.
     """
@@ -492,7 +496,7 @@ def _to_varlen_ranges(lengths: list[int], device: torch.device) -> VarlenRanges:
 
 
 def _merge_attention(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Merge attention over further keys into an existing attention output, in place.
+    """Merge attention over additional keys into an attention output, in place.
 
     Both are weighted by their log-sum-exp. Outputs are [1, heads, queries, head size], and
     log-sum-exps [1, heads, queries].
@@ -503,7 +507,7 @@ def _merge_attention(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> 
 
 
 def _repeat_heads(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
-    """Repeat each key head for every query head that reads it.
+    """Repeat each key head once for every query head that uses it.
 
     Returns a tensor [1, query heads, tokens, head size].
     """
@@ -513,8 +517,7 @@ def _repeat_heads(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
 
 
 def _sum_repeated_heads(grad: Tensor, x_TKd: Tensor) -> Tensor:
-    """Sum the gradients of key heads that the forward pass repeated, so that each original head
-    gets the total.
+    """Return the gradient of each key head, summed over its repetitions in the forward pass.
 
     Returns a tensor [tokens, key heads, head size].
     """
@@ -524,12 +527,12 @@ def _sum_repeated_heads(grad: Tensor, x_TKd: Tensor) -> Tensor:
 
 
 def _heads_first(x_THd: Tensor) -> Tensor:
-    """Return a view of the tensor with heads before tokens: [1, heads, tokens, head size]."""
+    """Return a view [1, heads, tokens, head size] of a tensor [tokens, heads, head size]."""
     return x_THd.transpose(0, 1)[None]
 
 
 def _slice_tokens(x: Tensor, span: tuple[int, int]) -> Tensor:
-    """Return a view of the tokens [start, end).
+    """Return a view of the tokens in the range [``span[0]``, ``span[1]``).
 
     Tokens are dimension 2 of the tensor.
     """

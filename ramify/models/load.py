@@ -58,10 +58,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
     ``generation_config.json``."""
 
     temperature: float = 1.0
-    """Temperature. At 0, the likeliest token is taken."""
+    """Sampling temperature. 0 takes the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
-    """Number of likeliest tokens to sample from. 0 keeps all tokens."""
+    """Number of most likely tokens to sample from. 0 keeps all tokens."""
 
 
 @dataclasses.dataclass
@@ -116,7 +116,7 @@ def load_policy(
     *,
     thinking: bool | None = None,
 ) -> Policy:
-    """Load a policy from a folder, or by a Hugging Face name whose files are already on disk.
+    """Load a policy from a folder or from a Hugging Face model that is already on disk.
 
     By default, the precision is fp32 on a CPU and that of the stored weights otherwise, and the
     device is a GPU if there is one. The device ``meta`` loads no weights, for callers that only
@@ -251,7 +251,7 @@ def load_into(policy: Policy, folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer exactly as its tokenizer.json describes it.
+    """Load a tokenizer from its tokenizer.json alone, regardless of the model family.
 
     ``AutoTokenizer`` would choose a class by model family, which may split text differently. Raises
     ConfigError if the file is missing or invalid.
@@ -268,7 +268,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def read_config(path_or_name: str | Path) -> Any:
-    """Read a model's configuration, and nothing else.
+    """Read a model's configuration without loading the model.
 
     The model is a folder, or a Hugging Face name whose files are on disk. Raises ConfigError if it
     cannot be found or read.
@@ -286,7 +286,7 @@ def _config(folder: Path) -> Any:
 
 
 def _device(name: torch.device | str) -> torch.device:
-    """Return the device with this name.
+    """Return the torch device with the given name.
 
     Raises ConfigError if this machine does not have it.
     """
@@ -341,7 +341,10 @@ def _load_transformers_module(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Stop transformers from drawing progress bars, which would mix with a run's log lines."""
+    """Context manager that turns off the progress bars of transformers.
+
+    They would mix with a run's log lines.
+    """
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()
@@ -364,10 +367,10 @@ def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _initialize_parameter(name: str, parameter: nn.Parameter, seed: int) -> None:
-    """Initialize one parameter: norm weights and biases to constants, matrices at random.
+    """Initialize one parameter of a new model.
 
-    The random numbers depend only on the seed and the parameter's name, and not on the model's
-    other parameters.
+    Norms and biases get constants, and matrices get random values. The random numbers depend only
+    on the seed and the parameter's name, and not on the model's other parameters.
     """
     with torch.no_grad():
         if parameter.dim() < 2:
@@ -429,7 +432,7 @@ def _stop_ids(
 
 
 def _architecture(policy: Policy) -> str:
-    """Return the name of the transformers class for this policy.
+    """Return the name of the transformers class that implements the policy's model.
 
     The class itself is not imported, because that takes seconds.
     """

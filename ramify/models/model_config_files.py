@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint that do not need PyTorch.
+"""Reads a checkpoint's configuration files without importing PyTorch.
 
 It finds the folder, reads the configuration, and checks for a tokenizer.
 
@@ -88,8 +88,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def context_window_from_dict(config: Mapping[str, Any]) -> int | None:
-    """Return the context window in tokens from a configuration given as a dict, or None if it does
-    not say.
+    """Return the context window in tokens from a config dict, or None if it is not given.
 
     The window is the maximum length of a prompt and its reply together.
     """
@@ -102,10 +101,9 @@ def context_window_from_dict(config: Mapping[str, Any]) -> int | None:
 
 
 def check_model_type(config: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if transformers does not support the model's type and the checkpoint has no
-    code for it.
+    """Raise ConfigError if neither transformers nor the checkpoint has code for the model's type.
 
-    The message suggests the most similar type.
+    The type is ``config["model_type"]``. The message suggests the most similar type.
     """
     name = config.get("model_type")
     known = _model_types()
@@ -136,9 +134,10 @@ def _model_types() -> frozenset[str]:
 
 
 def _keys_of(module: ast.Module) -> set[str]:
-    """Return the keys of ``CONFIG_MAPPING_NAMES`` in a parsed module.
+    """Return the model types listed in a parsed transformers module.
 
-    The module defines this constant as a list of pairs or as a mapping.
+    They are those in ``CONFIG_MAPPING_NAMES``. The module defines this constant as a list of pairs
+    or as a mapping.
     """
     names: set[str] = set()
     for statement in module.body:

@@ -1,4 +1,4 @@
-"""Works with the routers of mixture-of-experts models.
+"""Records, balances and replays the expert choices of mixture-of-experts routers.
 
 It records the chosen experts, computes the load-balancing loss of a training step, and replays the
 choices of an inference engine.
@@ -47,10 +47,10 @@ from ramify.types.training_sequences import Batch
 
 
 class ExpertRoutingCounts(NamedTuple):
-    """Expert counts of a model's routers: how often each expert was chosen, and with which
-    probabilities.
+    """How often the routers of a mixture-of-experts model chose each expert.
 
-    The values are sums over tokens, so the counts of several batches can be added.
+    The total probability of each expert is counted, too. The values are sums over tokens, so the
+    counts of several batches can be added.
     """
 
     chosen_LE: Tensor
@@ -73,8 +73,8 @@ class ExpertRoutingCounts(NamedTuple):
         return len(chosen_E) * (chosen_E * self.probability_E).sum() / num.square()
 
     def balance_loss_gradient(self) -> Tensor:
-        """Return the gradient of the load-balancing loss with respect to the expert probabilities
-        of a single token.
+        """Return the gradient of the load-balancing loss with respect to a token's expert
+        probabilities.
 
         It has one number per expert.
         """
@@ -103,12 +103,12 @@ class ExpertLoad(NamedTuple):
         return ExpertLoad(ExpertRoutingCounts(*(each.cpu() for each in self.counts)), self.weight)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of how evenly the routers of a training step used the experts.
+        """Return metrics of how evenly tokens were distributed over the experts.
 
-        ``router_loss`` is the load-balancing loss times its weight, and is left out if the weight
-        is 0. ``expert_load_max`` is the load of a layer's busiest expert divided by the layer's
-        mean load, in the worst layer. ``experts_idle`` is the number of experts, over all layers,
-        that got no token.
+        They describe one training step. ``router_loss`` is the load-balancing loss times its
+        weight, and is left out if the weight is 0. ``expert_load_max`` is the load of a layer's
+        busiest expert divided by the layer's mean load, in the worst layer. ``experts_idle`` is the
+        number of experts, over all layers, that got no token.
         """
         chosen_LE = self.counts.chosen_LE
         mean_L = chosen_LE.mean(1).clamp(min=1e-9)
@@ -194,14 +194,14 @@ class MoeRouters:
         return body.ramify_routers  # type: ignore[no-any-return]
 
     def start_recording(self) -> None:
-        """Start recording the experts that each forward pass chooses."""
+        """Start recording which experts the routers choose in each forward pass."""
         self._recorded = {}
 
     def recorded_experts(self, rows_N: Tensor | None) -> list[tuple[int, ...]]:
-        """Return the ids of the experts that the latest forward pass chose for each token, layer by
-        layer.
+        """Return the experts that the latest forward pass chose for each token, layer by layer.
 
-        ``rows_N`` selects tokens by index, and defaults to all tokens.
+        The experts are given by their ids. ``rows_N`` selects tokens by index, and defaults to all
+        tokens.
         """
         assert self._recorded is not None
         chosen_TLk = torch.stack([self._recorded[each] for each in sorted(self._recorded)], 1)
@@ -209,7 +209,7 @@ class MoeRouters:
         return list(map(tuple, chosen_NLk.flatten(1).tolist()))
 
     def begin_counting(self, weight_T: Tensor, given_TJ: Tensor | None = None) -> None:
-        """Start counting how often each expert is chosen in the next forward pass.
+        """Start counting the routers' choices of experts in the next forward pass.
 
         ``weight_T`` is the weight with which each token counts.
 
@@ -228,7 +228,7 @@ class MoeRouters:
             self._given_LTk = given_TJ.view(len(given_TJ), self._num_layers, -1).transpose(0, 1)
 
     def set_token_layout(self, token_BL: Tensor, inside_BL: Tensor) -> None:
-        """Set the arrangement of tokens for a forward pass on padded rows.
+        """Set the positions of the tokens in a padded batch for the next forward pass.
 
         ``token_BL`` is the index of the token at each position, and ``inside_BL`` is False for
         padding.
@@ -237,7 +237,7 @@ class MoeRouters:
             self._row_R = torch.where(inside_BL, token_BL, -1).flatten().to(self._weight_T.device)
 
     def finish_counting(self) -> ExpertRoutingCounts:
-        """Stop counting, and return the counts of the forward pass.
+        """Stop counting expert choices, and return the counts of the forward pass.
 
         Raises ConfigError if a router did not return logits, weights and experts.
         """
@@ -253,21 +253,21 @@ class MoeRouters:
         return ExpertRoutingCounts(torch.stack(chosen), torch.stack(probability).sum(0), total)
 
     def set_balance_gradient(self, pull_E: Tensor) -> None:
-        """Add the gradient of the load-balancing loss in the next backward pass.
+        """Include the gradient of the load-balancing loss in the next backward pass.
 
         ``pull_E`` is the gradient with respect to one token's expert probabilities.
         """
         self._pull_E = pull_E
 
     def reset(self) -> None:
-        """Stop counting, replaying and balancing.
+        """Stop counting, replaying and balancing the routers' choices of experts.
 
         The routers work as usual until the next ``begin_counting``.
         """
         self._weight_T = self._row_R = self._counts = self._pull_E = self._given_LTk = None
 
     def _weight(self) -> Tensor:
-        """Return the weight of each row of a router.
+        """Return the weight of the token in each row that a router processes.
 
         Padding has the weight zero.
         """
@@ -315,8 +315,7 @@ class MoeRouters:
         return logits_RE, balanced, experts_Rk
 
     def balance_loss_gradient(self, logits_RE: Tensor, weight_R: Tensor) -> Tensor | None:
-        """Return the gradient of the load-balancing loss with respect to a router's logits, in the
-        shape of the logits.
+        """Return the gradient of the load-balancing loss with respect to a router's logits.
 
         Returns None if ``set_balance_gradient`` was not called.
         """
@@ -330,7 +329,7 @@ class MoeRouters:
 
 
 def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two numbers per expert: how often it was chosen, and the sum of its probabilities.
+    """Return how often each expert was chosen, and the sum of its probabilities.
 
     Each row counts with its weight.
     """
@@ -340,9 +339,10 @@ def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Te
 
 
 class _GivenExperts(TorchFunctionMode):
-    """A context manager that makes a router's ``topk`` return given experts.
+    """Context manager that replaces a router's choice of experts with preset ones.
 
-    The router's own choice is kept where the given id is -1.
+    It changes the result of the router's ``topk``. The router's own choice is kept where the given
+    id is -1.
     """
 
     def __init__(self, given_Rk: Tensor) -> None:
@@ -362,9 +362,10 @@ class _GivenExperts(TorchFunctionMode):
 
 
 class _Balanced(torch.autograd.Function):
-    """An autograd function that passes routing weights through unchanged.
+    """An autograd function that adds the load-balancing gradient to a router's logits.
 
-    Its backward pass adds the gradient of the load-balancing loss to that of the router's logits.
+    Routing weights pass through it unchanged. Its backward pass adds the gradient of the
+    load-balancing loss to that of the router's logits.
     """
 
     @staticmethod
@@ -396,11 +397,11 @@ class RouterLoadBalancingLoss:
     def count_expert_choices(
         self, batches: Many[Batch], weight: float, device: torch.device, run: Callable[[Batch], Any]
     ) -> None:
-        """Count, at the beginning of an optimizer step, how often its batches choose each expert,
-        because the gradient needs the counts of the whole step.
+        """Count how often the batches of an optimizer step choose each expert.
 
-        This runs all forward passes once in advance. It is skipped if there is only one batch or
-        the loss has no weight. ``run`` runs the forward pass of one batch.
+        Call this at the beginning of the step, because the gradient needs the counts of the whole
+        step. This runs all forward passes once in advance. It is skipped if there is only one batch
+        or the loss has no weight. ``run`` runs the forward pass of one batch.
         """
         self._weight = weight
         self._step = None
@@ -417,7 +418,8 @@ class RouterLoadBalancingLoss:
 
     @contextmanager
     def batch_pass(self, batch: Batch, device: torch.device) -> Iterator[None]:
-        """Return a context manager for the forward and backward pass of a batch.
+        """Return a context manager for a batch's passes in which expert choices are counted and
+        replayed.
 
         Within it, the routers count the batch's tokens, and use the experts that an engine reported
         for them, if any.
@@ -453,10 +455,10 @@ def configured_balance_weight(config: Any) -> float:
 
 
 def _reported_experts(batch: Batch, device: torch.device) -> Tensor | None:
-    """Return the experts that an engine reported for each token of the loss, as one row of ids per
-    token.
+    """Return the experts that the engine reported for each token, as one row of ids per token.
 
-    Other tokens have -1. Returns None if the batch has no such reports.
+    Only tokens in the loss have reported experts. Other tokens have -1. Returns None if the batch
+    has no such reports.
     """
     if batch.routes is None:
         return None

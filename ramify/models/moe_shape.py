@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class MoeShape(NamedTuple):
-    """The number of experts in a mixture-of-experts model, and the layers that contain them."""
+    """The number of experts in a mixture-of-experts model, and which layers have experts."""
 
     layers: tuple[int, ...]
     """Indices of the layers with experts, in ascending order."""

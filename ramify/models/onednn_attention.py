@@ -1,4 +1,4 @@
-"""Attention over a forest of token sequences with oneDNN's matrix products.
+"""Attention over a forest of token sequences, computed with oneDNN matmuls.
 
 It is used on CPUs where these are faster than PyTorch's flash attention (``onednn_products.py``).
 
@@ -41,7 +41,7 @@ from ramify.models.attention_kernels import CpuFlashKernel
 from ramify.models.onednn_products import product, scaled_product
 
 _LONGEST_CAUSAL = 384
-"""Maximum number of tokens in a causal block. Longer blocks are halved."""
+"""Maximum number of tokens in a causal block. Longer blocks are split in half."""
 _TILE = 512
 """Maximum number of rows in a tile. A tile of queries may have twice as many if there are few
 keys."""
@@ -58,7 +58,7 @@ Span = tuple[int, int]
 
 
 class QueryKeyBlock(NamedTuple):
-    """A range of queries that attends to a range of keys."""
+    """A block of attention scores: a range of queries and the range of keys they attend to."""
 
     keys: Span
     queries: Span
@@ -75,20 +75,21 @@ class TiledAttention:
     def __init__(
         self, causal: Many[Span], below: Many[tuple[Span, Span]], rows_N: Tensor | None
     ) -> None:
-        """Prepare for the causal blocks ``causal``, and the pairs ``below`` of key and query ranges
-        without a mask.
+        """Prepare to compute the given attention blocks.
 
-        If ``rows_N`` is given, only these rows of the output are needed, and the query ranges are
-        indices into it.
+        ``causal`` lists the causal blocks, and ``below`` the (keys, queries) range pairs of the
+        blocks without a mask. If ``rows_N`` is given, only these rows of the output are needed, and
+        the query ranges are indices into it.
         """
         self._own = [block for span in causal for block in _halve_causal_block(span)]
         self._below = [QueryKeyBlock(keys, queries, False) for keys, queries in below]
         self._rows_N = rows_N
 
     def is_worthwhile(self, groups: int) -> bool:
-        """Return True if most scores are in blocks large enough for tiles.
+        """Return True if tiling is worthwhile for these attention blocks.
 
-        ``groups`` is the number of query heads that share a key head.
+        Most scores must lie in blocks that are large enough. ``groups`` is the number of query
+        heads that share a key head.
         """
         scores = {True: 0, False: 0}
         for block in (*self._own, *self._below):
@@ -99,8 +100,10 @@ class TiledAttention:
     def forward(
         self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the attention output [T, H, d], the negative log-sum-exp [K, T, g] to base 2, and
-        no further tensors."""
+        """Return the attention output [T, H, d] and the negative base-2 log-sum-exp [K, T, g].
+
+        The third result, the list of further tensors, is empty.
+        """
         (num, kv_heads, size), groups = k_TKd.shape, q_THd.shape[1] // k_TKd.shape[1]
         q_KTge = _allocate_padded(kv_heads, num, groups, size + 1, like=q_THd)
         q_KTgd = q_KTge[:, :num, :, :size]
@@ -186,7 +189,7 @@ class TiledAttention:
 
 
 class _Backward(NamedTuple):
-    """The inputs from which the gradients of a block are computed."""
+    """The tensors from which the backward pass computes the gradients of attention blocks."""
 
     do: Tensor
     """Gradient of the output, [K, T, g, d]. Queries and outputs have this shape too."""
@@ -212,13 +215,12 @@ class _Gradients(NamedTuple):
 
 
 def _by_key_head(x_TH: Tensor, kv_heads: int) -> Tensor:
-    """Return a tensor [T, H, …] as a view [K, T, g, …], in which query heads are grouped by the key
-    head that they share."""
+    """View a tensor [T, H, …] as [K, T, g, …], in which each key head has its g query heads."""
     return x_TH.view(len(x_TH), kv_heads, -1, *x_TH.shape[2:]).transpose(0, 1)
 
 
 def _allocate_padded(heads: int, num: int, *sizes: int, like: Tensor) -> Tensor:
-    """Allocate a tensor [K, T + room, …].
+    """Allocate a tensor [K, T, …] for T tokens, with spare rows at the end.
 
     The rows after the last token are zeros, because a tile may read them.
     """
@@ -234,8 +236,7 @@ def _select_rows(x: Tensor, rows_N: Tensor) -> Tensor:
 
 
 def _halve_causal_block(span: Span) -> Iterator[QueryKeyBlock]:
-    """Split a causal block by repeated halving into small causal blocks and blocks without a
-    mask."""
+    """Halve a causal block repeatedly into small causal blocks and unmasked blocks."""
     start, end = span
     if end - start <= _LONGEST_CAUSAL:
         yield QueryKeyBlock(span, span, True)
@@ -247,13 +248,13 @@ def _halve_causal_block(span: Span) -> Iterator[QueryKeyBlock]:
 
 
 def _is_tileable(block: QueryKeyBlock, groups: int) -> bool:
-    """Return True if a block is large enough to be computed in tiles."""
+    """Return True if an attention block is large enough for tiles to be worthwhile."""
     rows, keys = (block.queries[1] - block.queries[0]) * groups, block.keys[1] - block.keys[0]
     return rows >= _LEAST_ROWS and keys >= _LEAST_KEYS and rows * keys >= _LEAST_SCORES
 
 
 def _tiles(num: int, most: int, step: int) -> list[tuple[int, int, int]]:
-    """Divide ``num`` rows into ranges of similar size, each with at most ``most`` rows.
+    """Divide ``num`` rows into tiles of similar size, each with at most ``most`` rows.
 
     Returns the start, the end and the rounded-up number of rows of each range.
     """
@@ -269,7 +270,10 @@ def _round_up(num: int, step: int) -> int:
 
 
 def _key_tiles(block: QueryKeyBlock, last_query: int, groups: int) -> list[tuple[int, int, int]]:
-    """Return the key tiles that the query rows up to ``last_query`` (exclusive) attend to."""
+    """Return the tiles of keys to which a block's first query rows attend.
+
+    These are the rows before ``last_query``.
+    """
     num = block.keys[1] - block.keys[0]
     if block.is_causal:
         num = min(num, -(-last_query // groups))
@@ -278,7 +282,7 @@ def _key_tiles(block: QueryKeyBlock, last_query: int, groups: int) -> list[tuple
 
 @functools.cache
 def _mask(groups: int) -> Tensor:
-    """Return the mask that is added to the scores [N, m] of a causal block.
+    """Return the mask to add to the attention scores [N, m] of a causal block.
 
     It is minus infinity except for the keys before each query's own position.
     """
@@ -302,7 +306,7 @@ def _transposed_mask(groups: int) -> Tensor:
 
 
 def _extend(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKeyBlock) -> None:
-    """Add a block's contribution to the attention output of its queries, in place.
+    """Add the attention over one block of keys to the output of its queries, in place.
 
     It is merged into the output ``o`` [K, T, g, d] and into the last column of ``q`` [K, T, g, e],
     which holds the negative log-sum-exp to base 2.
@@ -360,8 +364,8 @@ class _KeyTile(NamedTuple):
 
 
 def _attend(q_Ne: Tensor, keys: Many[_KeyTile], mask_Nm: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the sum [N, d] of the values weighted by exp2(score), and the sum [N, 1] of these
-    weights."""
+    """Return the sum [N, d] of the values, weighted by exp2(score), and the sums of weights [N,
+    1]."""
     more = sums = None
     for tile in keys:
         p_NM, num = _scores(q_Ne, tile, mask_Nm).exp2_(), tile.end - tile.start
@@ -376,8 +380,7 @@ def _attend(q_Ne: Tensor, keys: Many[_KeyTile], mask_Nm: Tensor | None) -> tuple
 
 
 def _scores(q_Ne: Tensor, tile: _KeyTile, mask_Nm: Tensor | None) -> Tensor:
-    """Return the scores [N, M] of queries and keys in base 2, minus each query's log-sum-exp so
-    far.
+    """Return base-2 attention scores [N, M] relative to each query's log-sum-exp so far.
 
     Scores in padding rows are meaningless.
     """
@@ -408,7 +411,7 @@ def _extend_by_flash(o: Tensor, q: Tensor, k: Tensor, v: Tensor, block: QueryKey
 
 
 def _add_gradients(to: _Gradients, x: _Backward, block: QueryKeyBlock) -> None:
-    """Add a block's contribution to the gradients, in place.
+    """Add the gradients of one attention block to the totals, in place.
 
     The gradient of the queries still lacks the factor that ``x.q`` contains.
     """

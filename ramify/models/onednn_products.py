@@ -26,7 +26,8 @@ over ranks is computed by the same kernel as the whole batch."""
 
 
 _PACKED_FOR_ROWS = 64
-"""Number of rows for which the layout of packed weights is chosen. Others can use it, too."""
+"""Number of rows for which the layout of packed weights is optimized. Products with other numbers
+of rows can use it, too."""
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def _vendor() -> str:
 
 
 def rounded_rows(num: int) -> int:
-    """Round a number of rows up, so that few different sizes occur.
+    """Round a number of rows up to one of a few sizes.
 
     Sizes below 1,024 become multiples of 64, and larger ones multiples of 128. Sizes below
     ``LEAST_ROWS`` are unchanged.

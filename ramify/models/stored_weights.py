@@ -29,15 +29,15 @@ from ramify.errors import StoreError
 from ramify.models.weights import IGNORED, weight_files
 
 _AT_ONCE = 64 << 20
-"""Number of bytes to read before the files are closed. Until then, the pages that were read count
-as memory of the process."""
+"""Number of bytes to read before the open files are closed. Pages that were read count as memory of
+the process until then."""
 _STACK, _JOIN = "MergeModulelist", "Concatenate"
 """Two conversions of transformers: stacking the experts' tensors into one, and joining gate and up
 projections side by side."""
 
 
 class SafetensorsReader:
-    """Opens a checkpoint's safetensors files when they are read.
+    """Opens a checkpoint's safetensors files when they are first read.
 
     It closes them regularly, because pages that were read count as process memory until then.
     """
@@ -47,7 +47,7 @@ class SafetensorsReader:
         self._read = 0
 
     def slice(self, path: Path, name: str) -> Any:
-        """Return a handle for reading parts of a tensor.
+        """Return a handle that can read parts of one tensor in a safetensors file.
 
         Nothing is read yet.
         """
@@ -57,7 +57,7 @@ class SafetensorsReader:
         return list(self._file(path).keys())
 
     def add_bytes_read(self, num_bytes: int) -> None:
-        """Count bytes that were read, and close all files once enough have accumulated."""
+        """Count the bytes read from the checkpoint, and close its files when a limit is reached."""
         self._read += num_bytes
         if self._read > _AT_ONCE:
             self._open.clear()
@@ -99,9 +99,10 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class StackedExpertTensor:
-    """A tensor [experts, rows, columns] that is stored on disk as separate tensors.
+    """The weights of all experts as one tensor [experts, rows, columns].
 
-    Each expert has one or more of them, and their rows are concatenated.
+    On disk they are separate tensors. Each expert has one or more of them, and their rows are
+    concatenated.
     """
 
     parts: Sequence[Sequence[StoredTensor]]
@@ -142,9 +143,9 @@ Stored = StoredTensor | StackedExpertTensor
 
 
 def lazy_disk_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors, keyed by their names on disk, without reading their values.
+    """Return handles of a checkpoint's tensors, by their names on disk.
 
-    Raises StoreError if the files are missing or broken.
+    No values are read. Raises StoreError if the files are missing or broken.
     """
     files = SafetensorsReader()
     found = {}
@@ -227,8 +228,10 @@ def to_checkpoint_tensors(model: Any, name: str, tensor: Tensor) -> Iterator[tup
 
 
 def _conversions(model: Any) -> list[Any]:
-    """Return transformers' rules for converting a checkpoint's names and tensors to those of a
-    model."""
+    """Return transformers' rules for converting a checkpoint's tensors to a model's tensors.
+
+    They also convert the names.
+    """
     if not hasattr(model, "base_model_prefix"):  # our own model has the names of the checkpoint
         return []
     try:

@@ -40,12 +40,12 @@ _NUM_BYTES = 256
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int = 512, *, is_exact: bool = True
 ) -> PreTrainedTokenizerFast:
-    """Train a tokenizer with ``vocab_size`` tokens: 4 special tokens, 256 bytes, and the most
-    frequent merges of the texts.
+    """Train a byte-level BPE tokenizer with ``vocab_size`` tokens on some texts.
 
-    The same texts always give the same tokenizer. If they contain fewer merges than needed,
-    ConfigError is raised, because the model's embedding would have rows that are never used. If
-    ``is_exact`` is false, the vocabulary is smaller instead.
+    It has 4 special tokens, 256 bytes, and the most frequent merges of the texts. The same texts
+    always give the same tokenizer. If they contain fewer merges than needed, ConfigError is raised,
+    because the model's embedding would have rows that are never used. If ``is_exact`` is false, the
+    vocabulary is smaller instead.
     """
     least = len(SPECIAL_TOKENS) + _NUM_BYTES
     if vocab_size < least:
@@ -100,7 +100,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _add_chat_template(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """Add the special markers and the chat template to a tokenizer."""
+    """Return a tokenizer for conversations, with the special markers and a chat template."""
     wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,

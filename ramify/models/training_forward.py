@@ -1,5 +1,6 @@
-"""The trainer's view of a model, which computes hidden states for a packed batch of tokens, and
-log-probabilities for some of them.
+"""The trainer's interface to a model: hidden states and log-probabilities of packed batches.
+
+Log-probabilities are computed for only some of a batch's tokens.
 
     DenseModel             forest attention
     transformers module    forest attention through its attention interface, if a probe gives the
@@ -65,7 +66,7 @@ class ModelWithoutLoss(Protocol):
         ...
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Return a context manager for forward and backward passes.
+        """Return a context manager that prepares the model for forward and backward passes.
 
         Outside of it, the model is unmodified.
         """
@@ -74,7 +75,7 @@ class ModelWithoutLoss(Protocol):
     def hidden(
         self, ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment], rows_N: Tensor
     ) -> Tensor:
-        """Return the hidden states after the last norm, one row for each token in ``rows_N``.
+        """Return the hidden states after the final norm, one row for each token in ``rows_N``.
 
         These indices are distinct and ascending.
         """
@@ -86,7 +87,7 @@ class ModelWithoutLoss(Protocol):
 
 
 def wrap_for_training(model: Any) -> ModelWithoutLoss:
-    """Wrap a model in the interface through which the trainer runs it.
+    """Wrap a model for use by the trainer.
 
     The model must be in evaluation mode. Raises ConfigError if its output cannot be computed from
     its hidden states.
@@ -142,10 +143,10 @@ class DenseTrunk:
 def pad_rows_for_onednn(
     ids_T: Tensor, positions_T: Tensor, segments: Many[PackedTokenSegment]
 ) -> tuple[Tensor, Tensor, Many[PackedTokenSegment]]:
-    """Append a segment of unused tokens to a batch, so that its number of rows suits oneDNN's fast
-    products (``onednn_products``).
+    """Add unused tokens to a batch so that oneDNN's matrix products are fast.
 
-    Does nothing if that makes no difference.
+    They form a segment at the end (see ``onednn_products``). Does nothing if that makes no
+    difference.
     """
     missing, num = _missing_rows(ids_T), len(ids_T)
     if not missing:
@@ -155,7 +156,7 @@ def pad_rows_for_onednn(
 
 
 def _missing_rows(x_N: Tensor) -> int:
-    """Return the number of rows to add to a tensor to make oneDNN's products fast."""
+    """Return how many rows to append to a tensor so that oneDNN's matrix products are fast."""
     if x_N.device.type != "cpu" or torch.is_autocast_enabled("cpu") or not is_faster_on_cpu():
         return 0
     return rounded_rows(len(x_N)) - len(x_N)
@@ -210,11 +211,10 @@ class TransformersTrunk:
     def hidden_with_attention(
         self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttentionKernel
     ) -> Tensor:
-        """Return each token's last hidden state, computed with the given attention instead of the
-        model's own.
+        """Return each token's final hidden state, computed with the given attention.
 
-        Call this only within ``forward_context``, and only for a model that supports shared
-        prefixes.
+        The model's own attention is not used. Call this only within ``forward_context``, and only
+        for a model that supports shared prefixes.
         """
         # Stays set until the scope ends: layers that are recomputed in the backward pass need it
         # again.
@@ -231,9 +231,9 @@ class TransformersTrunk:
         return self._scale(self._model.get_output_embeddings()(h_ND).float())
 
     def _on_rows(self, ids_T: Tensor, segments: Many[PackedTokenSegment]) -> Tensor:
-        """Return the hidden states of whole sequences, computed as padded rows of one batch.
+        """Return the hidden states of whole sequences, computed as one padded batch.
 
-        Padding at the end of a row does not affect a causal model.
+        Each sequence is one row. Padding at the end of a row does not affect a causal model.
         """
         if any(segment.parent >= 0 for segment in segments):
             raise ConfigError(
@@ -252,7 +252,10 @@ class TransformersTrunk:
         return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
 
     def _can_share(self, ids: Tensor) -> bool:
-        """Return True if a small forest gives the same results as its separate sequences."""
+        """Return True if sequences can share prefixes without a change in the model's results.
+
+        A small forest is compared with its separate sequences.
+        """
         config = self._model.config
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             return False
@@ -307,8 +310,7 @@ class TransformersTrunk:
 
 
 class _CurrentAttention:
-    """Holds the attention function of the current batch, so that all layers of a model can find
-    it."""
+    """The attention function of the current batch, stored for all layers of a model to find."""
 
     attend: CausalAttentionKernel | None = None
 
@@ -363,10 +365,10 @@ def _attention(
 
 
 def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
-    """Return the function that some model families apply to their logits: a soft cap (Gemma), a
-    factor (Cohere) or a divisor (Granite).
+    """Return the function with which a model family scales its logits.
 
-    For other models, the function changes nothing.
+    It is a soft cap (Gemma), a factor (Cohere) or a divisor (Granite). For other models, the
+    function changes nothing.
     """
     cap, factor = (
         getattr(config, "final_logit_softcapping", None),
@@ -384,7 +386,7 @@ def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 class LmHeadRequest(NamedTuple):
-    """The quantities to compute from the logits of a batch.
+    """A request for log-probabilities and entropies of the tokens that contribute to the loss.
 
     Each entry is a token that contributes to the loss, and has target ids, a temperature and a
     sampling support.
@@ -409,8 +411,7 @@ def compute_logprobs_and_entropies(
     *,
     fixed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities of each entry's target ids, and the entropies of the entries in
-    nats.
+    """Return the target log-probabilities and the entropy (in nats) of each token in the loss.
 
     An entry is a token that contributes to the loss. Entropies that were not requested are zero.
     Logits are computed in chunks of at most ``max_elements`` numbers, to limit memory.
@@ -463,11 +464,11 @@ def _compute_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tupl
 
 
 class _LogprobsOnCpu(torch.autograd.Function):
-    """Computes the log-probabilities [n, j] of targets, and the entropies [n], which have no
-    gradient.
+    """Computes the target log-probabilities and entropies of logits on a CPU.
 
-    The probabilities are computed once for all purposes, and as powers of 2, because a CPU computes
-    ``exp2`` in a fourth of the time of ``exp``.
+    Log-probabilities are [n, j]. Entropies are [n] and have no gradients. The probabilities are
+    computed once for all purposes, and as powers of 2, because a CPU computes ``exp2`` in a fourth
+    of the time of ``exp``.
     """
 
     @staticmethod
@@ -493,8 +494,10 @@ class _LogprobsOnCpu(torch.autograd.Function):
 
 
 def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[Tensor, Tensor]:
-    """Compute the log-probabilities and entropies of at most ``BLOCK`` entries, padded to a whole
-    block."""
+    """Return the log-probabilities and entropies of at most ``BLOCK`` tokens.
+
+    They are computed as one padded block.
+    """
     num = len(h_nD)
     z_nV = apply_in_blocks(logits, h_nD)
     if request.temperature is not None:
@@ -507,9 +510,9 @@ def _fixed_chunk(h_nD: Tensor, logits: Logits, request: LmHeadRequest) -> tuple[
 
 
 def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
-    """Return the entropy of each row of logits, given the logits and their log-sum-exps.
+    """Return the entropy of each row of logits.
 
-    Returns zeros if entropies were not requested.
+    The log-sum-exp of each row is given. Returns zeros if entropies were not requested.
     """
     if request.entropy == "no":
         return torch.zeros_like(total_n1[:, 0])
@@ -518,8 +521,7 @@ def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
 
 
 def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """Return a mask of the ids that could not be sampled, with a row for each entry and a column
-    for each id.
+    """Return a mask [entries, ids] of the ids that the sampling settings ruled out.
 
     Rows of unrestricted entries are all False.
     """

@@ -154,7 +154,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _find_shared_parameters(module: nn.Module) -> dict[str, str]:
-    """Find the parameters that have two names, such as an output matrix that is also the embedding.
+    """Return the parameters that have two names, such as an output matrix tied to the embedding.
 
     Returns a dict from the second name to the first.
     """
@@ -181,9 +181,10 @@ def _shape(tensor: Tensor) -> str:
 
 _COLUMNS = 1024
 _ROWS, _GPU_ROWS = 128, 8192
-"""Number of rows that are summed at a time. On a CPU, they fit into its cache."""
+"""Number of rows that are summed at a time, on a CPU and on a GPU. On a CPU, they fit into its
+cache."""
 _WORD = 8
-"""Size of a word in bytes."""
+"""Size in bytes of the integers that are summed for a fingerprint."""
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -219,10 +220,10 @@ def _tensor_checksum(tensor: Tensor) -> int:
 
 
 def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
-    """Return a weighted sum of 64-bit words, as a part of a tensor's fingerprint.
+    """Return the contribution of some rows of a tensor to its fingerprint.
 
-    ``bytes_N`` are whole rows of ``_COLUMNS`` words, and ``first`` is the index of the first of
-    these rows in the tensor.
+    It is a weighted sum of 64-bit words. ``bytes_N`` are whole rows of ``_COLUMNS`` words, and
+    ``first`` is the index of the first of these rows in the tensor.
     """
     if bytes_N.storage_offset() % _WORD:
         bytes_N = bytes_N.clone()

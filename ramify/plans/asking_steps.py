@@ -47,13 +47,12 @@ _MIN_TOKENS = 16
 
 
 class AskingStep(PlanStep, frozen=True):
-    """A step of a plan that divides the context, or asks a model questions of bounded size, which
-    are called leaves."""
+    """A plan step that splits the context or asks a model bounded questions (leaves)."""
 
     def estimate_bounds(
         self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
-        """Estimate this step before the plan runs, and return the bounds of its result.
+        """Return size bounds on this step's result, before the plan runs.
 
         The step's model calls are added to ``sheet``. ``shape`` gives the bounds of the input, and
         ``given`` its type.
@@ -81,15 +80,15 @@ class SplitText(AskingStep, frozen=True, tag="split"):
     overlap: int = 0
     """Maximum number of tokens that a part repeats from the end of the previous one."""
     separator: str = ""
-    """Regular expression that matches the beginning of a record, for ``records``. By default, blank
-    lines separate records."""
+    """Regular expression that matches the beginning of a record, for texts that are split by
+    ``records``. If empty, blank lines separate records."""
     max_records: int = 0
     """Maximum number of lines, records or sentences in a part. 0 means no limit."""
     cut: bool = False
-    """Cut a record that exceeds the maximum size. If False, such a record is an error."""
+    """True to cut a record that exceeds the maximum size. If False, such a record is an error."""
     header: bool = False
-    """With ``lines``: the first line of each text names the columns of a table. It is not a record,
-    and is repeated at the start of each part."""
+    """True if texts are split by ``lines`` and the first line of each names the columns of a table.
+    This line is not a record, and is repeated at the start of each part."""
 
     def __post_init__(self) -> None:
         check_field_values(self, self.title)
@@ -118,7 +117,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
         return list_of(PlanValueType("part", has_records=self.by != "tokens", tokens=self.tokens))
 
     def parts(self, context: Any) -> list[TextPart]:
-        """Divide a context into parts of limited size.
+        """Divide a context into text parts of limited size.
 
         Raises ConfigError if a single record exceeds the limit and must not be cut.
         """
@@ -151,7 +150,7 @@ class SplitText(AskingStep, frozen=True, tag="split"):
 
 
 class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
-    """A step that lets the filters after it read only the beginning of each part of the text."""
+    """A step that limits later filters to the beginning of each part of the text."""
 
     tokens: int = 500
 
@@ -185,8 +184,7 @@ class LimitFiltersToPreview(AskingStep, frozen=True, tag="peek"):
 
 
 class AskEachItem(AskingStep, frozen=True, tag="map"):
-    """A step that asks a model the same small question, called a leaf, about each item of a
-    list."""
+    """A step that asks a model the same bounded question (a leaf) about each item of a list."""
 
     leaf: Leaf
 
@@ -282,7 +280,7 @@ class FilterItems(AskingStep, frozen=True, tag="filter"):
 
 
 class AskWholeValue(AskingStep, frozen=True, tag="ask"):
-    """A step that asks a model one small question, called a leaf, about the whole value."""
+    """A step that asks a model one bounded question (a leaf) about the whole value."""
 
     leaf: Leaf
 
@@ -417,7 +415,7 @@ class ReduceTreeGrouping(NamedTuple):
         return [items[at : at + size] for at in range(0, len(items), size)]
 
     def needs_model_call(self, group: Sequence[T], *, is_first: bool) -> bool:
-        """Return True if a group of items needs a model call.
+        """Return True if reducing a group of items takes a model call.
 
         A single answer is passed on unchanged.
         """
@@ -442,8 +440,7 @@ class ReduceTreeGrouping(NamedTuple):
 
 
 def _check_items(step: str, leaf: Leaf, shape: ValueSizeBounds) -> None:
-    """Raise ConfigError if the items are known before the plan runs and one of them is too large
-    for the model call.
+    """Raise ConfigError if an item that is already known is too large for a model call of the plan.
 
     Parts of a text are not checked here, because their type already has a size limit.
     """
@@ -464,7 +461,7 @@ def _select_kept(items: Sequence[T], verdicts: Sequence[bool]) -> list[T]:
 
 
 def _answer_bounds(leaf: Leaf, shape: ValueSizeBounds) -> ValueSizeBounds:
-    """Return the bounds of a model's answers, which are computed before it is asked.
+    """Return size bounds on the answers to a plan's question, before any model call.
 
     ``leaf`` is the question, and ``shape`` gives the bounds of the items that it is about.
     """

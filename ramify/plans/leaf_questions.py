@@ -1,4 +1,4 @@
-"""Defines leaves.
+"""Leaves: bounded questions that a plan asks a model.
 
 A leaf is one small question to a model, whose input and answer have limited sizes and whose answer
 has a type.
@@ -35,7 +35,9 @@ values."""
 
 
 class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="leaf"):
-    """A question to a model whose input and answer have limited sizes.
+    """A bounded question that a plan asks a model in one call.
+
+    The sizes of the input and of the answer are limited.
 
     >>> plans.Leaf("Is the passage about money?", {"type": "boolean"}).type.kind
     'boolean'
@@ -49,9 +51,9 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
     """Maximum size in tokens of the value that the model reads, without the prompt. Three bytes
     count as one token."""
     reply_tokens: int = 512
-    """Maximum number of reply tokens. With ``each``, the limit is per value."""
+    """Maximum number of tokens in a reply. With ``each``, the limit applies to each value."""
     each: bool = False
-    """Ask for one value for each record of a part."""
+    """True to ask for one value for each record of a part."""
     label: str = "leaf"
     """Short name for diagrams and records."""
 
@@ -88,11 +90,11 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
     @property
     def read_bytes(self) -> int:
-        """Return the maximum size, in bytes, of the value that the question is about."""
+        """Return the maximum size in bytes of the value that one model call reads."""
         return BYTES_PER_TOKEN * self.tokens
 
     def answer_type_for(self, given: PlanValueType, step: str) -> PlanValueType:
-        """Return the type of the answer to this question for an input of type ``given``.
+        """Return the type of the answer for an input of type ``given``.
 
         Raises ConfigError if the question cannot be asked about such an input. The error names the
         plan step ``step``.
@@ -112,7 +114,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return list_of(self.type)
 
     def request_prompt(self, question: str, given: Any, *, is_preview: bool = False) -> str:
-        """Return the prompt that asks this question about a value, such as a part of a text."""
+        """Return the prompt that asks this question about a value, for example a part of a text."""
         asked = self.prompt.replace(QUESTION, question)
         return f"{asked}\n\n{self._format_item(given, is_preview)}"
 
@@ -126,7 +128,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return f"[{given.place}]\n{text}"
 
     def answer_kind(self, given: Any) -> AnswerSchema | None:
-        """Return the type and limits that the answer about a value must have, or None for plain
+        """Return the type and limits of the answer for a particular input, or None for plain
         text."""
         if self.schema is None:
             return None
@@ -141,8 +143,10 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return self.reply_tokens
 
     def request_text(self, question: str, given: Any, *, is_preview: bool = False) -> str:
-        """Return the full text of the request about a value, including instructions for the format
-        of the answer."""
+        """Return the full request text about a value.
+
+        It includes instructions for the format of the answer.
+        """
         prompt = self.request_prompt(question, given, is_preview=is_preview)
         return with_answer_format(prompt, self.answer_kind(given))
 
@@ -195,8 +199,10 @@ def _answer_schema(leaf: Leaf) -> AnswerSchema:
 
 
 def _each_kind(leaf: Leaf, num: int) -> AnswerSchema:
-    """Return the answer type of a question about ``num`` records: a list of exactly that many
-    values."""
+    """Return the answer type of a question about ``num`` records.
+
+    It is a list of exactly that many values.
+    """
     base, most = _base_schema(leaf.schema), leaf.max_answer_bytes
     schema = {"type": "array", "items": base.schema, "minItems": num, "maxItems": num}
 
@@ -230,8 +236,7 @@ def json_num_bytes(value: Any) -> int:
 
 
 def truncate_text(text: str, most: int) -> str:
-    """Truncate ``text`` to at most ``most`` bytes, both in UTF-8 and as the content of a JSON
-    string."""
+    """Truncate text to at most ``most`` bytes, both in UTF-8 and as a JSON string."""
     text = shortened(text, most)
     while (size := json_num_bytes(text)) > most:
         text = shortened(text, min(num_bytes(text) - 1, num_bytes(text) * most // size))

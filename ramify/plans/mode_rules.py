@@ -1,4 +1,4 @@
-"""Rules for the modes ``plan`` and ``auto``.
+"""Rules that choose how to answer a question in the modes ``plan`` and ``auto``.
 
 They decide whether a plan, a Python session or one plain call answers a question, and which
 ready-made plan is used.
@@ -43,8 +43,8 @@ _COUNTED_BY_CODE = re.compile(
 text."""
 
 _BETTER_THAN_FREE = ("aggregate", "pairwise", "summarise")
-"""Ready-made plans that read the whole text, and can be chosen by the words of a question alone.
-For a question about a few places in the text, code that searches is often enough."""
+"""Ready-made plans that read the whole text and can be chosen from the words of a question alone.
+If a question is about a few places in the text, code that searches is often enough."""
 
 
 _SESSION = "session"
@@ -97,8 +97,7 @@ def choose_plan(facts: AnswerModeChoiceInput) -> AnswerModeChoice:
 
 
 def choose_mode(facts: AnswerModeChoiceInput) -> AnswerModeChoice | AnswerModeChoiceCall:
-    """Decide by rules whether one plain call, a Python session or a plan answers a question, and
-    which plan.
+    """Choose by rules between one plain call, a Python session and a particular plan.
 
     If the rules do not decide, return the model call that makes the choice.
     """
@@ -124,7 +123,7 @@ def choose_mode(facts: AnswerModeChoiceInput) -> AnswerModeChoice | AnswerModeCh
 
 
 def _prepare_choice_call(facts: AnswerModeChoiceInput, num_chars: int) -> AnswerModeChoiceCall:
-    """Prepare the call in which a model chooses between a session and the plans."""
+    """Return the model call that chooses between a Python session and the plans."""
     question = facts.question
     shape = context_facts(question.context, num_chars, num_chars).shape
     prompt = _PROMPT.format(
@@ -152,7 +151,7 @@ def _prepare_choice_call(facts: AnswerModeChoiceInput, num_chars: int) -> Answer
 def _with_plan(
     facts: AnswerModeChoiceInput, name: str, why: str, **options: Any
 ) -> AnswerModeChoice:
-    """Choose the plan with this name if it can run.
+    """Choose the plan called ``name`` if that plan can run.
 
     Otherwise choose a Python session.
     """
@@ -173,8 +172,10 @@ def _with_plan(
 
 
 def _one_call(facts: AnswerModeChoiceInput) -> tuple[int, str]:
-    """Return the maximum number of characters of a context for one plain call, and a note on the
-    origin of this number."""
+    """Return the longest context for a single plain call, in characters.
+
+    A note on the origin of this limit is returned, too.
+    """
     found = calibration_of(facts.root.name)
     if found is None:
         return facts.direct_chars, ""
@@ -182,8 +183,7 @@ def _one_call(facts: AnswerModeChoiceInput) -> tuple[int, str]:
 
 
 def _why_not(strategy: PlanStrategy, facts: AnswerModeChoiceInput) -> str:
-    """Return the reason why a plan cannot read the context within the budget, or an empty string if
-    it can."""
+    """Return why a plan cannot handle the context within the budget, or an empty string."""
     question = facts.question
     try:
         cost, _ = strategy.plan.cost_and_bounds(question.context, question.text, _model(facts))

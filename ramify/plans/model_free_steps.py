@@ -46,7 +46,8 @@ from ramify.plans.value_types import (
 )
 
 MAX_PAIRS = 5_000_000
-"""Maximum number of pairs that a cross may produce. More of them are rejected with an error."""
+"""Maximum number of results of a step that pairs or joins items, such as ``cross``. More results
+are an error."""
 _NUMBER_BYTES = 32
 _FORMATS = ("%Y/%m/%d", "%b %d, %Y", "%B %d, %Y", "%d %b %Y", "%d %B %Y", "%Y-%m-%dT%H:%M:%S")
 _PERIODS = {"day": "%Y-%m-%d", "week": "%G-W%V", "month": "%Y-%m", "year": "%Y"}
@@ -60,7 +61,7 @@ class SymbolicStep(PlanStep, frozen=True):
         raise NotImplementedError
 
     def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
-        """Return the bounds of the step's result for an input that depends on model replies.
+        """Return bounds on the step's result if its input depends on model replies.
 
         ``shape`` gives the bounds of the input, and ``given`` its type.
         """
@@ -114,7 +115,7 @@ class ConcatLists(SymbolicStep, frozen=True, tag="concat"):
 
 
 class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
-    """A step that forms pairs of different values of a field.
+    """A step that forms all pairs of different values of a field.
 
     The first value comes from an item that meets the condition ``left``, and the second from one
     that meets ``right``; without conditions, all items are used.
@@ -129,7 +130,8 @@ class PairUpFieldValues(SymbolicStep, frozen=True, tag="cross"):
     """Condition on the item of the first value. None accepts all items."""
     right: Comparison | None = None
     ordered: bool = False
-    """Treat (a, b) and (b, a) as two pairs. If False, the conditions may be met in either order."""
+    """True to treat (a, b) and (b, a) as two pairs. If False, the conditions may be met in either
+    order."""
 
     def infer_output_type(self, given: PlanValueType) -> PlanValueType:
         item = given.item_type(self.title)
@@ -288,8 +290,9 @@ class BuildCountHistogram(SymbolicStep, frozen=True, tag="spread"):
 
 
 class AggregateField(SymbolicStep, frozen=True, tag="total"):
-    """A step that computes the sum of a numeric field over all items, or the mean, minimum or
-    maximum.
+    """A step that computes the sum, mean, minimum or maximum of a numeric field.
+
+    The field is read from all items.
 
     >>> plans.AggregateField("price").apply([{"price": 2}, {"price": 3.5}])
     5.5
@@ -322,8 +325,7 @@ class AggregateField(SymbolicStep, frozen=True, tag="total"):
 
 
 class TopItems(SymbolicStep, frozen=True, tag="top"):
-    """A step that keeps the ``k`` highest counts, or the ``k`` records with the highest values of a
-    field.
+    """A step that keeps the ``k`` highest counts, or the ``k`` highest records by a field.
 
     >>> plans.TopItems(1).apply({"ham": 1, "spam": 2})
     {'spam': 2}

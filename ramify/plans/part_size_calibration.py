@@ -29,9 +29,11 @@ VERSION = 1
 """Version of the file format. Files of other versions are ignored."""
 FOLDER = "calibrations"
 TOLERANCE = 0.02
-"""Loss of accuracy that is acceptable compared with the best size."""
+"""Accuracy, as a fraction, that a part size may lose by default compared with the most accurate
+one."""
 _SAVING = 0.10
-"""A larger size is preferred only if it lowers the cost by this fraction for the same text."""
+"""Fraction by which the cost of a part size may exceed that of the cheapest one. The smallest size
+within this limit is chosen."""
 _log = ComponentLogger("plans")
 
 
@@ -61,9 +63,9 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """
 
     model: str
-    """The model with its provider: ``openai:gpt-5-mini``."""
+    """Model name with its provider, such as ``openai:gpt-5-mini``."""
     date: str
-    """Day of the measurement, such as ``2026-11-27``."""
+    """Date of the measurement, such as ``2026-11-27``."""
     points: tuple[CalibrationPoint, ...]
     """One or more measurements, in ascending order of size."""
     tolerance: float = TOLERANCE
@@ -73,7 +75,7 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def part_tokens(self) -> int:
-        """Return the best size of text parts in tokens, by accuracy and cost.
+        """Return the calibrated size of text parts in tokens, chosen for accuracy and cost.
 
         Among the sizes within ``tolerance`` of the best accuracy, it is the smallest at which
         reading a text costs almost as little as possible. If prices are unknown, it is the largest,
@@ -97,8 +99,7 @@ class PartSizeCalibration(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def size_note(self) -> str:
-        """Return a short note on how the part size was determined, for the description of a
-        plan."""
+        """Return a short note on the calibrated part size, for the description of a plan."""
         return f"parts of {self.part_tokens:,} tokens, calibrated {self.date}"
 
 
@@ -138,10 +139,10 @@ def calibration_of(model: str, root: Path | None = None) -> PartSizeCalibration 
 def part_size(
     model: Any, given: int | None = None, root: Path | None = None
 ) -> tuple[int | None, str]:
-    """Return the size of text parts, in tokens, that suits a model, with a note on its origin.
+    """Return the size of text parts that suits a model, in tokens.
 
-    ``given`` is used if it is set, and otherwise the model's stored calibration. Returns None and
-    an empty note if there is neither.
+    A note on the origin of this size is returned, too. ``given`` is used if it is set, and
+    otherwise the model's stored calibration. Returns None and an empty note if there is neither.
     """
     name = model if isinstance(model, str) else getattr(model, "name", None)
     if given is not None or not isinstance(name, str):
@@ -182,10 +183,9 @@ def _warn_ignored(path: Path, why: str) -> None:
 
 
 def _fit_non_increasing(points: Sequence[CalibrationPoint]) -> list[float]:
-    """Smooth measured accuracies into the closest non-increasing sequence, by pooling adjacent
-    violators.
+    """Return measured accuracies smoothed so that they never increase with the part size.
 
-    Each point is weighted by its number of questions.
+    The method is pooling of adjacent violators. Each point is weighted by its number of questions.
     """
     pools: list[tuple[float, int, int]] = []
     for point in points:

@@ -1,4 +1,4 @@
-"""Defines plans.
+"""Plans: fixed sequences of steps that lead from a context to an answer.
 
 A plan is a sequence of steps from the context to the answer. The types of the steps are checked
 when the plan is composed.
@@ -125,10 +125,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def shapes(
         self, first: ValueSizeBounds, sheet: PlannedModelCalls, given: PlanValueType | None = None
     ) -> list[ValueSizeBounds]:
-        """Compute the bounds of the value before the first step and after each step, without
-        running the plan.
+        """Return size bounds on the values between the plan's steps, without running the plan.
 
-        Adds the model calls to ``sheet``. Raises ConfigError if the plan cannot read the context.
+        The list begins with the value before the first step. Adds the model calls to ``sheet``.
+        Raises ConfigError if the plan cannot read the context.
         """
         shapes = [first]
         for step, kind in zip(self.steps, self.types(given), strict=False):
@@ -146,12 +146,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return value
 
     def cost(self, context: Any, model: Any, question: str = "", *, limits: Any = None) -> PlanCost:
-        """Return the maximum number of calls, tokens and dollars that the plan needs for a context,
-        before anything is spent.
+        """Return an upper bound on the cost of running the plan on a context.
 
-        ``model`` is a name such as ``openai:gpt-5-mini``, a ``Model`` or a client, and ``limits``
-        are those of the run. Raises ConfigError if the plan cannot read the context. BM25 rankings
-        are computed here, since they determine how many calls follow.
+        It is computed before anything is spent, and counts calls, tokens and dollars. ``model`` is
+        a name such as ``openai:gpt-5-mini``, a ``Model`` or a client, and ``limits`` are those of
+        the run. Raises ConfigError if the plan cannot read the context. BM25 rankings are computed
+        here, since they determine how many calls follow.
         """
         return self.cost_and_bounds(context, question, look_up_model(model, limits))[0]
 
@@ -163,7 +163,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def cost_and_bounds(
         self, context: Any, question: str, model: ModelCostProfile
     ) -> tuple[PlanCost, list[ValueSizeBounds]]:
-        """Compute the cost of the plan for a context.
+        """Compute the plan's cost for a context, and the size bounds of its values.
 
         Returns the cost, and the bounds of the value before the first step and after each step.
         """

@@ -27,9 +27,11 @@ from ramify.errors import ConfigError
 from ramify.plans.value_bounds import PlannedStepCalls
 
 _REPAIR_TOKENS = 2_048
-"""Maximum tokens of the message that shows the model an error in its reply, with the markers."""
+"""Maximum tokens of the message that shows the model an error in its reply, including the markers
+of the chat format."""
 _REASONING_TOKENS = 16_384
-"""Assumed hidden reasoning tokens per reply, for a reasoning model without another limit."""
+"""Assumed number of hidden reasoning tokens per reply of a reasoning model for which no limit is
+set."""
 _BYTES_PER_WORD_TOKEN = 4
 """Bytes of English text per token, for estimating the likely cost."""
 
@@ -66,7 +68,7 @@ def look_up_model(model: Any, limits: Limits | None = None) -> ModelCostProfile:
 
 
 class CallBound(msgspec.Struct, frozen=True):
-    """An upper bound on some model calls: their number, tokens and dollars."""
+    """An upper bound on the number, tokens and cost of some model calls."""
 
     calls: int
     input_tokens: int
@@ -103,19 +105,24 @@ class PlanCost(msgspec.Struct, frozen=True):
         return self.input_tokens + self.output_tokens
 
     def likely_dollars(self, model: ModelCostProfile) -> float | None:
-        """Return the likely cost in dollars, assuming English text and replies of full length."""
+        """Return the likely cost of the plan in dollars.
+
+        English text and replies of full length are assumed.
+        """
         return _dollars(self.input_tokens // _BYTES_PER_WORD_TOKEN, self.output_tokens, model)
 
     def rounds(self, concurrency: int = 64) -> int:
-        """Return the number of rounds of calls that the plan needs if ``concurrency`` calls run at
-        a time."""
+        """Return how many rounds of concurrent model calls the plan needs.
+
+        Up to ``concurrency`` calls run at a time.
+        """
         if concurrency < 1:
             raise ConfigError(f"concurrency={concurrency}: give 1 or more")
         return sum(math.ceil(wave / concurrency) for step in self.steps for wave in step.waves)
 
     def seconds(self, call_s: float, concurrency: int = 64) -> float:
-        """Return the seconds until the answer, if each call takes ``call_s`` seconds and none is
-        repeated."""
+        """Estimate the seconds until the answer, if each call takes ``call_s`` and none is
+        retried."""
         return self.rounds(concurrency) * call_s
 
     def check(self, budget: BudgetAmount, *, is_rest: bool = False) -> None:

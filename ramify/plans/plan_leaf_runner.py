@@ -30,15 +30,17 @@ class PlanStopped(Exception):
 
 
 class PlanLeafRunner:
-    """Asks a model the questions of a running plan, which are called leaves, and collects their
-    failures."""
+    """Asks a model the bounded questions (leaves) of a running plan.
+
+    Failures are collected.
+    """
 
     def __init__(self, calls: LeafModelCaller) -> None:
         self.question = calls.question.text
         self.num_leaves = 0
         """Number of questions that were asked or were refused because of a limit."""
         self.failures: list[str] = []
-        """One line for each failed question, with its subject and the reason."""
+        """One line for each failed question, with the item it was about and the reason."""
         self.stop: Stop | None = None
         """The limit that has been reached, if any."""
         self._calls = calls
@@ -51,7 +53,7 @@ class PlanLeafRunner:
     async def ask(
         self, leaf: Leaf, items: Sequence[Any], step: str, *, is_preview: bool = False
     ) -> list[Any]:
-        """Ask a model a question, called a leaf, about each item, and return the answers in order.
+        """Return a model's answers to one bounded question (a leaf) about each item, in order.
 
         Failed questions have the answer ``LEAF_FAILED``. Raises PlanStopped if the run has already
         reached a limit, and RamifyError if every question failed.
@@ -90,7 +92,7 @@ class PlanLeafRunner:
 
 
 def _describe_call(leaf: Leaf, item: Any) -> str:
-    """Describe the subject of a model call in a few words, for readers of the run's record."""
+    """Return a short description of what a plan's model call is about, for the run's record."""
     if isinstance(item, TextPart):
         return f"{leaf.label}: {item.place}"
     if isinstance(item, list):

@@ -26,11 +26,11 @@ class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
         return str(self.__struct_config__.tag)
 
     def shown(self) -> str:
-        """Return the step's name and options as text, for diagrams of a plan."""
+        """Return the step's text in diagrams of a plan: its name and options."""
         return self.title
 
     def infer_output_type(self, given: PlanValueType) -> PlanValueType:
-        """Return the type of the step's result for an input of the type ``given``.
+        """Return the step's result type for an input of type ``given``.
 
         Raises ConfigError if the step does not accept such an input.
         """

@@ -83,7 +83,7 @@ async def answer_with_plan(
 
 
 def _outcome(value: Any, flow: PlanLeafRunner) -> CallOutcome:
-    """Return the outcome of a run with the plan's answer.
+    """Return the outcome of a run that a plan has answered.
 
     If some model calls failed, an error says what the answer does not cover.
     """

@@ -1,5 +1,6 @@
-"""Predicates with which the ``filter`` step of a plan keeps items without asking a model: a regular
-expression, a BM25 ranking, or a comparison of fields.
+"""Predicates by which a plan's ``filter`` step keeps items without a model call.
+
+They are a regular expression, a BM25 ranking and a comparison of fields.
 
     Pattern("error|failed")                  parts with a match
     Relevance(top=20)                        the 20 parts that fit the question best, by BM25
@@ -69,7 +70,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
         return BOOLEAN
 
     def keep_mask(self, items: Sequence[Any]) -> list[bool]:
-        """Return one boolean for each item, which is True if the item is kept."""
+        """Return a mask of the items, which is True for each item that the predicate keeps."""
         pattern = self._compile_regex()
         texts = (_text(field_value(item, self.field)) for item in items)
         return [isinstance(text, str) and pattern.search(text) is not None for text in texts]
@@ -81,8 +82,7 @@ class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 class Relevance(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="bm25"
 ):
-    """A predicate that keeps the parts that match the words of a query best, in their original
-    order.
+    """A predicate that keeps the parts that best match a query, in their original order.
 
     Parts are ranked by BM25.
 
@@ -113,10 +113,10 @@ class Relevance(
         return BOOLEAN
 
     def mask_top_matches(self, items: Sequence[Any], question: str) -> list[bool]:
-        """Return one boolean per item, which is True for the best matches by BM25.
+        """Return a mask of the items, which is True for those that match the query best.
 
-        Blocks while the search index is built. Raises ConfigError if the package ``tantivy`` is
-        missing.
+        The ranking is by BM25. Blocks while the search index is built. Raises ConfigError if the
+        package ``tantivy`` is missing.
         """
         from ramify.sources.text_search import MAX_QUERY_CHARS, TextSearchTool, has_tantivy
 
@@ -146,7 +146,7 @@ class Relevance(
 class Comparison(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="by", tag="field"
 ):
-    """A predicate that keeps the items whose field compares as required with a given value.
+    """A predicate that keeps items whose field satisfies a comparison with a value.
 
     >>> plans.Comparison("n", ">", 2).keep_mask([{"n": 1}, {"n": 3}])
     [False, True]

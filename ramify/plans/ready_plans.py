@@ -29,10 +29,11 @@ from ramify.plans.text_parts import By
 _PART_TOKENS = 4000
 _LABEL_TOKENS = 24
 _FACT_TOKENS = 32
-"""Tokens for one key and its value."""
+"""Maximum reply tokens for the key and the value of one record, in the plan ``pairwise``."""
 _SIDES_TOKENS = 2_048
 _COUNT_BYTES = 100
-"""Maximum bytes that an entry of a count takes in addition to its key and value."""
+"""Maximum size in bytes of one entry of a count as the model reads it, in addition to the entry's
+key and value."""
 _MAX_RECORDS = 100
 """Maximum number of records in a part if the model gives a value for each record."""
 _MIN_MERGED_TOKENS, _MAX_MERGED_TOKENS = 32, 512
@@ -119,7 +120,7 @@ def aggregate(
 def pairwise(
     part_tokens: int = _PART_TOKENS, by: By = "lines", *, ordered: bool = False, cut: bool = False
 ) -> Plan:
-    """Return a plan for questions that ask for pairs.
+    """Return a plan for questions that ask for pairs of items.
 
     For each record, a model names its subject and the value on which the question's condition
     depends, and code counts how often each subject has each value. From these counts, a second call
@@ -248,7 +249,7 @@ READY_PLANS: dict[str, Callable[..., Plan]] = {
 
 
 class ReadyPlanChoice(NamedTuple):
-    """The name of the ready-made plan that was chosen for a question, and the reason."""
+    """The ready-made plan that was chosen for a question, and the reason for the choice."""
 
     name: str
     reason: str
@@ -356,7 +357,7 @@ def _split(by: By, part_tokens: int, cut: bool) -> Plan:
 
 
 def _merged_tokens(part_tokens: int) -> int:
-    """Return the maximum length of a reply in tokens.
+    """Return the maximum length, in tokens, of a model reply that merges items.
 
     It is short enough that one later call, which reads ``part_tokens`` tokens, can merge several
     replies.

@@ -261,7 +261,7 @@ def ask(value: Any, leaf: Any) -> Any:
 
 
 def _ordered(name: str, items: Any, leaf: Any) -> tuple[Any, Any]:
-    """Return (items, leaf), which may be given in the other order."""
+    """Return (items, leaf), swapping the arguments if they were given in the other order."""
     if isinstance(items, _Options) and not isinstance(leaf, _Options):
         items, leaf = leaf, items
     if not isinstance(leaf, _Options):
@@ -364,7 +364,7 @@ def _option(value: Any) -> Any:
 
 
 def _sent(name: str, value: Any) -> Any:
-    """Return the form of ``value`` that is sent to the host.
+    """Convert ``value`` to the form in which it is sent to the host.
 
     The session's own context need not be sent.
     """
@@ -387,8 +387,7 @@ def _sent(name: str, value: Any) -> Any:
 
 
 def _part(value: Any) -> SessionTextPart | None:
-    """Return ``value`` as a part if it is one, or if it is a dict of the kind that ``chunks``
-    returns.
+    """Convert ``value`` to a text part, if it is one or is a dict as returned by ``chunks``.
 
     Return None for any other value.
     """

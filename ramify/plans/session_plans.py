@@ -109,7 +109,7 @@ class SessionPlansTool:
         return _module_source()
 
     def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlanCall:
-        """Return the strategy that answers one call of a ``ramify_plans`` function.
+        """Return the strategy that runs one call of a ``ramify_plans`` function.
 
         Raises ConfigError if the function does not exist or its options are invalid.
         """
@@ -229,8 +229,7 @@ def _decode_sent_value(sent: Any, context: Any) -> Any:
 
 
 def _decode_part(fields: Any) -> TextPart:
-    """Decode and check a text part that a session sent back, because the session may have forged
-    it."""
+    """Decode and validate a text part from a session, which may have forged it."""
     is_valid = isinstance(fields, list) and len(fields) == 4
     if not is_valid or not all(isinstance(each, str) for each in fields):
         raise ConfigError("a part cannot be read: give what split returns")
@@ -252,7 +251,7 @@ def _fields(part: TextPart) -> list[str]:
 
 
 def _kept_indices(value: Any, kept: Sequence[Any]) -> list[int]:
-    """Return the original list indices of the items that were kept.
+    """Return the indices that the kept items have in the original list.
 
     Items are compared by identity, and must be in their original order.
     """
@@ -267,7 +266,7 @@ _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Co
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert an option that a session sent to the object that a plan needs, such as a ``Leaf``.
+    """Convert an option that a session sent to its type in a plan, such as ``Leaf``.
 
     Raises ConfigError if the option is invalid.
     """

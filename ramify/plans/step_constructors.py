@@ -1,4 +1,4 @@
-"""Functions that create plans of a single step.
+"""Functions that create single-step plans.
 
 The operator ``|`` joins such plans into longer ones.
 
@@ -51,7 +51,7 @@ def split(by: By = "lines", tokens: int = 4000, **options: Any) -> Plan:
 
 
 def peek(tokens: int = 500) -> Plan:
-    """Let the filters that follow read only the first ``tokens`` tokens of each part of the text.
+    """Limit later filters to the first ``tokens`` tokens of each part of the text.
 
     >>> print(plans.peek(300).steps[0].shown())
     peek at 300 tokens
@@ -60,7 +60,7 @@ def peek(tokens: int = 500) -> Plan:
 
 
 def map(leaf: Leaf) -> Plan:
-    """Ask a model a small question, called a leaf, about each item of a list.
+    """Ask a model the same bounded question (a leaf) about each item of a list.
 
     >>> plans.map(plans.Leaf("Summarise.", label="sum up")).steps[0].shown()
     'map sum up'
@@ -79,7 +79,7 @@ def filter(predicate: Pattern | Relevance | Comparison | Leaf) -> Plan:
 
 
 def ask(leaf: Leaf) -> Plan:
-    """Ask a model a small question, called a leaf, about the whole value.
+    """Ask a model one bounded question (a leaf) about the whole value.
 
     >>> plans.ask(plans.Leaf("Answer: {question}", label="answer")).steps[0].shown()
     'ask answer'
@@ -125,7 +125,7 @@ def cross(
     *,
     ordered: bool = False,
 ) -> Plan:
-    """Form pairs of field values.
+    """Form all pairs of different values of a field.
 
     The first value is from an item that meets the condition ``left``, and the second from an item
     that meets the condition ``right``.
@@ -164,7 +164,7 @@ def count(*by: str) -> Plan:
 
 
 def spread() -> Plan:
-    """Count how many keys have each count, which gives a histogram of counts.
+    """Build a histogram of counts: how many keys occur once, twice, and so on.
 
     >>> plans.spread().steps[0].apply({"ham": 2, "spam": 2, "eggs": 1})
     {'2': 2, '1': 1}
@@ -173,7 +173,7 @@ def spread() -> Plan:
 
 
 def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") -> Plan:
-    """Compute the sum of a numeric field over all items, or the mean, minimum or maximum.
+    """Compute the sum, mean, minimum or maximum of a numeric field over all items.
 
     >>> plans.total("n", "mean").steps[0].apply([{"n": 1}, {"n": 2}])
     1.5
@@ -182,7 +182,7 @@ def total(field: str = "", how: Literal["sum", "mean", "min", "max"] = "sum") ->
 
 
 def top(k: int, by: str = "") -> Plan:
-    """Keep the ``k`` items with the highest values, or the ``k`` highest counts.
+    """Keep the ``k`` items with the highest values, or the ``k`` keys with the highest counts.
 
     >>> plans.top(1).steps[0].apply({"ham": 1, "spam": 2})
     {'spam': 2}
@@ -209,7 +209,7 @@ def combine(how: Literal["union", "intersection", "difference"]) -> Plan:
 
 
 def join(on: str) -> Plan:
-    """Join the records of the two lists in the result of ``both``, on a common field.
+    """Join the two lists of records that ``both`` returns on a common field.
 
     >>> plans.join("id").steps[0].apply(([{"id": 1, "a": 2}], [{"id": 1, "b": 3}]))
     [{'id': 1, 'a': 2, 'b': 3}]

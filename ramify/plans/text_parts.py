@@ -29,8 +29,8 @@ from ramify.types.picture import has_pictures
 BYTES_PER_TOKEN = 3
 """Number of UTF-8 bytes that count as one token."""
 By = Literal["lines", "records", "sentences", "tokens", "items"]
-"""Unit of text that is never cut in the middle, such as a line or a sentence. With ``items``, each
-text of a list or dict, or each row of a table, is one record."""
+"""Unit of text at whose boundaries a text is split, such as a line or a sentence. With ``items``,
+each text of a list or dict, or each row of a table, is one record."""
 _UNITS = {
     "lines": r"\n",
     "records": r"\n(?:[ \t\r]*\n)+",
@@ -99,8 +99,8 @@ class ContextSplitRule(msgspec.Struct, frozen=True):
     cut: bool = False
     """If True, cut a unit that exceeds the maximum size. If False, such a unit is an error."""
     header: bool = False
-    """The first line of each text names the columns of a table. It is not a record, and is repeated
-    at the start of each part."""
+    """True if the first line of each text names the columns of a table. This line is not a record,
+    and is repeated at the start of each part."""
 
 
 def num_bytes(text: str) -> int:
@@ -219,7 +219,7 @@ def shortened(text: str, most: int) -> str:
 
 
 class _Units:
-    """The units of one text, such as lines or sentences, with cumulative sums of their sizes."""
+    """The lines, sentences or other units into which one text can be cut."""
 
     def __init__(self, text: str, rule: ContextSplitRule) -> None:
         self.text = text
@@ -250,10 +250,11 @@ class _Units:
         return self.bytes[unit] + num_bytes(self.text[start:at])
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
-        """Return the end of the longest part that starts at ``at``, ends at a unit boundary, and
-        has at most ``room`` bytes and ``max_records`` records.
+        """Return the index at which to end a part that begins at ``at``, so that it is as long as
+        possible.
 
-        Returns ``at`` if not even one unit fits.
+        The part has at most ``room`` bytes and ``max_records`` records. The part ends at a unit
+        boundary. Returns ``at`` if not even one unit fits.
         """
         if room < 1:
             return at
@@ -265,9 +266,10 @@ class _Units:
         return max(at, self.ends[most - 1] if most else 0)
 
     def lead(self, at: int, most: int) -> int:
-        """Return the start of the overlap before index ``at``.
+        """Return the index at which a part begins that repeats the end of the previous part.
 
-        It is the first unit boundary for which the overlap has at most ``most`` bytes.
+        The previous part ends at index ``at``. It is the first unit boundary for which the overlap
+        has at most ``most`` bytes.
         """
         first = bisect.bisect_left(self.bytes, self.bytes_before(at) - most)
         start = self.ends[first - 1] if first else 0
@@ -316,13 +318,12 @@ def compile_regex(pattern: str) -> Any:
 
 
 class _OpenPart:
-    """The part that is currently being filled with pieces of text, together with the completed
-    parts."""
+    """Collects pieces of text into parts, filling one part at a time."""
 
     def __init__(self, rule: ContextSplitRule) -> None:
         self.closed: list[TextPart] = []
         self.room = 0
-        """Number of bytes that still fit."""
+        """Number of bytes that still fit into the current part."""
         self.num_records = 0
         self._most = BYTES_PER_TOKEN * rule.tokens
         self._reset()
@@ -345,7 +346,7 @@ class _OpenPart:
     def add(
         self, header: str, text: str, lead: int, span: TextSpan, place: str, records: Any
     ) -> None:
-        """Add a piece of text to the current part.
+        """Add a piece of text to the part that is being filled.
 
         The first ``lead`` characters of the piece overlap with the previous part. ``records`` gives
         the start and end of each record in the piece.
@@ -363,7 +364,7 @@ class _OpenPart:
         self.room -= num_bytes(added)
 
     def close(self) -> None:
-        """Complete the current part and begin a new one.
+        """Complete the part that is being filled, and begin a new one.
 
         Does nothing if the current part is empty.
         """
@@ -430,7 +431,7 @@ def _add_text(parts: _OpenPart, name: str, text: str, rule: ContextSplitRule) ->
 def _chars_that_fit(
     units: _Units, at: int, room: int, rule: ContextSplitRule, name: str, line: int
 ) -> int:
-    """Return how many characters of an oversized unit go into one part of ``room`` bytes.
+    """Return how many characters of an oversized unit fit into a part of ``room`` bytes.
 
     The part ends at a space if possible. Raises ConfigError if the unit must not be cut.
     """

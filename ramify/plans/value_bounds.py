@@ -1,7 +1,7 @@
-"""Compute bounds on the values of a plan before any model is called, and from these the number and
-size of its model calls.
+"""Bounds the values of a plan, and thus its model calls, before any model is called.
 
-The cost of a plan is estimated from these bounds.
+The bounds give the number and size of the model calls. The cost of a plan is estimated from these
+bounds.
 
     4 parts (known) ──map──> 4 answers of at most 3 kB (unknown) ──reduce──> 1 answer
     PlannedModelCalls:               4 calls, exactly                                 1 call
@@ -58,7 +58,7 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
         return self.total_bytes + self.num * BETWEEN_BYTES
 
     def limit_items(self, num: int) -> ValueSizeBounds:
-        """Return the bounds of a list that will keep at most ``num`` of these items.
+        """Return these bounds for a list cut down to at most ``num`` items.
 
         Which ones it keeps is not known yet.
         """
@@ -71,7 +71,7 @@ class ValueSizeBounds(msgspec.Struct, frozen=True):
 
 
 def known_value_bounds(value: Any) -> ValueSizeBounds:
-    """Return the bounds of a value that does not depend on model replies.
+    """Return the size bounds of a value that is known before the plan calls any model.
 
     They include the value itself.
     """
@@ -91,7 +91,7 @@ def known_value_bounds(value: Any) -> ValueSizeBounds:
 def reply_bounds(
     num: int, item_bytes: int, total_bytes: int | None = None, **fields: Any
 ) -> ValueSizeBounds:
-    """Return the bounds of a value that depends on model replies.
+    """Return the size bounds of a value that will be computed from model replies.
 
     It has at most ``num`` items of at most ``item_bytes`` bytes each.
     """
@@ -113,7 +113,7 @@ def _size(value: Any) -> int:
 
 
 class PlannedStepCalls(msgspec.Struct, frozen=True):
-    """The model calls that one step of a plan will make, with upper bounds on their tokens."""
+    """The model calls that one step of a plan will make, and upper bounds on their tokens."""
 
     step: str
     """Name of the step and of the question that it asks."""
@@ -195,12 +195,15 @@ class PlannedModelCalls:
         )
 
     def max_prompt_tokens(self, leaf: Leaf) -> int:
-        """Return an upper bound on the prompt tokens of a leaf (one kind of model call in a plan),
-        excluding the value that the call reads."""
+        """Return an upper bound on the prompt tokens of a model call, excluding the value that it
+        reads.
+
+        A leaf is one kind of model call in a plan.
+        """
         return self.max_request_tokens(leaf, "")
 
     def max_request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
-        """Return an upper bound on the tokens of a request that asks a question about a value."""
+        """Return an upper bound on the prompt tokens of a model call about a given value."""
         text = leaf.request_text(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
         schema = kind.enforceable_schema if kind else None

@@ -1,4 +1,4 @@
-"""Asks questions about rows within Ray Data pipelines.
+"""Asks a model questions about table rows in Ray Data pipelines.
 
 Requires the extra ``ray``.
 

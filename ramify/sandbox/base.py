@@ -68,7 +68,8 @@ from ramify.types.trajectory import Cell, FileReference
 
 _serials = itertools.count()
 _ALL_SEALS = 0x1 | 0x2 | 0x4 | 0x8
-"""Seals of a memory file: no further seals, no shrinking, no growing and no writing."""
+"""Seals that make a memory file immutable: they forbid further seals, shrinking, growing and
+writing."""
 LARGE_BYTES = 1 << 20
 """Minimum size in bytes of a context that counts as large. A session that uses a large context is
 forked from a process that has already decoded it."""
@@ -155,7 +156,7 @@ class SharedContextValue:
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of the encoded form in hexadecimal.
+        """Return the SHA-256 hash of the encoded value in hexadecimal.
 
         It is computed on first use.
         """
@@ -206,8 +207,7 @@ class SharedContextValue:
         return context
 
     def resolve_text_references(self, value: Any) -> Any:
-        """Replace references to texts in files with the texts themselves, in a value that a session
-        has sent.
+        """Replace references to file-backed texts in a session's value by the texts themselves.
 
         Raises LookupError if a referenced text is not in this context.
         """
@@ -220,10 +220,9 @@ class SharedContextValue:
         return value
 
     def in_memory_copy(self) -> SharedContextValue:
-        """Return a copy of this context with the texts of its files loaded into memory, for
-        sandboxes that cannot map files.
+        """Return a copy with all file-backed texts loaded into memory.
 
-        Raises SandboxError if the files are too large.
+        It is for sandboxes that cannot map files. Raises SandboxError if the files are too large.
         """
         if not self.files:
             return self
@@ -275,7 +274,7 @@ def _write_parts(fd: int, parts: list[Any]) -> None:
 def mapped_text(
     fd: int, path: str, on_bytes: Callable[[int], object] = lambda num_bytes: None
 ) -> MappedText:
-    """Return the text of an open file without loading it into memory.
+    """Return an open file's text as a ``MappedText``, without loading it into memory.
 
     ``path`` is the file's path. The file is read once, and ``on_bytes`` is called with the number
     of bytes read so far.
@@ -288,8 +287,10 @@ def mapped_text(
 
 
 def is_file_backed(value: Any) -> bool:
-    """Return True if a context is a file-backed text (mapped, not loaded into memory), or a dict
-    that contains one."""
+    """Return True if a context is a file-backed text or a dict that contains one.
+
+    A file-backed text is mapped, not loaded into memory.
+    """
     if isinstance(value, Mapping):
         return any(isinstance(item, MappedText) for item in value.values())
     return isinstance(value, MappedText)
@@ -356,17 +357,17 @@ class SandboxCapabilities(msgspec.Struct, frozen=True):
     isolates_processes: bool = False
     limits_memory: bool = False
     interrupt: bool = False
-    """An endless loop can be interrupted without losing the session's variables."""
+    """True if an endless loop can be interrupted without losing the session's variables."""
     kill: bool = False
-    """A session can be ended from outside without harming the host."""
+    """True if a session can be ended from outside without harming the host."""
     fork: bool = False
-    """A live session can be forked while it is idle or waiting for the host."""
+    """True if a live session can be forked while it is idle or waiting for the host."""
     starts_processes: bool = False
-    """Cells may start processes."""
+    """True if cells may start processes."""
     shares_context: bool = False
-    """Sessions with the same context share one copy of it in memory."""
+    """True if sessions with the same context share one copy of it in memory."""
     full_python: bool = True
-    """The whole language and standard library of CPython are available."""
+    """True if the whole language and standard library of CPython are available."""
 
 
 MIN_MEMORY_BYTES = 64 << 20
@@ -387,7 +388,7 @@ still contain them."""
 
 
 class _SpecFields(StrictKeywordsMeta):
-    """Metaclass of the sandbox configurations.
+    """Metaclass that explains an unknown field in a sandbox configuration.
 
     If a given field belongs to another provider's configuration, the error says what to write
     instead.
@@ -430,17 +431,17 @@ class SandboxSpec(msgspec.Struct, metaclass=_SpecFields, frozen=True, forbid_unk
     """Maximum address space in bytes that a session may allocate in addition to what it inherits
     when it is forked."""
     cell_s: float = 120.0
-    """Maximum working time of one cell in seconds. Time spent waiting for models does not count. In
-    the jail and ``process`` providers, CPU time that other threads of the cell use during such a
-    wait does count."""
+    """Maximum time in seconds that one cell may run, without the time spent waiting for models. In
+    the jail and ``process`` providers, CPU time that other threads of the cell use during such
+    waits counts, too."""
     grace_s: float = 0.5
-    """Seconds between an interrupt and a kill."""
+    """Seconds that an interrupted cell has to stop before it is killed."""
     max_output_bytes: int = 1 << 20
-    """Maximum output of one cell in bytes that the host keeps, as a head and a tail. The session
-    itself keeps up to sixteen times as much."""
+    """Maximum output of one cell in bytes that the host keeps: its beginning and its end. The
+    session itself keeps up to sixteen times as much."""
     packages: tuple[str, ...] = ()
-    """Third-party packages that sessions may import. They must be installed on the host or in the
-    image. The provider imports them in advance if it can."""
+    """Third-party packages that sessions may import, and that the provider imports in advance if it
+    can. They must be installed on the host or in the image."""
     allow_weaker: bool = False
     """Accept weaker isolation than requested, with a warning: a weaker tier of the jail, or the
     ``process`` provider if no jail is available. If ``provider`` names a weak provider, this
@@ -485,17 +486,19 @@ class JailSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
     A: namespaces, so the host's files do not exist in the session. B: Landlock, so files cannot be
     opened. C: no system call that names a file is allowed."""
     files_bytes: int = 16 << 20
-    """Maximum size in bytes of the files in a session's folder. 0 means no folder. Tier A only."""
+    """Maximum total size in bytes of the files in a session's folder, which exists only at tier A.
+    0 means no folder."""
     mounts: tuple[tuple[str, str], ...] = ()
-    """Read-only mounts as pairs of a path on this machine and a path inside the session. At tier B
-    both paths must be equal. Tier C has no mounts."""
+    """Read-only mounts as pairs (path on this machine, path inside the session). At tier B both
+    paths must be equal, and tier C has no mounts."""
     cpu_s: int = 3600
     """Maximum CPU time of a session over its lifetime in seconds, summed over its threads."""
     rollback: bool = False
-    """Fork the session before each cell, and return to that state if the cell must be killed.
-    Sessions then cannot write files."""
+    """True to fork the session before each cell, and to return to that state if the cell must be
+    killed. Sessions then cannot write files."""
     pool: int = 2
-    """Number of sessions that are kept ready."""
+    """Number of sessions that are prepared in advance, so that a new run need not wait for one. 0
+    prepares none."""
     all_memory_bytes: int = 0
     """Maximum memory in bytes of all sessions of a sandbox together. 0 means three quarters of the
     machine's memory. If the limit is exceeded, the largest session is ended."""
@@ -608,7 +611,7 @@ class Session(Protocol):
         ...
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
-        """Finish the cell that was running when this branch was forked.
+        """Continue the cell that was running when this branch was forked, until it ends.
 
         Pending calls to the host are passed to ``answer`` again, so each branch can get different
         answers.
@@ -635,7 +638,7 @@ class Session(Protocol):
 
 
 class PreparedContext(Protocol):
-    """Interface of a context that is prepared once and used by any number of sessions.
+    """Interface of a context that is prepared once and then used by any number of sessions.
 
     ``SharedContextValue`` implements it.
     """
@@ -726,7 +729,7 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
 
 
 def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
-    """Tell a sandbox which module its next sessions will probably install.
+    """Tell a sandbox which Python module its next sessions will probably install.
 
     A provider that forks sessions can then run the module's code once for all of them. The code
     must therefore not start threads, call the host or draw random numbers.
@@ -737,8 +740,7 @@ def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
-    """Return a sandbox's warning, or None if the user accepted this weak provider with
-    ``allow_weaker``.
+    """Return a sandbox's warning, or None if the user accepted its provider with ``allow_weaker``.
 
     A warning of the jail is always returned, because ``allow_weaker`` accepts any tier and the
     warning says which one is in use.
@@ -756,7 +758,7 @@ def check_provider(spec: SandboxSpec) -> None:
 
 
 def provider_spec(given: SandboxSpec | Mapping[str, Any] | str) -> SandboxSpec:
-    """Return a sandbox's full configuration in the class of its provider.
+    """Convert a sandbox configuration to the configuration class of its provider.
 
     ``given`` is a configuration, its stored fields, or the name of a provider. Missing fields get
     their defaults. Raises ConfigError for a field that the provider does not have.
@@ -828,7 +830,7 @@ def _provider(name: str) -> Callable[[Any], Sandbox]:
 
 
 def digest_of(value: Any) -> str:
-    """Return the digest by which journals and trajectories identify a context value.
+    """Return the digest that identifies a context value in journals and trajectories.
 
     Raises SandboxError if no session can hold a value of this type.
     """

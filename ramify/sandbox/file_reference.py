@@ -1,5 +1,6 @@
-"""Read files that a context refers to instead of copying their contents, and check that the files
-have not changed.
+"""Reads files that a context refers to by path, and checks that they have not changed.
+
+Their contents are not copied.
 
     path ──hash_and_count_text──> FileReference (path, size, time, SHA-256) + counts for an index
                               │
@@ -30,7 +31,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))
 
 
 class TextBlockCounts(msgspec.Struct, frozen=True):
-    """The encoding of a text file, with character and line counts for each block of the file.
+    """A text file's encoding, and counts of the characters and lines before each block.
 
     All are found in one pass over the file.
     """
@@ -202,7 +203,8 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return True if a file may still begin with the same data, judged by its size and time.
+    """Return True if a file's size and modification time suggest that the recorded data is
+    unchanged.
 
     A longer file counts as the same, because data may only have been appended.
     """

@@ -1,4 +1,4 @@
-"""Start preparing a sandbox before it is opened, so that its first session is ready sooner.
+"""Starts preparing a sandbox early, so that its first session is ready sooner.
 
 The fork server of a jail starts while the modules of the jail are still being imported here. A
 provider may define a function ``launch``, which starts its own preparations.

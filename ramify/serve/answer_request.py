@@ -1,7 +1,7 @@
-"""A request for an answer, independent of the API over which it arrived: the messages, and lower
-limits that a client may set in the field ``ramify``.
+"""A request for an answer, independent of the API through which it arrived.
 
-The progress of its run is available as text.
+It has messages and run limits. The request's field ``ramify`` may lower the server's limits. The
+progress of its run is available as text.
 
     chat_completions.read ─┐
     responses.read ────────┴─> AnswerRequest ──conversation_to_question.py──> question ──> run
@@ -86,7 +86,7 @@ class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     max_reasoning_tokens: int | None = None
 
     def apply_to_limits(self, limits: Limits, most_cost: float | None) -> Limits:
-        """Return the server's limits, lowered to those of this request.
+        """Return the limits of the run: the server's limits, lowered as this request asks.
 
         ``most_cost``: the server's maximum cost of a run in dollars. Raises RequestRejected for a
         limit above the server's.
@@ -111,21 +111,20 @@ class RunLimitOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class RamifyRequestFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The field ``ramify`` of a request, with the options that OpenAI's API does not have."""
+    """The field ``ramify`` of a request, which holds options that OpenAI's API lacks."""
 
     limits: RunLimitOverrides = RunLimitOverrides()
     depth: int | None = None
     """Short form of ``limits.max_depth``."""
     cite: bool = False
-    """True to ask for citations, verify them, and return them in the response's ``ramify`` field.
-    """
+    """True to ask for citations, verify them, and return them in the ``ramify`` field of the
+    response."""
     resume: str = ""
     """Id of an interrupted run of this request that is to be continued. The replies recorded so far
-    are used again and cost nothing."""
+    are reused at no cost."""
 
     def limit_overrides(self) -> RunLimitOverrides:
-        """Return the limits of the request, including the maximum depth from the short form
-        ``depth``.
+        """Return the limits that the request sets for its run, including its maximum depth.
 
         Raises RequestRejected if both forms are given.
         """
@@ -184,8 +183,7 @@ class AnswerRequest(msgspec.Struct, frozen=True):
             )
 
     def merged_sampling(self, server: Sampling) -> Sampling:
-        """Return the sampling settings of the run: the server's, overridden by those of the
-        request."""
+        """Return the run's sampling settings: those of the request, or else those of the server."""
         fields = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
         return msgspec.structs.replace(
             server, **{name: value for name, value in fields.items() if value is not None}
@@ -214,10 +212,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 def response_format_schema(
     format: Any, where: str, *, nested: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the JSON schema in a request's response format, and the path of the schema's field for
-    error messages.
+    """Return the JSON schema of a response format, and its path in the request.
 
-    The schema is None for a text response.
+    The path is for error messages. The schema is None for a text response.
 
     ``where``: the path of the response format. ``nested``: True for chat completions, which put the
     schema into the field ``json_schema``. Raises RequestRejected if the format is unknown or its
@@ -255,7 +252,7 @@ class _File(msgspec.Struct):
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content.
+    """One part of a chat message's content, such as a text or a file.
 
     It has the fields of both the chat completions and the responses API.
     """
@@ -270,7 +267,7 @@ class ContentPart(msgspec.Struct):
     file_url: str | None = None
 
     def read(self, where: str) -> str | AttachedFile:
-        """Return the text or the file in this part.
+        """Return the text or the file that this part of a message holds.
 
         Raises RequestRejected for any other kind of part.
         """
@@ -333,7 +330,7 @@ _LINE_CHARS = 200
 
 
 class RunProgressFormatter:
-    """A formatter that turns the events of one run into text that shows its progress."""
+    """Turns the events of one run into a text that shows its progress."""
 
     def __init__(self) -> None:
         self.has_reply = False
@@ -352,7 +349,7 @@ class RunProgressFormatter:
         return escape_surrogates(self._text(event))
 
     def delta_text(self, part: ReplyTextDelta) -> str:
-        """Return the progress text for a part of a reply that is arriving.
+        """Return the progress text for a newly arrived piece of a model reply.
 
         Only replies to the root, the session that answers the question itself, are shown; for
         others the text is empty.
@@ -412,7 +409,7 @@ class RunProgressFormatter:
 
 
 class _ArrivedReply:
-    """The progress text for one reply of the root session, built while the reply arrives."""
+    """Builds the progress text for one reply of the root session while the reply arrives."""
 
     def __init__(self) -> None:
         self.is_shown = False

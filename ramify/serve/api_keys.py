@@ -30,7 +30,7 @@ from ramify.secret_redaction import register_secret
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
-    """One API key of a server with its limits, as written in the key file."""
+    """An API key of a server and its limits, read from the key file."""
 
     key: str | None = None
     sha256: str | None = None
@@ -62,7 +62,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
 
 
 class ApiKeyUsage(msgspec.Struct):
-    """The amounts that an API key has spent, and those reserved for its current runs."""
+    """What an API key has spent, and what is reserved for its current runs."""
 
     cost: float = 0.0
     tokens: int = 0
@@ -72,7 +72,7 @@ class ApiKeyUsage(msgspec.Struct):
 
 
 class BudgetHold(msgspec.Struct, frozen=True):
-    """The part of a key's budget that is reserved for one run."""
+    """The part of an API key's budget that is reserved for one run."""
 
     cost: float
     tokens: int
@@ -92,9 +92,10 @@ class ApiClientAccount:
         self.num_runs = 0
 
     def count_request_start(self) -> None:
-        """Count a request as in progress, before its body is read.
+        """Count a new request of this client as in progress.
 
-        Raises RequestRejected if the key already has its maximum number of requests in progress.
+        It is called before the body of the request is read. Raises RequestRejected if the key
+        already has its maximum number of requests in progress.
         """
         if self.key.max_runs is not None and self.num_runs >= self.key.max_runs:
             raise RequestRejected(
@@ -113,9 +114,10 @@ class ApiClientAccount:
             self.spent.held_cost = 0.0  # so that rounding errors do not add up
 
     def reserve_budget(self, limits: Limits) -> BudgetHold:
-        """Reserve part of the key's budget for a new run, up to the run's limits.
+        """Reserve part of the key's budget for a new run.
 
-        Raises RequestRejected if the budget is used up.
+        The reservation is at most what the run may spend. Raises RequestRejected if the budget is
+        used up.
         """
         key, spent = self.key, self.spent
         cost = self._remaining_budget("dollars", key.max_cost, spent.cost, spent.held_cost)
@@ -139,7 +141,7 @@ class ApiClientAccount:
         return hold
 
     def release(self, hold: BudgetHold) -> None:
-        """Return a reservation to the budget.
+        """Release a budget reservation, so that the amount is available to other runs again.
 
         Call this if the run did not start, or once it has been charged.
         """
@@ -147,8 +149,7 @@ class ApiClientAccount:
         self.spent.held_tokens -= hold.tokens
 
     def settle(self, hold: BudgetHold, tokens: int, cost: float) -> None:
-        """Charge a finished run for its actual usage, and return the rest of its reservation to the
-        budget."""
+        """Charge a finished run for what it used, and release the rest of its reservation."""
         self.release(hold)
         spent = self.spent
         spent.cost += cost
@@ -212,7 +213,8 @@ class ApiKeys:
 
     @classmethod
     def with_generated_key(cls) -> tuple[ApiKeys, str]:
-        """Create a new key without limits that is valid until the server stops.
+        """Create a set with one new API key, which has no limits and is valid until the server
+        stops.
 
         Returns the set of keys and the new key.
         """
@@ -220,14 +222,14 @@ class ApiKeys:
         return cls({"default": ApiKey(key=key)}), key
 
     def caller_named(self, name: str) -> ApiClientAccount:
-        """Return the caller with this name.
+        """Return the API client whose key has this name.
 
         Without keys, all clients are one caller.
         """
         return self.callers.get(name, self._anyone)
 
     def save_spending(self) -> None:
-        """Save the spent and reserved amounts to the file.
+        """Save to disk what each API key has spent and reserved.
 
         Raises StoreError if it cannot be written.
         """
@@ -265,7 +267,7 @@ def read_keys(path: str | Path) -> dict[str, ApiKey]:
 
 
 def _read_spent(path: Path | None) -> dict[str, ApiKeyUsage]:
-    """Read the saved usage of each key.
+    """Read from the saved usage file how much each API key has spent.
 
     Amounts still reserved when the server stopped count as spent, because their runs may have used
     them.

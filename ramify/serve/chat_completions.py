@@ -156,7 +156,7 @@ def new_id() -> str:
 def response_body(
     answer: ServedAnswer, request: AnswerRequest, id: str, model: str
 ) -> dict[str, Any]:
-    """Return the response body for an answer that is sent in one piece, not streamed."""
+    """Return the response body for an answer that is not streamed."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         message |= {"content": None, "tool_calls": _tool_calls(answer)}
@@ -229,7 +229,7 @@ def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _calls_as_text(message: _Message) -> str:
-    """Format the function calls of an earlier message as text."""
+    """Format the function calls in an earlier assistant message as text."""
     calls = [call.function for call in message.tool_calls or ()]
     return "\n".join(f"(called {call.name}({call.arguments}))" for call in calls)
 

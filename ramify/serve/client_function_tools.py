@@ -1,4 +1,4 @@
-"""Functions of the client that an answer may call.
+"""Client-side functions that the model may call in its answer.
 
 They are the ``tools`` of a request and the ``tool_calls`` of an answer.
 
@@ -29,7 +29,7 @@ _MOST = 128
 
 
 class ClientFunctionTool(msgspec.Struct, frozen=True):
-    """A function in the client's program that an answer may call."""
+    """A function in the client's program that the model may ask the client to call."""
 
     name: str
     description: str | None = None
@@ -65,7 +65,7 @@ class AnswerOrToolCallType(AnswerSchema, frozen=True):
 
     @property
     def enforceable_schema(self) -> None:
-        """Always None.
+        """Return None: the choice between an answer and tool calls cannot be enforced.
 
         Providers cannot enforce a choice between a text and a value.
         """
@@ -121,7 +121,7 @@ def tool_call_answer_type(
     schema: dict[str, Any] | None,
     schema_field: str,
 ) -> AnswerOrToolCallType | None:
-    """Return the answer type for the client functions that a request offers.
+    """Return the type of answers that may call the client functions of a request.
 
     Returns None if the answer may call none of them.
 
@@ -186,9 +186,9 @@ def answer_json(value: Any) -> str:
 
 
 def _required_function(choice: Any) -> str | None:
-    """Return the name of the function that ``tool_choice`` requires, in the format of either API.
+    """Return the name of the function that the request's ``tool_choice`` requires.
 
-    Returns None if it requires no specific function.
+    It accepts the formats of both APIs. Returns None if it requires no specific function.
     """
     if choice is None or choice in ("auto", "none", "required"):
         return None

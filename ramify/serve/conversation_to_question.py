@@ -50,7 +50,7 @@ class QuestionAndContext(msgspec.Struct, frozen=True):
 
 
 class _MovedPiece(msgspec.Struct):
-    """A piece of a message, such as a file, that was moved to the context."""
+    """A piece of a chat message, such as a file, that was moved to the run's context."""
 
     names: list[str]
     """Keys of the piece in the context."""
@@ -160,7 +160,7 @@ def _decode_file(part: AttachedFile) -> bytes:
 
 
 def _add_text(name: str, text: str, loading: SourceCollector) -> str:
-    """Add a text to the context and return its key there."""
+    """Add a text to the run's context, and return its key there."""
     loading.add(name, text, "text", len(text))
     return loading.items[-1].name
 
@@ -182,7 +182,7 @@ def _context_reference(name: str, is_single: bool) -> str:
 
 
 def _question_text(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    """Return the text of the question.
+    """Return the text of the question for the model.
 
     If the whole question was moved to the context, return its beginning and end.
 

@@ -1,4 +1,4 @@
-"""The route ``POST /v1/feedback``, with which a user rates a recorded reply.
+"""The route ``POST /v1/feedback``, where users rate recorded replies.
 
     {"id": "chatcmpl-…", "score": 1, "note": "exactly what I asked for"}  ──>  a score of that turn
 

@@ -106,8 +106,7 @@ class McpHttpServer:
             self._num_in_progress -= http.method == "POST"
 
     async def _forward_request(self, http: web.Request, body: bytes) -> web.StreamResponse:
-        """Pass a request to the MCP SDK's ASGI application, and pass the application's response to
-        the client."""
+        """Forward an HTTP request to the MCP SDK's application, and return its response."""
         response = web.StreamResponse()
         parts = [{"type": "http.request", "body": body, "more_body": False}]
 

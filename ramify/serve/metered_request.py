@@ -37,7 +37,7 @@ from ramify.types.message import Reply, Usage
 from ramify.types.trajectory import Stop
 
 REPLY_TOKENS = 8192
-"""Default limit of a reply in tokens, for a request without one."""
+"""Default maximum length of a reply in tokens, for requests that do not set one."""
 EXHAUSTED = "budget_exhausted"
 """Error code for a request that exceeds the budget."""
 _LARGE_CHARS = 1 << 16
@@ -45,21 +45,20 @@ _LARGE_CHARS = 1 << 16
 
 
 class _ReplyLostAfterPayment(Exception):
-    """Raised to stop the retries of a request, because its reply was lost and may already have been
-    paid for."""
+    """Raised to stop retrying a request whose lost reply may already have been billed."""
 
 
 class MeteredRequest:
-    """One request of a caller to the model, with the reply limited to the caller's budget.
+    """A caller's request to the metered model, paid from the caller's budget.
 
-    Implements ``RequestBudgetReservation``.
+    The budget limits the length of the reply. Implements ``RequestBudgetReservation``.
     """
 
     def __init__(
         self, seat: MeteredModelAccess, asked: Request, client: Client, reply_tokens: int
     ) -> None:
         self.sent: Request | None = None
-        """The request as it is sent; None if the budget is used up."""
+        """The request as sent to the model, or None if the budget is used up."""
         self.usage = Usage()
         """The usage that was charged."""
         self.cost: float | None = None
@@ -74,10 +73,9 @@ class MeteredRequest:
         self._reservation: BudgetReservation
 
     async def count_prompt(self) -> None:
-        """Count the exact tokens of the prompt, if the model's chat template is available in this
-        process.
+        """Count the prompt's tokens exactly if the model's chat template is available.
 
-        Otherwise an upper bound is used.
+        It must be available in this process. Otherwise an upper bound is used.
         """
         rendering: PromptRenderer | None = getattr(self._client, "rendering", None)
         if rendering is None:
@@ -89,7 +87,7 @@ class MeteredRequest:
         self._num_prompt, self._is_exact = len(ids), True
 
     async def send(self, pool: RateLimitedClientPool, on_piece: OnPiece | None) -> Reply:
-        """Send the request, shortened to the budget, and return the reply.
+        """Send the request with a reply limit that fits the budget, and return the reply.
 
         Raises RequestRejected if the budget is used up, or if the model fails.
         """
@@ -115,10 +113,9 @@ class MeteredRequest:
             raise rejection_of(error) from None
 
     def _fit_to_budget(self) -> tuple[Request, BudgetReservation]:
-        """Return the request with the highest limit on reply tokens that the budget allows, and the
-        amount to reserve for it.
+        """Shorten the reply limit until the request fits the budget, and return the request.
 
-        Raises RequestRejected if the budget allows no reply.
+        Also return the amount to reserve. Raises RequestRejected if the budget allows no reply.
         """
         most = float(self._longest_reply())
         # Rounding of dollars to tokens may need a second look.
@@ -133,7 +130,7 @@ class MeteredRequest:
         raise self._refuse_over_budget(reservation.amount)
 
     def _longest_reply(self) -> int:
-        """Return the maximum number of tokens of the reply, regardless of the budget.
+        """Return the maximum length of the reply in tokens, apart from the budget.
 
         A caller's limit as large as the model's context window counts as no limit.
         """
@@ -143,8 +140,7 @@ class MeteredRequest:
         return min(limit, room) if self._is_exact and room > 0 else limit
 
     def _tokens_over(self, amount: BudgetAmount) -> float:
-        """Return the number of tokens by which the reply must be shortened to stay within the
-        budget.
+        """Return how many tokens the reply limit must shrink for the request to fit the budget.
 
         The result is infinite if no reply is short enough.
         """
@@ -163,8 +159,8 @@ class MeteredRequest:
         return max(over, 1)
 
     def _refuse_over_budget(self, amount: BudgetAmount) -> RequestRejected:
-        """Build the error for a request that exceeds the budget, and record the refusal in the
-        caller's account."""
+        """Record that a request exceeds its caller's budget, and return the error for the
+        caller."""
         seat, ledger = self._seat, self._seat.ledger
         stop = ledger.limit_exceeded_by(amount) or Stop.MAX_TOKENS
         spent, limit = ledger.spent, ledger.limit
@@ -212,7 +208,7 @@ class MeteredRequest:
 
 
 def _with_limit(request: Request, max_tokens: int) -> Request:
-    """Return the request that is sent to the model, with the reply limited to ``max_tokens``.
+    """Return a copy of the request that limits the reply to ``max_tokens`` tokens.
 
     It asks for log-probabilities only if the caller wants the likeliest tokens, because many models
     refuse to report them.

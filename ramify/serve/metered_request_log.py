@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class LoggedMessage(msgspec.Struct, frozen=True, tag="message"):
-    """A line of the log that stores a message when it first occurs."""
+    """A log line that stores a message the first time it appears."""
 
     id: str
     message: Message
@@ -45,9 +45,10 @@ class MeterLogEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=Tr
     status: int
     """HTTP status of the answer; 499 if the caller disconnected first."""
     asked_tokens: int
-    """Limit of the reply that the caller asked for, in tokens."""
+    """Maximum length of the reply that the caller requested, in tokens."""
     max_tokens: int = 0
-    """Limit of the reply that the proxy asked the model for, in tokens; 0 if nothing was sent."""
+    """Maximum length of the reply that the proxy requested from the model, in tokens; 0 if nothing
+    was sent."""
     messages: tuple[str, ...] = ()
     """Ids of the messages in the prompt."""
     reply: Message | None = None
@@ -59,7 +60,7 @@ class MeterLogEntry(msgspec.Struct, frozen=True, tag="request", omit_defaults=Tr
 
 
 class MeterLogWriter:
-    """Writes the log file of a metering proxy: one line for each request and each new message."""
+    """Writes a metering proxy's log file: one line for each request and each new message."""
 
     def __init__(self, path: Path) -> None:
         """Open the log file for appending.
@@ -118,7 +119,7 @@ class MeterLogWriter:
             self._fd = -1
 
     def _id_of(self, message: Message, lines: bytearray) -> str:
-        """Return the id of a message.
+        """Return the id of a message in the log, and log the message if it is new.
 
         For a new message, also add the line that stores it to ``lines``.
         """

@@ -53,7 +53,7 @@ _MAX_BODY_BYTES = 256 << 20
 
 
 class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a request that opens an account with a budget for one caller.
+    """The body of a request to open an account with a budget for one caller.
 
     Limits that are not set default to those of the proxy.
     """
@@ -65,8 +65,7 @@ class OpenModelAccessRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MeteringProxy:
-    """An HTTP server that forwards requests to one model, and counts and limits what each caller
-    spends.
+    """An HTTP server that forwards requests to one model and limits what each caller spends.
 
     ``async with`` starts and stops it.
 
@@ -172,7 +171,7 @@ class MeteringProxy:
     async def open_account(
         self, name: str, budget: PerItemBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
-        """Open a seat, an account for one caller, until the block ends.
+        """Open an account (a "seat") for one caller until the block ends.
 
         If the name is in use, a number is appended to it. Raises ConfigError for a limit in dollars
         if the model has no price.
@@ -227,8 +226,7 @@ class MeteringProxy:
     async def ask(
         self, seat: MeteredModelAccess, asked: Request, on_piece: OnPiece | None = None
     ) -> Reply:
-        """Forward one request to the model within the budget of a seat, which is one caller's
-        account.
+        """Forward one request to the model within the caller's budget.
 
         Raises RequestRejected with status 402 if the budget is used up.
         """
@@ -302,9 +300,9 @@ class MeteringProxy:
 
 
 class _SeatKeys(AcceptedApiKeys):
-    """The API keys of all open accounts ("seats").
+    """The API keys of all callers that currently have an account at the proxy.
 
-    The HTTP server identifies callers by them.
+    An account is also called a "seat". The HTTP server identifies callers by them.
     """
 
     def __init__(self) -> None:
@@ -324,7 +322,7 @@ class _SeatKeys(AcceptedApiKeys):
 
 
 class MeteredModel:
-    """The metered model, with the interface that the API routes call.
+    """The model behind the proxy, for requests that are charged to one caller's account.
 
     Each object acts for one caller's account ("seat").
     """
@@ -337,7 +335,7 @@ class MeteredModel:
         self._rendering: PromptRenderer | None = getattr(meter.upstream_client, "rendering", None)
 
     async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Send ``num_replies`` separate requests for one reply each.
+        """Return several replies to a request, each from a separate call of the model.
 
         Each request is charged for the whole prompt, but an API response reports a single usage.
         The first reply's usage therefore has the prompt tokens of all requests.
@@ -387,7 +385,7 @@ class MeteredModel:
 
 
 def _with_seeds(request: Request, num_replies: int) -> list[Request]:
-    """Return a separate request for each reply.
+    """Return one copy of the request for each of ``num_replies`` replies.
 
     If the request has a seed, the request for reply number i has ``seed + i``.
     """
@@ -401,8 +399,7 @@ def _with_seeds(request: Request, num_replies: int) -> list[Request]:
 
 
 def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
-    """Return the replies, with the prompt tokens of all replies added up in the usage of the
-    first."""
+    """Return the replies, with the prompt tokens of all of them added to the first one's usage."""
     usages = [reply.usage for reply in replies]
     first = msgspec.structs.replace(
         usages[0],
@@ -413,8 +410,10 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
 
 
 def _seat_report(seat: MeteredModelAccess) -> dict[str, Any]:
-    """Return the state of one caller's account ("seat"), in the form in which the proxy reports it
-    over HTTP."""
+    """Return the usage and the budget of one caller's account, as the proxy reports it.
+
+    An account is also called a "seat".
+    """
     return {
         "name": seat.name,
         "requests": seat.usage.calls,

@@ -59,7 +59,7 @@ from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
 _MAX_REPLIES = 1024
-"""Maximum number of replies in progress, over all requests."""
+"""Maximum number of replies that are generated at the same time, over all requests."""
 _MAX_PATHS = 4096
 """Number of conversations whose token ids are remembered."""
 
@@ -197,7 +197,7 @@ class PolicyServer:
 
     @asynccontextmanager
     async def _admit_request(self, _: web.Request) -> AsyncIterator[ModelForCaller]:
-        """Admit one request and count it as in progress until the block ends.
+        """Admit one request, and count it as in progress until the ``with`` block ends.
 
         Raises RequestRejected if the server is overloaded, or if its engine is asleep or has no
         valid weights.
@@ -221,7 +221,7 @@ class PolicyServer:
 
 
 class _RepliesInProgress:
-    """Counts the replies in progress on one server, and limits their number."""
+    """Counts the replies that a server is generating, and limits their number."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -229,7 +229,7 @@ class _RepliesInProgress:
 
     @contextmanager
     def more(self, num_replies: int) -> Iterator[None]:
-        """Count more replies as in progress until the block ends.
+        """Count ``num_replies`` more replies as in progress until the ``with`` block ends.
 
         Raises RequestRejected if the limit is exceeded.
         """
@@ -248,14 +248,14 @@ class _RepliesInProgress:
 
 
 class PolicyAnswerer:
-    """A policy that answers requests.
+    """Answers API requests with replies sampled from a policy, the served local model.
 
     It remembers the exact token ids of its earlier replies, so that later turns of a conversation
     continue from them.
     """
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """Wrap the client of a policy.
+        """Create an answerer for the policy behind ``client``.
 
         ``progress`` counts the replies in progress. The caller has already counted one reply for
         each request, so only further ones are counted here.
@@ -267,12 +267,11 @@ class PolicyAnswerer:
         self._paths = _KnownPaths()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Return the request with the remembered token ids of its conversation's longest known
-        prefix."""
+        """Add the known token ids of the longest known conversation prefix to the request."""
         return self._paths.with_known_prefix_ids(request)
 
     async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
-        """Generate independent replies to a request.
+        """Return ``num_replies`` independently sampled replies to a request.
 
         If it has a seed, reply number i is sampled with ``seed + i``.
         """
@@ -318,7 +317,7 @@ class PolicyAnswerer:
     async def _accept_reply(
         self, request: Request, reply: Reply, schema: JsonSchema | None
     ) -> None:
-        """Remember the token ids of a reply.
+        """Remember the token ids of a reply, and check the reply against the request's schema.
 
         Raises RequestRejected if the reply does not match the request's schema, since the engine
         does not enforce it.
@@ -345,7 +344,7 @@ def _failure(schema: JsonSchema, value: Any) -> str | None:
 
 
 async def _schema_of(request: Request) -> JsonSchema | None:
-    """Compile the JSON schema of a request, or return None if it has none.
+    """Compile the request's JSON schema, or return None if it has none.
 
     Raises ConfigError if the schema is invalid or too large.
     """
@@ -355,7 +354,7 @@ async def _schema_of(request: Request) -> JsonSchema | None:
 
 
 def _one_request_per_reply(request: Request, num_replies: int) -> list[Request]:
-    """Return a separate request for each reply.
+    """Return one copy of the request for each reply to generate.
 
     The requests differ only in their seeds.
     """
@@ -370,7 +369,7 @@ def _one_request_per_reply(request: Request, num_replies: int) -> list[Request]:
 async def _merge_streams(
     streams: Sequence[AsyncGenerator[Message | Reply, None]],
 ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-    """Yield the parts of all streams as they arrive.
+    """Yield the parts of several streamed replies in the order in which they arrive.
 
     Each part has the index of its stream.
     """
@@ -405,7 +404,7 @@ async def _merge_streams(
 
 
 class _KnownPaths:
-    """The remembered token ids of the last few thousand conversations.
+    """The token ids of the most recent conversations, up to a few thousand.
 
     Each entry holds the prompt and sampled tokens of a conversation up to one reply.
     """
@@ -414,8 +413,10 @@ class _KnownPaths:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Return the request with the remembered token ids of its conversation's longest known
-        prefix."""
+        """Add the known token ids of the longest known conversation prefix to the request.
+
+        The request is returned unchanged if no prefix is known.
+        """
         known: KnownPrefix | None = None
         for end, key in _prefix_digests(request.tools, request.messages):
             if (ids := self._ids.get(key)) is not None:
@@ -435,8 +436,10 @@ class _KnownPaths:
 def _prefix_digests(
     tools: Sequence[Tool], messages: Sequence[Message]
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield each prefix of a conversation that ends with a reply: its number of messages, and a
-    digest that identifies it."""
+    """Yield the length and the digest of each conversation prefix that ends with a model reply.
+
+    The length is a number of messages.
+    """
     digest = hashlib.blake2b(_encode(tools), digest_size=16)
     for index, message in enumerate(messages):
         digest.update(_encode(message))

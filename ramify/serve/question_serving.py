@@ -121,7 +121,7 @@ def build_served_answer(result: Result, request: AnswerRequest) -> ServedAnswer:
 
 
 def suspended_run_error(why: str, run: str) -> RequestRejected:
-    """Return the error response for a suspended run, which can be continued."""
+    """Return the error response for a suspended run, which the client can resume."""
     return RequestRejected(
         f"{why}: once the server is back, send the request again with ramify.resume={run!r}, which "
         "pays for no reply twice",
@@ -148,7 +148,7 @@ def failed_run_error(failure: BaseException | None, error: str | None, run: str)
 
 
 def _cut_answer(text: str, request: AnswerRequest) -> tuple[str, bool]:
-    """Cut an answer at its first stop sequence and at its maximum length.
+    """Cut an answer at the request's first stop sequence and at its maximum length.
 
     Returns the remaining text, and True if the answer was longer than the maximum length.
     """
@@ -159,7 +159,7 @@ def _cut_answer(text: str, request: AnswerRequest) -> tuple[str, bool]:
 
 
 class ActiveQuestion:
-    """One question that a server is answering: its request, its reserved budget and its run."""
+    """A question that the server is answering, and the budget reserved for its run."""
 
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request
@@ -170,7 +170,7 @@ class ActiveQuestion:
         self.paid_cost = 0.0
 
     async def answer(self) -> ServedAnswer:
-        """Wait for the answer of the run.
+        """Wait for the run to end and return its answer.
 
         Cancelling this call cancels the run.
 
@@ -208,7 +208,7 @@ class ActiveQuestion:
 
 
 class ActiveQuestions:
-    """The questions that one server is currently answering, with limits on their number."""
+    """The questions that a server is answering at the moment, up to a maximum number."""
 
     def __init__(
         self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling
@@ -257,7 +257,7 @@ class ActiveQuestions:
 
     @contextmanager
     def admit_request(self, caller: ApiClientAccount) -> Iterator[None]:
-        """Count a caller's request as active until the block ends.
+        """Admit a caller's request, and count it as in progress until the ``with`` block ends.
 
         The block begins before the body is read, and ends when the response has been sent.
 
@@ -291,7 +291,7 @@ class ActiveQuestions:
     async def ask(
         self, caller: ApiClientAccount, request: AnswerRequest, prompt: QuestionAndContext
     ) -> AsyncIterator[ActiveQuestion]:
-        """Start the run of an admitted request.
+        """Start a run that answers an admitted request.
 
         Leaving the block early cancels the run.
 

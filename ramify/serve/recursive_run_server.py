@@ -161,8 +161,7 @@ class RecursiveRunServer:
         return self._questions.num_active
 
     def unfinished_runs(self) -> list[str]:
-        """Return the ids of stored runs that a stopped server left unfinished and that can be
-        continued."""
+        """Return the ids of stored, resumable runs that a stopped server left unfinished."""
         return self._questions.unfinished.resumable_runs()
 
     # --- start and shutdown
@@ -196,7 +195,7 @@ class RecursiveRunServer:
         await self.close()
 
     async def close(self) -> None:
-        """Stop at once.
+        """Stop the server immediately, without waiting for its runs to finish.
 
         All runs are cancelled, and their requests get an error. Calling this twice is harmless.
         """
@@ -272,7 +271,7 @@ class RecursiveRunServer:
         return handle
 
     async def _record(self, id: str, question: ActiveQuestion) -> None:
-        """Record the run of a question.
+        """Store the run that answered a question as recorded traffic, if the client allows it.
 
         The last part of its answer is sent only afterwards.
         """
@@ -282,7 +281,7 @@ class RecursiveRunServer:
             await self._recorder.record_run(id, running.recorder.trajectory, temperature)
 
     def _recording_headers(self, request: AnswerRequest) -> dict[str, str]:
-        """Return the HTTP headers that inform a client that its run is recorded."""
+        """Return an HTTP header that says that the run is recorded, or no header if it is not."""
         is_recorded = self._recorder is not None and not request.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 

@@ -49,7 +49,7 @@ class RedactionRules:
     """A set of rules that redacts personal data and keys before conversations are stored."""
 
     def __init__(self, patterns: Sequence[str] = (), *, defaults: bool = True) -> None:
-        """Create redaction rules.
+        """Create a set of redaction rules from the built-in ones and the given patterns.
 
         ``patterns`` are regular expressions to redact in addition to the default rules, which
         ``defaults=False`` turns off. Raises ConfigError for a pattern that does not compile, or
@@ -70,7 +70,7 @@ class RedactionRules:
         return merged
 
     def redact_text(self, text: str) -> str:
-        """Redact ``text``.
+        """Return a text in which all personal data and keys are replaced by placeholders.
 
         Each redacted span is replaced with a placeholder.
         """
@@ -121,7 +121,7 @@ class RedactionRules:
     def token_mask(
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
-        """Return a list with True for each token that is part of a redacted span.
+        """Return a list of booleans that marks the tokens in redacted spans.
 
         ``removed`` holds the texts that were redacted in the messages. Wherever they occur here,
         they are redacted, too.
@@ -176,7 +176,7 @@ busy.
 
 
 class _PrefixLengths:
-    """Finds how many leading token ids decode to a given number of characters.
+    """Finds how many leading tokens make up a given number of characters of a text.
 
     Only the prefixes that are needed are decoded.
     """
@@ -186,16 +186,15 @@ class _PrefixLengths:
         self._decode = decode
 
     def last_up_to(self, chars: int) -> int:
-        """Return the largest number of leading token ids whose text has at most ``chars``
-        characters.
+        """Return the largest number of leading tokens that have at most ``chars`` characters.
 
         An incomplete character at the end counts as one.
         """
         return bisect_right(range(1, len(self._ids) + 1), chars, key=self._decoded_length)
 
     def first_from(self, chars: int) -> int:
-        """Return the smallest number of leading token ids whose text has at least ``chars``
-        complete characters."""
+        """Return the smallest number of leading tokens that have at least ``chars`` whole
+        characters."""
         return bisect_left(range(len(self._ids) + 1), chars, key=self._complete_chars_length)
 
     def _decoded_length(self, num: int) -> int:
@@ -219,7 +218,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _has_check_digit(number: str) -> bool:
-    """Return True if the digits of a number pass the Luhn test.
+    """Return True if a number passes the Luhn check, as every card number does.
 
     Those of all card numbers do.
     """

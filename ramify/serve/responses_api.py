@@ -267,7 +267,7 @@ class ResponsesStreamEncoder:
 
 
 class _Head:
-    """Builds the JSON bodies that describe one response at each stage of its progress.
+    """Builds the JSON bodies of one response, one for each status from start to completion.
 
     All have the same id, model and settings.
     """

@@ -44,7 +44,7 @@ class ServerMetrics:
         self._counts["ramify_events_sent_total"][""] += count
 
     def count_run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:
-        """Count a run that has ended, with its usage, cost and duration."""
+        """Add a finished run to the counters: its usage, cost and duration."""
         self._counts["ramify_runs_total"][f'stop="{stop}"'] += 1
         tokens = self._counts["ramify_tokens_total"]
         tokens['kind="input"'] += usage.input_tokens

@@ -1,5 +1,4 @@
-"""Completion routes that take and return token ids instead of text, in the formats of vLLM and
-SGLang.
+"""Completion routes that take and return token ids, in vLLM's and SGLang's formats.
 
 ``POST /v1/completions`` is vLLM's API with ``return_token_ids``; ``POST /generate`` is SGLang's.
 

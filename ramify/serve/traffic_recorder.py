@@ -90,7 +90,7 @@ _log = ComponentLogger("serve")
 
 
 class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a policy that are needed to record its conversations."""
+    """The properties of a policy that the recorder needs to store its conversations."""
 
     identity: TokenizerAndArchitecture
     decode: Callable[[Sequence[int]], str]
@@ -104,7 +104,7 @@ class PolicyFactsForRecorder(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_policy(cls, policy: Policy) -> PolicyFactsForRecorder:
-        """Return the facts that the recorder needs about a policy loaded in this process."""
+        """Collect the properties that the recorder needs from a policy loaded in this process."""
         from ramify.models.policy_vocabulary_identity import identity_of
         from ramify.models.weights import fingerprint
 
@@ -135,7 +135,7 @@ class ReplyNotFoundError(RamifyError):
 
 
 class _Conversation:
-    """One conversation that is being recorded as a run."""
+    """A conversation with the policy that is being recorded as a run."""
 
     def __init__(self, run: str, question: str) -> None:
         self.run = run
@@ -204,7 +204,7 @@ class TrafficRecorder:
         await self._store_or_count_lost(partial(self._record, id, choice, request, reply))
 
     async def _store_or_count_lost(self, work: Callable[[], None]) -> None:
-        """Store a reply by calling ``work`` in the recorder's thread.
+        """Run ``work``, which stores a reply, in the recorder's thread.
 
         If that fails, the reply counts as lost, and nothing is raised.
         """
@@ -262,7 +262,7 @@ class TrafficRecorder:
         self._look_at_size()
 
     def _record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Store a redacted copy of a run, without the contexts of its calls."""
+        """Store a redacted copy of a run, without the input data (contexts) of its calls."""
         conversation = _Conversation(
             self.store.new_id("run"), self._redaction.redact_text(run.question)
         )
@@ -324,7 +324,7 @@ class TrafficRecorder:
         yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
-        """Append one reply to the journal of its conversation, or start a new conversation with it.
+        """Append a reply to the journal of its conversation, which may be a new one.
 
         For a further reply to the same request, ``first`` is the turn of the first reply.
         """
@@ -387,7 +387,7 @@ class TrafficRecorder:
         return place
 
     def _continued_turn(self, request: Request, reply: Reply) -> _RecordedTurn | None:
-        """Return the stored turn that a request continues, or None.
+        """Return the recorded turn that a request continues, or None if it continues none.
 
         The request's prompt begins with the token ids of that turn.
         """
@@ -402,10 +402,10 @@ class TrafficRecorder:
     def _without_redacted(
         self, reply: Reply, reused_ids: int, said: Message, removed: set[str]
     ) -> tuple[Reply, list[float]]:
-        """Redact the tokens of a reply.
+        """Return a copy of a reply without its redacted tokens.
 
-        Returns the reply as it is stored, and a list with one entry for each sampled token: 1 if it
-        was redacted, otherwise 0.
+        Values that would reveal these tokens are blanked. Returns the reply as it is stored, and a
+        list with one entry for each sampled token: 1 if it was redacted, otherwise 0.
         """
         prompt, sampled, logprobs = reply.prompt_ids or (), reply.token_ids or (), reply.logprobs
         given = prompt[reused_ids:]
@@ -461,7 +461,7 @@ class TrafficRecorder:
         self._written += journal.file.size - before
 
     def _journal(self, run: str) -> FileRunJournal | None:
-        """Return the journal of a run, opening it if necessary.
+        """Return the open journal of a recorded conversation, or None if its run does not exist.
 
         Returns None if the run does not exist.
         """
@@ -498,18 +498,21 @@ class TrafficRecorder:
         journal.append(event)
 
     def _look_at_size(self) -> None:
-        """Start deleting old conversations if it is time to check the store's size again, or if the
-        store may be full."""
+        """Start deleting old conversations if the recorded traffic may be too large.
+
+        It also starts if a size check is due.
+        """
         is_time = time.monotonic() - self._checked_at > _CHECK_S or self._is_filling()
         if self._pruning is None and is_time:
             self._begin_pruning()
 
     def _is_filling(self) -> bool:
-        """Return True if the replies stored since the last check may have filled the store."""
+        """Return True if the recorded traffic may have reached its size limit since the last
+        check."""
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
-        """Start a thread that deletes old conversations if necessary.
+        """Start deleting old conversations in a background thread.
 
         Replies do not have to wait for it.
         """
@@ -519,7 +522,7 @@ class TrafficRecorder:
         self._pruning.start()
 
     def _prune(self) -> None:
-        """Delete conversations that are too old.
+        """Delete the oldest conversations if they are too old or take too much space.
 
         If the store is still too large, delete the oldest ones.
         """
@@ -557,7 +560,7 @@ def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTur
 
 
 def _next_turn(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
-    """Return the turn under which a new reply is stored.
+    """Return the call and the turn under which a new reply is recorded.
 
     It is the next turn of the call that the reply continues, or the first turn of a new call.
     """
@@ -567,8 +570,7 @@ def _next_turn(conversation: _Conversation, earlier: _RecordedTurn | None) -> _R
 
 
 def _new_call_reason(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> NewCallReason:
-    """Return the reason why a new call begins: another sample for the same prompt, a branch of an
-    earlier call, or a new conversation."""
+    """Return why a reply starts a new call in the recorded run, such as a branch."""
     if first is not None:
         return NewCallReason.SAMPLE
     return NewCallReason.NEW if earlier is None else NewCallReason.BRANCH
@@ -579,12 +581,11 @@ def _key(ids: Sequence[int]) -> bytes:
 
 
 def _blank_flagged(values: Sequence[T], flags: Sequence[bool], blank: T) -> tuple[T, ...]:
-    """Return a copy of the values with ``blank`` in place of each flagged one."""
     return tuple(blank if flag else value for value, flag in zip(values, flags, strict=True))
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """Return the user's first message, shortened.
+    """Return the user's first message, shortened, as the recorded run's question.
 
     Listings show it as the question.
     """
@@ -592,7 +593,7 @@ def _question(messages: Sequence[Message]) -> str:
 
 
 def _open_store(folder: str | Path) -> Store:
-    """Open the store in ``folder``.
+    """Open the store of recorded traffic in ``folder``.
 
     Raises StoreError if it cannot be written.
     """
@@ -603,7 +604,7 @@ def _open_store(folder: str | Path) -> Store:
 
 
 def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
-    """Reserve a store for the conversations of this policy.
+    """Mark a store as belonging to this policy's recorded traffic.
 
     Raises ConfigError if it already contains conversations of another policy or other runs, because
     the recorder deletes the oldest runs of its store.

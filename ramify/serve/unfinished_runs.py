@@ -1,4 +1,4 @@
-"""Keep track of runs that a stopped server left without an answer, so that they can be continued.
+"""Tracks runs that a stopped server left unfinished, so that they can be resumed.
 
 Each run in progress has an empty file as its marker, because a server may be killed at any time,
 and two servers may share a store. Only a store in a folder has such markers. How a run continues is
@@ -22,7 +22,7 @@ _ID = re.compile(r"[\w-]+")
 
 
 class UnfinishedRunMarkers:
-    """Markers for the runs in progress in one store.
+    """Keeps a marker file for each run in progress, so that a restarted server can resume it.
 
     They show a restarted server which runs are unfinished.
     """
@@ -42,10 +42,9 @@ class UnfinishedRunMarkers:
                 (self._folder / run).unlink(missing_ok=True)
 
     def resumable_runs(self) -> list[str]:
-        """Return the ids of the runs that a stopped server left unfinished and that can be
-        continued, oldest first.
+        """Return the ids of the runs that a stopped server left unfinished and that can be resumed.
 
-        Marks of finished runs are removed.
+        The oldest comes first. Marks of finished runs are removed.
         """
         if self._folder is None or self._store is None:
             return []
@@ -62,7 +61,7 @@ class UnfinishedRunMarkers:
         return runs
 
     def recorded_run(self, run: str, caller: str) -> Trajectory:
-        """Return the recorded run that a caller wants to continue.
+        """Return the recorded run that an API client asks to continue.
 
         Raises RequestRejected if the run was started by another caller.
         """

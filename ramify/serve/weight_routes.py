@@ -63,7 +63,7 @@ _NAMED = 3
 
 
 class EngineSleepState:
-    """The sleep state of one server.
+    """Tracks which parts of a server's engine are asleep and which requests wait for them.
 
     It records which parts of the engine are asleep, and which requests wait for them to wake up.
     """
@@ -76,7 +76,7 @@ class EngineSleepState:
         is_updating: Callable[[], bool],
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the sleep state of a server that is awake.
+        """Create the sleep state of a server whose engine is awake.
 
         ``stop``: stops sampling; its argument is one of vLLM's modes ``abort``, ``wait`` and
         ``keep``.
@@ -96,21 +96,21 @@ class EngineSleepState:
 
     @property
     def sleeping_parts(self) -> list[str]:
-        """The parts of the engine that are asleep, under vLLM's names."""
+        """The parts of the engine that are asleep, named as in vLLM's API."""
         return sorted(self._asleep)
 
     @property
     def can_serve_requests(self) -> bool:
-        """True if requests can be answered: nothing is asleep, and no weights are missing."""
+        """True if the engine can answer requests: it is awake and has all its weights."""
         return not self._asleep and not self._client.missing
 
     def notify_waiters(self) -> None:
-        """Wake the waiting requests if the engine can serve them now."""
+        """Let the waiting requests continue if the engine can serve them now."""
         if self.can_serve_requests:
             self._ready.set()
 
     async def wait(self) -> None:
-        """Wait until the engine can serve requests.
+        """Wait until the engine is awake and has all its weights.
 
         Raises ServerFailed if that takes longer than ``wait_s`` seconds.
         """
@@ -124,7 +124,7 @@ class EngineSleepState:
             ) from None
 
     def unavailable_reason(self) -> str:
-        """Return the reason why the engine cannot serve requests, or an empty string if it can."""
+        """Return why the engine cannot serve requests, or an empty string if it can."""
         if self._asleep:
             return f"the server sleeps ({', '.join(self.sleeping_parts)}): POST /wake_up"
         missing = self._client.missing
@@ -217,7 +217,7 @@ class WeightUpdateRoutes:
         root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the weight routes of a served policy.
+        """Create the routes through which a trainer updates the weights of a served policy.
 
         ``in_flight`` returns the number of requests in progress. ``weight_syncs`` are the user's
         own weight sync classes, which a trainer may use in addition to the built-in ones. Weight
@@ -293,7 +293,7 @@ class WeightUpdateRoutes:
         return {"status": "paused"}
 
     async def _stop_sampling(self, mode: str) -> None:
-        """Stop sampling in one of vLLM's modes: ``abort``, ``wait`` or ``keep``."""
+        """Pause sampling in one of vLLM's modes: ``abort``, ``wait`` or ``keep``."""
         if mode not in _MODES:
             raise ValueError(f"mode='{mode[:20]}': give {', '.join(_MODES)}")
         while mode == "wait" and self._in_flight():  # noqa: ASYNC110 (rare, and the server counts)
@@ -347,7 +347,7 @@ class WeightUpdateRoutes:
         return {"message": "Weight update started"}
 
     async def _update(self, http: web.Request, body: Body) -> Body:
-        """Receive one chunk of a weight update.
+        """Receive one chunk of the new weights from the trainer.
 
         If the request contains ``begins``, it also starts the update; if it contains
         ``weight_version``, it also ends the update.
@@ -402,7 +402,7 @@ class WeightUpdateRoutes:
         self._resume_sampling()
 
     def _version_number(self, version: object) -> int:
-        """Return the version number of an update.
+        """Return the version number that a weight update gives to the policy's weights.
 
         It is ``version`` if that is a number, otherwise the number after the current one.
         """
@@ -456,7 +456,7 @@ class WeightUpdateRoutes:
 
 
 def served_policy_info(client: LocalClient, name: str) -> dict[str, Any]:
-    """Return facts about the served policy.
+    """Return the served policy's properties, such as vocabulary size and weight version.
 
     A trainer compares them with its own policy before it sends weights.
     """

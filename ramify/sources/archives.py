@@ -50,9 +50,10 @@ _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
 def member_name(archive: str, member: str) -> str:
-    """Return the name of an archive's member in the context, without parts such as ``..``.
+    """Return the safe name under which an archive's member appears in the context.
 
-    For example, ``/../etc/x`` in ``a.zip`` becomes ``a.zip/etc/x``.
+    Parts such as ``..`` are removed. For example, ``/../etc/x`` in ``a.zip`` becomes
+    ``a.zip/etc/x``.
     """
     return f"{archive}/{posixpath.normpath('/' + member.replace(chr(92), '/')).lstrip('/')}"
 
@@ -64,7 +65,7 @@ def is_hidden(member: str) -> bool:
 
 
 def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
-    """Load one unpacked member of an archive.
+    """Read one unpacked file of an archive and add its contents to the context.
 
     The caller has already counted its bytes towards the limit.
     """
@@ -85,8 +86,7 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
 
 
 def check_parts(file: InputFile, what: str, loading: SourceCollector) -> list[str]:
-    """Check the declared sizes of the parts of a document that is a zip archive, and return the
-    names of the parts.
+    """Return the names of a zip-based document's parts, after checking their declared sizes.
 
     Parts that are unpacked as text count towards the limit. A part is never unpacked beyond its
     declared size.
@@ -155,8 +155,10 @@ def read_zip(file: InputFile, loading: SourceCollector) -> None:
 def _unpack(
     archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceCollector
 ) -> bytes:
-    """Unpack an archive's member block by block and count its bytes, because the size declared in
-    the archive may be false."""
+    """Unpack one file of an archive, and stop if its real size exceeds the limits.
+
+    The size that the archive declares may be false.
+    """
     data = bytearray()
     with archive.open(info) as member:
         while block := member.read(_BLOCK_BYTES):
@@ -264,7 +266,7 @@ def _read_single(stream: _BoundedStream, file: InputFile, loading: SourceCollect
 
 
 class _BoundedStream:
-    """A stream of unpacked bytes that counts towards the limits of the load."""
+    """A stream of unpacked bytes that stops when the size limits are exceeded."""
 
     def __init__(self, stream: BinaryIO, file: InputFile, loading: SourceCollector) -> None:
         self._stream = stream
@@ -284,5 +286,5 @@ class _BoundedStream:
         return back + data
 
     def give_back(self, data: bytes) -> None:
-        """Push ``data`` back into the stream, so that the next read returns it again."""
+        """Put bytes back at the front of the stream, so that they are read again."""
         self._back = data + self._back

@@ -115,13 +115,15 @@ def open_file(url: str, version: str) -> OpenBucketFile:
 
 
 def _version(info: Any) -> str:
-    """Return a string that identifies a file's version by its size and time, or an empty string if
-    the time is unknown."""
+    """Return a text that changes when a bucket file does, or an empty one if this is unknown.
+
+    It consists of the file's size and time.
+    """
     return f"{info.size} bytes of {info.mtime_ns} ns" if info.mtime_ns else ""
 
 
 def _regex(pattern: str) -> str:
-    """Translate a path pattern to a regular expression.
+    """Translate a path pattern with wildcards to a regular expression.
 
     ``*`` does not match a slash, but ``**`` does.
     """
@@ -137,7 +139,7 @@ def _regex(pattern: str) -> str:
 
 
 def _open_bucket(url: str) -> tuple[Any, str]:
-    """Return the file system object for a bucket URL, and the path within it."""
+    """Return the client for a bucket URL and the path of the file in the bucket."""
     scheme, _, rest = url.partition("://")
     files, path = _CLIENTS[scheme.lower()](rest)
     return files, path
@@ -274,7 +276,7 @@ _SIGNS = {
 
 
 def _name_check(url: str) -> str:
-    """Return advice for a file that does not exist.
+    """Return advice for the error that a file in a bucket does not exist.
 
     The Hugging Face hub also reports private files as missing, so its advice mentions the token.
     """

@@ -29,14 +29,14 @@ _NAME = "context"
 
 
 class ContextSqlTables:
-    """The tables in one context, made available to SQL.
+    """Makes the tables of a context available to SQL queries.
 
     ``tools`` are the functions that a session gets. Call ``set_context`` first, which sets the
     context that ``sql`` reads.
     """
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
-        """Create the SQL tables of a context.
+        """Create the set of SQL tables that a context provides.
 
         ``tables`` maps SQL names to tables. ``keys`` maps the same names to the keys of the
         context, or to None if the context itself is the table.
@@ -60,7 +60,7 @@ class ContextSqlTables:
 
     @classmethod
     def from_context(cls, context: Any, tools: Mapping[str, Any]) -> ContextSqlTables | None:
-        """Return the tables of ``context``.
+        """Return the DataFrames in a context as SQL tables, or None if SQL is not available.
 
         Returns None if there are none, if DuckDB is not installed, or if ``tools`` already contains
         a function ``sql``.
@@ -97,7 +97,7 @@ class ContextSqlTables:
         )
 
     def set_context(self, context: SharedContextValue) -> None:
-        """Set the context whose tables ``sql`` queries."""
+        """Set the context that contains the tables for ``sql``."""
         self._context = context
 
     def sql(self, query: str, params: Any = ()) -> list[tuple[Any, ...]]:
@@ -115,7 +115,7 @@ class ContextSqlTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContextValue) -> int:
-        """Return the descriptor of a file with the encoded context.
+        """Return a descriptor of a file that holds the encoded context.
 
         If the context has none, create a memory file.
         """

@@ -65,8 +65,8 @@ def as_context(value: Any) -> Any:
 
 
 def needs_io(value: Any) -> bool:
-    """Return True if converting the value with ``as_context`` means reading from a disk or waiting
-    for a stream."""
+    """Return True if ``as_context`` must read from disk or wait for a stream to convert the
+    value."""
     return _is_path(value) or _are_paths(value) or _is_file(value)
 
 
@@ -116,8 +116,7 @@ def _read(file: Any) -> Any:
 
 
 def _to_plain_value(value: Any) -> Any:
-    """Convert a value and everything inside it to plain Python values and the context types of this
-    package.
+    """Recursively convert a value to plain Python values and Ramify's context types.
 
     Returns ``value`` itself if nothing needs conversion.
     """
@@ -144,7 +143,7 @@ def _to_plain_value(value: Any) -> Any:
 
 
 def _of_fields(value: Any) -> Any:
-    """Convert an object with named fields, such as a dataclass, to a dict.
+    """Convert an object with named fields, such as a dataclass, to plain Python values.
 
     Also convert less common plain values, such as enum members.
     """
@@ -444,7 +443,7 @@ def column_from_arrow(array: Any, name: str) -> Column:
 
 
 def _join_chunks(array: Any) -> Any:
-    """Return one array with the contents of all chunks.
+    """Join the chunks of a pyarrow column into a single array.
 
     A single chunk is not copied.
     """
@@ -485,7 +484,7 @@ def _cast_to(type_: Any) -> Any:
 
 
 def _view(buffer: Any) -> memoryview | None:
-    """Return the bytes of a pyarrow buffer as a memoryview, or None for no buffer."""
+    """Return a pyarrow buffer as a memoryview of bytes, or None if the buffer is None."""
     if buffer is None:
         return None
     return memoryview(buffer).cast("B") if buffer.size else memoryview(b"")

@@ -1,10 +1,9 @@
-"""Reads CSV files record by record: their delimiter, and the sentence about a record that has not
-as many fields as the header.
+"""Reads CSV files record by record, detecting delimiters and describing irregular records.
 
-    a,b      record 1, the header
-    1,"x     record 2, of two lines
-    y"
-    3        record 3: "record 3 has 1 field, and the header has 2"
+a,b      record 1, the header
+1,"x     record 2, of two lines
+y"
+3        record 3: "record 3 has 1 field, and the header has 2"
 """
 
 from __future__ import annotations
@@ -41,8 +40,10 @@ def csv_records(file: TextIO, name: str) -> Iterator[list[str]]:
 
 
 def irregular_record_message(number: int, num_fields: int, num_columns: int) -> str:
-    """Return the sentence about record ``number``, counted from 1 for the header, if it has not as
-    many fields as the header has columns."""
+    """Return a message about a record whose number of fields differs from the header's.
+
+    Records are counted from 1, which is the header.
+    """
     return (
         f"record {number:,} has {pluralize(num_fields, 'field')}, and the header has {num_columns}"
     )

@@ -45,7 +45,7 @@ _MAX_SHOWN = 80
 
 
 class DatabaseQueryRequest(msgspec.Struct, frozen=True):
-    """A query to a database server, as sent to the process that runs it."""
+    """A database query, as sent to the process that runs it."""
 
     address: DatabaseAddress
     query: str
@@ -57,8 +57,8 @@ _processes = QueryProcessPool(f"{__name__}:serve", is_bare=True)
 
 
 def add_database_description(url: str, loading: SourceCollector) -> None:
-    """Add a description of the database at ``url`` to the context, and give sessions a function
-    that queries it.
+    """Add a description of the database at ``url`` to the context, and a query function to
+    sessions.
 
     Raises UnreadableSourceError if the server cannot be read, and SourceError for an invalid URL.
     """
@@ -272,7 +272,7 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 
 def _read_only_query(asked: DatabaseQueryRequest) -> str:
-    """Return the text of a query after checking that it only reads.
+    """Check that a query only reads data, and return its text.
 
     Raises PermissionError otherwise. A read-only transaction alone is not enough, since it permits
     COPY and INTO OUTFILE, which write files on the server.
@@ -291,6 +291,6 @@ def _collect_bounded_rows(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _error_without_password(address: DatabaseAddress, error: Exception) -> str:
-    """Return an error's message on one line, without the password."""
+    """Return a database error's message on one line, with the password removed."""
     text = " ".join(str(error).split())[:400]
     return text.replace(address.password, "«redacted»") if address.password else text

@@ -1,4 +1,4 @@
-"""Recognise and parse the URLs of databases on servers, and remove passwords from them.
+"""Recognises and parses the URLs of database servers, and removes passwords from them.
 
     postgresql://me:pw@host/shop?sslmode=require&x=1    without_password:
                                                         postgresql://me@host/shop?sslmode=require
@@ -44,7 +44,7 @@ class DatabaseAddress(msgspec.Struct, frozen=True):
 
     @property
     def url_without_password(self) -> str:
-        """The URL of the database for messages, without its password and options."""
+        """The database's URL for messages, without password and options."""
         return f"{self.kind}://{self.host}:{self.port}/{self.database}"
 
 
@@ -106,7 +106,7 @@ def _plain_option(name: str) -> str:
 
 
 def _options(kind: str, query: str, shown: str) -> dict[str, str]:
-    """Return the TLS options in the URL of a database.
+    """Return the TLS options that a database URL contains.
 
     Raises SourceError for an unsupported option.
     """

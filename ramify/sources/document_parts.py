@@ -18,7 +18,8 @@ import msgspec
 from ramify.sources.loaded_sources import DocumentPartLocation
 
 MAX_PLACES = 20_000
-"""Maximum number of recorded places of one document. Further headings are skipped."""
+"""Maximum number of places, such as pages or headings, that are recorded for one document. Further
+ones are skipped."""
 _MAX_NAME_CHARS = 80
 _HEADING = re.compile(r"(#{1,6})\s+(.*\S)")
 _FENCE = re.compile(r"\s*(```+|~~~+)")
@@ -66,8 +67,8 @@ def place_at_line(places: Sequence[DocumentPartLocation], line: int) -> str:
 
 
 def _headings(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Yield the line index of each heading and its path through the document's outline, such as
-    ``(7, "Risks / Currency")``."""
+    """Yield the line index and the full path of each heading, such as ``(7, "Risks /
+    Currency")``."""
     path: list[tuple[int, str]] = []
     fence = ""
     for index, line in enumerate(lines):

@@ -55,7 +55,7 @@ CONVERTERS = {
 
 
 class ConvertedDocument(msgspec.Struct, frozen=True):
-    """A document that was converted to text, with the places in it and its attachments."""
+    """A document converted to text, with its named places (such as pages) and its attachments."""
 
     text: str
     detail: str

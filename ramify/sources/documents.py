@@ -36,7 +36,8 @@ from ramify.sources.loaded_sources import (
 from ramify.sources.pdf_page_pictures import keep, register_pdf
 
 MAX_DEPTH = 3
-"""Maximum nesting of messages around an attachment that is still read."""
+"""Maximum number of email messages around an attachment. Attachments that are nested more deeply
+are not read."""
 _WHAT = {
     "pdf": ("a PDF", "pypdf"),
     "docx": ("a Word document", "markitdown"),
@@ -48,7 +49,8 @@ _WHAT = {
     "mbox": ("a mailbox", "mailbox"),
     "msg": ("an Outlook message", "oxmsg"),
 }
-"""Kind -> its description, and the module that must be installed to read it."""
+"""Kind of document -> its name in error messages, and the module that must be installed to read
+it."""
 _ZIPPED = ("docx", "pptx", "odt", "epub")
 
 
@@ -64,7 +66,7 @@ def _convert_document(kind: str, file: InputFile, loading: SourceCollector) -> C
 
 
 def _add(kind: str, file: InputFile, found: ConvertedDocument, loading: SourceCollector) -> None:
-    """Add the text of a converted document to the load, then read the document's attachments."""
+    """Add the text of a converted document and the contents of its attachments to the sources."""
     # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
     loading.count_bytes(len(text), file.name)

@@ -76,7 +76,7 @@ class DownloadCache:
         return CachedDownload(path, entry.num_bytes, entry.head)
 
     def mark_used(self, url: str) -> None:
-        """Record that the copy of the file at ``url`` was used now, so that it is kept longer."""
+        """Mark the cached copy of ``url`` as just used, so that it is kept longer."""
         with contextlib.suppress(OSError):
             os.utime(self._folder(url) / "entry.json")
 
@@ -123,7 +123,7 @@ class DownloadCache:
         return copy
 
     def prune(self) -> None:
-        """Remove the least recently used copies if all copies together are too large."""
+        """Remove the least recently used copies if the cache is too large."""
         now = time.time()
         found = []
         with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def _default_root() -> Path:
 
 
 def _last_used(folder: Path) -> float:
-    """Return the Unix time at which the copy in a folder was last used."""
+    """Return the Unix time at which a cached copy was last used."""
     with contextlib.suppress(OSError):
         return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
     return 0.0

@@ -130,7 +130,7 @@ def serve() -> None:
 
 
 def _answer_by_name(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
-    """Answer a query.
+    """Answer a query about tables; errors contain file names instead of full paths.
 
     Errors contain file names instead of host paths, because models read them.
     """
@@ -250,7 +250,7 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
     def _tables_in_file(self, given: TableLocation, attached: str) -> list[TableLocation]:
-        """Return one entry for each table in a file.
+        """Return the location of each table in a file, or in one named table of it.
 
         An entry that already names its table, or whose file is a single table, is returned
         unchanged.
@@ -449,8 +449,7 @@ class _Tables:
             self._database.execute(f"DROP TABLE IF EXISTS {_sql_identifier(each.name)}")
 
     def _copy(self, each: TableLocation) -> None:
-        """Copy a SQLite table or a workbook's sheet into DuckDB, unless an earlier copy is still up
-        to date."""
+        """Copy a SQLite table or a workbook's sheet into DuckDB unless the copy is up to date."""
         version = tuple(
             number
             for path in (each.path, f"{each.path}-wal")
@@ -502,7 +501,10 @@ class _Tables:
 
 
 def _header_note(num_skipped: int, has_header: bool) -> str:
-    """Return what a reader of a CSV file's columns should know about its first lines."""
+    """Return a note on the lines that were skipped in a CSV file and on a missing header.
+
+    It is empty if there is nothing to say.
+    """
     skipped = pluralize(num_skipped, "line")
     notes = [f"the first {skipped} not in the table"] if num_skipped else []
     return "; ".join(notes + ["no header line"] * (not has_header))
@@ -558,8 +560,7 @@ _KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None):
 
 
 def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return the column kinds, the column names and the rows of a SQLite table, the rows in
-    batches.
+    """Return a SQLite table's column kinds, its column names, and its rows in batches.
 
     The kinds are inferred from the values, because SQLite stores any kind of value in any column.
     """
@@ -622,7 +623,7 @@ def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tupl
 
 
 def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return the column kinds, the column names and the rows of a sheet, the rows in batches.
+    """Return a sheet's column kinds, its column names, and its rows in batches.
 
     The first row gives the names if all its cells are text.
     """
@@ -701,7 +702,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _common_kind(kinds: set[str]) -> str:
-    """Return the narrowest column kind to which values of all given kinds can be converted."""
+    """Return the most specific column type that can hold values of all given types."""
     if len(kinds) <= 1:
         return next(iter(kinds), "text")
     if kinds == {"integer", "real"}:
@@ -725,7 +726,7 @@ def _arrow_type(kind: str) -> Any:
 
 
 def _convert_to_kind(value: Any, kind: str) -> Any:
-    """Convert a value to the kind of its column, such as a date to a datetime."""
+    """Convert a value to the type of its table column, such as a date to a datetime."""
     if value is None:
         return None
     if kind == "text" and not isinstance(value, str):
@@ -758,7 +759,7 @@ def _sql_string(value: str | Path) -> str:
 
 
 def _sql_columns(columns: Iterable[tuple[str, str]]) -> str:
-    """Return columns and their types in SQL syntax, as an argument to DuckDB's file readers."""
+    """Format column names and types as an argument for DuckDB's file readers."""
     return (
         "{" + ", ".join(f"{_sql_string(name)}: {_sql_string(kind)}" for name, kind in columns) + "}"
     )
@@ -769,6 +770,5 @@ def _sql_identifier(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return a DuckDB error's message on one line, without its excerpt from the query and its
-    advice to set options of ``read_csv``."""
+    """Return a DuckDB error's message on one line, without query excerpt or ``read_csv`` advice."""
     return " ".join(_CSV_ADVICE.split(str(error).split("\nLINE ")[0])[0].split())

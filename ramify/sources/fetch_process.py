@@ -42,18 +42,18 @@ LIST_S = 180.0
 _START_S = 20.0
 _READ_BYTES = 1 << 20
 _READ_S = 5.0
-"""Maximum time of a read in seconds. It then returns the bytes that have arrived, even if they are
-few."""
+"""Maximum time of a read in seconds, after which it returns the bytes that have arrived, even if
+they are few."""
 
 
 class FetchRequest(msgspec.Struct, frozen=True):
     """A request to the process that fetches remote files."""
 
     what: str
-    """Operation: ``list``, ``open``, ``read`` or ``close``."""
+    """Requested operation: ``list``, ``open``, ``read`` or ``close``."""
     url: str
     version: str = ""
-    """For ``open``: version of an earlier copy, or empty."""
+    """For ``open``, the version of a copy that was fetched earlier; empty if there was none."""
     allow_private: bool = False
     """True if web addresses may resolve to private network addresses."""
 
@@ -72,7 +72,7 @@ class FetchAnswer(msgspec.Struct, frozen=True):
 
 
 class FetchProcess:
-    """The host's handle of the process that fetches remote files.
+    """The host's handle to the process that fetches remote files.
 
     The first request starts the process, which is killed at the end. Every method raises
     UnreadableSourceError if its request fails.
@@ -181,7 +181,7 @@ def _answer_request(asked: FetchRequest, opened: _OpenFiles) -> FetchAnswer:
 
 
 class _OpenFiles:
-    """The remote files that the fetch process has open, by URL.
+    """The remote files that the fetch process has open, keyed by URL.
 
     A client library is imported when it is first used.
     """
@@ -221,9 +221,9 @@ class _OpenFiles:
 
 
 async def _read_block(download: OpenDownload) -> bytes:
-    """Return about a megabyte of a download, or less if the bytes arrive slowly.
+    """Read the next block of a download, of about a megabyte.
 
-    The result is empty only at the end of the file.
+    It is shorter if data arrives slowly. The result is empty only at the end of the file.
     """
     data = bytearray(await download.read())
     with contextlib.suppress(TimeoutError):

@@ -292,10 +292,10 @@ def decode(data: bytes) -> tuple[str, str]:
 
 
 def describe(name: str, text: str) -> tuple[str, str]:
-    """Return the kind and a one-line description of a text, such as ``"csv"`` and ``"CSV: 3 columns
-    a, b, c; 1,200 rows"``.
+    """Return a text's kind, such as ``"csv"``, and a one-line description of its contents.
 
-    Plain text has the kind ``"text"`` and no description.
+    The description is, for example, ``"CSV: 3 columns a, b, c; 1,200 rows"``. Plain text has the
+    kind ``"text"`` and no description.
     """
     suffix = name.lower().rpartition(".")[2]
     if suffix in ("csv", "tsv", "tab"):

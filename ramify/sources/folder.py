@@ -43,7 +43,7 @@ def read_folder(folder: Path, prefix: str, loading: SourceCollector) -> None:
 
 
 class _Walk:
-    """One traversal of a folder, with its state."""
+    """Loads all files that are in one folder or its subfolders."""
 
     def __init__(self, folder: Path, prefix: str, loading: SourceCollector) -> None:
         self._root = folder.resolve()
@@ -68,7 +68,7 @@ class _Walk:
                 self._visit_file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
-        """Load the files directly inside one folder, and return its subfolders.
+        """Load the files that are directly in one folder, and return its subfolders.
 
         ``below`` is the folder's path from the top of the traversal: empty, or like ``"a/b/"``.
         """
@@ -100,7 +100,7 @@ class _Walk:
         return folders
 
     def _reason(self, entry: os.DirEntry[str], name: str, layers: Layers) -> str | None:
-        """Return the reason for skipping a file or folder, or None if it is read."""
+        """Return why a file or folder is skipped, or None if it should be read."""
         if entry.name.startswith("."):
             return "hidden"
         if layers and is_ignored(self._top + name, layers):
@@ -168,7 +168,7 @@ Layers = tuple[GitignorePatterns, ...]
 
 
 def enclosing_ignore_files(folder: Path, loading: SourceCollector) -> tuple[Layers, str]:
-    """Return the ignore files that the surrounding repository applies to a folder, outermost first.
+    """Return the enclosing repository's ignore files that apply to a folder, outermost first.
 
     Also return the path from the top of the repository to the folder, such as ``"src/"``.
     """
@@ -187,7 +187,8 @@ def enclosing_ignore_files(folder: Path, loading: SourceCollector) -> tuple[Laye
 
 
 def add_ignore_file(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
-    """Return the list of ignore files, extended by the one at ``path`` if that file exists."""
+    """Return the ignore rules ``layers``, extended by those of the file at ``path`` if it
+    exists."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:

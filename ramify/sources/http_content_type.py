@@ -1,4 +1,4 @@
-"""Use the file type and charset that a web server reports.
+"""Names and decodes downloads by the media type and charset that the web server reports.
 
 The readers of files look only at names and first bytes, so this module adapts both.
 
@@ -72,9 +72,7 @@ def file_name(url: str, head: RemoteFileInfo, begin: bytes) -> str:
 
 
 def _safe_file_name(path: str) -> str:
-    """Return the last part of a path, without characters that have a special meaning to the file
-    system or a reader.
-    """
+    """Return a safe file name made from the last part of a path."""
     last = path.replace("\\", "/").rstrip("/").rpartition("/")[2].lstrip(".")
     plain = "".join(char if char.isprintable() else "_" for char in last).strip()
     stem, suffix = os.path.splitext(plain)

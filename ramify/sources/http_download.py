@@ -76,7 +76,7 @@ _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def filter_public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
-    """Return the public addresses of a host, out of all its ``addresses``.
+    """Return those of a host's ``addresses`` that are public.
 
     Raises PrivateAddressError if there are none.
     """
@@ -204,7 +204,7 @@ async def _open_exchange(
 
 
 def _is_inside(host: str) -> bool:
-    """Return True if a host name is recognizably private, without a DNS lookup.
+    """Return True if a host name or IP address is clearly private, without a DNS lookup.
 
     With a proxy, this is the only possible check, because the proxy does the lookup.
     """
@@ -218,9 +218,7 @@ def _is_inside(host: str) -> bool:
 
 
 def _error_without_url(error: ModelError, url: str) -> str:
-    """Return the message of a download error without the URL, because the caller's sentence already
-    names the URL.
-    """
+    """Return the message of a download error without the URL, for a caller that adds the URL."""
     host = urlsplit(url).hostname or ""
     return str(error).removeprefix(f"{host}: ").replace(f" ({url})", "").replace(url, "it")
 
@@ -276,7 +274,7 @@ def _file_info(exchange: HttpExchange, url: str) -> RemoteFileInfo:
 
 
 def _disposition_file_name(disposition: str) -> str:
-    """Return the file name in a Content-Disposition header, or an empty string."""
+    """Return the file name that a Content-Disposition header gives, or an empty string."""
     message = email.message.Message()
     message["Content-Disposition"] = disposition.replace("\r", "").replace("\n", "")
     try:

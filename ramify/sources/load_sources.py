@@ -121,7 +121,7 @@ def load(
 
 
 def _path_names(paths: Any) -> list[str]:
-    """Return the given paths as texts.
+    """Convert one path or a collection of paths to a list of strings.
 
     Raises SourceError for a value that is neither a path nor a collection of paths, such as a
     DataFrame or an open file.
@@ -151,14 +151,12 @@ def _read_server(url: str, is_alone: bool, loading: SourceCollector) -> None:
 
 
 def recorded_name(name: str) -> str:
-    """Return the name of a source without passwords, logins and keys, so that a run may
-    record it.
-    """
+    """Return a source's name without passwords, logins and keys, for recording in a run."""
     return reloadable_redacted_url(name) if is_remote(name) else without_password(name)
 
 
 def reload_recorded_tools(run: str, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Recreate the tools that a recorded run got from its sources, such as ``sql``.
+    """Recreate the tools, such as ``sql``, that a recorded run got from its sources.
 
     Raises SourceError if a source no longer exists.
 
@@ -197,7 +195,7 @@ def _read_remote(
 
 
 def _expand(name: str) -> list[str]:
-    """Return the paths that a name on the command line refers to.
+    """Return the paths to which one path argument or glob pattern refers.
 
     A glob pattern that the shell did not expand can match several. Raises SourceError if nothing
     matches.
@@ -249,7 +247,7 @@ def _check_exists(path: str) -> None:
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """Return a label for each path.
+    """Return the label of each path, which names its texts in the context.
 
     A short, plain path is its own label. Otherwise the label is the path relative to the common
     folder of all paths.
@@ -408,7 +406,7 @@ def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedC
 
 
 def _single_database(loading: SourceCollector) -> str | None:
-    """Return the name of the database if all tables come from a single one, otherwise None.
+    """Return the name of the only database if it holds all loaded tables, otherwise None.
 
     Queries can then use the dialect of that database, because they cannot join it with other
     tables.

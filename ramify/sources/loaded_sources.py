@@ -1,5 +1,4 @@
-"""Types that describe loaded sources, and the collector, which gathers what the file readers
-return.
+"""Types that describe loaded sources, and the collector of the file readers' results.
 
     paths ──load_sources.py──> reader of each kind ──> SourceCollector ──> LoadedContext
                                (file_kinds.py)                          texts, items, problems
@@ -37,7 +36,8 @@ NOT_UTF8 = "not UTF-8, read as Windows-1252"
 MISNAMED = "plain text, although its name ends in"
 """Note on a text whose file name belongs to another format, such as ``report.pdf``."""
 NO_TABLE = "not a table for sql"
-"""Note on a CSV or JSONL file that ``sql`` cannot query, before the reason."""
+"""Beginning of the note on a CSV or JSONL file that ``sql`` cannot query. The reason follows in
+parentheses."""
 NO_DUCKDB = "the extra inputs is not installed"
 MAX_RECORDED = 500
 """Maximum number of sources that a run's record names."""
@@ -74,8 +74,7 @@ class OversizedSourceError(UnreadableSourceError):
 
 
 class DocumentPartLocation(msgspec.Struct, frozen=True):
-    """A named part of a document, such as a page, and the line at which it begins in the document's
-    text."""
+    """A named part of a document, such as a page, and the line where it begins in the text."""
 
     line: int
     """First line of the part in the text, counted from 1."""
@@ -85,7 +84,7 @@ class DocumentPartLocation(msgspec.Struct, frozen=True):
 
 
 class LoadedSourceItem(msgspec.Struct, frozen=True):
-    """One loaded text, with its kind, its size and its origin."""
+    """A text that was loaded from a source, with its kind, size and origin."""
 
     name: str
     """Key of the text in the context, if the context is a dict."""
@@ -99,7 +98,7 @@ class LoadedSourceItem(msgspec.Struct, frozen=True):
     chars: int
     """Length of the text in the context, in characters; 0 for a picture."""
     num_bytes: int
-    """Size in bytes, on disk or unpacked from an archive."""
+    """Size of the source in bytes, on disk or after it was unpacked from an archive."""
     detail: str = ""
     """Description of the contents, such as ``CSV: 3 columns a, b, c; 1,200 rows``."""
     in_file: bool = False
@@ -120,8 +119,7 @@ class SourceProblem(msgspec.Struct, frozen=True):
 
 
 class RecordedSources(msgspec.Struct, frozen=True):
-    """The sources that a load read and those that it skipped, in the form in which a run records
-    them."""
+    """The sources that a load read or skipped, as recorded with a run."""
 
     items: list[LoadedSourceItem] = []
     """The first ``MAX_RECORDED`` loaded sources, without the ``places`` of each."""
@@ -130,9 +128,11 @@ class RecordedSources(msgspec.Struct, frozen=True):
     """The first ``MAX_RECORDED`` files that could not be read."""
     num_problems: int = 0
     left_out: dict[str, list[str]] = {}
-    """Reason why files were skipped -> names of the first few of them."""
+    """Reason for skipping files -> names of the first few files that were skipped for this
+    reason."""
     num_left_out: dict[str, int] = {}
-    """Reason for skipping files -> number of names."""
+    """Reason for skipping files -> number of files and folders that were skipped for this
+    reason."""
 
 
 class LoadedContext(msgspec.Struct, frozen=True):
@@ -150,7 +150,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     items: list[LoadedSourceItem]
     problems: list[SourceProblem]
     left_out: dict[str, list[str]]
-    """Reason -> names that the folder's rules exclude: ignored, hidden or linked files."""
+    """Reason for skipping files -> names of the skipped files, such as ignored or hidden files or
+    links in a folder."""
     tools: dict[str, Any]
     """Names and values that a session gets in addition to the context.
 
@@ -158,7 +159,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
     ``search`` and ``chunks`` are there if the texts are long.
     """
     dialect: str = "DuckDB"
-    """Dialect of ``sql`` without ``db``: ``SQLite`` for a single SQLite database."""
+    """SQL dialect of ``sql`` if its argument ``db`` is not given: ``SQLite`` if the only source of
+    tables is one SQLite database."""
     pictures: Mapping[str, bytes | Path] = {}
     """Digest of each picture in the context -> its bytes or its file."""
     needs_session: bool = False
@@ -178,8 +180,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return bool(self.items) and all(item.kind == "csv" for item in self.items)
 
     def recorded_sources(self) -> dict[str, Any]:
-        """Return a record from which the tools of this run can be loaded again: their names and the
-        origin of the sources.
+        """Return what is needed to recreate this run's tools: their names and the origin of the
+        sources.
 
         Empty if ``load`` did not read the sources.
         """
@@ -228,7 +230,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return {item.name: item.places for item in self.items if item.places}
 
     def to_record(self) -> dict[str, Any]:
-        """Return the loaded and skipped sources as plain values, in the form of
+        """Return the loaded and skipped sources as a dict with the fields of
         ``RecordedSources``."""
         plain: dict[str, Any] = msgspec.to_builtins(
             RecordedSources(
@@ -268,8 +270,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return [*map(replace_unprintable, lines), *self.warnings()]
 
     def warnings(self) -> list[str]:
-        """Return one line for each reason why files are missing from the context or differ from
-        those on disk."""
+        """Return warnings about files that are missing from the context or differ from those on
+        disk."""
         reasons: dict[str, list[str]] = {}
         for problem in self.problems:
             reasons.setdefault(problem.reason, []).append(problem.name)
@@ -299,7 +301,7 @@ class LoadedContext(msgspec.Struct, frozen=True):
 
 
 class SourceCollector:
-    """A collector for the results of the file readers.
+    """Collects the texts and tables that the file readers load into a context.
 
     It enforces limits on size and time.
 
@@ -367,7 +369,7 @@ class SourceCollector:
 
     @contextlib.contextmanager
     def undo_if_oversized(self) -> Iterator[None]:
-        """Return a context manager for reading one file.
+        """Undo the additions of the file read in the block if it turns out to be too large.
 
         If the file turns out to be too large, everything that it added is removed.
         """
@@ -384,7 +386,7 @@ class SourceCollector:
 
     @property
     def remaining_bytes(self) -> int:
-        """The number of bytes that may still be loaded into memory."""
+        """The number of bytes that may still be loaded into memory under the size limit."""
         return self.max_bytes - self._spent
 
     @property
@@ -393,7 +395,7 @@ class SourceCollector:
         return self._spent
 
     def count_mapped(self, num_bytes: int, name: str) -> None:
-        """Count a text that is file-backed instead of loaded into memory.
+        """Count a text that stays in its file instead of being loaded into memory.
 
         If such texts are limited, raises OversizedSourceError for a single file above the limit,
         and SourceError if all files together exceed it.
@@ -406,16 +408,16 @@ class SourceCollector:
             raise self._too_many(name)
 
     def show_progress(self, num_bytes: int, name: str) -> None:
-        """Display how much of the latest file-backed text has been read."""
+        """Show how much of the latest file-backed text has been read."""
         if self._work is not None:
             self._work.set_progress(self._spent + num_bytes, name)
 
     def count_bytes(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes of the current file towards the limit: first its own size, then the size of
-        its unpacked parts.
+        """Count bytes of the current file, or of its unpacked parts, towards the size limit.
 
-        Raises SourceError if all files together exceed the limit, and OversizedSourceError if this
-        file alone, packed or unpacked, exceeds it.
+        The first bytes counted are the file's own size. Raises SourceError if all files together
+        exceed the limit, and OversizedSourceError if this file alone, packed or unpacked, exceeds
+        it.
         """
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
@@ -509,7 +511,7 @@ def count_with_names(names: Sequence[str], noun: str) -> str:
 
 
 def _with_command(reason: str) -> str:
-    """Return the reason for a note to the user.
+    """Return a reason for the user, and add the install command if DuckDB is missing.
 
     Models read it without the command, which may contain the path of this installation.
     """
@@ -517,7 +519,7 @@ def _with_command(reason: str) -> str:
 
 
 def _by_suffix(items: Sequence[LoadedSourceItem | SourceProblem]) -> str:
-    """Return the number of files for each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
+    """Count the files for each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)
     return listing([f"{count:,} {suffix}" for suffix, count in counts.most_common()])

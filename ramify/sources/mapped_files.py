@@ -1,4 +1,4 @@
-"""Decides which texts are too large for memory and become file-backed, and adds them to a context.
+"""Decides which texts are too large for memory, and adds them to a context as mapped files.
 
     file of a text kind, large ──one pass──> MappedText (characters and lines counted, hash)
     smaller, or of another kind ───────────> its reader (file_kinds.py)
@@ -80,7 +80,7 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
 
 
 def _describe_mapped(name: str, text: MappedText) -> tuple[str, str]:
-    """Return the type and the description of a large, file-backed text.
+    """Return the kind of a file-backed text, such as ``"csv"``, and a short description.
 
     The number of rows is an estimate from the number of lines, because the text is not parsed.
     """

@@ -43,8 +43,7 @@ it."""
 
 @functools.cache
 def _import_markitdown() -> Any:
-    """Import and return the module ``markitdown.converters``, without the slow imports of its
-    package.
+    """Import markitdown's converters without the slow imports that its package makes.
 
     On import, markitdown loads the libraries of all its formats (such as onnxruntime), which takes
     a second of CPU time in each process. To avoid this, its package is registered without running

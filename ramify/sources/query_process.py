@@ -1,4 +1,4 @@
-"""A pool of killable processes that run database queries, and the messages with which they answer.
+"""A pool of killable processes that run database queries, and the format of their replies.
 
     QueryProcessPool("module:serve").ask(request, limit_s)
         ──> idle process ── ProcessValueOrError ──> its value or an error
@@ -27,12 +27,13 @@ QUERY_S = 30.0
 MAX_ROWS = 10_000
 MAX_RESULT_BYTES = 32 << 20
 GRACE_S = 10.0
-"""Extra seconds for starting the process and sending the rows."""
+"""Extra seconds, beyond the time limit of the query, for starting the process and sending the
+rows."""
 _ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, TimeoutError)}
 
 
 class ProcessValueOrError(msgspec.Struct, frozen=True):
-    """The outcome of one query in a child process: the returned value, or an error."""
+    """The result of a query in a child process: the returned value or an error."""
 
     value: Any = None
     kind: str = ""
@@ -85,7 +86,7 @@ class QueryProcessPool:
 
 
 def encode_outcome(call: Callable[[], Any]) -> list[bytes]:
-    """Call a function, and encode its result or its error as the answer of a child process."""
+    """Call a function in a child process, and encode its result or error for the parent."""
     try:
         return [encode(ProcessValueOrError(call()))]
     except MemoryError:

@@ -11,9 +11,7 @@ import msgspec
 
 
 class TableLocation(msgspec.Struct, frozen=True):
-    """Location of the rows of one table: a file and, if the file has several tables, the table's
-    name in it.
-    """
+    """The location of a table's rows: a file and, if needed, the table's name in the file."""
 
     name: str
     """Name of the table in SQL, which needs no quotes."""

@@ -75,11 +75,10 @@ def fetch_files(
     allow_private: bool = False,
     cache: DownloadCache | None = None,
 ) -> list[FetchedFile]:
-    """Download all files that some URLs name, within the number of bytes that the load may still
-    read.
+    """Download all files that the URLs refer to, within the remaining size limit.
 
-    ``is_alone`` is True if there are no other sources. In that case, a URL that cannot be
-    downloaded raises SourceError.
+    The limit is the number of bytes that the load may still read. ``is_alone`` is True if there are
+    no other sources. In that case, a URL that cannot be downloaded raises SourceError.
     """
     asked = list(dict.fromkeys(map(check_url, urls)))
     cache = cache or DownloadCache()
@@ -95,7 +94,7 @@ def fetch_files(
 
 
 class _Fetching:
-    """The state of one load while its remote files are downloaded."""
+    """Downloads the remote files that are among the sources of a context."""
 
     def __init__(
         self, process: FetchProcess, cache: DownloadCache, loading: SourceCollector, is_single: bool
@@ -107,9 +106,8 @@ class _Fetching:
         self._left = loading.remaining_bytes
 
     def listed(self, urls: Sequence[str]) -> list[_Wanted]:
-        """List the files behind the URLs, except files that are too large or that no reader
-        supports.
-        """
+        """List the files behind the URLs, without those that are too large or of an unsupported
+        kind."""
         wanted: list[_Wanted] = []
         for number, url in enumerate(urls):
             try:
@@ -240,10 +238,10 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
-    """Return the total size in bytes of the planned downloads.
+    """Return the total size of the planned downloads, after checking it against the limit.
 
-    Files of unknown size are not counted. Raises SourceError before the first download if the total
-    exceeds the limit.
+    The size is in bytes. Files of unknown size are not counted. Raises SourceError before the first
+    download if the total exceeds the limit.
     """
     total = sum(max(0, each.file.num_bytes) for each in wanted)
     if total > loading.remaining_bytes:
@@ -257,9 +255,8 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
 
 
 def _web_label(url: str, name: str) -> str:
-    """Return a name for one of several web pages: the host and folder of its URL, followed by the
-    file name.
-    """
+    """Return a web page's file name after its URL's host and folder, to tell several pages
+    apart."""
     place = redact_url_for_display(url).partition("://")[2].rstrip("/")
     folder = place.rpartition("/")[0] if "/" in place else place
     return f"{folder}/{name}"

@@ -39,8 +39,8 @@ QUERY_S = 30.0
 _BYTES_PER_CHAR = 3
 """Maximum size of an index, in bytes per character of the context."""
 _SPARE_BYTES = 256 << 20
-"""Bytes by which the maximum size of every index is raised, so that a small context may have one,
-too. The disk must have this much free space in addition to half a byte per character."""
+"""Number of bytes added to the maximum size of every index, so that small contexts can be indexed.
+The disk must have this much free space plus half a byte per character."""
 _STALE_S = 2 * 86400
 _PREFIX = "ramify-search-"
 _KEPT = 2
@@ -143,7 +143,7 @@ def _remove(process: subprocess.Popen[bytes], folder: str) -> None:
 
 
 def _remove_stale() -> None:
-    """Delete the folders of index processes that were killed together with their host process."""
+    """Delete the folders that killed index processes have left behind."""
     for entry in os.scandir(tempfile.gettempdir()):
         with contextlib.suppress(OSError):
             if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == (

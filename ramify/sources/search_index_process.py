@@ -129,7 +129,8 @@ class _Index:
         self._writer: Any = self._index.writer(heap_size=_HEAP_BYTES, num_threads=_NUM_THREADS)
         self._searcher: Any = None
         self._rest = ""
-        """End of the last block, whose units may depend on what follows."""
+        """End of the last block, which is held back because its division into units may depend on
+        the text that follows."""
         self._num_requests = self._num_units = 0
 
     def answer(self, asked: SearchProcessRequest) -> Any:
@@ -198,9 +199,10 @@ class _Index:
         return best[:k]
 
     def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
-        """Return the first ``num`` passages with exactly this score, in the order of the text.
+        """Return the first ``num`` passages that match a query with exactly the given score.
 
-        Used if more passages share a score than one query fetches.
+        They are in the order of the text. Used if more passages share a score than one query
+        fetches.
         """
         found: list[tuple[float, int]] = []
         for part in range(self._num_units // _PART + 1):
@@ -217,9 +219,8 @@ class _Index:
         )
 
     def _restrict_to_terms(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
-        """Restrict a query to passages that contain at least one of the given terms, without
-        changing the scores.
-        """
+        """Restrict a query to passages with at least one of the given terms, keeping scores
+        unchanged."""
         query, must = self._tantivy.Query, self._tantivy.Occur.Must
         inside = query.const_score_query(self._any_of(terms), 0.0)
         return query.boolean_query([(must, matches), (must, inside)])

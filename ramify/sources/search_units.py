@@ -69,7 +69,7 @@ class TextSegmentationMode(msgspec.Struct, frozen=True):
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace the lone surrogates in ``text``, which cannot be encoded as UTF-8.
+    """Replace characters that UTF-8 cannot encode (lone surrogates) in ``text``.
 
     The length of the text does not change.
     """
@@ -85,9 +85,9 @@ def detect_segmentation(text: Text) -> TextSegmentationMode:
 
 
 def iter_search_units(block: str, shape: Shape, *, is_last: bool) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each unit that begins in a block of text.
+    """Yield the start and end of each search unit that begins in a block of text.
 
-    Blank units are skipped.
+    A unit is a line or a passage, depending on ``shape``. Blank units are skipped.
 
     Units at the end of the block are skipped too, if text after the block may affect where they
     end.
@@ -123,7 +123,7 @@ def _end_of_passage(text: str, start: int) -> int:
 
 
 def _cut_position(text: str, start: int) -> int:
-    """Return the position at which to cut a line that is too long for one unit."""
+    """Return the position at which to cut a line that is too long for one search hit."""
     end = start + MAX_CHARS
     if end >= len(text):
         return len(text)
@@ -142,9 +142,8 @@ def unit_at(text: Text, start: int, shape: Shape) -> tuple[int, int]:
 def citation_place(
     name: str, text: Text, start: int, line: int, layout: TextSegmentationMode
 ) -> str:
-    """Describe the location of a search unit for a citation: the name of its text, its line and, if
-    known, its page or heading.
-    """
+    """Describe where a search unit is, for citations: text name, line and, if known, page or
+    heading."""
     inside = ""
     if layout.has_pages:
         inside = _last_match(_PAGE, text, start, _PAGE_CHARS).lower()
@@ -155,7 +154,7 @@ def citation_place(
 
 
 def _last_match(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
-    """Return the last match of a heading or page pattern at or before the position ``start``.
+    """Return the last page mark or heading before a position in the text.
 
     Matches that begin more than ``most`` characters earlier are ignored.
     """

@@ -1,5 +1,4 @@
-"""Lets code in a session query the tables of its sources, with the variable ``tables`` and the
-function ``sql``.
+"""Lets session code query the tables of loaded files with ``tables`` and ``sql``.
 
     file ──add_file_tables──> TableInfo ──SessionTables──> tables  a list: names, columns, samples
                                                          sql(…)    one SELECT over all of them
@@ -47,7 +46,8 @@ _ALL_S = 60.0
 exceeded, further CSV and JSONL files are loaded as texts only."""
 _MAX_SHOWN = 80
 _CHECKED_RECORDS = 1_000_000
-"""Number of records of a damaged CSV or JSONL file that are searched for the wrong one."""
+"""Maximum number of records of a damaged CSV or JSONL file that are searched for the malformed
+one."""
 _KEYWORDS = re.compile(
     "all|and|any|as|asc|both|case|cast|check|column|constraint|create|default|desc|distinct|"
     "do|else|end|except|false|fetch|for|foreign|from|grant|group|having|in|initially|"
@@ -65,7 +65,7 @@ def has_duckdb() -> bool:
 def add_file_tables(
     name: str, kind: str, path: Path | None, data: bytes, loading: SourceCollector
 ) -> list[TableInfo]:
-    """Describe the tables of a file and add them to the load.
+    """Describe the tables in a file and add them to the sources being loaded.
 
     Raises UnreadableSourceError if the file cannot be read as tables, or if it changes while it is
     read.
@@ -168,9 +168,10 @@ def _not_json(path: Path) -> str:
 def add_text_table(
     name: str, kind: str, path: Path | None, text: str, detail: str, loading: SourceCollector
 ) -> str:
-    """Make a text of the context available as a table to SQL queries, like ``add_table``.
+    """Make a text in the context available to SQL queries as a table.
 
-    The file at ``path`` is used if it contains exactly this text.
+    Returns a description of the file, as ``add_table`` does. The file at ``path`` is used if it
+    contains exactly this text.
     """
     if not text:
         return detail
@@ -189,7 +190,7 @@ def add_table(
     *,
     is_utf8: bool = True,
 ) -> str:
-    """Make a CSV or JSONL file, whose text the context has, available to SQL queries.
+    """Make a CSV or JSONL file whose text is in the context available to SQL queries.
 
     Returns the description of the file. For a CSV file, it is that of the table, so that it names
     the columns that a query finds. If ``sql`` cannot query the file, it is ``detail``, the
@@ -229,7 +230,7 @@ def describe_table(info: TableInfo) -> str:
 
 
 def table_name(file: str, member: str, taken: set[str]) -> str:
-    """Return an unused table name that SQL accepts without quotes.
+    """Return an unused table name that needs no quotes in SQL.
 
     The table of the file ``2024/sales.csv`` is called ``sales``, for example.
     """
@@ -246,8 +247,7 @@ def table_name(file: str, member: str, taken: set[str]) -> str:
 
 
 def file_change_stamp(path: Path | str) -> tuple[int, ...]:
-    """Return numbers that change whenever a file changes: its size, modification time and inode
-    number.
+    """Return numbers that change whenever a file does: its size, modification time and inode.
 
     Empty if the file does not exist.
     """
@@ -259,7 +259,7 @@ def file_change_stamp(path: Path | str) -> tuple[int, ...]:
 
 
 class TemporaryTableFolder:
-    """A temporary folder for tables that were not separate files, such as those in archives.
+    """A temporary folder for tables that are not separate files, such as those in archives.
 
     It is deleted together with this object.
     """
@@ -283,7 +283,7 @@ class SessionTables:
         default: str | None,
         kept: TemporaryTableFolder | None = None,
     ) -> None:
-        """Create the set of tables that a session can query.
+        """Create the set of tables that one session can query with SQL.
 
         ``databases`` maps each name that a query can give as ``db`` to the function that runs the
         query. ``default`` is the database of a query without ``db``. If it is None, such a query
@@ -348,9 +348,7 @@ class SessionTables:
 
 
 def _write_temporary(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
-    """Write a file from an archive, or a decoded text, to the temporary folder, and return its
-    path.
-    """
+    """Save the data of one table to the temporary folder, and return the file's path."""
     if loading.kept_tables is None:
         loading.kept_tables = TemporaryTableFolder()
     path: Path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"
@@ -359,7 +357,7 @@ def _write_temporary(name: str, kind: str, data: bytes, loading: SourceCollector
 
 
 def shorten_sample_value(value: Any) -> Any:
-    """Return a shortened form of a value in a sample row."""
+    """Shorten a value so that it can be shown in a sample row."""
     if isinstance(value, bytes):
         return f"<{len(value):,} bytes>"
     if isinstance(value, list | dict):

@@ -64,7 +64,7 @@ def chunks(tokens: int = 4000, text: Any = None) -> list[dict[str, str]]:
 
 
 def _texts(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, text) of each text of ``value``.
+    """List the texts in ``value`` as (name, text) pairs.
 
     The name of a single text is empty.
     """
@@ -87,7 +87,7 @@ def _check(texts: list[tuple[str, Any]]) -> None:
 
 
 def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
-    """Return (text, first line, last line) of each piece.
+    """Split a text into pieces, and return each as (text, first line, last line).
 
     A piece has at most ``most`` bytes.
     """
@@ -105,7 +105,7 @@ def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
 
 
 def _longest_prefix(window: str, most: int) -> str:
-    """Return the longest beginning of ``window`` that has at most ``most`` bytes."""
+    """Return the longest prefix of ``window`` that has at most ``most`` bytes."""
     if window.isascii():
         return window
     data = window.encode("utf-8", "surrogatepass")
@@ -120,8 +120,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _cut_position(window: str) -> int:
-    """Return the position in ``window`` at which to end a piece, when the text continues after the
-    window."""
+    """Return the best position in ``window`` at which to cut a longer text."""
     half = len(window) // 2
     headings = [each.start() for each in _HEADING.finditer(window, half)]
     if headings:

@@ -50,8 +50,8 @@ an hour.
 WAIT_S = 60.0
 """Seconds that a search waits for its index to be built."""
 DELAY_S = 0.5
-"""Delay in seconds before an index is built in advance. A model usually thinks for longer. Building
-takes both cores for a second per 20 MB, which is wasted if the run ends sooner."""
+"""Delay in seconds before an index is built in advance; a model usually thinks for longer. Building
+takes two cores about a second per 20 MB, which is wasted if the run ends sooner."""
 MAX_QUERY_CHARS = 10_000
 _COUNTED_CHARS = 1 << 17
 """Distance in characters between the positions for which the line number is cached."""
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 def build_context_search_tools(context: Any) -> dict[str, Any]:
-    """Return the functions for searching ``context``: a text, or a dict or list of texts.
+    """Return the tools for searching ``context``, which is a text or a dict or list of texts.
 
     The result is empty if the context is too small or has another type.
     """
@@ -82,7 +82,7 @@ def build_context_search_tools(context: Any) -> dict[str, Any]:
 
 
 def context_search_tools_by_name(names: Collection[str], context: Any) -> dict[str, Any]:
-    """Return the search functions with these names, for replaying a recorded run.
+    """Return the search functions called ``names``, for replaying a recorded run.
 
     If a library is missing, an error is raised only when a search must be run because its result
     was not recorded.
@@ -215,9 +215,7 @@ class TextSearchTool:
             return built
 
     def block_starts(self) -> list[tuple[int, int]]:
-        """Return the start of each block of text, as pairs of the index of a text and a position in
-        it.
-        """
+        """Return where each block of text starts, as (text index, position) pairs."""
         return [
             (number, at)
             for number, text in enumerate(self._texts.values())
@@ -225,7 +223,7 @@ class TextSearchTool:
         ]
 
     def block_hash_input(self, number: int, at: int) -> bytes:
-        """Return the bytes that represent one block of text in the hash of the context.
+        """Return the bytes that one block of text contributes to the context's hash.
 
         Contexts with equal hashes share a search index.
         """
@@ -247,7 +245,7 @@ class TextSearchTool:
 
 
 class _UsedSearch:
-    """Reads the texts of a ``TextSearchTool`` while its index is built, through a weak reference.
+    """Gives access to a context's texts while its index is built, without keeping them in memory.
 
     Building an index takes a minute per gigabyte, and must not keep the context of a finished run
     in memory.
@@ -276,7 +274,7 @@ class _UsedSearch:
         return get_or_build_index(digest.hexdigest(), self._num_chars, self._indexing_requests)
 
     def _indexing_requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests that add all texts to the index.
+        """Yield requests that add all texts of the context to the search index.
 
         Each request except the last has at least ``BLOCK_CHARS`` characters.
         """
@@ -339,7 +337,7 @@ class TextChunkingTool:
 
     @property
     def session_source(self) -> str:
-        """Return the source code of the module that defines ``chunks`` in the session."""
+        """Return the source code of the module that defines ``chunks`` in a session."""
         return _chunks_source()
 
 

@@ -51,7 +51,7 @@ def redact_url_for_display(url: str) -> str:
 
 
 def reloadable_redacted_url(url: str) -> str:
-    """Return a URL in the form that a run records for loading it again.
+    """Return a URL as a run records it, so that it can be loaded again.
 
     The login is removed, and each key is replaced by a placeholder.
     """

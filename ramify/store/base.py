@@ -49,7 +49,7 @@ class RunJournal(Protocol):
 
     @property
     def trouble(self) -> StoreError | None:
-        """Reason why the run should end soon, such as a full disk, or None."""
+        """The problem that should end the run soon, such as a full disk, or None."""
 
     @property
     def is_empty(self) -> bool:
@@ -71,8 +71,8 @@ class RunJournal(Protocol):
         """
 
     def live_text(self) -> LiveReplyFileWriter | None:
-        """The writer of the file that shows replies while they arrive, or None if this journal has
-        no such file."""
+        """Return the writer that shows the run's replies as they arrive, or None if there is
+        none."""
 
 
 class RunBlobs(Protocol):
@@ -118,7 +118,7 @@ class RunStore(Protocol):
         """
 
     def check_free(self, run: str) -> None:
-        """Raise RunInUse if a process is writing ``run`` now."""
+        """Raise RunInUse if a process is currently writing ``run``."""
 
     def ids(self) -> list[str]:
         """Return the ids of all runs, newest first."""
@@ -140,7 +140,7 @@ class RunStore(Protocol):
         """
 
     def remove(self, run: str) -> int:
-        """Delete a run, and the blobs that no other run needs.
+        """Delete a run, together with its stored contexts and outputs that no other run needs.
 
         Returns the number of bytes freed. Raises RunInUse while a process is writing the run.
         """
@@ -159,8 +159,8 @@ class RunStore(Protocol):
         return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
 
     def append(self, run: str, events: Iterable[AnyEvent]) -> None:
-        """Append events to a run that has ended, such as a ``ScoreAdded`` event for a score that is
-        known only later.
+        """Append events to a run that has ended, such as a score that becomes known later
+        (``ScoreAdded``).
 
         Raises RunInUse while a process is writing the run.
         """
@@ -218,8 +218,8 @@ class RunStore(Protocol):
         return found
 
     def listing_state(self) -> object | None:
-        """Return a value that changes whenever the result of ``runs`` may change, so that a caller
-        can detect changes cheaply.
+        """Return a value that is cheap to compute and changes whenever the list of runs may have
+        changed.
 
         None if the store cannot tell without reading the runs.
         """
@@ -243,7 +243,7 @@ class RunStore(Protocol):
         raise StoreError(f"{self} does not store reviews, so run {run} cannot be reviewed")
 
     def finish(self, journal: RunJournal) -> None:
-        """Close ``journal``, and delete its run if no event was written.
+        """Close a run's journal, and delete the run if the journal is empty.
 
         Such a run failed before it started, so it need not be listed and cannot be resumed.
         """
@@ -253,7 +253,7 @@ class RunStore(Protocol):
 
 
 class FilelessStoredRun(NamedTuple):
-    """A stored run without a file, which is read through the ``lines`` method of its store.
+    """A stored run that has no file and is read from its store, such as a run in memory.
 
     Implements ``StoredRun``.
     """

@@ -52,7 +52,7 @@ it.
 """
 Bytes = bytes | bytearray | memoryview
 Fsync = Callable[[int], object]
-"""``os.fsync``, or a test double."""
+"""``os.fsync``, or a replacement for it in tests."""
 
 
 def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
@@ -77,8 +77,7 @@ def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
 
 
 def write_all(fd: int, data: Bytes, path: Path) -> None:
-    """Write all of ``data`` to the open file ``fd``, in a single ``write()`` if the system accepts
-    it.
+    """Write all of ``data`` to the open file ``fd``, in a single ``write()`` if possible.
 
     Raises StoreError, which names ``path``.
     """
@@ -168,7 +167,7 @@ class _Size(msgspec.Struct):
 
 
 class StoreSizeMonitor:
-    """Measures the size of one store and warns if it exceeds its limit."""
+    """Measures the size of one run store, and warns if it exceeds the store's limit."""
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
         """Create a monitor for the store in the folder ``root``.
@@ -278,7 +277,7 @@ that its entries survive a crash.
 
 
 class FlushErrorHandler(Protocol):
-    """The interface of an object that owns files flushed in the background.
+    """Interface of an object that is notified if a background flush of its file fails.
 
     It is notified if a flush fails.
     """
@@ -302,7 +301,7 @@ class FsyncFlusher:
         self._busy_owner: FlushErrorHandler | None = None
         self._running = False
         self._is_waiting = False
-        """Whether the thread waits for work."""
+        """True while the background thread waits for work."""
 
     def request_flush(self, file: File, owner: FlushErrorHandler) -> None:
         """Request a flush of ``file`` in the background and return at once."""
@@ -319,9 +318,7 @@ class FsyncFlusher:
             self._running = False
 
     def wait_for_flushes(self, owner: FlushErrorHandler) -> None:
-        """Wait until all flushes that were requested for files of ``owner``, such as a journal,
-        are done.
-        """
+        """Wait until all pending flushes of the files of ``owner``, such as a journal, are done."""
         with self._turn:
             mine = [file for file, other in self._due.items() if other is owner]
             for file in mine:
@@ -346,7 +343,7 @@ class FsyncFlusher:
                 time.sleep(_REST_S)
 
     def _next(self) -> bool:
-        """Take the file that has waited longest.
+        """Wait for the next file to flush, and take the one that has waited longest.
 
         Returns False if nothing was requested for ``IDLE_S`` seconds, after which the thread ends.
         """
@@ -408,10 +405,7 @@ class BlobStore:
         return digest
 
     def put_pieces(self, pieces: Iterable[Bytes], num_bytes: int, digest: str) -> None:
-        """Store a value that arrives in pieces.
-
-        Returns its length and its SHA-256 hash.
-        """
+        """Store a blob of ``num_bytes`` bytes, given in pieces, under its SHA-256 ``digest``."""
         path = self.path(digest)
         make_folder(path.parent, self._flusher.fsync)
         with self._hold(fcntl.LOCK_SH):
@@ -506,7 +500,7 @@ class BlobStore:
 
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
-        """Hold a lock between processes.
+        """Hold the lock that other processes respect, until the ``with`` block ends.
 
         It prevents one process from deleting a blob while another skips writing it because it
         exists.
@@ -526,8 +520,9 @@ class BlobStore:
 
 
 def _touch_if_complete(path: Path, size: int) -> bool:
-    """Return True if the complete blob exists, and set its modification time to now, as if it had
-    just been stored.
+    """Return True if the complete blob exists, after setting its modification time to now.
+
+    The blob then counts as just stored.
     """
     try:
         if path.stat().st_size != size:

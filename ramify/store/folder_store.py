@@ -94,9 +94,8 @@ class Store(RunStore):
         self.blobs = BlobStore(make_folder(self.root / "blobs", fsync), self._flusher)
         self._size = StoreSizeMonitor(self.root)
         self._claimed: tuple[int, frozenset[str]] = (-1, frozenset())
-        """Modification time of the runs folder when it was last read, and the runs that had a
-        writer then.
-        """
+        """Modification time of the runs folder when it was last read, and the ids of the runs that
+        were being written then."""
 
     def create(self, run_id: str, secrets: Mapping[str, str] | None = None) -> FileRunJournal:
         """Create the journal of a new run.
@@ -303,7 +302,7 @@ class Store(RunStore):
 
 
 def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
-    """Return the run ids of the journals in a folder's entries, newest first.
+    """Return the ids of the runs whose journals are in a folder, newest first.
 
     The time is part of the id. For an id without a time, the file's modification time is used.
     """
@@ -318,7 +317,7 @@ def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
 
 
 def _ids_of(entries: Iterable[os.DirEntry[str]], end: str) -> set[str]:
-    """Return the ids of the runs that have a file with this suffix in a folder's entries."""
+    """Return the ids of the runs that have a file with the suffix ``end`` in a folder."""
     return {entry.name.removesuffix(end) for entry in entries if entry.name.endswith(end)}
 
 

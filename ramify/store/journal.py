@@ -56,7 +56,7 @@ holds the lock very briefly.
 
 
 class WriterProcessId(msgspec.Struct, frozen=True):
-    """Process id and host of the process that is writing a journal."""
+    """The process that is writing a journal: its process id and its host."""
 
     pid: int
     host: str
@@ -85,18 +85,16 @@ class ChecksummedLineWriter:
         self.size = os.fstat(fd).st_size
         """Size of the file in bytes, including what earlier writers wrote."""
         self.trouble: StoreError | None = None
-        """Set once the reserved disk space had to be used: the run should then end soon. None
-        before.
-        """
+        """The error that occurred when the disk was full and the reserved disk space had to be
+        used, after which the run should end soon; otherwise None."""
         self._fd = fd
         self._flusher = flusher
         self._chain = chain
         self._lock = threading.Lock()
         self._failure: OSError | None = None
         self._gap: StoreError | None = None
-        """The error that kept a line from being written; None if there is none. No line is written
-        after it.
-        """
+        """The error that kept a line from being written, or None. Later lines are then rejected
+        unless ``append`` allows a gap."""
         self._closed = False
 
     def append(self, line: bytes, *, flushes: bool = False, allow_gap: bool = False) -> int:
@@ -125,7 +123,7 @@ class ChecksummedLineWriter:
             return offset
 
     def _write(self, line: bytes) -> None:
-        """Write a line.
+        """Write a line to the file, and use the store's reserved disk space if the disk is full.
 
         If the disk is full, free the store's reserved space and try again.
         """
@@ -209,7 +207,7 @@ class FileRunJournal:
 
     @property
     def trouble(self) -> StoreError | None:
-        """Reason why the run should end soon: the disk is full, and the reserved space is used up.
+        """The error that should end the run soon because the disk is full, or None.
 
         Otherwise None.
         """
@@ -238,8 +236,9 @@ class FileRunJournal:
         self.file.close()
 
     def live_text(self) -> LiveReplyFileWriter:
-        """Return the writer of the live file, which is kept beside the journal and holds the
-        replies that are still arriving.
+        """Return the writer of the live file, which holds the replies that are still arriving.
+
+        The file is kept beside the journal.
         """
         return LiveReplyFileWriter(self.path, self._secrets)
 
@@ -307,9 +306,7 @@ def run_in_use_error(path: Path, holder: str) -> RunInUse:
 
 
 def find_writer_process(path: Path) -> WriterProcessId | None:
-    """Return the process that is writing the journal at ``path`` now, or None if no live process
-    is.
-    """
+    """Return the live process that is writing the journal at ``path``, or None."""
     named = _read_writer(path)
     if named is None:
         return None
@@ -352,7 +349,7 @@ def cut_torn_line(fd: int) -> None:
 
 
 def checksum_chain_at_end(fd: int, path: Path) -> ChecksumChain:
-    """Return the running checksum at the end of a journal, so that new lines can continue it.
+    """Return the checksum state after a journal's last line, so that more lines can be appended.
 
     The last line must be complete. Raises StoreError if a line lacks its checksum.
     """
@@ -440,12 +437,12 @@ def _clean(value: Any, secrets: SecretRedactor, may_be_nan: bool) -> Any:
 _BLOCK_BYTES = 1 << 20
 _MANY_BYTES = 1 << 18
 _RETRIES = 3
-"""How often a follower retries an unreadable line while the writer is alive."""
+"""Number of times that a follower retries an unreadable line while the writer is alive."""
 
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEvent]:
-    """Return the decoder of events.
+    """Return the decoder for the lines of a journal.
 
     It is created on first use, because that takes two milliseconds.
     """
@@ -476,11 +473,10 @@ def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
 
 
 def line_blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yield the complete lines of a journal from byte ``offset`` on, in blocks of many lines with
-    their newlines.
+    """Yield a journal's complete lines from byte ``offset`` on, in blocks of many lines.
 
-    Decoding a block is faster than decoding single lines. Raises StoreError if the file cannot be
-    read.
+    The lines keep their newlines. Decoding a block is faster than decoding single lines. Raises
+    StoreError if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -520,7 +516,7 @@ def read_events(run: StoredRun) -> Iterator[AnyEvent]:
 
 
 def _decode_block(block: bytes, num_lines: int) -> Iterable[AnyEvent | None]:
-    """Decode a block of lines at once, which is several times faster than line by line.
+    """Decode a block of journal lines in one step, which is faster than line by line.
 
     If any line is damaged, return None for every line of the block.
     """
@@ -549,7 +545,7 @@ class FileStoredRun(NamedTuple):
         return str(self.path)
 
     def journal_version(self) -> tuple[int, int]:
-        """Return the inode and the size in bytes of the file."""
+        """Return the journal file's inode number and its size in bytes."""
         try:
             stat = self.path.stat()
         except OSError as error:
@@ -600,7 +596,7 @@ MISFIT = "it does not fit the lines before it, some of which must be missing"
 
 
 def damaged_line_error(run: StoredRun, number: int, why: object) -> StoreError:
-    """Return the error for a journal line that was changed, or that follows missing lines."""
+    """Return the error to raise for a damaged line in a journal."""
     return StoreError(f"{run}, line {number} is damaged: {why}; {run.damaged_line_advice(number)}")
 
 
@@ -682,7 +678,7 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """Return the inode number of ``path``.
+    """Return a journal's inode number, after checking that the file was not replaced or truncated.
 
     Raises StoreError if the journal was replaced, so that the number differs from ``inode``, or
     truncated, so that it is shorter than ``offset``. An ``inode`` of 0 accepts any number.

@@ -41,7 +41,7 @@ class ChecksumChain:
         """True once a line had a checksum. Every later line must then have one, too."""
 
     def add_checksum(self, line: bytes) -> tuple[bytes, int]:
-        """Return a line with its checksum added, and the checksum.
+        """Return a line with its checksum appended, and the checksum itself.
 
         The line is a JSON object and a newline.
         """
@@ -50,7 +50,7 @@ class ChecksumChain:
         return covered + _tail(crc) + b"\n", crc
 
     def damage_reason(self, line: bytes) -> str:
-        """Return the reason why the next line, given without its newline, is damaged.
+        """Return a description of the damage to the next line, or an empty string if it is intact.
 
         Returns an empty string if it is intact.
         """
@@ -61,7 +61,7 @@ class ChecksumChain:
         return CHANGED
 
     def check_and_advance(self, line: bytes) -> str:
-        """Advance past ``line`` if it is intact.
+        """Check the next line, and advance past it if it is intact.
 
         Otherwise return the reason why it is damaged.
         """
@@ -75,13 +75,12 @@ class ChecksumChain:
         return problem
 
     def does_line_follow(self, line: bytes, crc: int) -> bool:
-        """Return True if ``line`` directly follows a line with the checksum ``crc``."""
+        """Return True if the checksum of ``line`` shows that it follows a line with the checksum
+        ``crc``."""
         return line.endswith(_tail(crc32(line[:-_NUM_BYTES], crc)))
 
     def advance(self, line: bytes) -> None:
-        """Advance past ``line`` even if it is damaged, so that the next line must continue its
-        checksum.
-        """
+        """Advance past a line that may be damaged, and continue from the checksum that it holds."""
         if has_checksum(line):
             self.crc, self.is_checked = int(line[-_NUM_DIGITS - 2 : -2], 16), True
         elif not self.is_checked:

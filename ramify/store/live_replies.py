@@ -49,7 +49,7 @@ class ArrivingReply(msgspec.Struct, frozen=True):
     text: str
     reasoning: str = ""
     is_cut: bool = False
-    """Whether the beginning of the text is left out."""
+    """True if the beginning of the text is omitted."""
 
 
 class _Snapshot(msgspec.Struct):
@@ -67,7 +67,7 @@ class LiveReplyFile:
         self._fd: int | None = None
 
     def open_existing(self) -> None:
-        """Open the file without taking its lock.
+        """Open the existing file without locking it.
 
         Raises FileNotFoundError if it does not exist.
         """
@@ -154,7 +154,7 @@ class LiveReplyFileWriter(LiveReplyFile):
         return ArrivingReply(reply.call, reply.turn, text[-most:], reasoning[-most:], is_cut)
 
     def _redact_text(self, text: str) -> str:
-        """Redact the secrets in ``text``.
+        """Return a partial reply with its secrets redacted, so that a web page can show it.
 
         Its last characters are removed if they could be the beginning of a secret.
         """
@@ -231,7 +231,7 @@ def delete_if_unfollowed(path: Path) -> None:
 
 
 def _is_alone(fd: int) -> bool:
-    """Return True if no other open file holds a lock on this file.
+    """Return True if no other process has this file open and locked.
 
     In that case, ``fd`` now holds an exclusive lock.
     """

@@ -116,7 +116,7 @@ class MemoryStore(RunStore):
             self._written.discard(id)
 
     def _offsets(self, id: str) -> list[int]:
-        """Return the byte offset of each line of run ``id``, followed by the offset of the end."""
+        """Return the byte offsets of the lines of a run, and the offset of its end."""
         if id not in self._lines:
             raise UnknownRun(f"found no run {id!r} in {self}: it was deleted")
         starts = self._starts.setdefault(id, [0])
@@ -181,8 +181,9 @@ class MemoryJournal:
         self._on_close(self.id)
 
     def live_text(self) -> None:
-        """Return None: this store does not show replies as they arrive, so the web page shows only
-        complete replies.
+        """Return None, because this store does not show replies as they arrive.
+
+        The web page therefore shows only complete replies.
         """
 
 
@@ -210,9 +211,7 @@ class MemoryBlobs:
             ) from None
 
     def keep_only(self, digests: Container[str]) -> int:
-        """Delete all blobs except those with the given hashes, and return the number of bytes
-        freed.
-        """
+        """Delete all blobs except the given ones, and return the number of bytes freed."""
         unneeded = [digest for digest in [*self._data] if digest not in digests]
         return sum(len(self._data.pop(digest)) for digest in unneeded)
 

@@ -45,9 +45,9 @@ class StorePruneResult(msgspec.Struct):
     """The ids of the deleted runs and evaluations, oldest first."""
 
     runs: list[str]
-    """Ids of the runs."""
+    """Ids of the deleted runs, oldest first."""
     evaluations: list[str]
-    """Ids of the evaluations."""
+    """Ids of the deleted evaluations, oldest first."""
 
 
 class StorePruner:
@@ -109,7 +109,7 @@ class StorePruner:
         return removed
 
     def _delete_matrices(self) -> None:
-        """Delete each matrix whose evaluations have all been deleted.
+        """Delete each evaluation matrix whose evaluations have all been deleted.
 
         A matrix is a table that compares evaluations.
         """
@@ -150,8 +150,9 @@ class StorePruner:
     def _prune_to_size(
         self, max_bytes: int, oldest_first: list[Path], removed: StorePruneResult
     ) -> None:
-        """Delete the oldest runs until the store has at most ``max_bytes`` bytes, and add their ids
-        to ``removed``.
+        """Delete the oldest runs and evaluations until the store has at most ``max_bytes`` bytes.
+
+        They are added to ``removed``.
         """
         size = self._size.measure()
         for path in oldest_first:
@@ -170,7 +171,7 @@ class StorePruner:
             removed.runs.append(path.stem)
 
     def _sweep(self) -> None:
-        """Delete blobs that no journal refers to, and files that killed writers left behind."""
+        """Delete unused blobs, and files that were left by killed processes."""
         settled, stale = time.time() - SETTLE_S, time.time() - GRACE_S
         candidates = {}
         for path, stat in self._blobs.list_files():
@@ -186,7 +187,7 @@ class StorePruner:
             delete_if_unfollowed(path)
 
     def _delete_unreferenced(self, candidates: dict[str, float]) -> int:
-        """Delete the ``candidates`` that no journal refers to, and return the number of bytes
+        """Delete those of the given blobs that no journal needs, and return the number of bytes
         freed.
 
         ``candidates`` maps the hash of each blob to a time. A blob that was stored after that time
@@ -239,7 +240,7 @@ def _older_than(paths: list[Path], than_s: float) -> list[Path]:
 
 
 def _delete_record(path: Path) -> bool:
-    """Delete the file of an evaluation, unless a process is writing it.
+    """Delete the stored record of an evaluation, unless a process is still writing it.
 
     Returns True if it was deleted.
     """
@@ -258,7 +259,7 @@ def _delete_record(path: Path) -> bool:
 
 
 def _blob_digests(path: Path) -> Iterator[str]:
-    """Yield the hashes of the blobs that a journal refers to."""
+    """Yield the hashes of the blobs that a journal needs."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

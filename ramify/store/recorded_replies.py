@@ -1,4 +1,4 @@
-"""Index of the model replies in a run's journal.
+"""Finds the model replies that are recorded in the journal of a run.
 
 A run that is resumed or replayed uses them instead of paying for them again.
 
@@ -49,18 +49,16 @@ are not kept in ``_held``.
 
 
 class TurnsDroppedOnResume(NamedTuple):
-    """Turns of a root call that no longer count, because the run was resumed past the limit that
-    had ended it.
-    """
+    """Turns that were removed from a root call when its run was resumed beyond a limit."""
 
     events: list[AnyEvent]
     """Requests and replies of the dropped turns."""
     is_recorded: bool
-    """Whether the journal already records that the turns were dropped."""
+    """True if the journal already records that the turns were dropped."""
 
 
 class RunEventIndex:
-    """Finds the events of a recorded run by call, turn and code cell.
+    """An index of a recorded run's events by call, turn and code cell.
 
     The index refers to the events and does not copy them.
     """
@@ -81,7 +79,7 @@ class RunEventIndex:
     is_fork: bool
     """True if another run continues from this record, and so pays only for new requests."""
     given: dict[tuple[str, int], str]
-    """(call, turn) -> code that replaces the recorded reply."""
+    """(call, turn) -> code that replaces the reply recorded for that turn."""
     prompts: dict[tuple[str, int], list[str]]
     """(call, turn) -> edited texts of the last messages of that turn's request. Used in a fork with
     edits.
@@ -111,9 +109,8 @@ class RunEventIndex:
         self._failed_end = False
         """True if the last event ended the run in a way that allows it to be resumed."""
         self._finished = 0
-        """Number of earlier questions whose recorded end a resumed run emits again. These events
-        must not be appended a second time.
-        """
+        """Number of ``RunEnded`` events of earlier questions that a resumed run will emit again.
+        They must not be appended a second time."""
         self._forgotten: dict[tuple[str, int], list[TurnsDroppedOnResume]] = {}
         self._models: dict[str, str] = {}
         self._kinds: dict[str, CallKind] = {}
@@ -130,7 +127,8 @@ class RunEventIndex:
         self._held: dict[Key, None] = {}
         """Keys of the recorded events that ``must_not_append`` cannot find in another index."""
         self._booked: set[tuple[str, int]] = set()
-        """Requests without a reply whose last attempt is accounted for."""
+        """(call, turn) of each request without a reply whose last attempt is already accounted
+        for."""
         for event in events:
             self._add(event)
         if self._failed_end:
@@ -160,10 +158,10 @@ class RunEventIndex:
         return (*new[:first], *(msgspec.structs.replace(it, content=text) for it, text in changed))
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """Return the recorded reply to a request, with the token ids that the request added to the
-        prompt, or None if no reply was recorded.
+        """Return the recorded reply to a request, or None if no reply was recorded.
 
-        Raises the recorded error if the request failed for good.
+        The reply has the token ids that the request added to the prompt. Raises the recorded error
+        if the request failed for good.
         """
         self.check_prompt_matches(call, turn, prompt_hash)
         if (call, turn) not in self._requests:
@@ -179,8 +177,7 @@ class RunEventIndex:
         return None if reply is None else reply.reply
 
     def reusable_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
-        """Return the first request of a call and its reply, if a resumed or replayed run can reuse
-        them without further checks.
+        """Return a call's first request and its reply if both can be reused without more checks.
 
         Returns None if the recording of the call is incomplete, if the call had failed attempts or
         dropped turns, or if the run has diverged from the journal.
@@ -224,8 +221,8 @@ class RunEventIndex:
             )
 
     def num_reused_token_ids(self, call: str, turn: int) -> int:
-        """Return how many token ids at the beginning of this turn's recorded prompt were reused
-        unchanged from earlier turns of the call."""
+        """Return how many leading token ids of this turn's prompt were reused from earlier
+        turns."""
         return self._replies[call, turn].reused_ids
 
     def failed_attempts(self, call: str, turn: int) -> list[AttemptFailed]:
@@ -236,8 +233,7 @@ class RunEventIndex:
         return self._attempts.get((call, turn), [])
 
     def is_in_flight(self, call: str, turn: int) -> bool:
-        """Return True if the request of this turn had been sent but not answered when the run was
-        cut off.
+        """Return True if this turn's request was sent but had no reply when the run was cut off.
 
         The provider may have charged for it.
         """
@@ -248,9 +244,8 @@ class RunEventIndex:
         return is_open and call not in self._ends
 
     def is_unanswered(self, call: str, turn: int) -> bool:
-        """Return True if this turn's request was recorded, but neither its reply nor the end of its
-        call.
-        """
+        """Return True if this turn has a recorded request but no reply, and its call has not
+        ended."""
         place = (call, turn)
         return place in self._requests and place not in self._replies and call not in self._ends
 
@@ -271,9 +266,8 @@ class RunEventIndex:
         ]
 
     def final_turn_reason(self, call: str, turn: int) -> Stop | None:
-        """Return the limit that made this request the last one of its call, or None if the call
-        could have continued.
-        """
+        """Return the limit that made this request its call's last, or None if the call could
+        continue."""
         request = self._requests.get((call, turn))
         return None if request is None else request.last_word
 
@@ -288,7 +282,7 @@ class RunEventIndex:
         return self._parents.get(id) == where
 
     def was_cell_skipped_at_end(self, call: str, turn: int, cell: int) -> bool:
-        """Return True if the recorded run was already ending when it reached this code cell.
+        """Return True if this code cell was skipped because the recorded run was already ending.
 
         The call then sent at most one more request.
         """
@@ -302,9 +296,7 @@ class RunEventIndex:
     def recorded_tool_result(
         self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str
     ) -> ToolAnswered | None:
-        """Return the recorded result or error of one call of a user's tool, or None if there is
-        none.
-        """
+        """Return the recorded result of one call of a user's tool, or None if none was recorded."""
         recorded = self._tools.get((call, turn, cell, ordinal))
         place = f"call {call}, turn {turn}, cell {cell}, tool call {ordinal}"
         if recorded is None:
@@ -344,7 +336,7 @@ class RunEventIndex:
                 return _key(event) in self._held
 
     def continue_past_limit(self) -> None:
-        """Forget that a limit ended the run, so that a resumed run can continue.
+        """Discard the end of a run that a limit stopped, so that a resumed run can continue.
 
         The final reply of each root call, the result of the code cell before it, and the failures
         of calls made by that cell are dropped. If the model answered directly, without code, the
@@ -377,9 +369,7 @@ class RunEventIndex:
         self._forget(cut, is_recorded=False)
 
     def continue_past_interruption(self) -> None:
-        """Forget a final request without a reply, which was sent just before the run was
-        cancelled.
-        """
+        """Discard the last request of a cancelled run if it has no reply."""
         for (id, turn), request in list(self._requests.items()):
             is_unanswered = request.last_word is Stop.CANCELLED and (id, turn) not in self._replies
             if is_unanswered and self._parents.get(id) is None:
@@ -390,14 +380,15 @@ class RunEventIndex:
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
     def pop_dropped_turns(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
-        """Return the dropped turns of a call, from the given one on, oldest first.
+        """Return the turns of a call that were dropped on resuming, and forget them.
 
-        They were paid for but no longer count. Each is returned only once.
+        The result begins with the given turn and is ordered from the oldest on. They were paid for
+        but no longer count. Each is returned only once.
         """
         return self._forgotten.pop((call, turn), [])
 
     def _forget(self, firsts: Mapping[str, int], *, is_recorded: bool) -> None:
-        """Forget how some calls ended.
+        """Remove the ends of some calls from the index, together with their last turns.
 
         ``firsts`` maps the id of each call to the first turn to drop. The result of the code cell
         before that turn is dropped too.
@@ -447,10 +438,10 @@ class RunEventIndex:
         raise ModelError(reason)
 
     def _reopen_unfinished(self) -> None:
-        """Forget how the run and its unfinished calls ended, if it failed or was stopped without an
-        answer.
+        """Remove the end of a failed or stopped run from the index, so that it can continue.
 
-        Failures of sub-calls are kept, since code in the session has already seen them.
+        The ends of its unfinished calls are removed too. Failures of sub-calls are kept, since code
+        in the session has already seen them.
         """
         self.ended = None
         self._failed_end = False
@@ -471,7 +462,7 @@ class RunEventIndex:
             )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
-        """Return True if a run that ended in this way can be resumed.
+        """Return True if a run with this end can be resumed.
 
         This includes a failed run, whose failure a replay would only repeat.
         """
@@ -480,7 +471,7 @@ class RunEventIndex:
         return end.stop is Stop.SUSPENDED or (end.stop is Stop.CANCELLED and end.answer is None)
 
     def _add(self, event: AnyEvent) -> None:
-        """Enter one event of the journal into the index."""
+        """Add one event of the journal to the index."""
         if isinstance(event, ScoreAdded):
             return  # a score is about the run, not part of it
         # The run was resumed after this end, so the end does not count. A new question keeps it.
@@ -537,13 +528,13 @@ class RunEventIndex:
 
 
 def _turn_of(key: Key) -> int:
-    """Return the turn of an event, or -1 if it belongs to none."""
+    """Return the turn number in an event's key, or -1 if the event belongs to no turn."""
     is_of_turn = key[0] in (RequestStarted, ReplyReceived, CellRan)
     return key[2] if is_of_turn and isinstance(key[2], int) else -1
 
 
 def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
-    """Return True if an event must be dropped together with some turns of its call.
+    """Return True if the event with this key belongs to a turn that is being dropped.
 
     ``firsts`` maps each call to its first dropped turn. The code cell before that turn and the end
     of the call are dropped too.
@@ -555,8 +546,9 @@ def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
 
 
 def _key(event: AnyEvent) -> Key:
-    """Return a key that identifies an event by its type and position in the run, regardless of its
-    time.
+    """Return a key that identifies an event by its type and its position in the run.
+
+    The time of the event has no effect.
     """
     match event:  # the most frequent ones first
         case CallStarted() | CallEnded() | RunStarted():

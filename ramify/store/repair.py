@@ -89,7 +89,7 @@ class JournalCheckResult(msgspec.Struct):
 
 
 class JournalRepairResult(msgspec.Struct, frozen=True):
-    """Result of repairing one journal: what was kept, and what was lost."""
+    """The result of repairing a journal: how much was kept and how much was lost."""
 
     id: str
     damage: JournalLineDamage
@@ -103,7 +103,7 @@ class JournalRepairResult(msgspec.Struct, frozen=True):
 
 
 def check_journal(path: Path, blobs: BlobStore | None = None) -> JournalCheckResult:
-    """Check a journal.
+    """Check a run's journal for damage, and return the result.
 
     If ``blobs`` is given, also check the stored contexts that it refers to.
     """
@@ -151,8 +151,7 @@ def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) 
 
 
 def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
-    """Find the line after which a misplaced line belongs, and return a phrase about it for an error
-    message.
+    """Describe the line after which a misplaced journal line belongs, for an error message.
 
     The phrase is empty if the line fits nowhere.
     """
@@ -249,7 +248,7 @@ def _count_replies(path: Path, damage: JournalLineDamage) -> int:
 
 
 def _copy(fd: int, to: Path, num_bytes: int, fsync: Fsync) -> None:
-    """Copy the first bytes of the open file ``fd`` to a new file, and flush it to disk."""
+    """Copy the first ``num_bytes`` bytes of an open file to a new file on disk."""
     copy = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         offset = 0

@@ -101,10 +101,10 @@ class ModelReplyCache:
     def register_run_replies(
         self, run: str, num_bytes: int, places: Iterable[tuple[str, JournalReplyOffset]]
     ) -> None:
-        """Register the positions of all replies in the journal of ``run``, which is ``num_bytes``
-        bytes long.
+        """Register where the journal of ``run`` holds each of its replies.
 
-        ``places`` has pairs of a request's hash and the position of its reply.
+        The journal is ``num_bytes`` bytes long. ``places`` has pairs of a request's hash and the
+        position of its reply.
         """
         rows = [(prompt_hash, *place) for prompt_hash, place in places]
         try:

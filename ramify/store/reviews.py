@@ -39,7 +39,7 @@ MAX_LABELS, MAX_LABEL, MAX_NOTE = 20, 60, 10_000
 
 
 Verdict = Literal["right", "wrong", "not sure"]
-"""A person's judgement of an answer."""
+"""A person's judgement of whether an answer is correct."""
 DISPUTED = "disputed"
 """Verdict on an answer about which people disagree."""
 UNSCORED = "correct"
@@ -59,7 +59,7 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     """Unix time of the last change; 0 before the review is saved."""
 
     def __post_init__(self) -> None:
-        """Check the review.
+        """Check that the texts of the review are not too long and that its scores are valid.
 
         Raises ConfigError if a text is too long, or if a score has no name or is not a finite
         number.
@@ -94,7 +94,7 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def combined_verdict(self) -> str:
-        """Combined verdict of all people, ignoring those who are not sure.
+        """The combined verdict of all reviewers, ignoring those who are not sure.
 
         ``disputed`` if the others differ, ``not sure`` if all are unsure, and empty if there are no
         verdicts.
@@ -104,7 +104,7 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
     @property
     def labels_and_verdict(self) -> tuple[str, ...]:
-        """Labels under which the run is shown and filtered in lists.
+        """The labels and the combined verdict, by which lists show and filter the run.
 
         The combined verdict of all people comes last, if there is one.
         """
@@ -132,13 +132,13 @@ _WORTH = {"right": 1.0, "wrong": 0.0}
 
 
 class InterRaterAgreement(msgspec.Struct, frozen=True):
-    """Agreement of two people in their verdicts on the same runs."""
+    """How far two people agree in their verdicts on the same runs."""
 
     people: tuple[str, str]
     both: int
-    """Number of runs about which both people are sure."""
+    """Number of runs on which both people gave a definite verdict, right or wrong."""
     same: int
-    """Number of those runs with equal verdicts."""
+    """Number of the runs in ``both`` on which the two verdicts are equal."""
     kappa: float | None
     """Cohen's kappa (1960): 1 for full agreement, 0 for agreement by chance. None if all verdicts
     of both people are equal, since chance then explains everything.
@@ -146,7 +146,7 @@ class InterRaterAgreement(msgspec.Struct, frozen=True):
 
 
 def inter_rater_agreements(verdicts: Iterable[Mapping[str, Verdict]]) -> list[InterRaterAgreement]:
-    """Return the agreement of each pair of people who are both sure about at least one common run.
+    """Return how far each two reviewers agree on the runs that both have judged.
 
     ``verdicts`` has one mapping per run, from person to verdict.
     """
@@ -172,9 +172,7 @@ def _agreement(
 
 
 def review_file(path: Path) -> Path:
-    """Return the path of the file with the reviews for ``path``, a journal or a file of
-    trajectories.
-    """
+    """Return the path of the reviews for ``path``, which is a journal or a trajectory file."""
     return path.with_suffix(".review.json")
 
 
@@ -195,9 +193,9 @@ def read_reviews(path: Path) -> dict[str, HumanRunReview]:
 
 
 def read_reviews_for_listing(path: Path) -> Mapping[str, HumanRunReview]:
-    """Return the reviews for ``path`` by run id, for listings.
+    """Return the human reviews of the runs in ``path``, even if the review file is damaged.
 
-    Does not raise if the file of reviews is damaged.
+    The keys are run ids. Does not raise if the file of reviews is damaged.
 
     Instead, every run gets a review with the label ``unreadable review`` and the error as its note.
     """

@@ -34,16 +34,17 @@ class RunFilter(NamedTuple):
 
     conditions: tuple[Condition, ...] = ()
     sort: str = ""
-    """Field to sort by; empty keeps the given order."""
+    """Field to sort by. If empty, the runs stay in the given order."""
     is_descending: bool = False
     group: str = ""
-    """Field to group by; empty for no groups."""
+    """Field to group by. If empty, the runs are not grouped."""
     values: tuple[tuple[str, str], ...] = ()
-    """Field and value of each condition that a text contains a value."""
+    """(field, value) of each condition on a field in ``_SHORT``, used to explain that no run has
+    the value."""
 
     @property
     def has_conditions(self) -> bool:
-        """Return True if the filter has conditions, which may exclude runs."""
+        """Return True if the filter has any condition that could exclude a run."""
         return bool(self.conditions)
 
     def apply(self, runs: Iterable[RunSummary]) -> list[RunSummary]:
@@ -65,8 +66,10 @@ class RunFilter(NamedTuple):
         return sorted(found, key=cmp_to_key(compare))
 
     def unknown_values(self, runs: Iterable[RunSummary]) -> list[str]:
-        """Return a sentence for each value that no run has, such as ``no run has stop:eror: did you
-        mean 'error'? known: error, final``.
+        """Return a message about each value in the filter that no run has.
+
+        It suggests other values. An example is ``no run has stop:eror: did you mean 'error'? known:
+        error, final``.
         """
         runs = list(runs)
         said = []
@@ -179,7 +182,8 @@ _TEXTS: Mapping[str, Text] = {
 FIELDS = (*_NUMBERS, *_TIMES, *_TEXTS)
 """Names of all fields that a filter can use."""
 _SHORT = ("origin", "task", "model", "stop", "label")
-"""Text fields with few values, which an explanation can list."""
+"""Text fields with few distinct values. If no run has a requested value, the explanation can list
+the known ones."""
 GROUPS = ("origin", "task", "model", "stop", "label", "question")
 """Fields by which runs can be grouped."""
 
@@ -220,7 +224,7 @@ def _check_spaces(text: str) -> None:
 
 
 def _complete_example(part: str) -> str:
-    """Complete a condition that has no value yet, by adding a valid value for its field.
+    """Add an example value to a condition without a value, for an error message.
 
     The result is an example for an error message.
     """
@@ -323,10 +327,10 @@ def _parse_period(value: str, now: float) -> tuple[float, float] | None:
 
 
 def _is_in(at: float, sign: str, first: float, after: float) -> bool:
-    """Compare a time with the period from ``first`` to ``after``, using an operator such as ``>``.
+    """Compare a time with a period, using an operator such as ``>``.
 
-    A period without an end, which comes from an age such as ``2h``, is compared as the moment
-    ``first``.
+    The period begins at ``first`` and ends before ``after``. A period without an end, which comes
+    from an age such as ``2h``, is compared as the moment ``first``.
     """
     last = first if after == inf else after
     match sign:

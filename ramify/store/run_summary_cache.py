@@ -26,7 +26,7 @@ _SCHEMA = (
     "(id TEXT PRIMARY KEY, size INTEGER, changed INTEGER, summary BLOB)"
 )
 PATIENCE_S = 2.0
-"""How long to wait for another process that writes the index before reading the journals
+"""Seconds to wait for another process that writes the index, before the journals are read
 instead."""
 _VERSION = 4
 """Version of the summaries; an index with another version is rebuilt."""

@@ -51,7 +51,7 @@ def open_store() -> RunStore:
 
 
 def require_folder_store(what: str) -> Store:
-    """Open the store for a command that works only with a folder store.
+    """Open the store for a command that requires a store in a folder.
 
     ``what`` names the command in the error. Raises ConfigError for any other store.
     """

@@ -41,10 +41,10 @@ class StoredRun(Protocol):
         """Path of the run's journal file, or None if the store has no files."""
 
     def journal_version(self) -> tuple[int, int]:
-        """Return a number that identifies this run's storage, and the run's size in bytes.
+        """Return values that change whenever the stored run does: its storage number and its size.
 
-        The number changes if the run is replaced by another. Raises StoreError if the run does not
-        exist.
+        The size is in bytes. The number changes if the run is replaced by another. Raises
+        StoreError if the run does not exist.
         """
 
     def has_active_writer(self) -> bool:
@@ -70,7 +70,7 @@ class StoredRun(Protocol):
         """
 
     def is_run_in_store(self, id: str) -> bool:
-        """Return True if the same store has a run ``id``."""
+        """Return True if the same store also holds a run with this id."""
 
     def reviews_by_run(self) -> Mapping[str, HumanRunReview]:
         """Return the reviews of all runs in the same store, by run id.
@@ -87,6 +87,7 @@ class StoredRun(Protocol):
         """
 
     def damaged_line_advice(self, number: int) -> str:
-        """Return advice for the user if the first damaged line of the journal is line ``number``,
-        counted from 1.
+        """Return repair advice for a journal whose first damaged line is ``number``.
+
+        Lines are counted from 1.
         """

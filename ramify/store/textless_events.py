@@ -1,6 +1,6 @@
-"""Decodes journals and trajectories without their texts, which is several times faster.
+"""Decodes journals and trajectories without their texts, to save time.
 
-Listings and the page of a run use this.
+This is several times faster than decoding everything. Listings and the page of a run use this.
 
     journal lines ──> AnyEventOutline ──┬─> summarise: one row of a listing  (folder_store.py)
                                         └─> RunCallTree: the page of a run (viewer/run_call_tree.py)
@@ -59,7 +59,7 @@ from ramify.types.trajectory import (
 
 @check_struct_subset(CallStarted)
 class TextlessCallStarted(Event, frozen=True, gc=False, tag="CallStarted"):
-    """A "call started" event, reduced to the fields that listings and the page of a run need."""
+    """A ``CallStarted`` event with only the fields that listings and run pages need."""
 
     id: str
     kind: CallKind
@@ -81,7 +81,7 @@ class TextlessRequestStarted(Event, frozen=True, gc=False, tag="Requested"):
 
 @check_struct_subset(Reply)
 class ReplyBill(msgspec.Struct, frozen=True, gc=False):
-    """The cost of a reply, decoded without its text."""
+    """The token usage and the cost of a model reply."""
 
     usage: Usage = Usage()
     cost: float | None = None
@@ -132,7 +132,7 @@ AnyEventOutline = (
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
-    """Return the decoder of shortened events.
+    """Return the decoder for journal lines that skips the texts of the events.
 
     It is created on first use, because that takes a millisecond.
     """
@@ -143,7 +143,7 @@ _FIRST = b'{"type":"RunStarted"'
 
 
 def decode_textless_event(line: bytes, run: StoredRun) -> AnyEventOutline:
-    """Decode one line of a run into a shortened event.
+    """Decode one line of a run into a textless event.
 
     Raises StoreError if a newer version of Ramify wrote the line, and an error of ``CANNOT_DECODE``
     if it is damaged.
@@ -162,7 +162,7 @@ class DamagedJournalLine(msgspec.Struct, frozen=True):
 def decode_textless_events(
     block: bytes, run: StoredRun, chain: ChecksumChain
 ) -> Iterator[tuple[AnyEventOutline | DamagedJournalLine, int]]:
-    """Decode a block of complete lines of ``run`` into shortened events.
+    """Decode a block of complete lines of ``run`` into textless events.
 
     ``chain`` is the running checksum of all lines before the block.
 
@@ -204,7 +204,7 @@ def _one_by_one(
 
 @check_struct_subset(Turn)
 class FieldlessTurn(msgspec.Struct):
-    """A turn of a call without any fields.
+    """A turn without any fields, for listings that only count the turns.
 
     Listings only count the turns.
     """

@@ -53,9 +53,8 @@ from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
 
 SPLITS = ("train", "validation", "test")
-"""Splits that every task has. Validation is for selecting checkpoints, and test is for reporting. A
-task may define further held-out splits.
-"""
+"""Names of the splits that every task has: validation is for selecting checkpoints, and test is for
+reporting. A task may define further held-out splits."""
 ENDLESS = 1 << 40
 """Length of a generated split that has no fixed size."""
 _OTHERS = "file.py:name, module:name, rows in a .jsonl or .parquet file, hf:NAME, or verifiers:ID"
@@ -85,8 +84,8 @@ class Item(msgspec.Struct, frozen=True):
     question: str = ""
     """The question. If empty, the last of ``messages`` is the question; it must be the user's."""
     context: Any = None
-    """Value of the variable ``context`` in the session. None or an empty string means no context.
-    """
+    """Value of the variable ``context`` in the session. None or an empty string means that the
+    question has no context."""
     gold: Any = None
     """The right answer, in the form that the score function expects."""
     kind: str = ""
@@ -94,13 +93,11 @@ class Item(msgspec.Struct, frozen=True):
     id: str = ""
     """Unique id by which the item can be found again, such as ``ledger/train/17``."""
     right: Any = None
-    """An answer that must score 1. Needed only if ``gold`` is not itself an answer, such as a list
-    of accepted answers.
-    """
+    """An answer that must score 1, used to check the task. Needed only if ``gold`` is not itself an
+    answer, such as a list of accepted answers."""
     wrong: Any = None
-    """An answer that must not score 1. If None, ``validate`` uses a text that looks like no
-    answer.
-    """
+    """An answer that must not score 1, used to check the task. If None, ``validate`` uses a text
+    that does not look like an answer."""
     metadata: Mapping[str, Any] = {}
     """Further values for the score function or a report."""
     messages: tuple[Message, ...] = ()
@@ -118,7 +115,7 @@ class Item(msgspec.Struct, frozen=True):
                 msgspec.structs.force_setattr(self, field, value.tolist())
 
     def _take_messages(self) -> None:
-        """Convert the chat messages of the item.
+        """Convert the item's chat messages to ``Message`` objects.
 
         Without a question, the last message becomes the question.
 
@@ -167,11 +164,10 @@ class TaskStart(msgspec.Struct, kw_only=True):
     names or install modules.
     """
     conduct: Callable[[Any], Awaitable[Any]] | None = None
-    """Function that conducts the rollout's conversations instead of the engine, and returns the
-    answer. Agents and environments with their own loop use it. The argument is the run's
-    ``RunModelClient`` (``ramify/engine/external_conversations.py``). If None, the engine runs a
-    session or one plain call.
-    """
+    """Function that runs the rollout's conversations in place of the engine and returns the answer,
+    for agents and environments with their own loop. Its argument is the run's ``RunModelClient``
+    (``ramify/engine/external_conversations.py``). If None, the engine runs a session or one plain
+    call."""
     on_end: Callable[[Any], Mapping[str, Any]] | None = None
     """Called once when the rollout has ended for any reason, with the answer or None. The result is
     stored in the trajectory's ``metadata`` for the score function.
@@ -182,7 +178,7 @@ class TaskStart(msgspec.Struct, kw_only=True):
             self.context = None
 
     def manifest(self) -> str:
-        """Return ``about``, the description of the context for the prompt.
+        """Return ``about``, the prompt's description of the context.
 
         The engine calls this method.
         """
@@ -268,9 +264,10 @@ class LazySequence(Sequence[T]):
 
 
 class DemonstrationPromptFormat(msgspec.Struct, frozen=True):
-    """The texts that the engine adds around a demonstrator's replies.
+    """The prompt texts that a demonstration needs around the demonstrator's replies.
 
-    A demonstration that runs without the engine must reproduce them.
+    The engine adds them in a real run. A demonstration that runs without the engine must reproduce
+    them.
     """
 
     first_message: Callable[[str, object], str]
@@ -344,7 +341,7 @@ class GeneratedSplit(Sequence[Item]):
         return f"{self.task}/{self.split}/{index}"
 
     def _check_reachable(self, index: int | slice) -> None:
-        """Raise ConfigError if ``index`` counts from the end and the split is endless."""
+        """Raise ConfigError if ``index`` counts from the end of an endless split."""
         bounds = (index.start, index.stop) if isinstance(index, slice) else (index,)
         is_open = (
             isinstance(index, slice)
@@ -367,7 +364,7 @@ class GeneratedSplit(Sequence[Item]):
 def generated(
     task: str, make: Callable[[random.Random], Item], *, seed: int = 0, size: int = ENDLESS
 ) -> dict[str, Sequence[Item]]:
-    """Return the train, validation and test splits of a task.
+    """Return train, validation and test splits whose items are generated by a function.
 
     The function ``make`` generates each item when it is accessed.
 
@@ -468,10 +465,10 @@ def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
 
 
 def score_trajectory(task: Task, item: Item, trajectory: Trajectory) -> Trajectory:
-    """Score a trajectory, store the rewards, per-call rewards and metrics in it, and return it.
+    """Score a trajectory with its task, store the score in the trajectory, and return it.
 
-    Raises RamifyError, naming the task and the item, if the score raised or returned an invalid
-    reward.
+    The score consists of rewards, per-call rewards and metrics. Raises RamifyError, naming the task
+    and the item, if the score raised or returned an invalid reward.
     """
     where = f"task '{task.name}', item {item.id}"
     try:
@@ -514,7 +511,7 @@ def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
 
 
 def _to_finite_numbers(where: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """Convert the values of a mapping to Python numbers.
+    """Convert rewards or metrics to floats, and check that they are finite.
 
     Raises RamifyError for a value that is not a finite number.
     """
@@ -539,7 +536,7 @@ def _to_finite_numbers(where: str, given: Mapping[str, Any]) -> dict[str, float]
 
 
 Worth = float | Mapping[str, float] | Score
-"""What a reward function returns: one number, several numbers by name, or a ``Score``."""
+"""Return value of a reward function: one number, several numbers by name, or a ``Score``."""
 AnswerReward = Callable[[Any, Item], Worth | Coroutine[Any, Any, Worth]]
 """A reward function, async or not: (answer, item) -> reward. The answer is None if the rollout has
 none.
@@ -576,15 +573,15 @@ class SimpleTask(msgspec.Struct, frozen=True):
     """
     weights: Mapping[str, float] = {}
     begin: Callable[[Item], Awaitable[TaskStart]] | None = None
-    """Creates the initial state of a rollout. None: a session that has only the item's context."""
+    """Function that creates the initial state of a rollout. If None, each rollout has a session
+    with only the item's context."""
     instructions: str = ""
     """Instructions that are added to the prompt of every item."""
     examples: Sequence[Any] = ()
     """(question, answer) pairs that are added to the prompt of every item."""
     families: Sequence[str] = ()
-    """Kinds of questions that were selected with the task's option ``families``, if it has one. A
-    matrix of evaluations shows one row for each.
-    """
+    """Kinds of questions selected with the task's option ``families``, if it has one. A matrix of
+    evaluations shows one row for each kind."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.splits:

@@ -1,5 +1,4 @@
-"""Scores all rollouts of a training step together, for rewards that one call computes for the whole
-step.
+"""Scores all rollouts of a training step with a single call.
 
     rollouts that await their score ──> task.score_step, once ──> one score each
 
@@ -37,9 +36,8 @@ class BatchScoredTask(Protocol):
     """
 
     def is_scored_by_step(self, item: Item) -> bool:
-        """Return True if rollouts of ``item`` must be scored together with the others of their
-        step.
-        """
+        """Return True if the task must score all rollouts of ``item`` in a training step at
+        once."""
         ...
 
     def score_step(self, rollouts: Sequence[EndedRollout]) -> Sequence[Score | RamifyError]:
@@ -50,7 +48,7 @@ class BatchScoredTask(Protocol):
 
 
 def is_scored_by_step(task: Task, item: Item) -> bool:
-    """Return True if rollouts of ``item`` must be scored together with the others of their step."""
+    """Return True if all rollouts of ``item`` in a training step must be scored in one call."""
     return isinstance(task, BatchScoredTask) and task.is_scored_by_step(item)
 
 

@@ -62,23 +62,23 @@ class DatasetColumns(msgspec.Struct, frozen=True):
     """
 
     question: str = ""
-    """Column with the question: a text, or messages of which the last is the user's. Empty: the
-    first of ``question``, ``prompt``, ``messages``, ``problem`` and ``instruction`` that exists.
-    """
+    """Column with the question: a text, or messages of which the last is the user's. If empty, the
+    first of ``question``, ``prompt``, ``messages``, ``problem`` and ``instruction`` that exists."""
     gold: str | None = ""
-    """Column with the right answer. None: the rows have none. Empty: the first of ``answer``,
-    ``ground_truth``, ``solution``, ``target`` and ``reward_model.ground_truth`` that exists.
-    """
+    """Column with the right answer, or None if the rows have none. If empty, the first of
+    ``answer``, ``ground_truth``, ``solution``, ``target`` and ``reward_model.ground_truth`` that
+    exists."""
     context: str | tuple[str, ...] | None = None
-    """Column with the context. If several columns are given, the context is a dict."""
+    """Column with the context, or None if the rows have none. If several columns are given, the
+    context is a dict of their values."""
     kind: str | None = None
     metadata: tuple[str, ...] = ()
-    """Columns that the score function needs; ``choice`` needs ``choices``, for example. ``info``,
-    ``extra_info`` and ``data_source`` are added if the rows have them.
-    """
+    """Additional columns to keep in the items' metadata for the score function, e.g. ``choices``
+    for ``choice``. ``info``, ``extra_info`` and ``data_source`` are kept automatically if the rows
+    have them."""
 
     def item(self, row: Row) -> Item:
-        """Convert one row of the dataset to a task item.
+        """Convert a table row of the dataset to a task item.
 
         Raises KeyError if a column is missing and TypeError if a value has the wrong type.
         """
@@ -127,7 +127,7 @@ class DatasetColumns(msgspec.Struct, frozen=True):
 
 
 def _first_of(names: Sequence[str], row: Row) -> str:
-    """Return the first of ``names`` that is a column of the row.
+    """Return the first of the given column names that the table row has.
 
     If none is, return the first name.
     """
@@ -247,7 +247,7 @@ class DatasetItems(LazySequence[Item]):
         return self._selected() if callable(self._selected) else self._selected
 
     def select(self, name: str, places: Sequence[int]) -> DatasetItems:
-        """Return the items at the given positions as a dataset called ``name``.
+        """Return a selection of these task items as a new dataset split called ``name``.
 
         Their ids still contain the original row numbers.
         """
@@ -287,7 +287,7 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
 def _divide_rows(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item], splits: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Divide rows among ``splits``, and return the row numbers of each split.
+    """Divide a dataset's rows among ``splits``, and return the row numbers of each split.
 
     A hash of question and context decides the split of a row, so equal questions stay together.
     Each split but the first gets a tenth of the hashes, and the first gets the rest. A split that
@@ -382,10 +382,10 @@ def rows_of(source: Source, where: str = "") -> Sequence[Row]:
 
 
 def row_location(rows: Sequence[Row], number: int, name: str) -> str:
-    """Return the location of a row for error messages: ``rows.jsonl, line 3`` for a JSONL file,
-    whose lines count from 1, else ``NAME, row 2``, counted from 0.
+    """Return where a row is, for error messages, such as ``rows.jsonl, line 3``.
 
-    ``name`` is that of the source.
+    Lines of a JSONL file count from 1. For other sources the result is ``NAME, row 2``, with rows
+    counted from 0. ``name`` is that of the source.
     """
     return rows.row_location(number) if isinstance(rows, JsonlRows) else f"{name}, row {number}"
 

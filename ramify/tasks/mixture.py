@@ -61,18 +61,17 @@ class TaskMixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     reward: float = 1.0
     """Factor by which the task's rewards are multiplied."""
     pool: str = ""
-    """Path of a run's folder or its ``groups.jsonl``. Training then uses only items that had one of
-    ``outcomes`` in that run.
-    """
+    """A run's folder or its ``groups.jsonl``, to train only on items whose groups had one of
+    ``outcomes`` in that run. Empty: all items of the task."""
     outcomes: tuple[RolloutGroupOutcome, ...] = (RolloutGroupOutcome.LEARNT,)
-    """``learnt``: some attempts were better than others. ``no_signal``: all attempts scored the
-    same, so the item was too easy or too hard.
-    """
+    """For ``pool``: which group outcomes to select. ``learnt``: some attempts were better than
+    others. ``no_signal``: all attempts scored the same, so the item was too easy or too hard."""
 
 
 class _GroupLine(msgspec.Struct, frozen=True):
-    """The fields that a mixture needs from a line of ``groups.jsonl``, the record of a training
-    run.
+    """The fields that a mixture reads from a training run's record of a group of rollouts.
+
+    The record is a line of ``groups.jsonl``.
     """
 
     item: str
@@ -80,7 +79,7 @@ class _GroupLine(msgspec.Struct, frozen=True):
 
 
 class MixtureTask(msgspec.Struct, frozen=True):
-    """A task that combines several tasks.
+    """A training mixture: a task whose items come from several other tasks.
 
     Implements ``tasks.Task``.
     """
@@ -95,8 +94,9 @@ class MixtureTask(msgspec.Struct, frozen=True):
     """Names of the parts that are trained on."""
 
     def right_answer_reward(self, item: Item) -> float:
-        """Return the reward for a right answer to ``item``, multiplied by the factor of the item's
-        part.
+        """Return the reward of a right answer to ``item``, which depends on the item's task.
+
+        It is the factor of the item's part in the mixture.
         """
         return self.factors[_part_and_item(item)[0]]
 
@@ -136,7 +136,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
 
 
 class TaskMixtureItems(LazySequence[Item]):
-    """A sequence of the items of several tasks, which take turns in proportion to their weights."""
+    """A sequence that interleaves the items of several tasks in proportion to their weights."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class TaskMixtureItems(LazySequence[Item]):
         self._counts = seen
 
     def __len__(self) -> int:
-        """Return how many items there are before any part would have to start over.
+        """Return the number of items available before any part would have to repeat.
 
         If parts may repeat, count the items until every item has been used once.
         """
@@ -228,7 +228,7 @@ def mixture(*, parts: Any = None) -> MixtureTask:
 
 
 class _Weights(dict[str, float]):
-    """The weights of a mixture's rewards, by their names ``PART.REWARD``.
+    """The weights of a mixture's rewards, keyed by names such as ``PART.REWARD``.
 
     Each weight is the factor of the part times the reward's weight in the part's own task, which is
     1 by default.
@@ -287,9 +287,9 @@ def _train_items(name: str, spec: TaskMixturePart, task: Task) -> Sequence[Item]
 
 
 def _outcomes(path: Path) -> list[tuple[str, RolloutGroupOutcome]]:
-    """Return the item id and the outcome of each group in a run's ``groups.jsonl``.
+    """Return the item id and the outcome of each group of rollouts in a training run.
 
-    An incomplete line, left by a killed run, is skipped.
+    They are read from its ``groups.jsonl``. An incomplete line, left by a killed run, is skipped.
     """
     records: list[tuple[str, RolloutGroupOutcome]] = []
     for line in path.read_bytes().splitlines():
@@ -300,7 +300,7 @@ def _outcomes(path: Path) -> list[tuple[str, RolloutGroupOutcome]]:
 
 
 def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
-    """Return the indices of the items with these ids, without duplicates.
+    """Return the indices of the task items with the given ids, without duplicates.
 
     An id may have the name of a part as prefix. Ids that are not found are left out.
     """
@@ -315,10 +315,11 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
 
 def _index_of_id(items: Sequence[Item], id: str) -> int | None:
-    """Return the item index at the end of an id such as ``ledger/train/57``.
+    """Return the index of the task item with the given id, if the id ends with that index.
 
-    Returns None if the item at that index has a different id, since ids can also end with a row
-    number of a dataset that was divided into splits.
+    An example of such an id is ``ledger/train/57``. Returns None if the item at that index has a
+    different id, since ids can also end with a row number of a dataset that was divided into
+    splits.
     """
     last = id.rpartition("/")[2]
     place = int(last) if last.isdecimal() else len(items)
@@ -326,16 +327,18 @@ def _index_of_id(items: Sequence[Item], id: str) -> int | None:
 
 
 def _possible_ids(id: str) -> tuple[str, str]:
-    """Return both ids that an item can have in its own task: the given id, and the id without a
-    part's name as prefix.
+    """Return the two ids that an item may have in its own task: as given, and without a prefix.
+
+    The prefix is a part's name.
     """
     return id, id.partition(_MARK)[2]
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield the names of the parts in the order in which they provide items, for one period.
+    """Yield the names of a mixture's tasks in the order in which they supply items.
 
-    The next part is always the one that is furthest behind its share of items.
+    The order then repeats. The next part is always the one that is furthest behind its share of
+    items.
     """
     total = math.fsum(weights.values())
     num = min(_PERIOD, round(total / min(weights.values())) * 10)
@@ -358,18 +361,14 @@ def item_part_name(id: str) -> str:
 
 
 def _part_and_item(item: Item) -> tuple[str, Item]:
-    """Return the name of the part that an item belongs to, and the item as the part's own task
-    knows it.
-    """
+    """Return the name of the task that an item comes from, and the item as that task made it."""
     part, _, id = item.id.partition(_MARK)
     kind = item.kind.removeprefix(part).strip()
     return part, msgspec.structs.replace(item, id=id, kind=kind)
 
 
 def _score_of(part: str, score: Score) -> Score:
-    """Return a copy of a score with the name of the part as prefix of its reward and metric
-    names.
-    """
+    """Return a copy of a score with the part's name as a prefix of all reward and metric names."""
     calls = {call: _prefix_names(part, rewards) for call, rewards in score.calls.items()}
     return Score(_prefix_names(part, score.rewards), calls, _prefix_names(part, score.metrics))
 

@@ -1,4 +1,4 @@
-"""The form of a task's questions and contexts.
+"""Recognises whether a question has the form that a task's training questions have.
 
 Small policies are trained on a single task, and can only answer questions of its form.
 
@@ -23,7 +23,7 @@ _FORMS = {"ledger": "ramify.tasks.ledger.question_pattern:LEDGER_FORM"}
 
 
 class TaskQuestionPattern(msgspec.Struct, frozen=True):
-    """The form that all questions of a task have, including their contexts."""
+    """The form that all questions and contexts of one task have."""
 
     about: str
     """Description for users, worded to complete "it knows only …"."""
@@ -34,9 +34,7 @@ class TaskQuestionPattern(msgspec.Struct, frozen=True):
 
 
 def task_question_pattern(task: str) -> TaskQuestionPattern | None:
-    """Return the form of the questions of the built-in task ``task``, or None if the form is
-    unknown.
-    """
+    """Return the form of a built-in task's questions, or None if the task has none."""
     place = _FORMS.get(task)
     if place is None:
         return None

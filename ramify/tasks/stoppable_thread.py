@@ -30,7 +30,7 @@ _running = threading.local()
 
 
 class ThreadStoppedError(BaseException):
-    """Raised inside a function that takes too long.
+    """Raised inside a user's function to stop it, for example after its time limit.
 
     It does not derive from Exception, so that ``except Exception`` in the function cannot catch it.
     """
@@ -74,9 +74,9 @@ class StoppableThread:
         return self._results[0]
 
     def running_line(self) -> str:
-        """Return the line of user code that is running, for an error message: ``, at score.py:12
-        (score)``.
+        """Return the line at which the user's function is running, for an error message.
 
+        The text looks like ``, at score.py:12 (score)``. The text is appended to an error message.
         Returns an empty string if the line is unknown.
         """
         frame = sys._current_frames().get(self._thread.ident or 0)

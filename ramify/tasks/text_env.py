@@ -169,7 +169,7 @@ async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
 
 
 def _environment_factory(name: str, id: str) -> Callable[[Item], Any]:
-    """Return a function that creates the Gymnasium environment registered under this id."""
+    """Return a function that creates the registered Gymnasium environment with this id."""
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError:
@@ -184,10 +184,10 @@ def _environment_factory(name: str, id: str) -> Callable[[Item], Any]:
 
 
 def seed_of(item: Item) -> int:
-    """Return the environment seed of a task item: ``seed`` in its metadata, or a hash of its id
-    from 0 to below 2**31.
+    """Return an item's environment seed: ``seed`` in its metadata, or else a hash of its id.
 
-    Raises ConfigError if the seed in the metadata is invalid.
+    The hash is at least 0 and below 2**31. Raises ConfigError if the seed in the metadata is
+    invalid.
     """
     seed = item.metadata.get("seed")
     if seed is None:
@@ -232,7 +232,10 @@ class EnvEpisode:
         return self._done
 
     def _reset_environment(self, item: Item) -> str:
-        """Reset the environment with the item's seed, and return the first observation."""
+        """Start an episode in the environment, and return the first observation.
+
+        The seed of the item is used for the reset.
+        """
         if hasattr(self._env, "init"):
             prompt = [{"role": "user", "content": item.question}]
             messages, _ = self._env.init(prompt)
@@ -279,9 +282,10 @@ class EnvEpisode:
             return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
     def end(self, answer: Any) -> dict[str, Any]:
-        """Close the environment, and return the record of the episode with its rewards.
+        """End the episode, and return its rewards and metrics.
 
-        If the episode is not over, ``answer`` is performed as the last action.
+        This closes the environment. If the episode is not over, ``answer`` is performed as the last
+        action.
         """
         try:
             text = as_text(answer)
@@ -307,7 +311,7 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """Perform the final action of an episode.
+        """Perform the last action of an episode, with reward 0 if the environment rejects it.
 
         If the environment rejects it, its reward is 0. Errors of earlier actions are shown to the
         model instead.
@@ -321,7 +325,7 @@ class EnvEpisode:
 
 
 def _space(env: Any) -> Any:
-    """Return the environment's action space, or None if actions are text."""
+    """Return the action space of an environment, or None if its actions are texts."""
     space = getattr(env, "action_space", None)
     return space if hasattr(space, "from_jsonable") and type(space).__name__ != "Text" else None
 
@@ -348,7 +352,7 @@ def _action(env: Any, text: str) -> Any:
 
 
 def _wrap_in_batch(space: Any, value: Any) -> Any:
-    """Wrap ``value`` as a batch of one, as ``space.from_jsonable`` expects.
+    """Wrap an action as a batch of one, as ``space.from_jsonable`` expects.
 
     In a tuple or dict space, each component is wrapped separately.
     """
@@ -361,7 +365,7 @@ def _wrap_in_batch(space: Any, value: Any) -> Any:
 
 
 def _is_whole(space: Any, action: Any, value: Any) -> bool:
-    """Return True unless a number was truncated to fit an integer space.
+    """Return False if converting a number to an integer action has truncated it.
 
     For example, 1.7 is not action 1.
     """

@@ -44,8 +44,8 @@ def validate(
     gold: bool = True,
     score_s: float = SCORE_S,
 ) -> str:
-    """Check the first ``num`` items of each split of a task: right answers must score 1 and wrong
-    ones must not.
+    """Check that right answers score 1 and wrong ones do not, for the first ``num`` items of each
+    split.
 
     Scoring one answer may take ``score_s`` seconds.
 
@@ -84,10 +84,10 @@ def validate(
 
 
 def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
-    """Raise ConfigError unless the task can score several rollouts with one call, as in a training
-    step.
+    """Check that the task can score several rollouts in one call, or raise ConfigError.
 
-    The values are not checked, since rewards may depend on each other.
+    A training step scores them in this way. The values are not checked, since rewards may depend on
+    each other.
     """
     if rollouts:
         errors = score_batch_with_timeout(task, rollouts, score_s)
@@ -96,7 +96,10 @@ def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float
 
 
 def _skipped_checks_note(task: Task, without: int, checked: int, gold: bool) -> str:
-    """Return a sentence about the checks that were skipped, or an empty string if none were."""
+    """Return a message that says which checks of the task were skipped, if any were.
+
+    Otherwise return an empty string.
+    """
     if not gold:
         return f"task '{task.name}': the check of its scores with gold answers is switched off"
     if not without or getattr(task, "needs_rollout", False):
@@ -108,7 +111,7 @@ def _skipped_checks_note(task: Task, without: int, checked: int, gold: bool) -> 
 
 
 def validate_item(task: Task, item: Item, *, gold: bool = True, score_s: float = SCORE_S) -> bool:
-    """Check one item of a task.
+    """Check that an item is valid and that only right answers to it score 1.
 
     Raises ConfigError if it has no question or is scored wrongly. Returns False if its score was
     not checked, because it has no gold answer or ``gold`` is False.
@@ -137,9 +140,7 @@ def validate_item(task: Task, item: Item, *, gold: bool = True, score_s: float =
 
 
 def _right_answer(task: Task, item: Item) -> Any:
-    """Return an answer that must score 1, in the form in which a model would give it, or None if no
-    such answer is known.
-    """
+    """Return an answer to ``item`` that must score 1, or None if no right answer is known."""
     right = item.gold if item.right is None else item.right
     owner = task if hasattr(task, "as_answer") else getattr(task, "reward", None)
     as_answer = getattr(owner, "as_answer", None)
@@ -147,7 +148,7 @@ def _right_answer(task: Task, item: Item) -> Any:
 
 
 def answer_only_trajectory(item: Item, answer: Any) -> Trajectory:
-    """Return a trajectory that contains only an answer, so that the answer can be scored."""
+    """Return a trajectory that contains only an answer, for scoring that answer."""
     call = Call("0", "rlm", "none:none", 0, item.question, answer=answer, stop=Stop.FINAL)
     return Trajectory(
         id="answered",
@@ -166,7 +167,7 @@ def _score_answer(task: Task, item: Item, answer: Any, score_s: float) -> float:
 
 
 def _right_worth(task: Task, item: Item) -> float:
-    """Return the weighted reward for a right answer.
+    """Return the weighted reward that a right answer to ``item`` should receive.
 
     It is 1, except in a mixture, where each part has a reward factor.
     """
@@ -175,7 +176,7 @@ def _right_worth(task: Task, item: Item) -> float:
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
-    """Raise ConfigError if ``item`` is also in another split.
+    """Raise ConfigError if another split contains the same item.
 
     No learning curve would show such a leak.
 

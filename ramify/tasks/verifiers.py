@@ -167,7 +167,7 @@ class LazyVerifiersTasks:
         return ENDLESS if self.is_endless else len(self._read(None))
 
     def task(self, number: int) -> Any:
-        """Return the ``verifiers`` task at a position in the taskset."""
+        """Return the ``verifiers`` task with this index in its taskset."""
         return self._read(number)[number]
 
     def _read(self, upto: int | None) -> list[Any]:
@@ -186,7 +186,7 @@ class LazyVerifiersTasks:
 
 
 class VerifiersTasksetItems(LazySequence[Item]):
-    """The tasks of a ``verifiers`` taskset, converted to items of a Ramify task."""
+    """A sequence of Ramify task items made from the tasks of a ``verifiers`` taskset."""
 
     def __init__(
         self,
@@ -213,15 +213,15 @@ class VerifiersTasksetItems(LazySequence[Item]):
         return Item(prompt, context, right, str(data.name or ""), f"{self._name}/{index}", right)
 
     def task(self, item: Item) -> Any:
-        """Return the ``verifiers`` task that an item was made from."""
+        """Return the ``verifiers`` task from which an item was made."""
         return self._rows.task(int(item.id.rpartition("/")[2]))
 
 
 async def _score_trajectory(vf: Any, task: Any, trajectory: Trajectory) -> Score:
-    """Score the answer of a trajectory with the rewards and metrics of its ``verifiers`` task.
+    """Score a trajectory's answer with the reward functions of a ``verifiers`` task.
 
-    Raises RamifyError if a reward is missing, or if it needs a ``verifiers`` runtime, which does
-    not exist here.
+    Its metrics are computed too. Raises RamifyError if a reward is missing, or if it needs a
+    ``verifiers`` runtime, which does not exist here.
     """
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),

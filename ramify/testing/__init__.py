@@ -1,4 +1,4 @@
-"""Test doubles, which tests pass in instead of patching, and conformance checks for plug-ins.
+"""Test doubles to pass in instead of patching, and conformance checks for plug-ins.
 
     >>> import ramify
     >>> from ramify import testing

@@ -11,7 +11,10 @@ import sys
 
 
 def main(words: list[str]) -> int:
-    """Run the command, and return its exit status; 2 for wrong arguments."""
+    """Run a ``ramify.testing`` command and return its exit status.
+
+    The status is 2 for wrong arguments.
+    """
     match words:
         case ["serve", *options]:
             from ramify.testing.scripted_server import main as serve

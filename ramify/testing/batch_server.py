@@ -48,7 +48,8 @@ class FakeBatchApiRequest(msgspec.Struct):
     result: dict[str, Any] | None = None
     """Line for the request in the results file; None until the request is done."""
     kind: str = "processing"
-    """One of ``succeeded``, ``errored``, ``expired`` and ``canceled``."""
+    """Status of the request: ``processing``, ``succeeded``, ``errored``, ``expired`` or
+    ``canceled``."""
 
 
 class BatchApiJob(msgspec.Struct):
@@ -140,7 +141,7 @@ class BatchServer:
     # --- what a test decides ----------------------------------------------------------------------
 
     async def finish(self, end: End = "completed", num: int | None = None) -> None:
-        """End all open batches as completed, expired or cancelled.
+        """End all open batches on the test server as completed, expired or cancelled.
 
         In an expired or cancelled batch, only the first ``num`` requests are answered; None answers
         none.
@@ -150,7 +151,7 @@ class BatchServer:
                 await self._finish(batch, end, num)
 
     def refuse(self, problem: str) -> None:
-        """Fail every open batch as a whole, as OpenAI does with an invalid file.
+        """Fail all open batches, as OpenAI does for an invalid input file.
 
         ``problem`` is the error message.
         """
@@ -159,7 +160,7 @@ class BatchServer:
                 batch.status, batch.problem = "failed", problem
 
     def soon(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine, such as ``finish()``, in a separate task.
+        """Run a coroutine in a separate task, for example after the current request.
 
         ``on_request`` can use this to do work after the current request has been answered.
         """

@@ -41,7 +41,7 @@ class HubServer:
         """
         self.token = token
         self.repositories: dict[str, dict[str, bytes]] = {}
-        """``owner/name`` -> file name -> content."""
+        """Maps ``owner/name`` of each repository to its files: file name -> content."""
         self.private: set[str] = set()
         """Names of private repositories."""
         self.messages: list[str] = []
@@ -70,7 +70,7 @@ class HubServer:
         self._thread.join()
 
     def commit(self, repository: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
-        """Apply the operations of one commit to a repository, and return the response to send."""
+        """Apply a client's commit to a repository, and return the JSON response to send."""
         files = self.repositories[repository]
         for line in lines:
             value = line["value"]
@@ -95,7 +95,7 @@ class HubServer:
 
 
 class _HubExchange(BaseHTTPRequestHandler):
-    """Handles the requests of one connection to a ``HubServer``."""
+    """The handler of the requests on one connection to a ``HubServer``."""
 
     server_hub: HubServer
     protocol_version = "HTTP/1.1"

@@ -62,7 +62,7 @@ class ForgetfulDisk:
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-        """Wait until ``is_synced`` returns True; it is called after each ``fsync``.
+        """Wait until ``is_synced`` returns True, which is tested after each ``fsync``.
 
         Returns False after ``timeout_s`` seconds.
         """
@@ -80,9 +80,7 @@ class ForgetfulDisk:
         return [*self._folders.get(os.stat(folder).st_ino, {})]
 
     def lose_power(self, to: str | Path) -> None:
-        """Simulate a power failure: copy the synced data, which is all that survives, to the new
-        folder ``to``.
-        """
+        """Simulate a power failure by copying only the synced data to the new folder ``to``."""
         with self._changed:
             self._copy(self.root.stat().st_ino, Path(to))
 

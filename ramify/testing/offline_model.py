@@ -74,8 +74,7 @@ _UNKNOWN = "unknown"
 
 
 class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The probability that the simulated model replies correctly, as a function of the prompt's
-    length in tokens.
+    """The simulated model's probability of a right reply, as a function of prompt length in tokens.
 
     >>> testing.AccuracyCurve()(2_000)
     0.999
@@ -117,18 +116,18 @@ class AccuracyCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The time in seconds that the simulated model takes for a reply.
+    """The simulated model's latency: the time in seconds that it takes for a reply.
 
     >>> testing.ModelLatency(first_s=0.5, input_s=0.1, output_s=20.0).seconds(10_000, 50)
     2.5
     """
 
     first_s: float = 0.4
-    """Seconds that every reply takes at least."""
+    """Minimum time of a reply in seconds, whatever its length."""
     input_s: float = 0.05
-    """Further seconds for each 1,000 tokens of the prompt."""
+    """Additional seconds per 1,000 tokens of the prompt."""
     output_s: float = 10.0
-    """Further seconds for each 1,000 tokens of the reply."""
+    """Additional seconds per 1,000 tokens of the reply."""
 
     def seconds(self, num_input: int, num_output: int) -> float:
         """Return the seconds that a reply of ``num_output`` tokens takes, for a prompt of
@@ -138,10 +137,10 @@ class ModelLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
-    """How the simulated model handles one evaluation suite: how it recognises the questions, how a
-    root call solves them, and how a sub-call answers about a part of the text.
+    """How the simulated model handles one evaluation suite's questions and sub-calls.
 
-    None of these functions gets an item or its gold answer.
+    ``asks`` recognises the questions, ``solve`` answers them in a root call, and ``read`` answers
+    sub-calls about a part of the text. None of these functions gets an item or its gold answer.
 
     Example:
         suite = testing.OfflineModelSuiteStrategy("teal", r"How often does", solve, read, spoil)
@@ -177,8 +176,7 @@ class OfflineModelSuiteStrategy(msgspec.Struct, frozen=True):
 class OfflineModel(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """A simulated model that answers correctly with a configured probability, and knows a strategy
-    for each evaluation suite.
+    """A simulated model with a configurable accuracy and a strategy for each evaluation suite.
 
     >>> model = testing.OfflineModel(curve=testing.AccuracyCurve(((1, 1.0),)))
     >>> with ramify.RLM(model.client()) as rlm:
@@ -197,7 +195,7 @@ class OfflineModel(
     that time. ``none``: replies come at once.
     """
     price: Price | None = None
-    """Simulated price, for comparisons by cost. None: replies are free, as they really are."""
+    """Simulated price, to compare systems by cost. None: replies cost nothing."""
     window: int = 128_000
     """Maximum number of tokens of a prompt."""
     seed: int = 0
@@ -214,10 +212,10 @@ class OfflineModel(
         return ScriptedClient(self.tell, name, self.window, self.price or FREE)
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
-        """Return the reply to a conversation, in the form that ``ScriptedClient`` and
-        ``ScriptedServer`` expect from a script.
+        """Return the reply to a conversation as a script step, for a scripted client or server.
 
-        With ``sleep="real"``, the reply takes its simulated time.
+        ``ScriptedClient`` and ``ScriptedServer`` accept such steps. With ``sleep="real"``, the
+        reply takes its simulated time.
         """
         text = self.reply(messages)
         if self.sleep == "none":
@@ -237,7 +235,7 @@ class OfflineModel(
         return self._answer_about_text(messages)
 
     def _next_root_reply(self, form: RootPromptFormat, turn: ParsedRootPrompt) -> str:
-        """Return the next reply of a root call.
+        """Return the simulated model's reply for the next step of a root call.
 
         The first step looks at the context, the second runs the suite's strategy, and the last
         gives the answer.
@@ -261,7 +259,7 @@ class OfflineModel(
         return form.code_cell_reply(f"I use the strategy of the suite {suite.name}.", code)
 
     def _answer_about_text(self, messages: Sequence[Message]) -> str:
-        """Reply to a question about a text with the right answer or a plausible wrong one."""
+        """Answer a question about a text, either correctly or with a plausible error."""
         prompt = "\n\n".join(message.content for message in messages if message.role != "system")
         if (turn := parse_leaf_prompt(prompt)) is not None:
             return self._plan_leaf(turn, messages)
@@ -278,7 +276,7 @@ class OfflineModel(
         return _UNKNOWN
 
     def _plan_leaf(self, turn: ParsedPlanLeafRequest, messages: Sequence[Message]) -> str:
-        """Reply to one model call of a ready plan, which is a fixed program of model calls.
+        """Reply to one model call of a ready plan (a fixed program of model calls).
 
         The reply is wrong with the same probability as any other for a prompt of this length.
         """
@@ -330,7 +328,7 @@ async def _return_after(text: str, seconds: float) -> str:
 
 
 def _split_prompt(prompt: str) -> tuple[str, str]:
-    """Split a plain prompt into its text and its question.
+    """Split the prompt of a plain model call into its text and its question.
 
     The question follows the last ``Question:`` at the beginning of a line. Without such a line, the
     whole prompt is returned as both.
@@ -345,9 +343,8 @@ def _split_prompt(prompt: str) -> tuple[str, str]:
 
 
 def _right_reply(suite: OfflineModelSuiteStrategy, question: str, text: str) -> str | None:
-    """Return the right reply to a question about a text, or None if no suite has such a
-    question.
-    """
+    """Return the right reply to a question about a text, or None if the suite asks no such
+    question."""
     right = suite.read(question, text)
     if right is not None or not re.search(suite.asks, question):
         return right

@@ -1,4 +1,4 @@
-"""Parsers for the prompts of ready plans, and writers of the replies.
+"""Parses the prompts of ready plans' model calls, and writes replies to them.
 
 A ready plan is a fixed program of model calls, and its calls that read text are called leaves.
 
@@ -36,37 +36,36 @@ _RECORD = re.compile(r"^\d+: (.*)$", re.MULTILINE)
 _PLACE = re.compile(r"\A\[[^\n]*\]\n")
 _BETWEEN = "\n\n---\n\n"
 _SHARE_WRONG = 20
-"""Records per wrong value: a wrong reply has one wrong value, plus one more for every this many
-records.
-"""
+"""A wrong reply has one wrong value, plus one more for each block of this many records."""
 
 
 class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
-    """A parsed prompt of a plan's leaf.
+    """A parsed prompt from one of a ready plan's model calls.
 
     A leaf is one of the model calls that a ready plan makes.
     """
 
     kind: str
-    """``value``, ``answer``, ``facts``, ``sides``, ``summarise``, ``merge`` or ``passage``."""
+    """Kind of request: ``value``, ``answer``, ``facts``, ``sides``, ``summarise``, ``merge`` or
+    ``passage``."""
     question: str
     """The user's question."""
     text: str
-    """The text that the leaf reads, without the heading that names its source."""
+    """The text that the model call reads, without the heading that names its source."""
 
     @property
     def records(self) -> list[str]:
-        """Numbered records in the text, without their numbers."""
+        """The numbered records in the text, without their numbers."""
         return _RECORD.findall(self.text)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Count of each value, if the leaf is asked about counts; otherwise empty."""
+        """The count of each value, or an empty dict if the request is not about counts."""
         return self._parse_json_line(0)
 
     @property
     def count_frequencies(self) -> dict[str, int]:
-        """How many values occur once, twice and so on, keyed by that count.
+        """How many values occur once, twice and so on, keyed by the number of occurrences.
 
         Empty if the leaf is not asked about counts.
         """
@@ -82,12 +81,12 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def passages(self) -> list[str]:
-        """Separate texts that a leaf of the kind ``merge`` combines."""
+        """The separate texts that a ``merge`` request asks to combine."""
         return self.text.split(_BETWEEN)
 
 
 def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
-    """Parse the prompt of a plan's leaf, that is, of one of its model calls.
+    """Parse the prompt of a plan's leaf, which is one of the plan's model calls.
 
     Returns None for any other prompt.
     """
@@ -102,9 +101,7 @@ def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
 
 
 def format_reply(turn: ParsedPlanLeafRequest, value: Any) -> str:
-    """Return the reply text that states ``value`` in the form that the request asks for: JSON or
-    plain text.
-    """
+    """Return ``value`` written in the form that a request asks for: JSON or plain text."""
     if turn.kind == "passage":
         is_found = bool(value)
         fields = {"found": is_found, "answer": value or "", "certainty": 9 if is_found else 0}
@@ -113,8 +110,9 @@ def format_reply(turn: ParsedPlanLeafRequest, value: Any) -> str:
 
 
 def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
-    """Return a copy of a list of right values in which a few are replaced by other values from the
-    list.
+    """Return a copy of the right values in which a few are wrong.
+
+    Each wrong value is another value of the same list.
     """
     replies = list(right)
     for place in draw.sample(
@@ -128,7 +126,7 @@ def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
 
 @functools.cache
 def _request_forms() -> tuple[tuple[str, bool, re.Pattern[str]], ...]:
-    """Return the features by which the requests of the ready-made plans are recognised.
+    """Return the features that identify each kind of request that ready plans make.
 
     For each kind of request, they are its name, whether its answer has a JSON schema, and a pattern
     for the beginning of its prompt.

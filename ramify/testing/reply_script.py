@@ -124,8 +124,7 @@ def cut(text: str = "cut in the middle") -> ScriptedFailure:
 
 
 def stalled(text: str = "too late") -> ScriptedFailure:
-    """Return a failure in which the connection stays open but the reply never arrives, although
-    the model has produced it.
+    """Return a failure in which the connection hangs and the finished reply never arrives.
 
     Example:
         testing.ScriptedClient([testing.stalled()])    # until the deadline of the run
@@ -193,9 +192,8 @@ class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     match: str
     """Regular expression to search for in the last message; ``.`` also matches newlines."""
     reply: Step | tuple[Step, ...]
-    """Reply to matching requests. A tuple gives one reply after the other, and repeats the last
-    one.
-    """
+    """Reply to matching requests. The replies of a tuple are given in turn, and the last one is
+    then repeated."""
 
 
 ReplyFunction = Callable[[tuple[Message, ...]], Step | Awaitable[Step]]
@@ -232,7 +230,7 @@ class Script:
 def step_outcome(
     step: Step, messages: tuple[Message, ...], max_tokens: int
 ) -> tuple[Reply | ScriptedFailure, Usage]:
-    """Turn one step of a script into a reply with token counts, or into a failure.
+    """Convert a script step to a reply with token counts, or to a failure.
 
     Also returns the billed token usage, which is zero if the model did no work.
     """

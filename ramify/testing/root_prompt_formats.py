@@ -1,5 +1,4 @@
-"""Parsers for the prompts of several recursive language model systems, and writers of matching
-replies.
+"""Parses the prompts of several recursive language model systems, and writes replies to them.
 
 Each prompt asks a root model for its next step.
 
@@ -43,9 +42,9 @@ def ask(prompts: list[str]) -> list[str]:
             replies[place] = llm_query(prompts[place])
     return replies
 """
-"""Code that asks several prompts, in batches of the 20 that these systems recommend. A reply that
-reports an error is asked for again, because two of the systems return errors as reply text.
-"""
+"""Source of an ``ask`` function that sends prompts in batches of 20, the size that these systems
+recommend. It repeats prompts whose reply reports an error, because two of the systems return errors
+as reply text."""
 _WHOLE = """\
 def ask(prompts: list[str]) -> list[str]:
     try:
@@ -56,7 +55,7 @@ def ask(prompts: list[str]) -> list[str]:
 
 
 class ParsedRootPrompt(msgspec.Struct, frozen=True):
-    """A parsed request in which a system asks a model for the next step of a root call."""
+    """A parsed prompt in which a system asks for the next step of a root call."""
 
     question: str
     """The question, as far as the request shows it."""
@@ -73,9 +72,8 @@ class ParsedRootPrompt(msgspec.Struct, frozen=True):
 
 
 class RootPromptFormat(Protocol):
-    """The prompt format of one system: how it asks a model for the steps of a root call, and how
-    the replies must be written.
-    """
+    """How one system asks a model for the steps of a root call, and how it expects replies to
+    look."""
 
     name: str
     """Name of the system."""
@@ -100,7 +98,7 @@ class RootPromptFormat(Protocol):
         ...
 
     def answer(self, turn: ParsedRootPrompt) -> str:
-        """Return a model reply that gives the session's variable ``result`` as the answer.
+        """Return a model reply that submits the session variable ``result`` as the answer.
 
         If no more code will run, the reply contains the text of the result instead.
         """
@@ -265,7 +263,7 @@ def _dspy_fields(**fields: str) -> str:
 
 
 def _result_in(messages: Sequence[Message]) -> str | None:
-    """Return the last result that a cell printed after ``RESULT:``, or None.
+    """Return the last result that a system's code cells printed after ``RESULT:``, or None.
 
     A system may also show the code, but there the marker is in quotes and not at the beginning of a
     line.

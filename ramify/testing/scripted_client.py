@@ -84,7 +84,7 @@ class ScriptedByteTokenizer:
 
     @property
     def rendering(self) -> PromptRenderer:
-        """Renderer with which a client converts a prompt to byte-level token ids."""
+        """The renderer with which a client converts a prompt to byte-level token ids."""
         return PromptRenderer(self._prompt_ids, self._keeps_ids, _token_text)
 
     def with_token_ids(self, reply: Reply, request: Request) -> Reply:

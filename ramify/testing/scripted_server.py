@@ -394,7 +394,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _pictures(parts: Sequence[dict[str, Any]]) -> Iterator[Picture]:
-    """Yield the pictures of a message.
+    """Yield the pictures contained in the parts of a chat message.
 
     Raises ValueError unless each is a ``data:`` URL that states the picture's actual format.
     """

@@ -1,4 +1,4 @@
-"""Training: the parts of a recipe, and what you need to write your own algorithm, loss or signal.
+"""Training: the parts of recipes, and the building blocks of custom algorithms, losses and signals.
 
     from ramify import Limits, train
 

@@ -71,8 +71,10 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def check(self, limits: Limits, max_turns: int) -> None:
-        """Raise ConfigError if no rollout could ever fork because its root call ends too early,
-        after ``max_turns`` turns."""
+        """Raise ConfigError if no rollout could ever fork within ``max_turns`` turns.
+
+        A root call ends after at most ``max_turns`` turns.
+        """
         if isinstance(self.where, tuple) and min(self.where) >= max_turns:
             raise ConfigError(
                 f"rl.rollout.branch.where={list(self.where)}: a root has at most {max_turns} turns "
@@ -91,7 +93,7 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def widened_limits(self, limits: Limits) -> Limits:
-        """Return limits for a rollout with as many branches as the fork budget allows.
+        """Return rollout limits widened for as many branches as the fork budget allows.
 
         The limits on calls, tokens and cost are multiplied, so that each branch may use as much as
         a rollout without forks.
@@ -112,7 +114,7 @@ class BranchSampler:
     """
 
     is_optional = True
-    """If the session cannot be forked at some moment, the rollout continues without a fork."""
+    """True: the rollout continues without a fork if its session cannot be forked."""
 
     def __init__(self, options: BranchOptions) -> None:
         self._options = options
@@ -159,7 +161,7 @@ class BranchSampler:
 
 
 def rollout_fork_arguments(options: BranchOptions | None, limits: Limits) -> dict[str, Any]:
-    """Return the arguments that make a rollout fork as ``options`` say.
+    """Return the arguments that make a rollout fork according to ``options``.
 
     Returns no arguments if ``options`` is None. ``limits`` are those of a rollout without forks,
     and are raised to allow for the continuations.

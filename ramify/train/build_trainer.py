@@ -164,8 +164,7 @@ def _make_recorder(
     trained: TrainedModel,
     listener: Callable[[StepMetrics], None] | None,
 ) -> TrainingRunRecorder:
-    """Create the recorder that writes the files of a training run, and select the extra metrics for
-    each step."""
+    """Create the recorder that writes a training run's files and each step's extra metrics."""
     from ramify.inference.local.local_client import LocalClient
 
     run, client = parts.run, rollouts.client
@@ -203,7 +202,7 @@ def _evaluator(parts: LoadedRunParts, rollouts: RolloutResources) -> PolicyEvalu
 
 
 class LearnerResources(NamedTuple):
-    """The resources that all learners of a run share, and the names of one learner's policy.
+    """Resources for a learner: those that all learners of a run share, and its policy's names.
 
     A learner trains one policy.
     """
@@ -226,10 +225,10 @@ def _learner(
     wiring: LearnerResources,
     source: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
 ) -> Learner:
-    """Build the learner that trains one policy, with checks that its engines and the trainer
-    compute the same log-probabilities.
+    """Build the learner that trains one policy.
 
-    ``source`` returns the initial weights of a policy that starts as a copy of another one.
+    It checks that the policy's engines and the trainer agree on log-probabilities. ``source``
+    returns the initial weights of a policy that starts as a copy of another one.
     """
     from ramify.inference.local.local_client import LocalClient
 
@@ -276,7 +275,7 @@ def _other_learners(
 
 
 def _control_ids(policy: Policy) -> set[int]:
-    """Return the ids of the policy's special tokens, except those that end a reply."""
+    """Return the ids of the policy's control tokens: special tokens that do not end a reply."""
     added = policy.tokenizer.added_tokens_decoder
     return {id for id, token in added.items() if token.special} - {*policy.renderer.stop_ids}
 
@@ -312,7 +311,7 @@ def model_to_train(parts: LoadedRunParts, out: Path, hosts: Launcher | None = No
 
 
 def _backend(parts: LoadedRunParts, trained: TrainedModel, stage: TrainingStage) -> Backend:
-    """Return the backend for a stage, with a critic if the stage needs one."""
+    """Return the training backend for a stage, including a critic if the stage needs one."""
     if not stage.critic:
         return trained.backend(stage.optim)
     assert parts.run.rl is not None
@@ -330,7 +329,7 @@ def _backend(parts: LoadedRunParts, trained: TrainedModel, stage: TrainingStage)
 def _rl_stages(
     parts: LoadedRunParts, rollouts: RolloutResources, out: Path, teachers: TeacherModels | None
 ) -> Iterator[RlStage]:
-    """Yield the reinforcement-learning stage of the run.
+    """Yield the run's reinforcement-learning stage, if it has one.
 
     Yields nothing if the run has none.
     """
@@ -378,7 +377,7 @@ def teachers_of(
     trained: TrainedModel,
     weights: PolicyWeightTransfer,
 ) -> TeacherModels | None:
-    """Return the teacher models that score rollouts for some training signals.
+    """Return the teacher models with which training signals score rollouts.
 
     Returns None if no signal needs one. Raises ConfigError if a signal needs the current policy
     while rollouts may be stale.
@@ -417,7 +416,7 @@ def teachers_of(
 def _signals(
     parts: LoadedRunParts, rollouts: RolloutResources, teachers: TeacherModels | None
 ) -> TrainingSignalSet:
-    """Return the training signals that are computed from rollouts in addition to the reward."""
+    """Return the training signals that rollouts provide in addition to the reward."""
     rl = parts.run.rl
     assert rl is not None
     assert isinstance(rl.algorithm, Hybrid)

@@ -1,5 +1,4 @@
-"""Choose the model that answers calls at each depth of a rollout, and enforce the budgets of models
-that are not trained.
+"""Chooses the model for each depth of a rollout, and enforces the budgets of frozen models.
 
     Run.depths = (DepthSpec(), DepthSpec(model="openai:gpt-5-mini"))          a frozen model below
     Run.depths = (DepthSpec(model="anthropic:…"), DepthSpec(temperature=0.8))       a frozen root
@@ -51,16 +50,17 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """``policy``: the policy that is trained, or the name of one of ``Run.policies``. Otherwise a
     frozen model, as ``provider:model``."""
     temperature: float | None = None
-    """Temperature of its samples; None: that of the rollouts."""
+    """Sampling temperature of the model at this depth; None: the temperature of the rollouts."""
     max_reply_tokens: int | None = None
-    """Maximum tokens of a reply; None: ``limits.max_reply_tokens``."""
+    """Maximum number of tokens per reply at this depth; None: ``limits.max_reply_tokens``."""
     max_turns: int | None = None
-    """Maximum requests of one of its calls; None: ``limits.max_turns``."""
+    """Maximum number of model requests per call at this depth; None: ``limits.max_turns``."""
     scaffold: str | None = None
     """Scaffold of the sessions at this depth; None for the run's scaffold. It must have the same
     protocol and stop strings as the run's scaffold, and the root cannot have its own."""
     tools: tuple[str, ...] | None = None
-    """Names of the task's tools (``TaskStart.tools``) that its sessions have; None: all."""
+    """Names of the task's tools (``TaskStart.tools``) that sessions at this depth can use; None:
+    all."""
 
     def __post_init__(self) -> None:
         if not self.model.strip():
@@ -74,7 +74,7 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_none_or_positive("depths", "limits.max_turns", max_turns=self.max_turns)
 
     def options(self) -> DepthOptions:
-        """Return the options of this depth in the form that the engine takes."""
+        """Return the options of this depth as the ``DepthOptions`` that the engine expects."""
         scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
         return DepthOptions(
             max_turns=self.max_turns,
@@ -95,13 +95,14 @@ class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """
 
     step_cost: float | None = None
-    """Maximum dollars for a step and the evaluation before it; None: only ``run_cost`` applies."""
+    """Maximum cost in dollars of one training step and the evaluation before it; None: only
+    ``run_cost`` applies."""
     run_cost: float | None = None
-    """Dollars for the whole run, over all resumptions; None: no limit."""
+    """Maximum cost in dollars of the whole run, over all resumptions; None: no limit."""
     step_calls: int | None = None
-    """Requests in a step; None: no limit."""
+    """Maximum number of requests per training step; None: no limit."""
     run_calls: int | None = None
-    """Requests in the whole run; None: no limit."""
+    """Maximum number of requests in the whole run; None: no limit."""
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -126,11 +127,11 @@ class FrozenModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 def check_depths(
     depths: Sequence[DepthSpec], max_depth: int, policies: Sequence[str], *, has_workers: bool
 ) -> None:
-    """Raise ConfigError if the models by depth are invalid: if one is unknown, if a policy would
-    never be trained, or if frozen models are combined with rollout workers, since workers cannot
-    share a budget.
+    """Raise ConfigError if the models chosen for the depths of a rollout are invalid.
 
-    ``policies`` holds the names of the policies other than ``policy``.
+    No model may be unknown, every policy must be trained, and frozen models cannot be combined with
+    rollout workers, because workers cannot share a budget. ``policies`` holds the names of the
+    policies other than ``policy``.
     """
     if not depths and not policies:
         return
@@ -163,7 +164,7 @@ def check_depths(
 
 
 def check_scaffolds(depths: Sequence[DepthSpec], scaffold: Scaffold) -> None:
-    """Raise ConfigError if the scaffold of a depth does not fit the run's scaffold.
+    """Raise ConfigError if a depth's scaffold is incompatible with the run's scaffold.
 
     Both must use the same protocol and the same stop texts.
     """
@@ -266,10 +267,10 @@ class ModelsByCallDepth:
             raise
 
     def take_step_metrics(self) -> dict[str, float]:
-        """Return the cost, calls and failures of the frozen models since the previous call of this
-        method, and start the budget of a new step.
+        """Return metrics of the frozen models since the last call, and start a new step's budget.
 
-        Returns an empty dict until a frozen model has been asked for the first time.
+        The metrics include cost, calls and failures. Returns an empty dict until a frozen model has
+        been asked for the first time.
         """
         step, run = self._step, self._run
         if not run.spent.calls and not any(run.refusals):
@@ -289,8 +290,7 @@ class ModelsByCallDepth:
 
 
 class CallDepthTemperatureClient:
-    """A client that samples from the trained policy with the temperature of one depth of the call
-    tree.
+    """A client that samples from the trained policy with the temperature of one depth.
 
     Implements ``Client``.
     """
@@ -338,8 +338,10 @@ class FrozenModelClient:
 
 
 def _sampled_by(request: Request, spec: DepthSpec) -> Request:
-    """Return ``request`` with the sampling temperature of ``spec``. A greedy request (temperature
-    0) stays greedy."""
+    """Return ``request`` with the sampling temperature of ``spec``, unless the request is greedy.
+
+    A greedy request has temperature 0.
+    """
     if spec.temperature is None or request.sampling.temperature == 0:
         return request
     sampling = msgspec.structs.replace(request.sampling, temperature=spec.temperature)
@@ -347,7 +349,7 @@ def _sampled_by(request: Request, spec: DepthSpec) -> Request:
 
 
 def temperature_by_call(depths: Sequence[DepthSpec], names: Mapping[str, str], usual: float) -> Any:
-    """Return the sampling temperature of calls, for use in the loss.
+    """Return the temperature at which each call was sampled, for use in the loss.
 
     If no depth sets its own temperature, return the number ``usual``. Otherwise return a function
     from a call to its temperature. ``names`` maps each policy to the model name under which it
@@ -365,14 +367,14 @@ def temperature_by_call(depths: Sequence[DepthSpec], names: Mapping[str, str], u
 
 
 class OwnCallsAlgorithm(msgspec.Struct, frozen=True):
-    """Wraps the algorithm of one of several trained policies, so that the policy learns only from
-    the calls that it answered.
+    """Wraps a policy's algorithm so that the policy learns only from the calls it answered.
 
     Implements ``Algorithm``.
     """
 
     outcome: Any
-    """The wrapped algorithm."""
+    """The algorithm that computes the advantages of the outcome, to which the terms are added: a
+    name, a map with ``name`` and options, or an object."""
     model: str
     """Name under which the policy answers calls."""
 

@@ -1,4 +1,4 @@
-"""Manage the folder of a training run with its checkpoints and its lock.
+"""Manage a training run's folder, including its checkpoints and its lock.
 
 Checkpoints are written atomically, and only the newest and the best ones are kept.
 
@@ -51,7 +51,7 @@ SCHEMA_VERSION = 1
 
 
 class TrainingProgress(msgspec.Struct, kw_only=True):
-    """The progress of a training run as plain data, stored in each checkpoint."""
+    """The progress of a training run, stored in each checkpoint as plain data."""
 
     step: int
     """Optimizer steps completed, over all stages."""
@@ -68,7 +68,7 @@ class TrainingProgress(msgspec.Struct, kw_only=True):
     """Indices of items that have been started but not learned from. A run that resumes here begins
     with them."""
     version: int = 0
-    """Version of the policy: how often its weights were published."""
+    """Version of the policy: the number of times that its weights were published to the engine."""
     seconds: float = 0.0
     """Seconds of training so far, over all resumptions."""
     cpu_s: float = 0.0
@@ -206,8 +206,8 @@ class CheckpointStore:
         )
 
     def abandon_after(self, step: int) -> list[Path]:
-        """Move the checkpoints after ``step`` into the folder ``abandoned``, because the run goes
-        back to ``step``.
+        """Move the checkpoints after ``step`` to the folder ``abandoned`` when a run returns to
+        ``step``.
 
         They no longer count as its latest or best. Returns their new paths. Folders of the same
         name in ``abandoned`` are replaced.
@@ -256,8 +256,7 @@ class CheckpointStore:
                 shutil.rmtree(dying)
 
     def restore_interrupted_replacement(self) -> None:
-        """Restore a checkpoint that was moved away to be replaced, if the process was killed before
-        the new one was complete."""
+        """Restore an old checkpoint if the process was killed while replacing it."""
         for old in self.folder.glob(f".step-*{_OLD}"):
             whole = old.with_name(old.name.removesuffix(_OLD).removeprefix("."))
             if not whole.exists():
@@ -274,7 +273,7 @@ def _step_of(path: Path) -> int:
 
 
 class BackgroundThread:
-    """A function that runs in a separate thread.
+    """Runs a function in a background thread.
 
     The process does not exit before the function has returned.
     """
@@ -330,7 +329,7 @@ def verify(checkpoint: Path, under: str = "") -> None:
 
 
 def _instead_of(checkpoint: Path) -> str:
-    """Return advice for an error about a damaged checkpoint.
+    """Return advice on what to do instead of resuming from a damaged checkpoint.
 
     It names an older checkpoint to resume from, if there is one.
     """
@@ -359,7 +358,7 @@ def _read_progress(checkpoint: Path) -> TrainingProgress:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the checkpoint at ``path``.
+    """Return the checkpoint that ``path`` refers to.
 
     If ``path`` is the folder of a run, return its latest checkpoint. Raises ConfigError if there is
     none.
@@ -500,7 +499,7 @@ def _holder_in(path: Path) -> WriterProcessId:
 
 
 def _remove(folders: list[Path]) -> None:
-    """Remove the given empty folders from first to last.
+    """Remove the given folders from first to last, as long as they are empty.
 
     Stops at the first one that is not empty.
     """

@@ -85,9 +85,9 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Steps between complete saves of a step's rollouts in OUT/rollouts, to look at or learn from
     (``sft.trajectories``); None: no saves."""
     keep_last: int = 2
-    """Number of the newest checkpoints that are kept."""
+    """Number of most recent checkpoints to keep."""
     keep_best: int = 1
-    """Number of checkpoints with the best validation scores that are kept in addition to the newest
+    """Number of checkpoints with the best validation scores to keep, in addition to the most recent
     ones (``keep_last``)."""
 
     def __post_init__(self) -> None:
@@ -114,7 +114,8 @@ class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Adapters are scaled by ``alpha / rank``. None: a default that depends on the policy
     (``policy_dependent_defaults.py``)."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the modules that get an adapter."""
+    """Linear modules that get an adapter, by the last part of their names, such as ``q_proj``.
+    ``all-linear``: all except the output matrix."""
 
     @property
     def effective_alpha(self) -> float:
@@ -153,9 +154,11 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     fp32 on a CPU and for a model created from scratch, and otherwise the precision of the stored
     weights."""
     device: str = "auto"
-    """auto: a GPU if there is one."""
+    """Device of the policy, such as ``cuda``, ``cuda:1`` or ``cpu``. auto: a GPU if there is
+    one."""
     slots: int | None = None
-    """Sequences that the engine decodes at once; None: 128 on a CPU, 256 on a GPU."""
+    """Maximum number of sequences that the engine decodes at once; None: 128 on a CPU, 256 on a
+    GPU."""
     cache_bytes: int | None = None
     """Size of the engine's KV cache in bytes; None: 2 GiB on a CPU, a third of the memory on a
     GPU."""
@@ -182,12 +185,13 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     name: str = "ledger"
-    """A name in ``tasks.base.TASKS``, or ``module:attribute``."""
+    """The task: a name in ``tasks.base.TASKS``, ``module:attribute``, ``file.py:attribute``, a
+    .jsonl or .parquet file, ``hf:NAME`` or ``verifiers:ID``."""
     options: dict[str, Any] = {}
     """Arguments of the function that builds the task."""
     traffic: str = ""
-    """Store of recorded traffic (``ramify serve-policy --record``), whose replies with a reward
-    take the place of rollouts. Evaluations keep the task's other splits. Empty: none."""
+    """Store of recorded traffic (``ramify serve-policy --record``). Training uses its rewarded
+    replies instead of rollouts; evaluations still use the task's other splits. Empty: none."""
     validate: bool = True
     """Check before training that gold answers score 1 and wrong answers do not. Items without a
     gold answer are skipped. False: check no scores, e.g. for an environment whose gold answer takes
@@ -252,7 +256,7 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def shows_conversations(self) -> bool:
-        """True if the demonstrations are conversations from a file or a data set."""
+        """True if the demonstrations are conversations read from a file or a data set."""
         return self.demos.startswith("hf:") or self.demos.endswith(DATA_SUFFIXES)
 
     def __post_init__(self) -> None:
@@ -297,14 +301,15 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``algorithm`` and ``loss`` unless they are given. As an override on the command line, it
     replaces both, and overrides of single fields are applied afterwards."""
     algorithm: Any = _ALGORITHM
-    """Implements ``advantages.base.Algorithm``. A text is a name from ``docs/algorithms.md`` or a
-    dotted path."""
+    """The algorithm that computes advantages; implements ``advantages.base.Algorithm``. In a
+    configuration: a name from ``docs/algorithms.md``, a dotted path, or a map with ``name`` and
+    options."""
     signals: dict[str, Any] = {}
     """Name -> signal: feedback in addition to the reward, weighted by ``algorithm=Hybrid(…)``. A
     signal is a name in ``signals.registry.SIGNALS``, an object, or a mapping with ``name`` and
     options."""
     judges: Limits = BUDGET
-    """Budget of all judge calls of this run together."""
+    """Limits on the calls, tokens and cost of all judges of this run together."""
     judge_cache: str = ""
     """A folder that caches judge replies, so that repeating a run does not pay for them again."""
     loss: LossSpec = _LOSS
@@ -355,11 +360,12 @@ class CoTrainedPolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """
 
     policy: PolicySpec | None = None
-    """Its checkpoint; None: a copy of ``Run.policy``, as it is when rollouts begin."""
+    """The model that this policy starts from. None: a copy of ``Run.policy``, as it is when
+    rollouts begin."""
     optim: OptimizerSpec = OptimizerSpec()
     """Optimizer and learning rate of this policy. With ``lr=0``, the policy is not changed."""
     inference: InferenceSpec | None = None
-    """Its own engines in separate processes; None: an engine in the trainer's process."""
+    """Engines for this policy in separate processes; None: an engine in the trainer's process."""
 
 
 class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -412,8 +418,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     log-probability in both. This makes the run slower; see docs/train.md."""
     policy: PolicySpec
     task: TaskSpec = TaskSpec()
-    """The questions of rollouts and evaluations. A run that only imitates conversations and names
-    no task is not evaluated."""
+    """Task that provides the questions of rollouts and evaluations. A run that only imitates
+    conversations and names no task is not evaluated."""
     warmup: InductionWarmUpSpec | None = None
     sft: SftSpec | None = None
     rl: RlSpec | None = None
@@ -446,10 +452,11 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Inference engines in separate processes; None: the engine in the trainer's process, which
     shares the trainer's weights."""
     stall_s: float = STALL_S
-    """Longest time in seconds without any progress (no reply, rollout or step completes) before the
-    run ends with all stacks in OUT/stalled.txt."""
+    """Stall timeout in seconds. If no reply, rollout or step completes for this long, the run ends,
+    and the stacks of its processes are written to OUT/stalled.txt."""
     placement: PlacementSpec | None = None
-    """On which machines processes run, and who starts them; None: this machine."""
+    """Machines that the run's processes use, and what starts the processes (e.g. Ray). None:
+    everything runs on this machine."""
     threads: int | None = None
     """Threads that torch uses per operation; None: torch's default. One is best for small models
     and on shared machines."""
@@ -484,11 +491,12 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 def with_objective(run: Run, name: str) -> Run:
-    """Return a copy of ``run`` whose RL stage uses a named objective as its paper defines it, such
-    as ``grpo``, ``dapo`` or ``gspo`` (docs/objectives.md).
+    """Return a copy of ``run`` whose RL stage uses a published objective, such as ``grpo`` or
+    ``gspo``.
 
-    An algorithm that combines several signals (``Hybrid``) keeps its other terms. Raises
-    ConfigError if the name is unknown or the run has no RL stage.
+    The objective's options are those of its paper (docs/objectives.md). An algorithm that combines
+    several signals (``Hybrid``) keeps its other terms. Raises ConfigError if the name is unknown or
+    the run has no RL stage.
 
     Example:
         return train.with_objective(run, "gspo")     # in a recipe; rl.objective=gspo as an override

@@ -1,5 +1,4 @@
-"""Describes the fields of a configuration of nested structs: their dotted names, types, defaults
-and meanings.
+"""Describes a nested configuration's fields: dotted names, types, defaults and meanings.
 
 It also finds the field that a wrong name probably stands for.
 
@@ -77,13 +76,13 @@ class ConfigField(NamedTuple):
     name: str
     """Dotted name, such as ``rl.optim.lr``."""
     owner: type
-    """Class in which it is declared."""
+    """Class that declares the field."""
     type_words: str
-    """Its type in words, such as ``number or null``."""
+    """The field's type in words, such as ``number or null``."""
     default: Any
-    """The default of its class; ``msgspec.NODEFAULT`` if it must be given."""
+    """The default in that class; ``msgspec.NODEFAULT`` if the field must be given."""
     value: Any
-    """Its value in the configuration that was described, or its default."""
+    """The field's value in the described configuration, or its default."""
     about: str
     """The field's docstring on one line. If it has none and is a section, the docstring of the
     section's class; otherwise empty."""
@@ -135,7 +134,7 @@ def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _section_class(hint: Any, value: Any) -> type[msgspec.Struct] | None:
-    """Return the struct class of ``value`` if it is a section, that is, has fields inside it.
+    """Return the struct class of ``value`` if it is a section (a nested struct).
 
     Otherwise return the only struct class that its type allows, or None.
     """
@@ -194,7 +193,7 @@ def describe_type(hint: Any, section: type | None = None) -> str:
 
 @functools.cache
 def field_docstrings(kind: type) -> dict[str, str]:
-    """Return the docstring of each field of a class and of its bases, by name and on one line.
+    """Return each field's docstring on one line, by field name, for a class and its bases.
 
     A class whose source cannot be read has none.
     """
@@ -240,8 +239,7 @@ def class_summary(kind: type) -> str:
 def unknown_field_hint(
     kind: type[msgspec.Struct], value: Any, name: str, *, with_class: bool = False
 ) -> str:
-    """Return the end of an error message about an unknown field, such as ``did you mean
-    'rl.optim.lr'?``.
+    """Return a hint for an unknown field, such as ``did you mean 'rl.optim.lr'?``.
 
     ``kind`` is the class of the whole configuration, in which the field is searched, and ``value``
     the configuration itself, if there is one. With ``with_class``, the class of a field in another
@@ -285,7 +283,7 @@ def unknown_field_hint(
 
 
 def _known_part(name: str, every: set[str]) -> tuple[str, str]:
-    """Split a dotted name into the section that exists, with its dot, and the rest."""
+    """Split a dotted name into its longest known section, with the dot, and the rest."""
     parts = name.split(".")
     known = 0
     while known < len(parts) - 1 and ".".join(parts[: known + 1]) in every:
@@ -296,10 +294,11 @@ def _known_part(name: str, every: set[str]) -> tuple[str, str]:
 def _find_similar_fields(
     every: Sequence[ConfigField], wanted: set[str], name: str, section: str
 ) -> list[ConfigField]:
-    """Return the fields that have one of the ``wanted`` names, here or in other trainers.
+    """Return fields elsewhere in the configuration that a user may have meant by ``wanted``.
 
-    If some are in ``section``, the others are left out. If some are in sections that the run sets,
-    those in unset sections are left out. Short names come first, then those that resemble ``name``.
+    ``wanted`` holds field names, which may be those of another trainer. If some are in ``section``,
+    the others are left out. If some are in sections that the run sets, those in unset sections are
+    left out. Short names come first, then those that resemble ``name``.
     """
     meant = {
         *wanted,

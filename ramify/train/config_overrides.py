@@ -1,4 +1,4 @@
-"""Apply overrides such as ``optim.lr=1e-5`` to a configuration, with checks of names and types.
+"""Apply overrides such as ``optim.lr=1e-5`` to a configuration, and check their names and types.
 
 Old names and values of fields are converted, so that configurations of earlier versions can be read
 and resumed.
@@ -41,8 +41,8 @@ RENAMED_FIELDS = {
     "inference.carrier": "inference.weight_sync",
     "inference.carrier_options": "inference.weight_sync_options",
 }
-"""Map the old dotted names of fields to the new ones. Rows apply in order, so that a later row
-renames the result of an earlier one."""
+"""Maps old dotted field names to new ones. Entries apply in order, so that a later entry can rename
+the result of an earlier one."""
 
 _OPTIMIZERS = ("warmup.optim", "sft.optim", "rl.optim", "rl.critic.optim")
 ZERO_MEANT_NONE = (
@@ -83,7 +83,7 @@ name."""
 
 
 def migrate_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration from an earlier version to today's format, and return it.
+    """Convert a configuration from an earlier version to the current format.
 
     Renamed fields get their new names, and a 0 that meant "none" becomes None.
     """
@@ -115,8 +115,7 @@ def _zero_to_none(config: Any, path: Sequence[str]) -> Any:
 
 
 def renamed_field(field: str) -> str | None:
-    """Return today's name of a renamed field, given its old dotted name or the last part of that
-    name.
+    """Return the current name of a renamed field, given its old dotted name or the last part of it.
 
     Returns None if the field was not renamed.
     """
@@ -271,8 +270,8 @@ def _set_field(
 
 
 def _create_section(value: Any, head: str, parts: Sequence[ConfigOverride], depth: int) -> Any:
-    """Create a missing section of options, such as ``rl.rollout.branch``, from its defaults and the
-    given overrides.
+    """Create a missing section, such as ``rl.rollout.branch``, from defaults and the given
+    overrides.
 
     Returns None if the section's type is unknown, or if the overrides do not suffice.
     """
@@ -294,9 +293,10 @@ def _create_section(value: Any, head: str, parts: Sequence[ConfigOverride], dept
 def _overrides_causing(
     value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
 ) -> list[ConfigOverride]:
-    """Return the overrides that cause ``problem``, an error of the whole configuration.
+    """Return the overrides to name in an error message as the cause of ``problem``.
 
-    Without them, the error disappears or is a different one.
+    ``problem`` is an error about the configuration as a whole. Without them, the error disappears
+    or is a different one.
     """
     causes: list[ConfigOverride] = []
     for head, group in groups.items():
@@ -332,7 +332,7 @@ def _parse_value(
 
 
 def _not_a_section(assignment: ConfigOverride, kind: Any) -> str:
-    """Return advice on how to set a section of options, for an override whose text is not JSON.
+    """Return advice for an override that sets a whole section to something other than JSON.
 
     Returns an empty string if ``kind`` is not a section.
     """
@@ -361,8 +361,7 @@ def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
 
 
 def _by_tag(kind: Any, text: str) -> Any:
-    """Create the object that ``text`` names, with default options, if ``kind`` is a union of tagged
-    classes.
+    """Create the member of a tagged union that ``text`` names, with default options.
 
     Returns None if no class has this name.
     """

@@ -52,7 +52,7 @@ _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IG
 
 
 def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration in which a mark replaces each secret.
+    """Return a copy of a configuration with a mark in place of each secret.
 
     The configuration is given as plain values. The secrets are also remembered, so that they are
     redacted everywhere else from now on.
@@ -120,10 +120,10 @@ def check_none_or_positive(owner: str, null: str, **values: float | None) -> Non
 def check_bounds(
     owner: str, *, least: float | None = None, above: float | None = None, **values: float
 ) -> None:
-    """Raise ConfigError for the first of the given fields that is below ``least``, or not above
-    ``above``; None: no such bound.
+    """Raise ConfigError for the first given field that is out of bounds.
 
-    The message names this field alone. ``owner`` is the name of the configuration section, for the
+    A field must be at least ``least`` and above ``above``. A bound of None is not checked. The
+    message names this field alone. ``owner`` is the name of the configuration section, for the
     message.
     """
     for name, value in values.items():
@@ -162,7 +162,7 @@ def check_types(config: msgspec.Struct, name: str = "") -> None:
 
 
 def _example(kind: Any, value: Any) -> str:
-    """Return advice on how to write a struct as the value of a field.
+    """Return an example of how to write a struct as the value of a field.
 
     Returns an empty string if ``kind`` is not a single struct class, or if ``value`` is a mapping,
     whose fields the error already names.
@@ -178,8 +178,7 @@ def _example(kind: Any, value: Any) -> str:
 
 
 def _mappings(value: Any, converted: Any, name: str) -> Iterator[tuple[str, type]]:
-    """Yield each place at which ``value`` has a mapping instead of a struct, with the class of the
-    struct.
+    """Yield the dotted name and the class of each struct that ``value`` gives as a mapping.
 
     ``converted`` is ``value`` after conversion to the type of its field.
     """

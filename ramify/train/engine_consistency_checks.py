@@ -83,7 +83,7 @@ class TokenIdHashingClient:
     """
 
     def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
-        """Wrap ``client``.
+        """Create a client that records hashes and sends all requests to ``client``.
 
         Hashes are kept for the latest ``max_token_staleness + 1`` windows, and
         ``begin_next_window`` starts a new window. Older windows are needed because rollouts of
@@ -139,8 +139,8 @@ class CanaryLogprobs(NamedTuple):
 
 
 class EngineConsistencyChecks:
-    """Check during a run that its engines use the same weights, log-probabilities and token ids as
-    the trainer."""
+    """Checks during a run that engines and trainer agree on weights, log-probabilities and token
+    ids."""
 
     def __init__(
         self,
@@ -187,8 +187,10 @@ class EngineConsistencyChecks:
             self.good_version = self.seen.client.version
 
     def _expected_weights(self) -> tuple[str, Mapping[str, Tensor]]:
-        """Return the fingerprint of the weights that engines should have, and a sample of each
-        matrix's values by name."""
+        """Return a fingerprint and sample values of the weights that the engines should have.
+
+        The sample values are keyed by matrix name.
+        """
         from ramify.models.weights import tensors_fingerprint
 
         some: dict[str, Tensor] = {}
@@ -264,10 +266,11 @@ class EngineConsistencyChecks:
             )
 
     def _allowed_difference(self, ours_T: Floats64) -> float:
-        """Return the largest difference allowed between the engine's and the trainer's
-        log-probabilities of the canary, a short sampled reply.
+        """Return the largest allowed engine-trainer log-probability difference on the canary.
 
-        ``ours_T`` holds the trainer's. Large values round more, so they allow a larger difference.
+        The canary is a short sampled reply, whose log-probabilities both the engine and the trainer
+        compute. ``ours_T`` holds the trainer's. Large values round more, so they allow a larger
+        difference.
         """
         largest = float(np.abs(ours_T[np.isfinite(ours_T)]).max(initial=0.0))
         return max(self._limits.tolerance, self._limits.rounding * largest)
@@ -310,7 +313,7 @@ class EngineConsistencyChecks:
         return f" ({engine.name}; version {self.seen.client.version}; {last})"
 
     def check_token_ids(self, groups: Sequence[Group]) -> None:
-        """Check the token ids of a step's first group.
+        """Check that all token ids in a step's first rollout group went through the engine.
 
         Raises TrainError if one of its trajectories contains ids that did not go through the
         engine.

@@ -220,9 +220,10 @@ def _in_new_loop(
 
 @contextlib.contextmanager
 def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
-    """Stop ``trainer`` with a checkpoint on the first signal that ends a run.
+    """Stop ``trainer`` at the first termination signal that arrives inside the ``with`` block.
 
-    A second signal has its original effect. Signals are handled only in the main thread.
+    The trainer saves a checkpoint when it stops. A second signal has its original effect. Signals
+    are handled only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -252,7 +253,7 @@ def _stopped_by_signals(trainer: Trainer) -> Iterator[None]:
 
 
 def _stop_message(out: Path, how: str) -> str:
-    """Return a sentence for the user of a stopped run.
+    """Return a message that tells the user how to continue a stopped run.
 
     It says up to which step the run is saved, and how to continue it.
     """

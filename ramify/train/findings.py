@@ -30,7 +30,7 @@ Values = Mapping[str, float]
 
 
 class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Thresholds at which a training step is reported as a sign of collapse.
+    """Thresholds beyond which the metrics of a training step are reported as signs of collapse.
 
     A threshold of None disables its report.
     """
@@ -42,9 +42,10 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Reported if the entropy falls to this fraction of its value in the first steps. The policy
     then no longer explores."""
     length: float | None = 3.0
-    """Factor by which rollouts may become longer or shorter than in the first steps."""
+    """Reported if the mean length of rollouts grows or shrinks by this factor, compared with the
+    first steps."""
     clipped: float | None = 0.3
-    """Share of tokens with a clipped gradient."""
+    """Reported if the gradient of at least this share of tokens is clipped."""
     kl: float | None = 0.3
     """A step counts as a divergence if the KL (nats per token) from the policy before it to the
     policy after it (``post_kl``) reaches this value."""
@@ -67,7 +68,8 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The reward counts as following length if their correlation within groups reaches this value
     in three steps."""
     abstained: float | None = 0.9
-    """Share of rollouts on which a signal abstains."""
+    """Reported if a signal abstains on at least this share of rollouts in two consecutive steps.
+    Legitimate reasons to abstain are not counted."""
     window: int = 5
     """Number of steps at the start of a stage whose average is compared with later steps. Steps in
     which something was reported are excluded."""
@@ -81,7 +83,7 @@ class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Finding(NamedTuple):
-    """A fault that was detected in a run, with a sentence that states its cause and remedy."""
+    """A fault that was detected in a run, and a sentence that states its cause and remedy."""
 
     name: str
     text: str
@@ -89,7 +91,7 @@ class Finding(NamedTuple):
     num_steps: int = 1
     """Number of consecutive steps that must show the fault before it is reported."""
     is_curable: bool = False
-    """Whether an earlier policy and a smaller learning rate may cure it."""
+    """Whether a rollback to an earlier policy with a smaller learning rate may fix the fault."""
 
 
 class StageStepHistory(NamedTuple):
@@ -122,7 +124,7 @@ _BENIGN = ("solved", "no_error", "no_tool_was_used", "no_demonstration", "reject
 
 
 class _FindingRule(NamedTuple):
-    """A rule that decides whether a step shows one kind of fault."""
+    """A rule that detects one kind of fault in a training step."""
 
     says: Callable[[Values, StageStepHistory, float], str]
     """A function that returns the finding's sentence, or an empty string if the step does not show
@@ -199,7 +201,7 @@ def _failing_score(values: Values, history: StageStepHistory, limit: float) -> s
 
 
 def is_mostly_unscored(failed: float, scored: float, limit: float | None) -> bool:
-    """Return True if scoring failed for at least the share ``limit`` of all answers.
+    """Return True if scoring failed for at least the fraction ``limit`` of all answers.
 
     ``failed`` and ``scored`` are numbers of rollouts.
     """
@@ -451,15 +453,14 @@ def _clipped(values: Values, history: StageStepHistory, limit: float) -> str:
 
 
 class ValidationScore(NamedTuple):
-    """A validation reward with its 95 % interval, together with the training reward of the step
-    before the evaluation."""
+    """A validation reward, its 95 % interval, and the training reward of the step before it."""
 
     reward: float
     low: float
     high: float
     trained: float | None
     error: float = 0.0
-    """Standard error of the training reward."""
+    """Standard error of the training reward ``trained``."""
 
     @classmethod
     def from_metrics(
@@ -484,8 +485,8 @@ different."""
 def evaluation_findings(
     now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
 ) -> Iterator[Finding]:
-    """Yield the findings of an evaluation: a fall of the validation reward, or a training reward
-    that contradicts it.
+    """Yield an evaluation's findings: a falling validation reward, or a training reward at odds
+    with it.
 
     ``best`` is the earlier evaluation with the highest reward.
     """

@@ -51,8 +51,7 @@ _log = ComponentLogger("train")
 
 
 class PublicationResult(NamedTuple):
-    """The places to which a policy was published: a folder, a repository on the hub, and experiment
-    trackers.
+    """Where a policy was published: a folder, a hub repository and experiment trackers.
 
     Example:
         train.publish("runs/mine", "hf://me/mine").url
@@ -112,8 +111,10 @@ def publish(
 
 
 def _check_run(source: Path) -> None:
-    """Raise ConfigError if ``source`` is a part of a run, such as its policy, which has a file of
-    the same name as the run."""
+    """Raise ConfigError if ``source`` is only a part of a run, such as its policy folder.
+
+    The policy's folder has a file of the same name as the run's folder.
+    """
     if (source / FOLDER).is_dir():
         return
     for folder in source.absolute().parents[:3]:
@@ -123,8 +124,7 @@ def _check_run(source: Path) -> None:
 
 
 def _read_trained_policy(source: Path) -> tuple[FinalPolicyInfo, TrainingProgress, Run]:
-    """Read the trained policy of the run in ``source``, with the state of its checkpoint and its
-    configuration.
+    """Read which policy the run in ``source`` trained, and the run's state and configuration.
 
     Raises ConfigError if the run has not trained a policy.
     """
@@ -150,7 +150,7 @@ def _write(
     licence: str,
     base: str,
 ) -> None:
-    """Write the published policy to ``folder``: its weights, its configuration and its model card.
+    """Write everything that is published to ``folder``: weights, configuration and model card.
 
     Raises ConfigError if the folder contains anything other than an earlier publication.
     """
@@ -181,7 +181,7 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s\"'`:/]+/)+(?=[^\s\"'`:/])")
 
 
 def _without_folders(text: str) -> str:
-    """Remove the folders from absolute paths in ``text``, which are of no use on other machines.
+    """Reduce absolute paths in ``text`` to file names, since the folders mean nothing elsewhere.
 
     For example, ``/data/mine/rows.jsonl`` becomes ``rows.jsonl``.
     """
@@ -192,7 +192,7 @@ def _without_folders(text: str) -> str:
 
 
 def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
-    """Write the LoRA adapters of a run that trained in a single process.
+    """Write the LoRA adapters of a run that was trained in a single process.
 
     The matrices are read from the backend's part of the checkpoint.
     """
@@ -319,7 +319,7 @@ def _scores(kept: FinalPolicyInfo, begun: Mapping[str, float]) -> str:
 
 
 class UsedAnswerModes(NamedTuple):
-    """How a policy answered in training: with plain calls, in sessions, or both."""
+    """Whether a policy answered questions in training with plain calls, in sessions, or both."""
 
     plain: bool
     """True if short inputs were answered by one plain call."""
@@ -332,7 +332,7 @@ _LOOKED_AT = 20
 
 
 def _answer_ways(run: Run, *, direct: bool) -> UsedAnswerModes:
-    """Return how the policy answered.
+    """Return whether the policy answered with plain calls, in sessions, or both.
 
     ``direct`` is true if it was trained with plain calls; then the validation items tell whether
     some of them need a session.
@@ -355,7 +355,10 @@ def _answer_ways(run: Run, *, direct: bool) -> UsedAnswerModes:
 
 
 def _asking_nobody(run: Run) -> RLM:
-    """Return an ``RLM`` like that of the run's rollouts, for looking at prompts."""
+    """Return an ``RLM`` that is configured like the run's rollouts but asks no real model.
+
+    It is used only for looking at prompts.
+    """
     nobody = FunctionClient(lambda messages: "", "nobody:asked")
     return RLM(nobody, limits=run.limits, scaffold=scaffold_of(run.scaffold))
 

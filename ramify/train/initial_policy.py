@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 _log = ComponentLogger("train")
 NUM_TOKENIZER_TEXTS = 3000
-"""Maximum number of demonstrations for training a tokenizer. More of them change little."""
+"""Maximum number of demonstrations to train a tokenizer on. Additional ones hardly change the
+result."""
 
 
 def device_of(run: Run) -> str:
@@ -121,8 +122,7 @@ def policy_of(
 
 
 def trained_policy_settings(run: Run, policy: Policy, *, direct: bool) -> TrainedPolicySettings:
-    """Return the settings that are stored with the trained policy, so that it is later used as it
-    was trained.
+    """Return the settings to save with a policy, so that it is used in the same way as in training.
 
     These are its scaffold, its task, the limits that differ from the defaults, and ``direct``:
     whether plain calls answer short inputs. A user's own scaffold is left out, because its file may
@@ -155,7 +155,7 @@ def _scratch_model_config(
     checkpoint: Path | None,
     tools: Sequence[Tool],
 ) -> dict[str, Any]:
-    """Return the model configuration for a policy trained from scratch.
+    """Return the model configuration (the shape) of a policy that is trained from scratch.
 
     Its sizes fit the demonstrations. A resumed run reads them from the checkpoint, because its
     demonstrations may have changed.
@@ -282,6 +282,6 @@ def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _texts_by_call(trajectory: Trajectory) -> Iterator[list[str]]:
-    """Yield the texts of the messages of each call in ``trajectory``."""
+    """Yield, for each call in ``trajectory``, the texts of its messages."""
     for call in trajectory.calls:
         yield [message.content for message in trajectory.conversation(call)]

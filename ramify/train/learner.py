@@ -111,7 +111,7 @@ class Learner:
         model: str = "",
         control_ids: Collection[int] = (),
     ) -> None:
-        """Create the learner of the policy that ``publisher`` publishes.
+        """Create the learner of the policy that ``publisher`` sends to the engines.
 
         ``backend_of`` creates the training backend of a stage.
 
@@ -135,8 +135,8 @@ class Learner:
         return self.publisher.name
 
     def mask_other_calls(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return a copy of ``groups`` in which only the calls of this policy have token ids, so
-        that it learns from no other calls."""
+        """Return a copy of ``groups`` with token ids only in the calls from which this policy
+        learns."""
         return mask_other_calls(groups, self._model) if self._model else groups
 
     def prefixed_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -183,8 +183,8 @@ class Learner:
         folder_file_checksums.write(folder)
 
     def checkpoint_writers(self) -> dict[str, Write]:
-        """Return the functions that write this policy's parts of a checkpoint, keyed by path within
-        the checkpoint."""
+        """Return functions that write this policy's part of a checkpoint, keyed by path in the
+        checkpoint."""
         assert self.publisher.backend is not None
         return {
             self.paths.backend: self.publisher.backend.save,
@@ -192,7 +192,7 @@ class Learner:
         }
 
     def load_reference(self, out: Path, *, is_new: bool) -> None:
-        """Load the reference policy, i.e. the policy with which rollouts began.
+        """Load the reference policy, which is the policy as it was when rollouts began.
 
         It is stored next to the checkpoints. ``is_new`` is True if rollouts begin now, so that the
         policy must be saved first. Raises TrainError if it is missing.
@@ -213,10 +213,10 @@ class Learner:
         self._reference = self._reference_of(folder)
 
     def compute_loss_inputs(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """Compute the per-token values that the loss needs, such as old and reference
-        log-probabilities, before the first minibatch of a step.
+        """Prepare a step: compute the per-token values that the loss needs before the first
+        minibatch.
 
-        Returns metrics.
+        Examples are old and reference log-probabilities. Returns metrics.
         """
         backend = self.publisher.backend
         assert backend is not None
@@ -242,7 +242,7 @@ class Learner:
     def sample_update_probe(
         self, stage: TrainingStage, work: StepData, step: int
     ) -> PolicyUpdateProbe | None:
-        """Score a sample of the step's calls with the policy before the policy learns.
+        """Score a sample of the step's calls with the policy as it is before the update.
 
         The effect of the update can then be measured on the same calls. Returns None if nothing was
         sampled.
@@ -255,8 +255,8 @@ class Learner:
     def metrics_before_update(
         self, work: StepData, probe: PolicyUpdateProbe | None
     ) -> dict[str, float]:
-        """Return metrics of all tokens that this policy sampled for a step, measured before it
-        learns from them.
+        """Return metrics of the tokens that this policy sampled in a step, measured before the
+        update.
 
         Call it after ``compute_loss_inputs``, which completes the advantages.
         """
@@ -269,8 +269,7 @@ class Learner:
             return measured if probe is None else measured | probe.logprob_gap_metrics
 
     def store_logprob_gaps(self, work: StepData, probe: PolicyUpdateProbe | None) -> None:
-        """Store the gaps between the log-probabilities of trainer and sampler in the rollouts of a
-        step.
+        """Store the gaps between trainer and sampler log-probabilities in a step's rollouts.
 
         Only tokens that the trainer has scored, for the loss or for ``probe``, have a gap. Call it
         after ``compute_loss_inputs``.
@@ -282,7 +281,7 @@ class Learner:
     def metrics_after_update(
         self, stage: TrainingStage, work: StepData, probe: PolicyUpdateProbe | None
     ) -> dict[str, float]:
-        """Return metrics of a step's update, measured after the policy has learned.
+        """Return metrics of a step's update, measured after the policy has been updated.
 
         If there was nothing to learn from, they only show the learning rate and that the policy did
         not change.
@@ -298,7 +297,7 @@ class Learner:
             return {} if probe is None else probe.update_kl(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
-        """Attach the staleness of each token to ``rows``.
+        """Attach each token's staleness to the token sequences ``rows``.
 
         Staleness is the number of versions by which the sampling policy lags behind the trained
         one.
@@ -350,8 +349,7 @@ def _attach(
 
 
 class EngineWeightState(enum.Enum):
-    """The state of the inference engines: whether they answer requests, and whether they have the
-    newest weights."""
+    """Whether the inference engines are awake, and whether they have the newest weights."""
 
     CURRENT = "current"
     """The engines answer with the newest weights."""
@@ -392,13 +390,12 @@ class WeightPublisher:
         self._record = record
 
     def mark_weights_changed(self) -> None:
-        """Note that the weights have changed, so that the engines no longer have the newest
-        ones."""
+        """Mark the engines' weights as outdated after the policy has learned."""
         if self.phase is EngineWeightState.CURRENT:
             self.phase = EngineWeightState.BEHIND
 
     async def put_engines_to_sleep(self) -> dict[str, float]:
-        """Put engines that share the trainer's devices to sleep until weights are published again.
+        """Put engines on the trainer's devices to sleep until weights are next published.
 
         Returns the duration as a metric, or an empty dict if no engine sleeps.
         """
@@ -448,8 +445,8 @@ class WeightPublisher:
         await self._check_engine()
 
     async def sync_rejoined_engines(self, give: Callable[[], Awaitable[bool]]) -> None:
-        """Send the current weights to an engine that has come back between two steps, and check it
-        like the others.
+        """Send the current weights to an engine that reconnected between steps, and check the
+        engine.
 
         ``give`` sends the weights and returns False if no engine came back. An error here ends the
         run.
@@ -483,8 +480,7 @@ class WeightPublisher:
 
 
 def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
-    """Wrap ``work`` so that its duration counts as weight sync in the breakdown of a step's
-    time."""
+    """Wrap ``work`` so that its duration counts as weight sync in a step's time breakdown."""
 
     @functools.wraps(work)
     def counted(*arguments: Any) -> T:
@@ -495,8 +491,7 @@ def _as_weight_sync(work: Callable[..., T]) -> Callable[..., T]:
 
 
 class PolicyWeightTransfer:
-    """Passes the trained weights to the engines in the form that they need, and saves and loads the
-    policy."""
+    """Transfers trained weights to the engines, and saves and loads the policy."""
 
     def __init__(
         self,
@@ -564,8 +559,7 @@ class PolicyWeightTransfer:
         return await self._client.update(weights, self._trained.version)
 
     async def put_engines_to_sleep(self) -> bool:
-        """Let engines that share the trainer's devices release their memory until ``publish`` is
-        called.
+        """Make engines that share the trainer's devices release their memory until ``publish``.
 
         Returns True if there are such engines.
         """
@@ -597,11 +591,11 @@ class PolicyWeightTransfer:
         return list(to_checkpoint_names(self._serving.model, given)) if loads else given
 
     def _unmerged_parameters(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Return an iterator over the parameters, each with its name, a tensor and a function that
-        computes its full value.
+        """Iterate over the parameters without merging LoRA adapters into them.
 
-        The function merges a LoRA adapter or reads the saved tensor. It is None if the tensor
-        already has the full value.
+        Each item is a name, a tensor and a function that computes the full value. The function
+        merges a LoRA adapter or reads the saved tensor. It is None if the tensor already has the
+        full value.
         """
         from ramify.train.backends.lora import base_tensors_and_adapters
 
@@ -614,8 +608,8 @@ class PolicyWeightTransfer:
         )
 
     def _stored_parameters(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor]]]:
-        """Yield the parameters of the saved policy, each with a function that reads its tensor from
-        disk on demand."""
+        """Yield the saved policy's parameters, each with a function that reads its tensor from
+        disk."""
         from ramify.models.stored_weights import stored_tensors
 
         assert self._saved is not None
@@ -624,8 +618,8 @@ class PolicyWeightTransfer:
             yield name, parameter, partial(stored[name].__getitem__, ...)
 
     def _export(self, folder: Path) -> None:
-        """Write the configuration and the weights to ``folder`` one tensor at a time, so that
-        memory never holds the whole model."""
+        """Write configuration and weights to ``folder``, one tensor at a time to limit memory
+        use."""
         from ramify.train.backends.safetensors_export import export_model
 
         tensors = (
@@ -638,7 +632,7 @@ class PolicyWeightTransfer:
         export_model(folder, serving.config, serving.model, shapes, self.weights(), serving.dtype)
 
     def save(self, folder: Path) -> None:
-        """Save the policy in the precision in which engines serve it.
+        """Save the policy in the precision that the engines use.
 
         The checkpoint keeps the trainer's precision. The saved default temperature is 0: rollouts
         explore, but users who set no temperature want the likeliest answer.
@@ -655,8 +649,7 @@ class PolicyWeightTransfer:
         )
 
     def load(self, folder: Path) -> None:
-        """Load the saved policy in ``folder``, which is then published instead of the trained
-        weights."""
+        """Load a saved policy from ``folder``, to be published instead of the trained weights."""
         from ramify.models.load import load_into
 
         if self._is_bare:

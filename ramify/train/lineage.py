@@ -1,5 +1,5 @@
-"""Record the lineage of a run: the steps at which it was resumed or forked, and the changes of its
-configuration.
+"""Records a run's lineage: the points at which it was resumed or forked, and how its configuration
+changed.
 
     OUT/lineage.jsonl   {"step": 40, "checkpoint": "runs/a/checkpoints/step-000040",
                          "changes": [{"field": "rl.steps", "was": 40, "now": 80}]}
@@ -51,10 +51,10 @@ _SCORES = ("task.", "scaffold", "limits.", "evaluate.", "sandbox.", "depths")
 
 
 class ConfigChange(msgspec.Struct, frozen=True):
-    """A changed configuration field, with its old and its new value."""
+    """The old and the new value of a changed configuration field."""
 
     field: str
-    """Dotted name."""
+    """Dotted name of the changed field."""
     was: Any
     now: Any
 
@@ -86,7 +86,7 @@ class LineageEntry(msgspec.Struct, frozen=True, kw_only=True):
         return any(change.field.startswith(_SCORES) for change in self.changes)
 
     def reopens_stage(self, stage: str) -> bool:
-        """Return True if the changes reopen a ``stage`` that a guard has ended.
+        """Return True if the changes reopen a ``stage`` that a training guard has ended.
 
         An example is a higher number of steps.
         """
@@ -110,8 +110,7 @@ def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[ConfigChange
 
 
 def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the configuration ``now`` changes a field of the checkpoint that must
-    stay the same.
+    """Raise ConfigError if ``now`` changes a configuration field that must match the checkpoint.
 
     The error names the first such field and the reason.
     """
@@ -127,7 +126,7 @@ def check_changes(state: TrainingProgress, now: Mapping[str, Any]) -> None:
 
 
 def with_same_demonstrations(run: Run, state: TrainingProgress) -> Run:
-    """Return a copy of ``run`` that keeps the demonstrations of its checkpoint.
+    """Return a copy of ``run`` that uses the same demonstrations as its checkpoint.
 
     If the task has changed, demonstrations still come from the task recorded in the checkpoint.
     """
@@ -142,7 +141,7 @@ def with_same_demonstrations(run: Run, state: TrainingProgress) -> Run:
 
 
 def differences(was: Any, now: Any, name: str = "") -> Iterator[ConfigChange]:
-    """Yield the innermost fields in which two configurations differ, with both values.
+    """Yield the innermost fields that differ between two configurations, and both values of each.
 
     A missing value counts as None. ``name`` is the dotted path of the compared values.
     """

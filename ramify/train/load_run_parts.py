@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRunParts:
-    """The loaded and checked parts of a run, which is ready to start."""
+    """All parts of a run, loaded and checked so that the run can start."""
 
     run: Run
     """The configuration of the run, in which the number of processes of each role is already
@@ -88,7 +88,7 @@ class LoadedRunParts:
     policy: Policy
     """The policy that is trained."""
     serving: Policy
-    """The policy that the engine of this process serves: the same one, or a copy."""
+    """The policy that the engine of this process serves: the trained policy itself, or a copy."""
     rows: Sequence[TokenSequence]
     """Token sequences for the supervised stages that precede reinforcement learning."""
     fixed: Sequence[TrainingStage]
@@ -99,7 +99,7 @@ class LoadedRunParts:
 
     @property
     def is_placed_by_ray(self) -> bool:
-        """True if the run starts processes on other machines, with Ray."""
+        """True if the run uses Ray to start processes on other machines."""
         return self.run.placement is not None and self.run.placement.kind == "ray"
 
     @property
@@ -123,17 +123,17 @@ class LoadedRunParts:
         )
 
     def save_sft_rows(self, out: Path) -> None:
-        """Store the token sequences of supervised fine-tuning in the run's folder ``out``, so that
-        the run can be resumed with them."""
+        """Save the token sequences for fine-tuning in the run folder ``out``, for resuming the
+        run."""
         if self.rows:
             write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
 
     def num_placed_processes(self, role: str) -> int:
-        """Return the number of processes of a role that have a placement slot."""
+        """Return how many processes of a role have been assigned a placement slot."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
 
     def check_checkpoint_tensors(self, checkpoint: Path) -> None:
-        """Raise ConfigError if the policy in a checkpoint has different tensors from this run's
+        """Raise ConfigError if a checkpoint's policy tensors do not match those of this run's
         policy.
 
         The error names the first tensor that differs.
@@ -217,8 +217,10 @@ def _answers_directly(
     scaffold: Scaffold,
     checkpoint: Path | None,
 ) -> bool:
-    """Return True if plain calls answer short inputs in the rollouts of the run, or, without
-    rollouts, in its demonstrations."""
+    """Return True if plain calls answer short inputs in training.
+
+    Rollouts decide this, or demonstrations if the run has no rollouts.
+    """
     if run.rl is not None:
         return run.rl.rollout.direct
     if checkpoint is not None:  # its demonstrations are stored as token ids
@@ -227,7 +229,7 @@ def _answers_directly(
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
-    """Return the fine-tuning data that the checkpoint's run has stored.
+    """Return the fine-tuning data that was stored by the checkpoint's run.
 
     Returns None if there is none for these settings.
     """
@@ -290,8 +292,7 @@ def run_for_policy(run: Run, name: str) -> Run:
 
 
 def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
-    """Raise ConfigError if the loss does not suit the model, or if the backend cannot train the
-    model over its device mesh.
+    """Raise ConfigError if the loss or the backend's device mesh does not suit the model.
 
     Checkpoints are checked before their weights are read.
     """
@@ -321,7 +322,8 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
 
 
 def _optims(run: Run) -> list[OptimizerSpec]:
-    """Return the optimizers of all stages, and of a separate critic if there is one."""
+    """Return the optimizer options of all stages, and those of a separate critic if there is
+    one."""
     stages = [stage for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     critic = [] if run.rl is None else [run.rl.critic.optim]
     return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]

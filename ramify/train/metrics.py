@@ -81,8 +81,8 @@ class StepNumberedRecord(Protocol):
 
     @property
     def step(self) -> int:
-        """The number of optimizer steps of the whole run, up to and including the step that the
-        record describes."""
+        """The number of optimizer steps in the whole run, up to and including this record's
+        step."""
         ...
 
 
@@ -146,15 +146,18 @@ FILE = "metrics.jsonl"
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault that the automatic checks of a run have found, with what the run does about it
-    (``training_guard.py``)."""
+    """A fault found by a run's automatic checks, and how the run reacts to it.
+
+    See ``training_guard.py``.
+    """
 
     name: str
     """Name of the finding: ``divergence``, ``too_hard``, …"""
     text: str
     """One sentence with the cause, and with the option to change."""
     action: Literal["warn", "stop", "rollback"] = "warn"
-    """What the run does about it."""
+    """The run's reaction: ``warn`` only reports the fault, ``stop`` ends the stage, and
+    ``rollback`` returns to the best checkpoint."""
 
 
 class StepMetrics(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -264,7 +267,7 @@ GROUPS = JsonlRecordFile("groups.jsonl", RolloutGroupRecord)
 def group_record(
     number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
 ) -> RolloutGroupRecord:
-    """Return the record of a group's outcome.
+    """Return the record of a rollout group's outcome.
 
     ``learnt`` holds the ids of the step's rollouts that have an advantage, or is None if the step
     did not need the group. ``given_up`` holds the ids of rollouts that were abandoned while the
@@ -300,7 +303,7 @@ def _oldest_version(group: Group) -> int | None:
 
 
 class CallDepthMetrics(msgspec.Struct, frozen=True):
-    """Metrics of all calls of one depth and kind, over a set of rollouts."""
+    """Metrics of all calls with the same depth and kind in a set of rollouts."""
 
     depth: int
     kind: str
@@ -357,7 +360,7 @@ def _depth_metrics(
 
 
 def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
-    """Return pass@k for k = 2, 4, 8 and so on, and for the size of the largest group.
+    """Return pass@k for k = 2, 4, 8, ... and for the size of the largest group.
 
     Each value is the mean over the groups with at least k attempts. Failed rollouts do not count as
     attempts, since they say nothing about the policy.
@@ -380,10 +383,10 @@ def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, f
 def rollout_metrics(
     groups: Sequence[Group], weights: Mapping[str, float], prefix: str = ""
 ) -> dict[str, float]:
-    """Return metrics of scored rollouts: pass@k, the mean of each reward if there are several, and
-    metrics by depth and kind of call.
+    """Return metrics of scored rollouts, such as pass@k and metrics by depth and kind of call.
 
-    Rollouts that agents ran add the numbers of failed agents.
+    If there are several rewards, the metrics include the mean of each. Rollouts that agents ran add
+    the numbers of failed agents.
     """
     metrics = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
@@ -409,7 +412,7 @@ def rollout_metrics(
 
 
 def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """Return the number of rollouts that ended with each kind of agent failure.
+    """Return how many rollouts ended in each kind of failure of an external agent.
 
     Returns an empty dict if no agent ran a rollout.
     """
@@ -424,8 +427,10 @@ def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, flo
 
 
 def mixture_metrics(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics for each task of a mixture: its number of groups, its mean weighted reward,
-    its share of groups with equal rewards, and pass@k."""
+    """Return metrics for each task of a mixture, such as its mean weighted reward and pass@k.
+
+    They also include the number of groups and the share of groups with equal rewards.
+    """
     by_part: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_part[item_part_name(group.task)].append(group)
@@ -516,7 +521,7 @@ def engine_timing_metrics(timing: EngineStepTotals) -> Iterator[tuple[str, float
 
 
 def step_time_metrics(times: StepPartTimes) -> dict[str, float]:
-    """Return metrics of the time that each part of a step took.
+    """Return metrics of the time spent in each part of a training step.
 
     ``overhead`` is the share of all parts except sampling and the forward and backward passes.
     """

@@ -1,4 +1,4 @@
-"""Define training objectives by name.
+"""Named training objectives, such as ``grpo`` and ``gspo``.
 
 For example, ``rl.objective=gspo`` sets the advantage estimator, the policy loss with its reduction
 and clipping, the unit that counts as a sequence, and the corrections together.
@@ -35,7 +35,8 @@ KEPT = (
     "credit", "gamma_tree", "children", "llm_calls", "share",
     "max_rollout_tokens", "overlong_buffer", "length_weight",
 )  # fmt: skip
-"""Options of a recipe's estimator that no paper prescribes."""
+"""Estimator options that no paper prescribes. If an objective replaces the estimator, they keep the
+recipe's values."""
 PLAIN_LOSS: Options = {"corrections": (), "old": "auto", "kl_beta": 0.0, "entropy": 0.0}
 """Options of ``rl.loss`` that every objective uses unless it sets them itself."""
 
@@ -47,9 +48,9 @@ class PaperObjective(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     title: str
-    """Its full name and its paper."""
+    """Full name of the objective, and its paper."""
     when: str
-    """When to use it, in a sentence."""
+    """One sentence on when to use the objective."""
     formula: str
     """What is minimized, in the notation of docs/algorithms.md."""
     algorithm: Options
@@ -284,7 +285,7 @@ def loss_of(objective: PaperObjective, recipe: LossSpec) -> LossSpec:
 
 
 def replace_estimator(algorithm: Any, inner: Any) -> Any:
-    """Return a recipe's algorithm with its advantage estimator replaced by ``inner``.
+    """Return an algorithm in which ``inner`` replaces the advantage estimator.
 
     If the algorithm wraps estimators, the rest is unchanged: a hybrid keeps its other terms, and
     ``by_task`` keeps the estimators of the tasks that it lists.
@@ -324,8 +325,10 @@ def training_impossible_reason(name: str, algorithm: Any, group: int, *, has_cri
 
 
 def group_of_one_problem(option: str) -> str:
-    """Return the reason why ``option``, such as ``rl.objective=grpo``, learns nothing from groups
-    of one rollout, and what works instead."""
+    """Return why ``option`` cannot learn from groups of one rollout, and what works instead.
+
+    An example of an option is ``rl.objective=grpo``.
+    """
     return (
         f"{option} compares the rollouts of a group, and rl.rollout.group=1 has one: set "
         "rl.rollout.group=8, or an objective without groups: "
@@ -334,6 +337,6 @@ def group_of_one_problem(option: str) -> str:
 
 
 def _single_rollout_objectives() -> list[str]:
-    """Return the names of all objectives that work with one rollout per item."""
+    """Return the names of all objectives that work with one rollout per task item."""
     built = {name: ALGORITHMS.build(each.algorithm) for name, each in OBJECTIVES.items()}
     return [name for name, each in built.items() if not each.has_group_baseline]

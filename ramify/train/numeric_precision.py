@@ -1,5 +1,4 @@
-"""Choose the numeric precision of the engine and of the trainer together, from the checkpoint and
-the kind of device.
+"""Choose the engine's and trainer's numeric precision from the checkpoint and the device.
 
 This module also defines how far their log-probabilities may then differ.
 
@@ -41,23 +40,21 @@ _UNITS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 class RunNumericPrecision(NamedTuple):
-    """The numeric precisions of a run: that of the engine, and that of the trainer's matrix
-    products."""
+    """The numeric precisions a run uses for the engine and for the trainer's matrix products."""
 
     engine: str
-    """``float32``, ``float16`` or ``bfloat16``."""
+    """Precision of the engine: ``float32``, ``float16`` or ``bfloat16``."""
     trainer: Literal["fp32", "bf16"]
-    """Precision of matrix products."""
+    """Precision of the trainer's matrix products."""
 
     @property
     def engine_and_trainer(self) -> tuple[str, str]:
-        """The precisions of the engine and of the trainer, both written as ``float32`` or
-        ``bfloat16``."""
+        """The engine's and trainer's precisions as PyTorch dtype names, such as ``float32``."""
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
     def canary_limits(self, run: Run) -> CanaryTolerance:
-        """Return how much the log-probabilities of engine and trainer may differ in the canary
-        check.
+        """Return how far engine and trainer log-probabilities may differ on a test reply (the
+        canary).
 
         It is the larger of the limits for their two precisions, or ``inference.tolerance`` if that
         is set. A deterministic run allows no difference.
@@ -111,7 +108,8 @@ def precision_of(
 
 
 def _check(run: Run, precision: RunNumericPrecision) -> None:
-    """Raise ConfigError if the precisions do not satisfy the run's limits.
+    """Raise ConfigError if the precisions conflict with ``deterministic`` or
+    ``inference.tolerance``.
 
     A deterministic run needs the same precision in engine and trainer, and the tolerance must be at
     least one rounding error.

@@ -38,7 +38,7 @@ from ramify.train.named_objectives import (
 
 
 class PresetObjective(msgspec.Struct, frozen=True):
-    """A training objective as another trainer computes it, expressed in Ramify's options."""
+    """Another trainer's variant of a training objective, expressed in Ramify's options."""
 
     name: str
     """Name of the objective in the other trainer's configuration."""
@@ -55,7 +55,7 @@ class TrainerPreset(msgspec.Struct, frozen=True, kw_only=True):
     """The defaults of another trainer, expressed in Ramify's options."""
 
     trainer: str
-    """The trainer and the version whose defaults these are."""
+    """Name and version of the trainer that these defaults come from."""
     algorithm: str
     """The trainer's default estimator."""
     policy: str
@@ -88,15 +88,17 @@ ALIASES = {"prime_rl": "prime", "prime-rl": "prime"}
 
 
 class PresetObjectBuilder(msgspec.Struct, frozen=True):
-    """Builds configuration objects from names, such as a policy loss from ``gspo``, with the
-    options that a preset sets for that name."""
+    """Builds configuration objects by name, using the options that a preset sets for each name.
+
+    An example of a name is ``gspo``, for a policy loss.
+    """
 
     registry: PluginRegistry
     each: Options
     options: Mapping[str, Options]
 
     def build(self, value: Any) -> Any:
-        """Build an object from its value in a configuration.
+        """Build the object that a configuration value describes.
 
         A name gets the options of the preset. Any other value is built without them.
         """
@@ -122,7 +124,7 @@ def preset_named(name: str) -> TrainerPreset:
 
 
 def override_choices(name: str | None) -> Choices:
-    """Return the choices for fields that overrides can set by name.
+    """Return the fields that overrides can set by name, with the choices for each.
 
     With a preset, the named objects get the options of the preset.
     """
@@ -142,7 +144,7 @@ def _builders_by_field(preset: TrainerPreset) -> dict[str, PresetObjectBuilder]:
 
 
 def with_preset_objective(run: Run, name: str, objective: str) -> Run:
-    """Return ``run`` with an objective in the form that a preset's trainer computes.
+    """Return ``run`` with an objective as it is computed by the trainer of the preset ``name``.
 
     Raises ConfigError, which lists the available objectives, if the trainer does not have this one.
     """
@@ -170,8 +172,8 @@ def with_preset_objective(run: Run, name: str, objective: str) -> Run:
 
 
 def policy_losses_for(objective: str) -> list[str]:
-    """Return the names of the usual policy losses for an objective: the one in its paper, and those
-    that other trainers use for it."""
+    """Return the names of the policy losses used for an objective in its paper and by other
+    trainers."""
     presets = [preset_named(name) for name in sorted(PRESETS.ours)]
     theirs = [each.objectives[objective] for each in presets if objective in each.objectives]
     policies = [OBJECTIVES[objective].policy, *(each.policy for each in theirs)]

@@ -1,4 +1,4 @@
-"""Combine a run with its placement before any process is started.
+"""Apply a run's placement to its configuration before any process starts.
 
 This module determines how many processes each role has, whether they fit, and whether the trainer
 and the engines share GPUs.
@@ -67,7 +67,7 @@ def _check_rollout_workers(run: Run) -> None:
 
 
 def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
-    """Plan the number of processes of each role, and the placement slots on which they run.
+    """Plan how many processes each role gets and which placement slots they use.
 
     Returns a copy of ``run`` with these numbers, and the slots. Without a placement, the run is
     unchanged and there are no slots. Raises ConfigError if the roles do not fit their pools; the
@@ -93,8 +93,10 @@ def plan_placement(run: Run) -> tuple[Run, list[NodeResourceSlot]]:
 
 
 def attached_inference_spec(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
-    """Return the inference options of a process that starts no engines but calls those running at
-    ``urls``."""
+    """Return inference options for calling engines that already run at ``urls``.
+
+    The process that gets these options starts no engines.
+    """
     return InferenceSpec(
         engine=spec.engine,
         urls=urls,
@@ -159,7 +161,7 @@ def check_weight_sync_reach(run: Run, hosts: Launcher, num: int) -> None:
 
 
 def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
-    """Return ``run.inference`` with a definite value of its option ``sleep``.
+    """Return ``run.inference`` with its ``sleep`` option resolved.
 
     It is "learn" (engines sleep while the trainer learns) if the recipe says so or if engines share
     the trainer's GPUs, and otherwise "never". ``device`` is ``cpu`` or ``cuda``. Raises ConfigError
@@ -181,9 +183,11 @@ def with_sleep_mode(run: Run, device: str) -> InferenceSpec | None:
 
 
 def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
-    """Return ``run.inference`` with options that follow from the rest of the recipe: whether
-    engines sleep while the trainer learns, and whether they report to which experts a
-    mixture-of-experts model routed each token."""
+    """Return ``run.inference`` with the options that follow from the rest of the recipe filled in.
+
+    These are whether engines sleep while the trainer learns, and whether they report to which
+    experts a mixture-of-experts model routed each token.
+    """
     spec = with_sleep_mode(run, device)
     if spec is None or run.rl is None or not run.rl.rollout.replay_routes:
         return spec
@@ -191,7 +195,7 @@ def resolved_inference(run: Run, device: str) -> InferenceSpec | None:
 
 
 def colocation_reason(run: Run, device: str) -> str:
-    """Return the reason why the run's engines share the trainer's GPUs, as a clause.
+    """Return why the engines share the trainer's GPUs, as a clause for an error message.
 
     Returns an empty string if they do not.
     """
@@ -211,10 +215,11 @@ def colocation_reason(run: Run, device: str) -> str:
 
 
 def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
-    """Return the reason why trainer and engines share a GPU of this machine, as a clause, or an
-    empty string if they do not.
+    """Return why trainer and engines share a GPU of this machine, or an empty string if they do
+    not.
 
-    It applies to runs without Ray, whose processes select their GPUs themselves.
+    The reason is a clause for an error message. It applies to runs without Ray, whose processes
+    select their GPUs themselves.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     seen = (

@@ -1,5 +1,4 @@
-"""Fill in the defaults that depend on the policy: on whether it is a checkpoint of a pretrained
-model or a model trained from scratch.
+"""Fill in defaults that depend on whether the policy is pretrained or trained from scratch.
 
     option                       checkpoint             from scratch
     rl.optim.lr, rl.critic.…     1e-6, adapters 1e-5    3e-4
@@ -99,8 +98,7 @@ def usual_learning_rate(run: Run, stage: str) -> float:
 
 
 def report_policy_defaults(given: Run, run: Run, *, resumed: bool = False) -> None:
-    """Log the defaults that were filled in for the policy, and warn about learning rates that are
-    high for it.
+    """Log the defaults filled in for the policy, and warn about unusually high learning rates.
 
     A resumed run does not log the defaults again.
     """
@@ -195,7 +193,7 @@ def _fill_policy(policy: PolicySpec) -> PolicySpec:
 
 
 def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
-    """Load the tokenizer of a checkpoint.
+    """Load the tokenizer of a pretrained policy.
 
     Returns None for a policy from scratch, or if the tokenizer cannot be used.
     """
@@ -211,7 +209,7 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
 
 
 def _fill_optimizer(optim: OptimizerSpec, usual: OptimizerSpec) -> OptimizerSpec:
-    """Fill in the optimizer options that were not set from the ``usual`` ones.
+    """Return ``optim`` with unset options filled in from ``usual``.
 
     For a checkpoint, the warm-up stays unset until ``stages.scheduled`` knows the number of steps.
     """
@@ -235,8 +233,7 @@ def _replace_fields(value: S, **fields: Any) -> S:
 
 
 def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
-    """Return the filled-in fields of ``now`` that differ from ``given``, each with its dotted name
-    and value."""
+    """Return the dotted name and the value of each field that was filled in since ``given``."""
     if not isinstance(now, msgspec.Struct) or not isinstance(given, msgspec.Struct):
         return []
     found: list[tuple[str, Any]] = []

@@ -33,11 +33,11 @@ _log = ComponentLogger("train")
 async def evaluate(
     run: Run, task: Task, rlm: RLM, workers: RolloutWorkers | None, split: str, *, direct: bool
 ) -> dict[str, float]:
-    """Evaluate the policy on the first items of ``split``, and return the mean reward overall, by
-    kind of item, and by task of a mixture.
+    """Evaluate the policy on the first task items of ``split``, and return its mean rewards.
 
-    The score is left out if too many attempts failed. ``workers`` are the processes that run the
-    rollouts; None: this process. ``direct``: whether a plain call answers a short input.
+    The mean reward is given overall, by kind of item and, for a mixture, by task. The score is left
+    out if too many attempts failed. ``workers`` are the processes that run the rollouts; None: this
+    process. ``direct``: whether a plain call answers a short input.
     """
     spec = run.evaluate
     options = msgspec.structs.replace(
@@ -69,12 +69,12 @@ def report(
     *,
     max_failed: float,
 ) -> dict[str, float]:
-    """Report the mean reward of all rollouts that could be scored: overall with its 95 % confidence
-    interval, and by kind of item.
+    """Report the mean reward of all scored rollouts, overall and by kind of task item.
 
-    The result also contains the metrics of the task's score, and pass@k for k up to n if there are
-    n > 1 attempts per item. If the share of failed attempts exceeds ``max_failed``, it contains
-    only the number of failures. Failures are logged.
+    The overall mean has a 95 % confidence interval. The result also contains the metrics of the
+    task's score, and pass@k for k up to n if there are n > 1 attempts per item. If the share of
+    failed attempts exceeds ``max_failed``, it contains only the number of failures. Failures are
+    logged.
     """
     trees = [trajectory for group in groups for trajectory in group.trajectories]
     failed = [trajectory for trajectory in trees if not trajectory.rewards]
@@ -127,7 +127,7 @@ def _note_no_actions(split: str, metrics: Mapping[str, float]) -> None:
 
 
 def _scored_attempts(groups: Sequence[Group]) -> Iterator[Group]:
-    """Yield each group with only those attempts that could be scored.
+    """Yield each rollout group with only those attempts that could be scored.
 
     Groups without any such attempt are left out.
     """
@@ -138,7 +138,7 @@ def _scored_attempts(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
-    """Return the mean of all rewards with its confidence interval.
+    """Return the mean of all rewards and its confidence interval.
 
     ``rewards`` holds the rewards of each item's attempts. If each item has one attempt with reward
     0 or 1, the interval is that of a proportion. Otherwise it comes from resampling the items' mean

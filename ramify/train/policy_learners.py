@@ -1,4 +1,4 @@
-"""Handle all policies that a run trains as one object.
+"""Manage all the policies that a run trains through a single object.
 
 Most runs train only one policy; ``Run.policies`` adds others.
 
@@ -55,7 +55,7 @@ class Learners:
         return self._all[0].publisher.backend is not None
 
     def _learners_in_stage(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
-        """Return the policies that are trained in ``stage``, each with its own settings for the
+        """Return each policy that is trained in ``stage``, together with its settings for the
         stage."""
         main, *others = self._all
         own = stage.others
@@ -64,8 +64,8 @@ class Learners:
     def _learners_with_data(
         self, stage: TrainingStage, work: StepData
     ) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
-        """Yield each policy that learns in this step, with its own settings for the stage and its
-        own training data."""
+        """Yield each policy that learns in this step, together with its stage settings and its
+        data."""
         for learner, own in self._learners_in_stage(stage):
             if not learner.name:
                 yield learner, own, work
@@ -128,7 +128,7 @@ class Learners:
     async def weight_update_context(
         self, stage: TrainingStage, work: StepData
     ) -> AsyncIterator[dict[str, float]]:
-        """Return a context manager inside which the weights may change.
+        """Return a context manager that must wrap any change to the weights.
 
         Meanwhile, no engine rejoins, and engines on the trainer's devices sleep. Its value is a
         dict of metrics with the staleness of the sampled tokens and the time until the engines
@@ -225,8 +225,8 @@ class Learners:
     # --- checkpoints: all but the last two are called in the training thread
 
     def checkpoint_writers(self, stage: TrainingStage) -> dict[str, Write]:
-        """Return the functions that write the checkpoint parts of all policies in ``stage``, keyed
-        by path within the checkpoint."""
+        """Return functions that write the policies' checkpoint files, keyed by path in the
+        checkpoint."""
         parts: dict[str, Write] = {}
         for learner, _ in self._learners_in_stage(stage):
             parts |= learner.checkpoint_writers()
@@ -242,7 +242,8 @@ class Learners:
             learner.restore(own, checkpoint, is_open=is_open, lr_scale=lr_scale)
 
     def inherit_references(self, checkpoint: Path) -> None:
-        """Copy the reference policies from the run of ``checkpoint`` to this run's folder."""
+        """Copy the reference policies from the run that wrote ``checkpoint`` to this run's
+        folder."""
         for learner in self._all:
             self._record.copy_reference(checkpoint, learner.paths.reference)
 
@@ -263,7 +264,7 @@ class Learners:
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's minibatches.
+    """Combine the metrics of a step's parts, which are its minibatches.
 
     Counts are summed, and other metrics are averaged over the minibatches that report them. The
     mismatch between trainer and sampler comes from the first minibatch, because its update already

@@ -92,8 +92,10 @@ def check_component_names(run: Run) -> None:
 
 
 def _stored_runs_in(folder: str) -> str:
-    """Return the folder of saved rollouts if ``folder`` is that of a training run, else ``folder``
-    itself."""
+    """Return the ``rollouts`` subfolder of ``folder`` if it exists, and otherwise ``folder``.
+
+    A training run saves its rollouts in that subfolder.
+    """
     rollouts = Path(folder) / "rollouts"
     return str(rollouts) if rollouts.expanduser().is_dir() else folder
 
@@ -150,7 +152,7 @@ def check_reply_fits(run: Run, window: int | None, where: str) -> None:
 
 
 def traffic_task(run: Run, task: Task) -> Task:
-    """Return the task with recorded live traffic as its training split.
+    """Return the task with its training split replaced by recorded live traffic.
 
     If ``run`` names no traffic, the task is returned unchanged. Raises ConfigError if the run's
     options need new rollouts.
@@ -185,7 +187,7 @@ def traffic_task(run: Run, task: Task) -> Task:
 
 
 def check_first_items(run: Run, task: Task) -> None:
-    """Set up and tear down one item of the task, or of each task of a mixture.
+    """Set up and tear down one item of the task, or one of each task if the task is a mixture.
 
     This reports faults of its environment, its servers or its ``begin`` function before a policy is
     loaded. No model is called.
@@ -208,7 +210,7 @@ def check_first_items(run: Run, task: Task) -> None:
 
 
 def _grace_s(run: Run) -> float:
-    """Return the time limit in seconds for each call of the task's code."""
+    """Return the time limit in seconds for each call into the task's code."""
     return run.rl.rollout.grace_s if run.rl is not None else GRACE_S
 
 
@@ -225,8 +227,7 @@ def check_system_message(run: Run, scaffold: Scaffold) -> None:
 
 
 def check_splits_and_answers(run: Run, task: Task) -> None:
-    """Check that the task has the splits that the run uses, and that its reference answers, if any,
-    score 1.
+    """Check that the task has the splits the run uses and that its reference answers score 1.
 
     Logs a warning if the options make learning from the task impossible, or if the scores were not
     checked.
@@ -304,11 +305,11 @@ def _check_sizes(run: Run, task: Task) -> None:
 
 
 def check_objective(run: Run) -> None:
-    """Raise ConfigError if the policy cannot be trained with the run's objective, or if its
-    algorithm compares the rollouts of a group and a group has one.
+    """Raise ConfigError if the policy or the group size does not suit the run's objective.
 
-    Logs a warning if the policy loss is unusual for the objective, or if it overrides
-    ``rl.algorithm.reduction``.
+    It is raised if the policy cannot be trained with the objective, or if the algorithm compares
+    the rollouts of a group and a group has only one. Logs a warning if the policy loss is unusual
+    for the objective, or if it overrides ``rl.algorithm.reduction``.
     """
     if run.rl is None:
         return
@@ -509,7 +510,7 @@ def check_deterministic(run: Run) -> None:
 
 
 def check_policies(run: Run) -> None:
-    """Raise ConfigError if nothing would be learned with the given learning rates.
+    """Raise ConfigError if every learning rate of a stage is zero.
 
     Also raise it if a run with several policies uses options that support only one.
     """

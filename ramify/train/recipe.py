@@ -53,7 +53,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def _cannot_be_executed(path: Path, error: Exception) -> str:
-    """Return the message about an error that a recipe raised.
+    """Format the error message for an exception that a recipe raised.
 
     It shows the line of the recipe, what was wrong, and what to write instead if that is known.
     """
@@ -74,7 +74,7 @@ def _cannot_be_executed(path: Path, error: Exception) -> str:
 
 
 def _wrong_argument(error: Exception) -> str:
-    """Return a message about a wrong argument of a configuration class, if that caused ``error``.
+    """Return a message about a bad configuration argument if one caused ``error``.
 
     The field may be unknown, or given without its name. Returns an empty string otherwise.
     """
@@ -131,7 +131,7 @@ def _called_class(trace: TracebackType) -> Any:
 
 
 def _wrong_type(error: Exception) -> str:
-    """Return a message about a field of the wrong type, if that caused ``error``.
+    """Return a message about a configuration field of the wrong type if one caused ``error``.
 
     The constructor of a configuration class can raise ``error`` when it uses its fields before
     ``check_types`` checks them. Returns an empty string otherwise.
@@ -165,8 +165,7 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``config`` in which missing keys are taken from ``defaults``, at every
-    depth."""
+    """Return a copy of ``config`` with missing keys filled in recursively from ``defaults``."""
     completed = {**defaults, **config}
     for name, value in config.items():
         if isinstance(value, Mapping) and isinstance(defaults.get(name), Mapping):

@@ -1,4 +1,4 @@
-"""Resolve a run from its recipe: check the recipe and fill in its open options.
+"""Resolve a run from its recipe: check the recipe and fill in unset options.
 
 No tensor library is loaded.
 

@@ -54,7 +54,7 @@ _ROLLOUTS = "rollouts"
 
 
 class RewardConfidenceInterval(NamedTuple):
-    """A mean reward with the ends of its 95 % confidence interval."""
+    """A mean reward and the bounds of its 95 % confidence interval."""
 
     reward: float
     low: float
@@ -62,7 +62,7 @@ class RewardConfidenceInterval(NamedTuple):
 
 
 class FinalPolicyInfo(msgspec.Struct, frozen=True):
-    """The checkpoint that was chosen as the run's final policy, with its scores.
+    """The checkpoint that was chosen as the run's final policy, and its scores.
 
     The policy itself is in ``OUT/policy`` and this description in ``OUT/policy.json``.
     """
@@ -94,7 +94,7 @@ class FinalPolicyInfo(msgspec.Struct, frozen=True):
 
 
 class TrainingRunRecorder:
-    """Record a training run in its folder: metrics, rollouts, checkpoints and configuration
+    """Records a training run in its folder: metrics, rollouts, checkpoints and configuration
     changes."""
 
     def __init__(
@@ -255,10 +255,10 @@ class TrainingRunRecorder:
         self.state.memories = others
 
     def add_step_metrics(self, values: dict[str, float]) -> dict[str, float]:
-        """Add derived metrics to a step's ``values``: throughput, the share of time spent on each
-        signal, and the engines' own metrics.
+        """Add derived metrics to a step's ``values``, such as throughput and the engines' own
+        metrics.
 
-        Returns ``values``.
+        They also include the share of time spent on each signal. Returns ``values``.
         """
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         # Time spent on signals, in parallel to rollouts.
@@ -283,7 +283,7 @@ class TrainingRunRecorder:
         *,
         is_step: bool = False,
     ) -> None:
-        """Write one line of metrics, with any faults that were diagnosed.
+        """Write one line of metrics, including any diagnosed faults.
 
         If ``is_step`` is True, the line also shows how the step's time was divided.
         """
@@ -302,7 +302,7 @@ class TrainingRunRecorder:
     def write_rollouts(
         self, groups: Sequence[Group], records: Sequence[RolloutGroupRecord]
     ) -> None:
-        """Write the outcomes of a step's groups.
+        """Write the outcomes of a step's rollout groups.
 
         Also write the full rollouts if the schedule asks for them at this step.
         """
@@ -322,7 +322,7 @@ class TrainingRunRecorder:
         return every is not None and stage_step % every == 0
 
     def restart_meter(self) -> None:
-        """Restart the measurement of the rollouts' CPU time.
+        """Restart the meter of the rollouts' CPU time.
 
         Does nothing if CPU time is not measured.
         """
@@ -340,7 +340,7 @@ class TrainingRunRecorder:
     def note_final_checkpoint(
         self, checkpoint: Path, final: Mapping[str, float], *, is_best: bool
     ) -> None:
-        """Record which checkpoint became the final policy, with its scores.
+        """Record which checkpoint became the final policy, and its scores.
 
         ``final`` holds the metrics of the final evaluation. ``is_best`` is True if the checkpoint
         scored best on the validation split.
@@ -379,7 +379,7 @@ class TrainingRunRecorder:
             _log.warning("score_errors", text, shown=True, failed=failed, rollouts=num)
 
     def save_checkpoint(self, parts: Mapping[str, Write]) -> None:
-        """Write a checkpoint with the run's state and ``parts``, such as weights.
+        """Write a checkpoint of the run's state and of ``parts``, such as weights.
 
         Each part is a function that writes it.
         """
@@ -399,7 +399,7 @@ class TrainingRunRecorder:
 
 
 class GroupRecords(msgspec.Struct, frozen=True):
-    """A summary of what became of all rollout groups of a run.
+    """A summary of the outcomes of all rollout groups in a run.
 
     It shows whether any group was lost or repeated.
     """
@@ -420,7 +420,8 @@ class GroupRecords(msgspec.Struct, frozen=True):
 
 
 def read_group_records(folder: Path) -> GroupRecords:
-    """Summarise the outcomes of all groups up to the last checkpoint of the run in ``folder``.
+    """Summarise the outcomes of all rollout groups up to the last checkpoint of the run in
+    ``folder``.
 
     Later groups are not counted, because a resumed run repeats them. The summary is empty before
     the first checkpoint. Raises ConfigError if the folder does not hold a run.

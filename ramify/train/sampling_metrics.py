@@ -1,5 +1,4 @@
-"""Compute metrics of everything that was sampled for a step, including samples that are not
-trained on.
+"""Compute metrics over all of a step's samples, including those not trained on.
 
     rollouts    ── rollout_sampling_metrics ──> rewards, lengths, ends, and the correlation of
                                                 reward and length
@@ -86,7 +85,8 @@ def rollout_sampling_metrics(
 
 
 def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """Return metrics of the rewards.
+    """Return statistics of the rewards, such as their spread, solve rates and correlation with
+    length.
 
     Each group holds one pair (reward, length) for each scored rollout.
     """
@@ -105,7 +105,7 @@ def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, floa
 
 
 def _reward_error(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard error of the mean of all rewards as an estimate for other task items.
+    """Return the standard error of the mean reward, treating task items as a random sample.
 
     Rollouts of one item resemble each other, so groups, not rollouts, are the independent samples.
     A single group says nothing about other items, so its rollouts are the samples.
@@ -120,8 +120,7 @@ def _reward_error(groups: Sequence[Sequence[float]]) -> float:
 
 
 def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Return the correlation between two numbers of each rollout, after subtracting the group's
-    mean from both.
+    """Return the correlation of two per-rollout values after removing each group's means.
 
     Returns None if one of the numbers never varies within a group.
     """
@@ -189,7 +188,7 @@ def token_metrics(groups: Sequence[Group], control_ids: Collection[int] = ()) ->
 
 
 def advantage_metrics(rows: Sequence[TokenSequence], num_sampled: int) -> dict[str, float]:
-    """Return metrics of the advantages over all ``num_sampled`` tokens of a step.
+    """Return advantage metrics over all ``num_sampled`` tokens sampled in a step.
 
     Tokens that are not in ``rows`` count with advantage 0. The metric ``masked`` is the share of
     tokens without policy-gradient loss.
@@ -243,7 +242,7 @@ class PolicyUpdateProbe(NamedTuple):
     def score_before_update(
         cls, rows: Sequence[TokenSequence], backend: ReferenceModel
     ) -> PolicyUpdateProbe | None:
-        """Score ``rows`` with the policy before its update and return them as a probe.
+        """Return a probe with the log-probabilities of ``rows`` under the policy before the update.
 
         Returns None if there are no rows.
         """
@@ -266,8 +265,7 @@ class PolicyUpdateProbe(NamedTuple):
         }
 
     def update_kl(self, backend: ReferenceModel) -> dict[str, float]:
-        """Return how far the update moved the policy: the KL from the policy before to the policy
-        after it, in nats per token."""
+        """Return how far the update moved the policy, as KL(before, after) in nats per token."""
         return {"post_kl": kl(self.before, np.concatenate(backend.logprobs(self.batches)))}
 
 
@@ -298,8 +296,7 @@ def store_logprob_gaps(groups: Sequence[Group], rows: Sequence[TokenSequence]) -
 
 
 def kl(drawn: Floats, other: Floats) -> float:
-    """Estimate KL(drawn, other) from the log-probabilities that both distributions give to tokens
-    sampled from the first.
+    """Estimate KL(drawn, other) from both log-probabilities of tokens sampled from ``drawn``.
 
     Uses the estimator k3, the mean of exp(d) - d - 1 with d = other - drawn, which is never
     negative.
@@ -334,7 +331,7 @@ def probe_sequences(
 
 
 def _sampled_calls(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, Call]]:
-    """Yield each sampled call with its trajectory.
+    """Yield each call that was sampled in the rollouts, together with its trajectory.
 
     Calls of judges are in the same trees and are skipped.
     """

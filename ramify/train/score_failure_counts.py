@@ -27,7 +27,7 @@ numbers."""
 
 
 class ScoreFailureCounts(msgspec.Struct, frozen=True):
-    """Counts of the rollouts of a training step that could not be scored, with their errors."""
+    """How many rollouts of a training step could not be scored, and why."""
 
     num: int
     """Number of rollouts that could not be scored."""
@@ -55,13 +55,12 @@ class ScoreFailureCounts(msgspec.Struct, frozen=True):
 
 
 def error_summary(trajectories: Sequence[Trajectory]) -> str:
-    """Summarise the last error of each trajectory that has errors: the most common ones, each with
-    its count."""
+    """Summarise the last errors of the trajectories: the most common ones, with counts."""
     return summarise_errors([each.errors[-1] for each in trajectories if each.errors])
 
 
 def summarise_errors(errors: Sequence[str]) -> str:
-    """Summarise errors as text: the most common ones, each with its count.
+    """Format the most common errors and their counts as text.
 
     Errors that differ only in an item or a quoted value count as the same, and the first of them is
     quoted.

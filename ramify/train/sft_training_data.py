@@ -124,12 +124,14 @@ def _turns(messages: Sequence[Message], learned: Sequence[bool]) -> Iterator[Tur
 
 _log = ComponentLogger("train")
 _EXPERT = "expert:function"
-"""Model name of demonstrations that a function wrote."""
+"""Model name in trajectories of demonstrations that a Python function wrote."""
 
 
 class DemonstrationSet(NamedTuple):
-    """The demonstrations from one source, as trajectories, with a cache folder for their token
-    ids."""
+    """The demonstrations from one source, and the folder that caches their token ids.
+
+    Each demonstration is a trajectory.
+    """
 
     trajectories: list[Trajectory]
     tokens: Path | None = None
@@ -157,7 +159,7 @@ def are_plain_calls(demonstrations: Sequence[DemonstrationSet], scaffold: Scaffo
 
 
 def _has_action(message: Message, scaffold: Scaffold) -> bool:
-    """Return True if a reply has code that a session runs, a tool call or a final answer."""
+    """Return True if a reply acts: it contains code to run, a tool call or a final answer."""
     if scaffold.raw_code:  # any text is code there
         return bool(message.tool_calls) or "FINAL" in message.content
     action = scaffold.read(message)
@@ -261,8 +263,7 @@ def demonstrate(
     concurrency: int = 8,
     store: str | Path | None = None,
 ) -> list[Trajectory]:
-    """Run an expert on the first ``num`` training items and return its scored runs as
-    demonstrations.
+    """Return demonstrations: an expert's scored runs on the first ``num`` training items.
 
     Use it in a function that ``sft.demos`` names.
 
@@ -323,7 +324,7 @@ def demonstrate(
 
 
 def _load_attempt(store: Store, outcome: AttemptOutcome) -> Trajectory:
-    """Load the stored run of one evaluation attempt, with its rewards.
+    """Load the stored run of one evaluation attempt, including its rewards.
 
     If the attempt has no run, return an empty trajectory that contains the error.
     """

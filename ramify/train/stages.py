@@ -59,7 +59,7 @@ from ramify.types.trajectory import Call, Group
 
 
 class RolloutsFailed(TrainError):
-    """Raised if so many rollouts failed that further steps would not help.
+    """Raised when so many rollouts fail that further steps would not help.
 
     Either all rollouts of a step failed, or most of those with an answer failed in steps without a
     training signal.
@@ -75,8 +75,7 @@ class Minibatch(msgspec.Struct, eq=False):
 
 
 class StepData(msgspec.Struct, eq=False):
-    """The training data of one step of a stage, as one or more minibatches, with metrics about the
-    data."""
+    """One step's training data in one or more minibatches, and metrics about the data."""
 
     parts: list[Minibatch]
     metrics: dict[str, float]
@@ -117,12 +116,15 @@ class StageDataSource(Protocol):
         ...
 
     def data_position(self) -> tuple[int, list[int]]:
-        """Return the position in the data, which a checkpoint stores: the index of the next new
-        item, and the indices of the items in progress."""
+        """Return the next new task item and the task items in progress, for a checkpoint.
+
+        Both are given as item indices.
+        """
         ...
 
     def take_skipped(self) -> list[RolloutGroupRecord]:
-        """Return the records of skipped items that no step's data has reported yet.
+        """Return and clear the records of skipped task items that were not yet reported with a
+        step.
 
         Only items before the next new one are included.
         """
@@ -137,8 +139,7 @@ class StageDataSource(Protocol):
 
 
 class Checkpointable(Protocol):
-    """The interface of state that a checkpoint stores in addition to the weights and the
-    optimizer."""
+    """Interface for state that a checkpoint stores in addition to the weights and the optimizer."""
 
     def save(self, folder: Path) -> None:
         """Write the current state to the folder of a checkpoint."""
@@ -200,8 +201,7 @@ class TrainingStage(Protocol):
         ...
 
     def select_probe_sequences(self, groups: Sequence[Group], step: int) -> list[TokenSequence]:
-        """Return the token sequences on which the policy is compared before and after a training
-        step.
+        """Return the token sequences used to compare the policy before and after a training step.
 
         No comparison is made if the list is empty.
         """
@@ -218,7 +218,8 @@ class TrainingStage(Protocol):
         ...
 
     async def count_planned_root_modes(self, next_item: int) -> RootModeCounts | None:
-        """Count how many of the first root calls will be recursive and how many plain.
+        """Count how many of the first root calls will be recursive and how many will be plain
+        calls.
 
         The run reports this before its first rollout. Returns None for a stage without rollouts.
         """
@@ -266,7 +267,7 @@ class FixedDataStage(ABC):
     async def step_data(self, step: int) -> StepData: ...
 
     def note_new_weights(self, step: int) -> None:  # noqa: B027 (fixed data does not depend on the weights)
-        """Do nothing: no rollouts wait for newer weights."""
+        """Do nothing, because fixed data does not depend on the weights."""
 
     def data_position(self) -> tuple[int, list[int]]:
         return self._state
@@ -279,8 +280,7 @@ class FixedDataStage(ABC):
 
 
 class RandomStringWarmUpStage(FixedDataStage):
-    """A warm-up stage on repeated random strings, which teaches a model to copy earlier text
-    (induction).
+    """A warm-up stage on repeated random strings that teaches a model to copy text (induction).
 
     ``sft_data.induction`` makes the strings.
     """
@@ -429,8 +429,7 @@ class RlStage:
     def step_data(
         self, taken: StepRolloutGroups, step: int, reader: SignalRunner | None
     ) -> StepData:
-        """Return the training data of step ``step``, built from the groups of rollouts in
-        ``taken``."""
+        """Return the training data of step ``step``, built from the rollout groups in ``taken``."""
         groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, taken.notes)
         data, learnt = self.assign_credit(groups, reader)
@@ -494,13 +493,13 @@ class RlStage:
         return data, {rollout.trajectory.id for rollout in assigned.rollouts}
 
     def has_no_signal(self, group: Group, reader: SignalRunner | None = None) -> bool:
-        """Return True if a complete group gives no training signal, for example because all its
-        rollouts have the same reward."""
+        """Return True if a complete rollout group gives no training signal, for example if all
+        rewards are equal."""
         composed = self._compose_algorithm(reader)
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
     def _compose_algorithm(self, reader: SignalRunner | None) -> Algorithm:
-        """Return the training algorithm with its current state and the signals' scores."""
+        """Return the training algorithm, including its saved state and the signals' scores."""
         algorithm = with_saved_state(self._algorithm, self.memory)
         return algorithm if reader is None else reader.with_step_scores(algorithm)
 
@@ -615,7 +614,7 @@ def _note_advantages(rollouts: Sequence[RolloutAdvantages]) -> None:
 
 
 def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return metrics of a step's rollouts: numbers of tokens and turns, and shares of truncated
+    """Return metrics of a step's rollouts, such as numbers of tokens and shares of truncated
     calls."""
     calls = [
         call for group in groups for trajectory in group.trajectories for call in trajectory.calls
@@ -640,7 +639,7 @@ def _rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _agent_requests(calls: Sequence[Call]) -> dict[str, float]:
-    """Return metrics of the requests that outside agents sent to the policy.
+    """Return metrics about the requests that external agents sent to the policy.
 
     ``agent/CAUSE`` counts the calls that they began, by cause, and ``agent/continued`` the turns
     that continued a call. Empty if no agent sent a request.

@@ -59,8 +59,7 @@ class StoppedBySignal(TrainError):
 
 
 class _Wait:
-    """One wait in progress: its description, the awaited task, and the thread that does the
-    work."""
+    """A wait in progress: its description, the awaited task and the thread doing the work."""
 
     def __init__(
         self, what: str, task: asyncio.Future[Any], thread: str, *, can_stop: bool
@@ -79,7 +78,7 @@ class _Wait:
 
 
 class StallWatchdog:
-    """Watch all waits of one training run from a separate thread.
+    """Watches all waits of one training run from a separate thread.
 
     A wait ends with an error if the run makes no progress.
     """
@@ -134,7 +133,7 @@ class StallWatchdog:
     async def await_with_stall_limit(
         self, what: str, work: Awaitable[T], *, thread: str = "", can_stop: bool = False
     ) -> T:
-        """Await ``work`` and return its result.
+        """Await ``work`` and return its result, or raise an error if the run stalls.
 
         Raises TrainError if the run makes no progress for ``stall_s`` seconds.
 
@@ -232,7 +231,7 @@ class StallWatchdog:
 
 
 class SerialThread:
-    """A daemon thread that runs pieces of work one after another.
+    """A daemon thread that runs submitted jobs one after another.
 
     It does not keep the process from exiting.
     """
@@ -293,7 +292,7 @@ class SerialThread:
 
 
 class WatchedTrainingThread:
-    """The thread in which the weights change.
+    """The thread in which all weight updates run, watched for stalls.
 
     The watchdog ends a wait for this thread if the run makes no progress.
     """

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutResources:
-    """The resources that the rollouts of a training run need: engines, the ``RLM`` that runs
-    recursive calls, worker processes, and the models of each depth."""
+    """Resources for a run's rollouts: engines, ``RLM``, workers and the models for each depth.
+
+    The ``RLM`` runs recursive calls, and the workers are processes.
+    """
 
     client: LocalClient | HttpEngineClient
     audited: TokenIdHashingClient
@@ -54,7 +56,7 @@ class RolloutResources:
 async def reserve_machines(
     parts: LoadedRunParts, out: Path, stack: contextlib.AsyncExitStack
 ) -> Launcher | None:
-    """Reserve the machines on which the run places processes, and start the run's services.
+    """Reserve machines for the run's processes, and start the run's services.
 
     Returns the launcher of processes on other machines, or None if there are none.
     """
@@ -141,8 +143,10 @@ def _choose_key(parts: LoadedRunParts) -> None:
 
 
 def client_of(parts: LoadedRunParts) -> LocalClient | HttpEngineClient:
-    """Return the client of the engine in this process, or of engines in other processes, which are
-    not started yet."""
+    """Return the client for the in-process engine, or for engines in other processes.
+
+    Engines in other processes are not started here.
+    """
     if parts.engines is not None:
         from ramify.inference.http.http_engines import HttpEngineClient
 
@@ -167,7 +171,7 @@ def client_of(parts: LoadedRunParts) -> LocalClient | HttpEngineClient:
 
 
 def _make_launcher(parts: LoadedRunParts) -> Launcher | None:
-    """Return the launcher of processes on other machines, or None if the run has none.
+    """Return the launcher for processes on other machines, or None if the run has none.
 
     Raises ConfigError if the requested machines are not available.
     """
@@ -202,7 +206,7 @@ def _make_rollout_workers(
     out: Path,
     hosts: Launcher | None,
 ) -> RolloutWorkers | None:
-    """Return the rollout workers, which are not started yet.
+    """Create the rollout workers without starting them.
 
     Returns None if the placement has none.
     """

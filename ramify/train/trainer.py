@@ -51,8 +51,7 @@ T = TypeVar("T")
 
 
 class PolicyEvaluationPlan(NamedTuple):
-    """Describe how a training run evaluates its policy: with which function, on which splits, and
-    when."""
+    """How a training run evaluates its policy: with which function, on which splits and when."""
 
     of: Callable[[str], Awaitable[Mapping[str, float]]] | None
     """Evaluates a split and returns its metrics, prefixed with its name: ``{"validation/reward":
@@ -66,7 +65,7 @@ class PolicyEvaluationPlan(NamedTuple):
 
 
 class Trainer:
-    """Execute one training run to its end, either from its first step or from a checkpoint."""
+    """Executes one training run to completion, from the start or from a checkpoint."""
 
     def __init__(
         self,
@@ -99,8 +98,7 @@ class Trainer:
     # --- the run
 
     def stop(self, by: str) -> None:
-        """Stop the run because the signal named ``by`` was received, so that ``run`` raises
-        StoppedBySignal.
+        """Stop the run because of the signal ``by``, so that ``run`` raises StoppedBySignal.
 
         A training step that has begun to learn is first completed and saved. Rollouts and
         evaluations in progress are cancelled. Call this in the event loop's thread.
@@ -211,8 +209,10 @@ class Trainer:
             await self._in_torch(self.record.checkpoints.wait_for_write)
 
     async def _count_recursive_roots(self, stage: TrainingStage) -> dict[str, float]:
-        """Count how many root calls will be recursive, log the counts before the first rollout, and
-        return them as metrics."""
+        """Count how many root calls will be recursive, and return the counts as metrics.
+
+        The counts are logged before the first rollout.
+        """
         counting = stage.count_planned_root_modes(self.state.next_item)
         what = "counting the roots that will be recursive"
         count = await self._watch.await_with_stall_limit(what, counting, can_stop=True)
@@ -289,14 +289,14 @@ class Trainer:
         await self._at_intervals(stage)
 
     def _note_position(self, source: StageDataSource) -> None:
-        """Update the position in the data for the next checkpoint: which items have begun and which
-        were skipped."""
+        """Record for the next checkpoint which task items have begun and which were skipped."""
         self.state.next_item, self.state.pending = source.data_position()
         self.record.write_rollouts([], source.take_skipped())
 
     @property
     def _repair_advice(self) -> str:
-        """Return advice for the end of an error message about failed rollouts."""
+        """Return advice on continuing after a repair, for an error message about failed
+        rollouts."""
         if self.record.checkpoints.latest() is None:
             return ""
         return f"; repair that, and continue with: ramify train --resume {self.record.out}"
@@ -336,8 +336,7 @@ class Trainer:
             await self._in_torch(self._save)
 
     def _report_verdict(self, verdict: TrainingGuardVerdict, where: str) -> None:
-        """Log the faults that the automatic diagnosis found, and remember whether the stage ends or
-        rolls back."""
+        """Log the diagnosed faults, and record whether the stage stops or rolls back."""
         step = self.state.step
         for name, text, *_ in verdict.found:
             _log.warning("diagnosis", f"{where}: {name}: {text}", shown=True, step=step)
@@ -428,10 +427,10 @@ class Trainer:
 
     async def _evaluate_final(self) -> None:
         """Evaluate the last and the best policy on the final splits, and save one of them to
-        OUT/policy as ``evaluate.keep`` requests.
+        OUT/policy.
 
-        The metrics are recorded as ``last`` and ``best``. The best policy is chosen on the
-        validation split and may be the initial one.
+        ``evaluate.keep`` chooses which one is saved. The metrics are recorded as ``last`` and
+        ``best``. The best policy is chosen on the validation split and may be the initial one.
         """
         checkpoints = self.record.checkpoints
         found = {"last": checkpoints.latest(), "best": checkpoints.best()}

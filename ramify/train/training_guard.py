@@ -51,8 +51,7 @@ _AFTER_DIVERGENCE = 5
 
 
 class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options for the reaction to detected faults, and the conditions that end a stage of rollouts
-    early.
+    """Options for how to react to detected faults and when to end a rollout stage early.
 
     >>> train.TrainingGuard(then="rollback").rollback_lr
     0.5
@@ -93,8 +92,7 @@ class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class TrainingGuardState(msgspec.Struct, kw_only=True):
-    """The state of the guard within a stage, by which it detects collapse or divergence of the
-    training run."""
+    """State that the guard keeps during a stage to detect collapse or divergence of training."""
 
     best: float | None = None
     """Best validation reward."""
@@ -133,8 +131,10 @@ class TrainingGuardState(msgspec.Struct, kw_only=True):
 
 
 class TrainingGuardVerdict(msgspec.Struct):
-    """The guard's verdict on one training step or evaluation: its findings, and whether the stage
-    continues, stops or goes back to a checkpoint."""
+    """The guard's verdict on a training step or evaluation: its findings and their consequence.
+
+    The stage continues, stops or goes back to a checkpoint.
+    """
 
     metrics: dict[str, float]
     found: list[Finding] = []
@@ -158,8 +158,7 @@ class TrainingGuardVerdict(msgspec.Struct):
 
 
 def note_initial_score(memory: TrainingGuardState, values: Mapping[str, float]) -> None:
-    """Note the score of the evaluation before the first step, with which later evaluations are
-    compared."""
+    """Record the score before the first step as the baseline for later evaluations."""
     memory.best_score = ValidationScore.from_metrics(values, None, 0.0)
 
 
@@ -271,8 +270,10 @@ def _check_scores(
     values: Mapping[str, float],
     verdict: TrainingGuardVerdict,
 ) -> None:
-    """End the run if scoring fails for most answers and nothing is learned, since further steps
-    would not change that."""
+    """End the run if most answers cannot be scored and nothing is being learned.
+
+    Further steps would not change that.
+    """
     if not values.get("no_signal"):
         memory.has_learned = True
         memory.num_idle, memory.num_unscored, memory.num_scored = 0, 0.0, 0.0
@@ -297,7 +298,7 @@ def _check_scores(
 
 
 def _note_divergence(memory: TrainingGuardState, verdict: TrainingGuardVerdict) -> None:
-    """Note a recent divergence, and remove the findings that it explains from the verdict."""
+    """Note a recent divergence, and remove the findings that it explains from ``verdict``."""
     if memory.streaks.get("divergence"):
         memory.since_divergence = 0
     elif memory.since_divergence is not None:
@@ -308,8 +309,7 @@ def _note_divergence(memory: TrainingGuardState, verdict: TrainingGuardVerdict) 
 
 
 def _act(guard: TrainingGuard, memory: TrainingGuardState, verdict: TrainingGuardVerdict) -> None:
-    """Act on the findings in ``verdict``: decide whether they stop the stage or roll it back, and
-    set its fields ``stop`` and ``rollback``."""
+    """Set ``verdict.stop`` or ``verdict.rollback`` according to its findings."""
     if not verdict.found or guard.then in (None, "warn") or verdict.stop:
         return
     why = verdict.found[0].text
@@ -323,7 +323,7 @@ def _act(guard: TrainingGuard, memory: TrainingGuardState, verdict: TrainingGuar
 def _violated_limits(
     guard: TrainingGuard, values: Mapping[str, float]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name of each limit that is violated, with an explanation."""
+    """Yield the name of each of the guard's limits that a step violates, and an explanation."""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)
     if guard.max_kl is not None and kl > guard.max_kl:
         yield "max_kl", f"the KL is {kl:.4g}, above guard.max_kl={guard.max_kl:g}"
@@ -337,8 +337,10 @@ def _violated_limits(
 
 
 def _baseline_metrics(memory: TrainingGuardState) -> dict[str, float]:
-    """Return the metrics with which later steps are compared: averages over the first steps of the
-    stage, and the peak reward with its standard error."""
+    """Return the stage's baseline metrics: averages over its first steps and its peak reward.
+
+    The peak reward comes with its standard error.
+    """
     first = {name: total / memory.num for name, total in memory.first.items()} if memory.num else {}
     if memory.peak is not None:
         first |= {"peak_reward": memory.peak[0], "peak_error": memory.peak[1]}

@@ -57,7 +57,7 @@ class CallTokenIds(msgspec.Struct, frozen=True):
 
 
 class CallTokenIdsBuilder:
-    """Build the token path of a call, turn by turn.
+    """Builds the token path of a call, turn by turn.
 
     This takes time linear in the number of ids stored in the turns.
     """

@@ -165,7 +165,7 @@ class CallTree:
         self._fold.apply(event)
 
     def _on_run_resumed(self, event: RunResumed) -> RunCallNode | None:
-        """Reopen calls that a limit had ended, because the run continues with higher limits.
+        """Reopen calls that a limit ended, because the run continues with higher limits.
 
         The last turns of these calls are discarded.
         """

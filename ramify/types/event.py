@@ -113,8 +113,8 @@ class RequestStarted(Event, frozen=True, tag="Requested"):
 
 
 SENT_AGAIN = "in flight when the run was cut off; sent again"
-"""Text of an ``AttemptFailed`` that was not seen to fail: its run ended first, and the continued
-run sent the request again."""
+"""Error text of an ``AttemptFailed`` for a request that was in flight when its run was interrupted.
+The resumed run sent it again."""
 
 
 class AttemptFailed(Event, frozen=True, tag="Attempted"):
@@ -191,8 +191,9 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
 
 
 class NoteAdded(Event, frozen=True, tag="Noted"):
-    """Something happened that readers of the run should know, such as a retry, a warning, a
-    deferred answer, or a compaction of the history.
+    """Something happened that readers of the run should know, such as a retry or a warning.
+
+    Other examples are a deferred answer and a compaction of the history.
 
     Example:
         NoteAdded(call="0", text="retried after 1.5 s")
@@ -205,7 +206,7 @@ class NoteAdded(Event, frozen=True, tag="Noted"):
 
 
 class RunResumed(Event, frozen=True, tag="RunResumed"):
-    """A run continues with higher limits, and so do those of its calls that had reached a limit.
+    """A run continues with higher limits, and its calls that hit a limit continue too.
 
     The last turn of such a call no longer counts, except for its cost, and the cell before it runs
     again.
@@ -216,12 +217,12 @@ class RunResumed(Event, frozen=True, tag="RunResumed"):
 
     limits: dict[str, Any]
     forgets: dict[str, int]
-    """Maps a call's id to its first turn that no longer counts."""
+    """Maps a call's id to the index of the first turn to discard. All later turns are discarded
+    too."""
 
 
 class ModeChosen(Event, frozen=True, tag="ModeChosen"):
-    """A run's mode was chosen, i.e. how its question is answered: with a session, a plan or one
-    plain call.
+    """A run's way of answering its question was chosen: a session, a plan or one plain call.
 
     The event also gives the reason.
 
@@ -339,7 +340,7 @@ def add_failed_attempt(trajectory: Trajectory, event: AttemptFailed) -> None:
 
 
 class TrajectoryBuilder:
-    """Build a ``Trajectory`` from the events of a run.
+    """Builds the ``Trajectory`` of a run from the run's events.
 
     The attribute ``trajectory`` is valid after every event, even if the run was cut off.
 

@@ -16,7 +16,7 @@ Finish = Literal["stop", "length", "tool_calls", "content_filter", "other"]
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A call of a tool that a model requested through the tool interface of its API.
+    """A tool call that a model requested through its API.
 
     >>> inference.ToolCall("call_1", "lookup", '{"host": "web-3"}').name
     'lookup'
@@ -48,7 +48,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 def escape_surrogates(text: str) -> str:
-    """Return ``text`` in a form that UTF-8 can encode.
+    """Return ``text`` with the characters that UTF-8 cannot encode escaped.
 
     Lone surrogates are replaced by escapes.
     """
@@ -56,7 +56,7 @@ def escape_surrogates(text: str) -> str:
 
 
 def escape_message_surrogates(message: Message) -> Message:
-    """Return ``message`` with all its texts in a form that UTF-8 can encode.
+    """Return ``message`` with the characters that UTF-8 cannot encode escaped in all its texts.
 
     Lone surrogates are replaced by escapes.
     """

@@ -1,5 +1,4 @@
-"""Handle pictures in a conversation: recognise them, refer to them in messages, and represent them
-in a session.
+"""Recognise pictures, refer to them in messages and represent them in sessions.
 
     bytes ── picture_from_bytes ──> Picture(digest, kind, …)              in messages, the journal
     Picture.as_reference() ──> {"picture": digest, "name": …, "kind": …}  in a context, a session
@@ -72,7 +71,7 @@ class PictureBytes(msgspec.Struct, frozen=True):
 
 
 class PictureSize(msgspec.Struct, frozen=True):
-    """The format, width and height of a picture, as stated in its file header."""
+    """A picture's format, width and height, read from its file header."""
 
     kind: PictureKind
     width: int
@@ -244,7 +243,7 @@ def _values_in(value: Any, depth: int) -> Iterator[dict[str, Any]]:
 
 
 def picture_placeholder(value: Any) -> str:
-    """Return the line of text that represents a picture in a prompt.
+    """Return the line of text that stands for a picture in a prompt.
 
     The picture itself is attached to the prompt.
     """

@@ -1,5 +1,4 @@
-"""Describe one call in the tree of a run as live views show it: its state, times, costs and the
-kind of its answer.
+"""Describe one call of a run for live views: its state, times, costs and kind of answer.
 
 Texts are shortened. ``call_tree.py`` updates nodes from events, and ``sibling_outliers.py`` finds
 the nodes that differ from their siblings.
@@ -21,7 +20,7 @@ _NUMBER = lazy_pattern(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+
 
 
 def parse_number(text: str) -> float | None:
-    """Parse a text that consists of a number, such as ``$1,234.50``, which gives 1234.5.
+    """Parse a numeric text as a float: ``$1,234.50`` gives 1234.5.
 
     Returns None for any other text.
     """
@@ -109,7 +108,7 @@ class RunCallNode(msgspec.Struct, gc=False):
     one. None for a root call.
     """
     nth: int = 0
-    """Index of this call among those siblings."""
+    """Index of this call in ``siblings``."""
 
     def set_answer(self, answer: Any) -> None:
         text = answer_text(answer)

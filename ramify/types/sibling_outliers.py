@@ -33,7 +33,7 @@ _NAMES = {"number": "a number", "text": "text", "list": "a list", "dict": "a dic
 
 
 class SiblingOutlierFinder:
-    """Find outliers among the calls that one code cell made.
+    """Finds outliers among the calls that one code cell made.
 
     Calls are collected while the cell runs and compared when it has run.
     """
@@ -43,7 +43,7 @@ class SiblingOutlierFinder:
         self._questions: dict[tuple[str, int, int, str], SiblingQuestions] = {}
 
     def add(self, node: RunCallNode, question: str) -> list[RunCallNode]:
-        """Add a call to the calls of its cell.
+        """Add a call to the group of calls that the same cell made.
 
         ``question`` is the call's complete question. Returns the earlier siblings whose
         distinguishing part (``RunCallNode.distinguishing_text``) has changed, because they share
@@ -84,7 +84,7 @@ class SiblingOutlierFinder:
 
 
 def outliers(siblings: Sequence[RunCallNode]) -> dict[int, str]:
-    """Find the siblings that differ from the others.
+    """Find the outliers, that is, the sibling calls that differ from the others.
 
     Returns the index of each, with a sentence (without its subject) that says how it differs.
     """
@@ -105,8 +105,7 @@ def _failure(node: RunCallNode, count: int) -> str:
 
 
 def _by_question(siblings: Sequence[RunCallNode]) -> dict[int, str]:
-    """Find calls whose answer disagrees with the majority of siblings that were asked the same
-    question about the same context.
+    """Find calls whose answer disagrees with most siblings that had the same question and context.
 
     Returns a sentence about each, by its index in ``siblings``.
     """

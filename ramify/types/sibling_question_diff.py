@@ -85,7 +85,7 @@ class SiblingQuestions:
         return has_grown
 
     def _shrink_shared_ends(self, prefix: str, suffix: str) -> None:
-        """Shorten the shared beginning and end to ``prefix`` and ``suffix``.
+        """Shorten the shared beginning and end of the questions to ``prefix`` and ``suffix``.
 
         The distinguishing part of each earlier question grows by the text that is no longer shared.
         """
@@ -128,7 +128,10 @@ class SiblingQuestions:
 
     def _is_shared(self, index: int, chars: int) -> bool:
         """Return True if another question's distinguishing part begins with the same ``chars``
-        characters as the part of the question at ``index``."""
+        characters.
+
+        It is compared with the distinguishing part of the question at ``index``.
+        """
         part = self._parts[index]
         piece = part[: max(chars, 0) + 1]
         if self._sorted is None:

@@ -1,4 +1,4 @@
-"""Check the short forms of structs.
+"""Check that structs with fewer fields (short forms) match the complete structs.
 
 A short form has the same tag as the whole struct but fewer fields, for readers that do not need the
 others.
@@ -27,7 +27,8 @@ Short = TypeVar("Short", bound=type[msgspec.Struct])
 
 
 def check_struct_subset(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
-    """Return a class decorator that checks a short form against the complete struct ``whole``.
+    """Return a class decorator that checks a struct with fewer fields against the complete
+    ``whole``.
 
     The decorator raises TypeError if the short form has a field or a tag that ``whole`` does not
     have.

@@ -1,5 +1,6 @@
-"""Define the training data: token sequences with values for each token (streams), and batches that
-pack several sequences together.
+"""Define training data: token sequences, and batches that pack several sequences together.
+
+A token sequence has arrays of per-token values, which are called streams.
 
     TokenSequence: one path             Batch: a forest; shared prefixes are stored once
     token_ids   1 2 3 7 8               token_ids  1 2 3 7 8 9

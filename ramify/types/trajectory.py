@@ -54,7 +54,7 @@ class Stop(enum.StrEnum):
     """The run waits until someone fixes the cause of a failure. It can be resumed."""
 
     def is_truncated(self) -> bool:
-        """Return True if a limit cut the call short, so that its answer is the best one so far."""
+        """Return True if a limit cut the call short, leaving its best answer so far."""
         return self in _TRUNCATED
 
 
@@ -210,9 +210,8 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The model's reply. Its ``prompt_ids`` hold only the ids after the reused ones."""
     cells: tuple[Cell, ...] = ()
     reused_ids: int = 0
-    """Number of earlier token ids that this prompt starts with. It is less than all of them if the
-    history was summarized, or if the client tokenized old text again (see ``paths``).
-    """
+    """Number of token ids from previous turns that this prompt starts with. Some are not reused if
+    the history was summarized, or if the client tokenized old text again (see ``paths``)."""
 
     @property
     def num_ids(self) -> int | None:
@@ -226,9 +225,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class CallSite(msgspec.Struct, frozen=True, gc=False):
-    """The place in the code that made a call: cell ``cell`` of turn ``turn`` of the parent call
-    ``call``.
-    """
+    """The place where a call was made: a code cell in a turn of its parent call."""
 
     call: str
     turn: int
@@ -236,7 +233,7 @@ class CallSite(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallForkOrigin(msgspec.Struct, frozen=True, gc=False):
-    """The point from which a forked call continues: the call ``call`` after its turn ``turn``.
+    """The point from which a forked call continues: after one turn of another call.
 
     Both calls share everything up to that point.
     """
@@ -246,7 +243,7 @@ class CallForkOrigin(msgspec.Struct, frozen=True, gc=False):
 
 
 class Call(msgspec.Struct, omit_defaults=True, gc=False):
-    """One call of a model.
+    """One call to a model.
 
     It is either a whole recursive loop (RLM) with many turns, or a single plain request.
     """
@@ -255,7 +252,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
     """Dotted path in order of creation, such as ``0``, ``0.0`` or ``0.3.1``."""
     kind: CallKind
     model: str
-    """Name as ``provider:model``."""
+    """Name of the model, as ``provider:model``."""
     depth: int
     question: str
     parent: CallSite | None = None
@@ -282,8 +279,7 @@ class Call(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class RunAnnotation(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A remark on a run, a call or a turn in addition to its rewards: named numbers and a short
-    text."""
+    """A remark on a run, call or turn: named numbers and a short text, separate from rewards."""
 
     by: str
     """Author of the remark: ``task``, or the name of a signal or judge."""
@@ -361,10 +357,10 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         return max((call.depth for call in self.calls), default=0)
 
     def __str__(self) -> str:
-        """Return the tree of calls as text: one line for each call, with its question and its
-        answer, or the reason why it has none.
+        """Return the tree of calls as text, with one line for each call.
 
-        ``repr`` has the whole record.
+        A line shows the question and the answer, or the reason why the answer is missing. ``repr``
+        has the whole record.
         """
         lines = [f"run {self.id}: {self.stop or 'running'}"]
         for call in self.walk():

@@ -1,4 +1,4 @@
-"""Trace which model calls the values of a session's variables came from.
+"""Trace the values of a session's variables back to model calls.
 
 The analysis uses only the session's code, which is parsed but never run.
 
@@ -86,8 +86,8 @@ class TracedExpression(msgspec.Struct, frozen=True):
 
 
 class CellValueOrigins(msgspec.Struct):
-    """Origins of the values in one code cell: its prints, its last expression, the prompts that it
-    sent, and its uses of variables."""
+    """The origins of one code cell's values: prints, last expression, prompts sent and variables
+    used."""
 
     is_parsed: bool = True
     prints: list[ValueOrigin] = []
@@ -101,7 +101,7 @@ class CellValueOrigins(msgspec.Struct):
 
 
 class CellValueTracer:
-    """Trace where values came from through the code cells of one session.
+    """Traces the values in the code cells of one session back to their origins.
 
     The cells must be given in order.
     """
@@ -127,7 +127,7 @@ class CellValueTracer:
     def trace_cell(
         self, turn: int, cell: int, code: str, made: Sequence[CellSubcall]
     ) -> CellValueOrigins:
-        """Trace the values through one code cell and return their origins.
+        """Trace the values in one code cell and return their origins.
 
         ``made`` lists the sub-calls that the code made.
         """
@@ -149,8 +149,9 @@ class CellValueTracer:
         return self._cell
 
     def _trace_quietly(self, node: ast.expr) -> ValueOrigin:
-        """Return the origin of an expression that was already traced, without recording its prints
-        and uses a second time.
+        """Return the origin of an already traced expression without recording it again.
+
+        Its prints and uses were already recorded.
         """
         prints, uses = len(self._cell.prints), len(self._cell.uses)
         flow = self._trace_expression(node)

@@ -1,4 +1,4 @@
-"""Collect the data for the page of an evaluation matrix, which covers suites, models and modes.
+"""Collect the data for the page of an evaluation matrix (suites, models and modes).
 
 The page can also be written as one file that opens offline.
 
@@ -81,8 +81,7 @@ def _matrix_in(path: Path) -> EvalMatrixPlan:
 
 
 def _outcomes_of(plan: EvalMatrixPlan, path: Path, problems: list[str]) -> RecordedOutcomes:
-    """Return the outcomes of all cells of the evaluation matrix in ``path``, by the name of each
-    cell's record."""
+    """Return the outcomes of all cells of the matrix in ``path``, keyed by record name."""
     return {
         cell.record: _outcomes(path.with_name(f"{cell.record}.jsonl"), problems)
         for cell in plan.cells

@@ -1,4 +1,4 @@
-"""Send changes of a run or training folder to the pages that show it.
+"""Push changes in a run or training folder to the pages that show it.
 
 Each file is polled by one task, regardless of how many pages follow it.
 
@@ -37,14 +37,15 @@ _SMALL_BYTES = 1 << 18
 """Maximum bytes to read in the event loop. More is read in a thread, so that other pages do not
 wait."""
 MAX_OPEN = 12
-"""Maximum number of runs to keep in memory that no page follows."""
+"""Maximum number of runs to keep in memory. If there are more, the least recently opened ones that
+no page follows are dropped."""
 
 T = TypeVar("T", bound=WatchedRun | TrainingCurves)
 R = TypeVar("R")
 
 
 class FileChangeFeed(Generic[T]):
-    """Poll one file for changes and send them to the pages that follow it."""
+    """Polls one file for changes and sends them to the pages that follow it."""
 
     def __init__(self, watched: T) -> None:
         self.watched: T = watched
@@ -56,14 +57,13 @@ class FileChangeFeed(Generic[T]):
         """The last message about arriving replies, for pages that connect later."""
 
     async def refresh_watched(self) -> T:
-        """Read all new content of the file and return ``watched``, the object that holds the
-        content."""
+        """Read all new content of the file into ``watched``, and return ``watched``."""
         async with self.lock:
             self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
 
     async def call_locked(self, look: Callable[[T], R]) -> R:
-        """Call ``look`` with the watched object in a thread, and return the result.
+        """Call ``look`` on the watched object in a thread, holding its lock, and return the result.
 
         The object cannot change during the call.
         """

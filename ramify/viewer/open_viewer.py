@@ -1,6 +1,7 @@
-"""Open the viewer from Python, for runs of this process and in notebooks.
+"""Open the viewer from Python code or a notebook.
 
-The command ``ramify view`` is in ramify/cli/view_command.py. It can also start runs from a page.
+It can show the runs of this process. The command ``ramify view`` is in ramify/cli/view_command.py.
+It can also start runs from a page.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ from ramify.viewer.returned_value_index import (
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_CALLS = 3_000
-"""Maximum number of sub-calls whose results are read."""
+"""Maximum number of sub-calls per call whose questions and answers are read to link values to
+them."""
 MAX_LINKS = 2_000
 _MAX_SHOWN = 200
 """Maximum number of sources listed in the link of a computed value."""
@@ -85,10 +86,10 @@ def provenance(run: WatchedRun, id: str) -> dict[str, Any]:
 
 
 class _CallLinks:
-    """Collect the links of one call: from its outputs, code and answer to the sub-calls that the
-    values came from.
+    """Collects one call's links to the sub-calls that its values came from.
 
-    The cells of the call's session are traced in order.
+    The links start in the call's outputs, code and answer. The cells of the call's session are
+    traced in order.
     """
 
     def __init__(self, call: Call, run: WatchedRun, returned: ReturnedValueIndex) -> None:
@@ -170,7 +171,7 @@ class _CallLinks:
     def _link_text(
         self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin
     ) -> None:
-        """Add the links of a text whose origin is ``flow``.
+        """Add the links of a text whose values have the origin ``flow``.
 
         A value that a sub-call returned is linked to that call. The rest of the text is linked to
         all calls that it was computed from.
@@ -232,8 +233,10 @@ class _CallLinks:
             self._from_variables(text, flow)
 
     def _from_variables(self, text: str, flow: ValueOrigin) -> None:
-        """Link an answer that was computed from the context to the variables used, and to the last
-        output that shows the context."""
+        """Link an answer computed from the context to the variables used and to an output.
+
+        The output is the last one that shows the context.
+        """
         via = self._source_variables(flow.names)
         printed = [each for each in self._shown if each[4] and each[3].strip()]
         if not via and not (flow.from_context and printed):
@@ -257,7 +260,7 @@ class _CallLinks:
         )
 
     def _link_answer_items(self, text: str, start: int, value: Any, flow: ValueOrigin) -> None:
-        """Add the links of an answer.
+        """Add the links that show where the answer's values came from.
 
         Items of a dict or list with known origins are linked separately.
         """
@@ -285,7 +288,10 @@ class _CallLinks:
             at += len(shown)
 
     def _seen_before(self, text: str) -> None:
-        """Link each value of the answer that no call returned to the first output that shows it."""
+        """Link each answer value that has no link yet to the first output that shows it.
+
+        Values that a call returned already have links.
+        """
         taken = [(link.start, link.end) for link in self._links if link.part == "answer"]
         matches = [
             (at, at + len(leaf), leaf)
@@ -362,7 +368,7 @@ def _id_sort_key(id: str) -> list[int]:
 
 
 def _position(text: str, value: str) -> int:
-    """Return the position of ``value`` in ``text`` as a separate word.
+    """Return the position of ``value`` in ``text`` as a whole word.
 
     Returns -1 if it does not occur.
     """
@@ -415,8 +421,7 @@ def _plain_links(call: Call) -> list[TextProvenanceLink]:
 
 
 def _question_links(run: WatchedRun, node: RunCallNode, call: Call) -> list[TextProvenanceLink]:
-    """Link values in the question of a child call to the earlier calls of its parent that returned
-    them."""
+    """Link values in a child call's question to the earlier sub-calls that returned them."""
     parent = run.tree.nodes.get(node.parent.call) if node.parent else None
     if parent is None or node.parent is None or parent.kind != "rlm":
         return []

@@ -1,5 +1,4 @@
-"""Find the code that made each sub-call, and the places in a text that show a value which a
-sub-call returned.
+"""Find the code that made each sub-call, and the text that shows its returned values.
 
 A sub-call is a model call that a session's code made.
 
@@ -99,7 +98,7 @@ def _sites_of(tree: ast.Module) -> list[tuple[ast.AST, str, list[str]]]:
 def _in_order(
     tree: ast.Module, sites: Sequence[tuple[ast.AST, str, list[str]]], made: Sequence[CellSubcall]
 ) -> dict[ast.AST, list[str]] | None:
-    """Match sub-calls to the expressions in the code purely by order.
+    """Match sub-calls to expressions in the code by their order alone.
 
     Returns None unless each expression runs once and makes a known number of calls.
     """
@@ -202,10 +201,9 @@ class ReturnedValueIndex:
         return frozenset(found) if len(found) <= MAX_SOURCES else frozenset()
 
     def guess_source_calls(self, value: Any) -> frozenset[str]:
-        """Return the ids of the calls that returned a literal in the code, or the numbers in that
-        literal.
+        """Guess which calls returned a literal in the code, or the numbers in it.
 
-        Values that are too short to identify a call are ignored.
+        Returns the ids of these calls. Values that are too short to identify a call are ignored.
         """
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return frozenset()

@@ -69,7 +69,7 @@ class RerunFromTurnRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
 
 
 class RerunStarter:
-    """Start the new runs that a page requests.
+    """Starts the reruns that a page requests.
 
     The methods may be awaited on any event loop.
     """
@@ -85,8 +85,8 @@ class RerunStarter:
         self._running: dict[RunHandle, asyncio.Task[str]] = {}
 
     async def turn_to_edit(self, located: LocatedRun, call: str, turn: int) -> dict[str, Any]:
-        """Return the data that a page needs to edit a turn: its messages and code, and an estimate
-        of what running it again may cost."""
+        """Return a turn's messages and code for editing, with the estimated cost of running it
+        again."""
 
         def look() -> tuple[ForkPoint, Limits]:
             events = list(_store_of(located).events(located.run.id))
@@ -106,7 +106,7 @@ class RerunStarter:
         }
 
     async def estimate(self, located: LocatedRun, wanted: RerunFromTurnRequest) -> dict[str, Any]:
-        """Estimate the cost of the new run.
+        """Estimate the cost of a requested rerun.
 
         Raises RamifyError if the run would be refused.
         """
@@ -234,7 +234,7 @@ def _store_of(located: LocatedRun) -> RunStore:
 
 
 async def _run_on_api_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on the event loop of the synchronous API, and await its result here."""
+    """Run a coroutine on the synchronous API's event loop and await its result."""
     return await asyncio.wrap_future(
         asyncio.run_coroutine_threadsafe(work, event_loop_thread.background_loop())
     )

@@ -1,4 +1,4 @@
-"""Hold the call tree of a run for the viewer, and read single calls in full when a user opens them.
+"""Hold a run's call tree for the viewer, and read single calls in full on demand.
 
 The tree is built from events without their texts (see ``store/textless_events.py``). It stores the
 positions of each call's lines in the journal, from which the call can be read in full.
@@ -44,7 +44,7 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 
 
 class RunCallTree:
-    """A run's call tree so far, with the positions of its events in the journal.
+    """A run's call tree so far, and the positions of its events in the journal.
 
     It is valid after every event, even if the run was interrupted.
     """
@@ -86,9 +86,7 @@ class RunCallTree:
         return node
 
     def take_changed_calls(self) -> set[int]:
-        """Return the indices of calls that changed because of another call's event, and clear the
-        list of such calls.
-        """
+        """Return and clear the indices of calls that changed because of another call's event."""
         marked = {node.index for node in self.calls.marked}
         for node in self.calls.marked:
             node.version = self.version
@@ -142,7 +140,8 @@ class CallNote(msgspec.Struct, frozen=True):
 
 
 class CallDetail(msgspec.Struct):
-    """One call in full, with further data for its page: times, notes and the pending request."""
+    """One complete call, and further data for its page, such as times, notes and the pending
+    request."""
 
     call: Call
     notes: list[CallNote] = msgspec.field(default_factory=list)
@@ -153,7 +152,8 @@ class CallDetail(msgspec.Struct):
     last_word: Stop | None = None
 
     def add(self, event: AnyEvent) -> None:
-        """Record the parts of ``event`` that a ``Call`` does not hold, such as times and notes."""
+        """Record the parts of ``event`` that a ``Call`` has no field for, such as times and
+        notes."""
         match event:
             case RequestStarted():
                 self.pending = UnansweredModelRequest(
@@ -178,7 +178,7 @@ class CallDetail(msgspec.Struct):
 
 
 class CallDetailReader:
-    """Read calls in full from one journal.
+    """Reads calls in full, one at a time, from one journal.
 
     The last few calls are cached.
     """
@@ -206,7 +206,7 @@ class CallDetailReader:
 
 
 class _Reading:
-    """Reads one call from the journal, and continues after the lines that it has already read."""
+    """Reads one call from the journal incrementally, continuing where it left off."""
 
     def __init__(self, run: StoredRun, tree: RunCallTree, node: RunCallNode) -> None:
         self._run = run

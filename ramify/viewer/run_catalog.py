@@ -1,6 +1,6 @@
-"""List the runs, training folders and evaluations in the places that the viewer was given.
+"""List the runs, training folders and evaluations that the viewer was asked to show.
 
-A place is a folder, a file or a store.
+They are in the places that were given to the viewer. A place is a folder, a file or a store.
 
 A store is a folder with ``runs/``, or another ``RunStore``. A file may be a journal, a file of
 trajectories, or the record of an evaluation. A folder may be one of ``ramify train``, or contain
@@ -88,7 +88,7 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     """Corrected scores by name. ``reward`` already includes the correction."""
 
     def apply_review(self, review: HumanRunReview) -> None:
-        """Copy the labels, note and corrected scores of a person's review into this row."""
+        """Copy the labels, note and corrected scores of a human review into this row."""
         self.labels = review.labels_and_verdict
         self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
         self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
@@ -150,7 +150,7 @@ _trajectories = msgspec.json.Decoder(TrajectoryOutline)
 
 
 def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
-    """Return the list row of a stored run, given its summary and address."""
+    """Return the row of a stored run in the viewer's list of runs."""
     return RunListRow(
         key,
         summary.id,
@@ -258,9 +258,10 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationListRow:
 
 @functools.lru_cache(1000)
 def _row_of_matrix(path: Path, key: str) -> EvalMatrixListRow:
-    """Return the list row of an evaluation matrix, with its axes and planned attempts.
+    """Return the row of an evaluation matrix in the viewer's list of matrices.
 
-    The row is cached, because a matrix file never changes.
+    It contains the axes and the planned number of attempts. The row is cached, because a matrix
+    file never changes.
     """
     name = path.name.removesuffix(MATRIX)
     try:
@@ -278,14 +279,14 @@ def _row_of_matrix(path: Path, key: str) -> EvalMatrixListRow:
 MAX_MAP_ROWS = 100_000
 """Maximum number of rows in the table of a map. A map asks one question about many rows."""
 MAX_FILES = 20_000
-"""Maximum number of files listed from one place. The list states if there are more."""
+"""Maximum number of files listed from one folder given to the viewer. If there are more, the list
+says so."""
 _Stamp = tuple[int, int]
 _Rows = list[RunListRow | EvaluationListRow]
 
 
 class RunCatalog:
-    """A catalog of the runs, training folders and evaluations in the places that the viewer was
-    given.
+    """A catalog of the runs, training folders and evaluations in the places given to the viewer.
 
     Without any place, the default store is used.
 
@@ -300,20 +301,18 @@ class RunCatalog:
         self._places = ViewerSources(places)
         self._rows: dict[Path, tuple[_Stamp, _Rows]] = {}
         self._stored: dict[int, tuple[object, list[RunListRow]]] = {}
-        """For each place, by number: the state of its store when it was last read, and the rows of
-        its runs in that state.
-        """
+        """For each viewer source, by number: the state of its store when it was last read, and the
+        rows of its runs in that state."""
         self._trainings: dict[int, tuple[dict[Path, int], list[Path]]] = {}
-        """For each place, by number: the modification times of its folders, and the training
-        folders found in it.
-        """
+        """For each viewer source, by number: the modification times of its folders, and the
+        training folders found in it."""
         self._problems: list[UnreadableFileRow] = []
         self._reading_maps = threading.Lock()
 
     @property
     def location_names(self) -> list[str]:
-        """Paths or names of the given folders, files and stores, which are shown at the top of the
-        page."""
+        """The paths or names of the given folders, files and stores, which the page shows at its
+        top."""
         return [str(place) for place in self._places]
 
     # --- lists
@@ -337,8 +336,9 @@ class RunCatalog:
         return self.listing()[0]
 
     def trainings(self) -> list[TrainingListRow]:
-        """Return a row for each training folder, i.e. each folder with a metrics file, in the
-        order of the given places.
+        """Return a row for each training folder, in the order of the given places.
+
+        A training folder is a folder with a metrics file.
         """
         return [
             TrainingListRow(place.key_of_path(folder), folder.name, str(folder))
@@ -347,7 +347,7 @@ class RunCatalog:
         ]
 
     def _trainings_in(self, place: ViewerSource) -> list[Path]:
-        """Return the training folders below one of the given places.
+        """Return the training folders below ``place``, one of the places given to the viewer.
 
         The result is cached until one of the folders changes.
         """
@@ -461,9 +461,9 @@ class RunCatalog:
         return rows
 
     def map_summaries(self) -> list[dict[str, Any]]:
-        """Return a summary of each map, newest first, with the address of its page.
+        """Return summaries of all stored map calls, newest first.
 
-        A map is one question asked about many rows.
+        Each contains the address of the map's page. A map is one question asked about many rows.
         """
         with self._reading_maps:
             rows = [
@@ -473,7 +473,8 @@ class RunCatalog:
         return sorted(rows, key=lambda row: -row["started_at"])
 
     def map_detail(self, key: str) -> dict[str, Any]:
-        """Return the summary and the rows of the map with address ``key``.
+        """Return the summary and rows of the map (one question asked of many rows) at address
+        ``key``.
 
         Each row has the address of its run, or an empty string. Raises StoreError if the map does
         not exist.
@@ -569,7 +570,7 @@ def _may_be_alive(row: RunListRow | EvaluationListRow) -> bool:
 
 
 def _changed_at(folder: Path) -> int:
-    """Return the time in nanoseconds at which an entry of a folder was last added or removed.
+    """Return the time in nanoseconds when an entry was last added to or removed from a folder.
 
     Returns 0 if the folder cannot be read.
     """

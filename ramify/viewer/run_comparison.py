@@ -1,4 +1,4 @@
-"""Compare several runs by showing their calls side by side.
+"""Compare several runs call by call, side by side.
 
 Each row has the calls that answer the same question, one for each run.
 
@@ -43,7 +43,7 @@ def overview_and_calls(run: WatchedRun) -> tuple[dict[str, Any], list[RunCallNod
 
 
 def match_calls(runs: Sequence[Sequence[RunCallNode]]) -> list[dict[str, Any]]:
-    """Match the calls of several runs.
+    """Return the rows of a table that matches the calls of several runs.
 
     Returns one row for each group of matching calls, with parents before their children.
 

@@ -54,9 +54,8 @@ class VersionedRunList:
         self._others_version = 0
 
     def rows(self) -> dict[str, Any]:
-        """Return the rows of all runs, and the rest of the listing, such as evaluations and
-        training folders.
-        """
+        """Return the rows of all runs, and the rest of the viewer's listing, such as
+        evaluations."""
         with self._lock:
             runs, others = self._read_listing()
             return {"runs": runs, **others}
@@ -122,7 +121,7 @@ class VersionedRunList:
 
 
 def _is_same(known: Any, found: Any) -> bool:
-    """Return True if two values are equal.
+    """Return True if the newly found value equals the known one.
 
     NaN counts as equal to itself, so that it is not sent again and again.
     """

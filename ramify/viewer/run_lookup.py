@@ -42,7 +42,7 @@ _MAX_FIRST_LINE = 1 << 26
 
 
 class LocatedRun(NamedTuple):
-    """A run with its location: its address, its journal or file, and its line in the file."""
+    """A run, the address under which it was found, and the journal or line that contains it."""
 
     key: str
     run: StoredRun
@@ -92,16 +92,16 @@ def newer_schema_error(path: Path, number: int, version: int) -> str:
 
 
 MAX_DEPTH = 4
-"""Maximum depth of folders to search below a place."""
+"""Maximum depth to which the viewer searches the subfolders of a folder that it was given."""
 _NOT_SEARCHED = ("checkpoints", "policy", "blobs", "reference")
 
 
 class ViewerSource(NamedTuple):
-    """One of the places that the viewer was given: a store, a file or a folder."""
+    """A store, file or folder that the viewer was asked to show."""
 
     number: int
     path: Path | None
-    """Path of the place. None for a store without files."""
+    """Path of the store, file or folder. None for a store without files."""
     store: RunStore | None
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class ViewerSource(NamedTuple):
 
 
 class ViewerSources:
-    """All places (stores, files and folders) that the viewer was given, in order.
+    """All stores, files and folders that the viewer was asked to show, in order.
 
     The default is the user's store.
     """
@@ -162,7 +162,7 @@ class ViewerSources:
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
     def stored_maps(self) -> Iterator[tuple[ViewerSource, StoredTableMap]]:
-        """Yield the maps in all stores, with their latest results.
+        """Yield the map calls in all stores, with their latest results.
 
         A map asks one question about many rows. Unreadable maps are skipped.
         """
@@ -173,7 +173,8 @@ class ViewerSources:
                         yield place, self._maps.get_table(path)
 
     def find_map(self, key: str) -> tuple[ViewerSource, StoredTableMap]:
-        """Find the map with address ``key``, and return it with the place that contains it.
+        """Find the map (one question asked of many rows) at address ``key``, and return it with its
+        source.
 
         Raises StoreError if the map does not exist.
         """
@@ -183,7 +184,7 @@ class ViewerSources:
         return place, self.load_map(place, name)
 
     def load_map(self, place: ViewerSource, id: str) -> StoredTableMap:
-        """Return the map ``id`` from the store at ``place``.
+        """Return the map ``id`` (one question asked of many rows) from the store at ``place``.
 
         Raises StoreError if it does not exist.
         """
@@ -224,7 +225,7 @@ class ViewerSources:
         return next((place.key_of_run(id) for place in self._all if place.store is store), None)
 
     def _split(self, key: str) -> tuple[ViewerSource | None, str, bool]:
-        """Split an address into its place and the rest, which is a path or a run's id.
+        """Split an address into its place and the path or run id within that place.
 
         For example, ``p3/a.jsonl:7`` is the path ``a.jsonl:7`` in place 3.
 

@@ -1,9 +1,9 @@
-"""Build the overview of a run that its page loads first: facts about the run as a whole (the head),
-and a table of all calls.
+"""Build the overview that a run's page loads first: facts about the run and a table of calls.
 
-Ten thousand calls must reach the page within a fraction of a second. The table is therefore sent by
-column: each column is one list, or one value if all values are the same. Texts are shortened, and
-the texts of most calls are sent only after the page has been drawn.
+The facts about the run as a whole are called the head. Ten thousand calls must reach the page
+within a fraction of a second. The table is therefore sent by column: each column is one list, or
+one value if all values are the same. Texts are shortened, and the texts of most calls are sent only
+after the page has been drawn.
 
     {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …},
      "head": {…}, "texts": 3}
@@ -91,7 +91,7 @@ def run_overview(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any
 
 
 def call_texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
-    """Return the questions and answers of all calls from index ``first`` on, as columns.
+    """Return the questions and answers of all calls from index ``first`` on, as table columns.
 
     The overview was sent without these.
     """
@@ -99,8 +99,10 @@ def call_texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
 
 
 def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
-    """Return an update for a page that already has an overview: the columns of the changed calls,
-    and the facts about the run as a whole."""
+    """Return an update for a page with an overview: the changed calls and facts about the run.
+
+    The changed calls are sent as columns.
+    """
     order = sorted(changed)
     return {
         "indices": order,
@@ -112,7 +114,7 @@ def overview_update(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
 def _columns(
     run: WatchedRun, nodes: Sequence[RunCallNode], num_texts: int | None = None
 ) -> dict[str, list[Any]]:
-    """Return the table of the calls ``nodes`` by column.
+    """Return the table of the calls ``nodes`` as one list for each column.
 
     Only the first ``num_texts`` calls include their question and answer. The column ``parent``
     holds the index of an earlier call, or -1.
@@ -145,8 +147,7 @@ def _columns(
 
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
-    """Average per-turn values that training recorded over the turns of each call, and return the
-    means by call id.
+    """Return each call's mean of the per-turn values that training recorded, by call id.
 
     Each turn has the same weight.
 
@@ -167,7 +168,7 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
 
 
 def _collapse_column(column: list[Any]) -> Any:
-    """Replace a column whose values are all the same with that single value.
+    """Replace a column of identical values with that one value.
 
     Any other column is returned unchanged.
     """
@@ -240,10 +241,10 @@ def _review(run: WatchedRun, problems: list[str]) -> HumanRunReview:
 
 
 def _fork_origin(run: WatchedRun) -> dict[str, Any] | None:
-    """Return the turn of another run from which this run continues, with the other run's address if
-    it is in the same store.
+    """Return the turn at which this run was forked from another run.
 
-    Returns None if this run does not continue another.
+    It has the other run's address if that run is in the same store. Returns None if this run does
+    not continue another.
     """
     forked = run.tree.run_data.metadata.get("forked")
     if not isinstance(forked, dict):
@@ -283,15 +284,14 @@ def rewards_of(run: WatchedRun, node: RunCallNode) -> dict[str, float]:
 
 
 def call_state(node: RunCallNode) -> str:
-    """Return the state of a call as the page names it: ``asking``, ``running``, ``open`` or
-    ``done``."""
+    """Return a call's state for the page: ``asking``, ``running``, ``open`` or ``done``."""
     if node.stop is not None:
         return "done"
     return "asking" if node.asking >= 0 else "running" if node.is_running else "open"
 
 
 def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
-    """Return the fields of a reference to a context.
+    """Return the fields of a context reference for the page.
 
     The list of files is left out, since there may be thousands.
     """

@@ -55,13 +55,12 @@ _VENDOR_EXPORT = re.compile(
 
 
 def app_script() -> str:
-    """Return the source of ``app.js``: all modules that ``main.js`` imports, followed by
-    ``main.js`` itself."""
+    """Return the source of ``app.js``: ``main.js`` preceded by all the modules that it imports."""
     return "".join(f"// --- {name}\n{source}\n" for name, source in _modules().items())
 
 
 def inline_script() -> str:
-    """Return the page's inline script.
+    """Return the early script, which is inlined in the page.
 
     It requests the run's data before the other scripts load, because the data takes longest to
     arrive.
@@ -82,8 +81,7 @@ def module_source(name: str) -> str:
 
 
 def csp_hash(text: str) -> str:
-    """Return the hash of a script or style sheet in the form that a Content-Security-Policy
-    uses."""
+    """Return the hash of a script or style sheet for a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -207,7 +205,7 @@ def offline_run_data(run: WatchedRun) -> dict[str, Any]:
 
 
 def _cited_texts(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the text around each citation in an answer.
+    """Return the source text around each citation in an answer.
 
     Its key combines the name of the cited text and the first cited line, as in ``report.txt/12``.
     """
@@ -222,9 +220,8 @@ def _cited_texts(run: WatchedRun, citations: list[dict[str, Any]]) -> dict[str, 
 
 
 def _encode_for_html(value: Any) -> str:
-    """Encode a value as JSON that is safe to embed in HTML, since it contains no end tags or
-    comments.
-    """
+    """Encode a value as JSON that is harmless inside HTML, because it contains no end tags or
+    comments."""
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

@@ -17,7 +17,7 @@ from ramify.viewer.watched_run import WatchedRun
 
 
 def describe_pictures(message: Message) -> list[dict[str, Any]]:
-    """Describe the pictures of a message for the page, without their bytes."""
+    """Return descriptions of a message's pictures for the page, without the pictures' bytes."""
     return [
         {
             "digest": picture.digest,

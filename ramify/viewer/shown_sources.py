@@ -1,4 +1,4 @@
-"""Serve a run's sources to its page, i.e. the files and web pages from which its context was read.
+"""Serve a run's sources to its page: the files and web pages that its context was read from.
 
 The page shows a table of them, excerpts of their texts, and the citations of the answer.
 
@@ -22,9 +22,8 @@ from ramify.types.trajectory import ContextRef, Trajectory, answer_text
 from ramify.viewer.watched_run import WatchedRun
 
 MAX_CHARS = 250_000_000
-"""Maximum size, in characters, of a stored context whose texts are shown. Texts that are still
-read from their original files do not count.
-"""
+"""Maximum size, in characters, of a stored context that a page shows. Contexts read from their
+original files are not limited."""
 NUM_LINES = 200
 """Number of lines of a text to send at once."""
 MAX_LINE_CHARS = 2_000

@@ -1,5 +1,4 @@
-"""Show the code of a call beside that of a typical sibling, so that a reader sees what a call that
-went wrong did differently.
+"""Show a call's code beside that of a typical sibling, to reveal what it did differently.
 
     0.6  total = sum(… if row[0] == 'east')        11 of 11 siblings:  total = sum(…)
 
@@ -93,7 +92,7 @@ def _similarity(own: _Code, other: _Code) -> float:
 
 
 def _matched_cells(own: _Code, other: _Code) -> list[list[str | None]]:
-    """Arrange the cells of two calls in rows.
+    """Arrange the cells of two calls in rows that show matching cells side by side.
 
     Cells with the same code share a row. None marks a missing cell.
     """

@@ -110,7 +110,7 @@ class TrainingCurves:
         """For each point of ``clock``, the version at which it was read."""
 
     def size_changed(self) -> bool:
-        """Return True if the file of metrics has changed since it was last read.
+        """Return True if the metrics file has changed since it was last read.
 
         This costs only one system call.
         """
@@ -121,14 +121,14 @@ class TrainingCurves:
         return stat.st_size != self.offset or stat.st_ino != self._inode
 
     def num_unread_bytes(self) -> int:
-        """Return the number of unread bytes in the file of metrics."""
+        """Return the number of unread bytes in the metrics file."""
         try:
             return self.path.stat().st_size - self.offset
         except OSError:
             return 0
 
     def refresh(self) -> bool:
-        """Read the lines that were added to the file of metrics.
+        """Read the lines that were added to the metrics file.
 
         Returns True if anything changed. A file that was truncated or replaced, for example by a
         resumed run, is read again from the start.
@@ -230,7 +230,7 @@ class TrainingCurves:
         }
 
     def _note_other_changes(self) -> None:
-        """Record which data other than the curves has changed.
+        """Look for changes in the data other than the curves, and record them.
 
         Other files in the folder can change while the metrics get no new line; such a change is
         assigned to the next version.
@@ -261,7 +261,7 @@ class TrainingCurves:
         }
 
     def _config(self) -> dict[str, str]:
-        """Return the options stored in the latest checkpoint, as JSON texts by dotted name.
+        """Return the latest checkpoint's options as JSON strings, keyed by dotted name.
 
         Empty if no checkpoint can be read.
         """
@@ -329,7 +329,7 @@ def saved_rollouts(folder: Path, step: int, key: str) -> dict[str, Any]:
 
 
 def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple[int, Trajectory]]:
-    """Yield the saved rollouts in a file, each with its line number.
+    """Yield the line number and the content of each saved rollout in a file.
 
     If ``item`` is given, only its rollouts are yielded. Unreadable lines are reported in
     ``problems``.
@@ -355,8 +355,8 @@ def _rollouts(path: Path, problems: list[str], item: str = "") -> Iterator[tuple
 def rollouts_of_item(
     folder: Path, item: str, key_of: Callable[[Path], str | None]
 ) -> dict[str, Any]:
-    """Return the saved rollouts of one task item by training step, for the last ``MAX_ITEM_STEPS``
-    saved steps.
+    """Return one task item's rollouts from the last ``MAX_ITEM_STEPS`` saved steps, grouped by
+    step.
 
     ``key_of`` returns the address of a file. Raises StoreError if there are none.
     """
@@ -407,7 +407,7 @@ MAX_PROBLEMS = 10
 
 
 class EvaluationReportCache:
-    """Provide the evaluation records of a ``RunCatalog`` with a cached report for each.
+    """The evaluation records of a ``RunCatalog``, whose reports are cached.
 
     Safe for use by several threads.
     """
@@ -422,7 +422,7 @@ class EvaluationReportCache:
         self._lock = threading.Lock()
 
     def page_data(self, key: str, other: str = "") -> dict[str, Any]:
-        """Return the data for the page of the evaluation ``key``.
+        """Return the data shown on the page of the evaluation ``key``.
 
         If ``other`` is given, it includes a comparison with that evaluation. Raises StoreError for
         a record that does not exist or cannot be read.
@@ -472,8 +472,11 @@ class EvaluationReportCache:
     def _compare_with(
         self, evaluation: EvaluationResult, other: str
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the difference from the evaluation ``other``, and which items improved or got
-        worse."""
+        """Return the score difference from the evaluation ``other``, and the task items that
+        changed.
+
+        An item changed if it improved or got worse.
+        """
         path = self._library.find_evaluation_path(other)
         try:
             theirs = read_evaluation(path)
@@ -514,7 +517,7 @@ class EvaluationReportCache:
         }
 
     def _question_and_expected(self, run: Path) -> tuple[str, str]:
-        """Return the question and the expected answer of the run with the journal ``run``.
+        """Return the question and expected answer of a run, read from its journal ``run``.
 
         Both are empty if the journal cannot be read.
         """

@@ -1,5 +1,4 @@
-"""Summarise a training run for its page: one sentence for each fact that matters, and the alarms of
-the automatic diagnosis.
+"""Summarise a training run for its page: one sentence per key fact, and the diagnosed alarms.
 
     curves of the run's last stage  ──> reward 0.09 → 0.11 over 3 steps · 9 % of rollouts failed · …
     diagnoses of the doctor         ──> alarm: wrong sign since step 2
@@ -31,9 +30,8 @@ MAX_MARKS = 50
 _NOISE = 2.0
 """Mean rewards that differ by at most this many standard errors count as equal."""
 _MANY_CUT, _MANY_FAILED, _FEW_SIGNALS = 0.3, 0.1, 0.3
-"""Fractions of rollouts that were cut, that failed, and that gave a signal, beyond which the fact
-is shown as a warning.
-"""
+"""Fractions from which a fact is shown as a warning: of truncated rollouts, of failed rollouts, and
+(below it) of groups with a signal."""
 
 
 class TrainingFact(msgspec.Struct, kw_only=True):
@@ -42,7 +40,7 @@ class TrainingFact(msgspec.Struct, kw_only=True):
     name: str
     text: str
     tone: str = ""
-    """``good``, ``warn``, ``bad``, or empty."""
+    """How the fact is highlighted: ``good``, ``warn`` or ``bad``. Empty: not highlighted."""
     metric: str = ""
     """Metric whose curve shows the fact."""
 
@@ -74,7 +72,7 @@ class TrainingAlarm(msgspec.Struct, kw_only=True):
 
 
 def alarms(diagnoses: Sequence[tuple[int, Diagnosis]], curves: Curves) -> list[TrainingAlarm]:
-    """Return the alarms of a training run, those that still last first.
+    """Return a training run's alarms, with ongoing ones first.
 
     Ongoing and past alarms are each ordered by their first step. ``diagnoses`` must be in the order
     of their steps.
@@ -157,8 +155,7 @@ def _facts(own: Mapping[str, Sequence[float]], stage: str) -> Iterator[TrainingF
 
 
 def num_averaged_steps(num_steps: int) -> int:
-    """Return how many steps at each end of a stage are averaged when its start and end are
-    compared."""
+    """Return how many steps to average at each end of a stage when comparing its start and end."""
     return max(1, min(COMPARED, num_steps // 3))
 
 
@@ -214,7 +211,7 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
 
 
 def _late_mean(own: Mapping[str, Sequence[float]], name: str) -> float | None:
-    """Return the mean of a metric over the last steps.
+    """Return a metric's mean over the last few steps.
 
     Returns None if the metric was not measured.
     """

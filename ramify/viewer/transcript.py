@@ -84,7 +84,7 @@ def transcript(
 
 
 class _TextCutter:
-    """Shorten texts for the page.
+    """Shortens texts that are too long for the page.
 
     A short text is returned unchanged, and a longer one as ``{"text": …, "chars": N}`` with its
     full length N.
@@ -156,7 +156,7 @@ def _cell_data(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool_data(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """Convert one call of a user's tool to the form that the page shows.
+    """Return what the page shows of a call of a user's tool.
 
     The result is decoded from the session's encoding.
     """
@@ -187,7 +187,7 @@ def _pending_data(
 
 
 def exact_request(run: WatchedRun, id: str, turn: int) -> dict[str, Any]:
-    """Return the request of one turn with all its messages, as the body of an OpenAI chat request.
+    """Return one turn's complete request in the format of the OpenAI chat API.
 
     Raises StoreError if there is no such turn.
 
@@ -232,7 +232,7 @@ def _messages(run: WatchedRun, call: Call, turn: int) -> list[Message]:
 
 
 def _to_openai_message(message: Message) -> dict[str, Any]:
-    """Convert a message to a dict in the OpenAI chat format."""
+    """Return a message as it was sent, in the OpenAI chat format."""
     sent: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         sent["tool_calls"] = [
@@ -251,8 +251,7 @@ def _to_openai_message(message: Message) -> dict[str, Any]:
 
 
 def tokens(run: WatchedRun, id: str, turn: int, tokenizer: Path | None = None) -> dict[str, Any]:
-    """Return the prompt ids and sampled ids of one turn, with the data that was recorded for each
-    token.
+    """Return the prompt ids and sampled ids of one turn, and the data recorded for each token.
 
     ``advantages`` is set if a training run recorded them (see train/stages.py), and ``gaps`` if its
     trainer also scored the tokens (see train/sampling_metrics.py). ``scores`` has the scores of all

@@ -492,7 +492,7 @@ def _download_headers(name: str, kind: str) -> dict[str, str]:
 
 
 def _check_shown(located: LocatedRun) -> None:
-    """Raise StoreError if a file contains no runs.
+    """Raise StoreError if a file contains no runs and so cannot be shown.
 
     The folders given to the viewer may hold other files.
     """

@@ -1,4 +1,4 @@
-"""One run shown on a page, with its call tree so far.
+"""One run that a page shows, and its call tree so far.
 
 The tree is updated from the lines that were added to the run's journal.
 
@@ -34,7 +34,7 @@ from ramify.viewer.run_lookup import LocatedRun, detect_file_kind, newer_schema_
 
 
 class WatchedRun:
-    """One run and its state so far.
+    """The current state of a run that the viewer follows.
 
     The file is read only when ``refresh`` is called, and nothing runs in the background.
     """
@@ -89,7 +89,7 @@ class WatchedRun:
 
     @property
     def review_key(self) -> str:
-        """Name under which the reviews of this run are stored in the file of reviews."""
+        """The key of this run's reviews in the reviews file."""
         return self.source.id if self.line is None else self.tree.run_data.id
 
     @property
@@ -118,7 +118,7 @@ class WatchedRun:
             return 0
 
     def is_replaced(self) -> bool:
-        """Return True if the run's file of trajectories was replaced after it was read.
+        """Return True if the run's trajectory file was replaced after it was read.
 
         Always False for a journal, because ``refresh`` reads a replaced journal again.
         """
@@ -132,7 +132,6 @@ class WatchedRun:
 
     @property
     def _file(self) -> Path:
-        """Path of the file of trajectories that contains the run."""
         assert self.source.path is not None
         return self.source.path
 
@@ -149,8 +148,7 @@ class WatchedRun:
         return self._details.read_call(self.tree, node)
 
     def call_question_and_answer(self, node: RunCallNode) -> tuple[str, Any]:
-        """Return the full question and answer of a call, which are read from its first and last
-        journal lines.
+        """Return a call's full question and answer, read from its first and last journal lines.
 
         Raises StoreError if they cannot be read.
         """

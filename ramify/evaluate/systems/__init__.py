@@ -1,5 +1,6 @@
-"""Evaluate other systems on the items (questions) of a task, so that all systems are compared on
-the same questions with the same model, price and limits.
+"""Evaluate other question-answering systems on a task under the same conditions as Ramify.
+
+All systems get the same questions, model, price and limits.
 
     base.py                  what a system is, and the seat at a meter where it asks the model
     attempt.py               one item answered by a system, and scored: an ``AttemptOutcome``

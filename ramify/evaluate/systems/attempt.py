@@ -55,11 +55,10 @@ model. The access ends with the block."""
 
 
 def parse_system(words: str, *, timeout_s: float = TIMEOUT_S) -> EvaluatedSystem:
-    """Return the system that the option ``--with`` names: a known library, or a command that
-    contains ``{question}``.
+    """Return the question-answering system that the option ``--with`` selects.
 
-    ``timeout_s`` is its time limit for one item. Raises ConfigError if the system is unknown or not
-    installed.
+    It is a known library, or a command that contains ``{question}``. ``timeout_s`` is its time
+    limit for one item. Raises ConfigError if the system is unknown or not installed.
     """
     if words in PEERS:
         return PeerLibrarySystem(words, timeout_s=timeout_s)
@@ -73,10 +72,9 @@ def parse_system(words: str, *, timeout_s: float = TIMEOUT_S) -> EvaluatedSystem
 
 
 class SystemAttemptRunner:
-    """Runs attempts by letting another system answer the items, each with metered access to the
-    model.
+    """Runs evaluation attempts in which another system answers the task items.
 
-    Implements ``AttemptRunner``.
+    The system's access to the model is metered. Implements ``AttemptRunner``.
     """
 
     makes_items = False
@@ -103,10 +101,9 @@ class SystemAttemptRunner:
 
 
 class MeteredRlmAttemptRunner:
-    """Runs attempts with Ramify's engine while a metering proxy counts their requests, as for other
-    systems.
+    """Runs evaluation attempts with Ramify's engine through a metering proxy.
 
-    Implements ``AttemptRunner``.
+    Requests are counted in the same way as those of other systems. Implements ``AttemptRunner``.
     """
 
     makes_items = False
@@ -151,7 +148,7 @@ class MeteredRlmAttemptRunner:
 async def attempt_with_system(
     system: EvaluatedSystem, task: Task, item: Item, number: int, *, seat: MeteredModelAccess
 ) -> AttemptOutcome:
-    """Let another system answer an item (a question of a task) once, and score its answer.
+    """Let another system answer a task item once, and return its scored outcome.
 
     ``number`` counts the attempts at the item, and ``seat`` is the system's metered access to the
     model.
@@ -179,8 +176,7 @@ async def attempt_with_system(
 
 
 def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> str:
-    """Return the name of an attempt's access to the model, which the meter's record and budget
-    errors show."""
+    """Return the name of an attempt for budget errors and for the metering proxy."""
     where = "" if job.record is None else f" in {job.record.id}"
     return f"{item.id}/{number} of {system}{where}"
 
@@ -192,9 +188,9 @@ def _lower_budget(budget: PerItemBudget, max_cost: float | None) -> PerItemBudge
 
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
-    """Raise ConfigError if an item consists of more than a question and a text.
+    """Raise ConfigError if a task item needs anything that only Ramify supports.
 
-    Other systems could not use its tools, for example.
+    Only a question and a text are allowed. Other systems could not use its tools, for example.
     """
     names = ("tools", "messages", "conduct", "on_session", "on_end")
     more = [name for name in names if getattr(start, name)]
@@ -240,8 +236,7 @@ def _determine_stop(given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> S
 
 
 def _missing_answer_reason(given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> str:
-    """Return in a few words why the answer of a system is missing, or an empty string if it is
-    there."""
+    """Return a short reason why a system gave no answer, or an empty string if it did."""
     if given.answer is not None:
         return ""
     if seat.exhausted is not None:
@@ -250,8 +245,7 @@ def _missing_answer_reason(given: EvaluatedSystemAnswer, seat: MeteredModelAcces
 
 
 def _describe_failure(given: EvaluatedSystemAnswer, seat: MeteredModelAccess) -> str:
-    """Return a sentence that says why the answer of a system is missing, or an empty string if it
-    is there."""
+    """Return a full sentence on why a system gave no answer, or an empty string if it did."""
     if given.answer is not None:
         return ""
     return f"{BUDGET}: {seat.refusal}" if seat.exhausted is not None else given.failure

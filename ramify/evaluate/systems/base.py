@@ -1,5 +1,6 @@
-"""Define the interface of a system that answers the items (questions) of a task, and its metered
-access to the model, called a seat.
+"""Define the interface of the systems to evaluate and of their metered access to the model.
+
+A system answers the items (questions) of a task. Its metered access is called a seat.
 
     item ─> EvaluatedSystem.answer(question, context, seat=…) ─> EvaluatedSystemAnswer
          ─score─> AttemptOutcome
@@ -31,15 +32,15 @@ from ramify.types.trajectory import Stop
 
 
 class PerItemBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The maximum that a system may spend on one item (a question of a task).
+    """The spending limits of a system for one task item (a question of a task).
 
     None means no limit.
     """
 
     max_calls: int | None = None
-    """Number of requests to the model."""
+    """Maximum number of requests to the model per item; None means no limit."""
     max_tokens: int | None = None
-    """Input and output tokens of all requests."""
+    """Maximum number of input and output tokens of all requests per item; None means no limit."""
     max_cost: float | None = None
     """Cost in dollars."""
 
@@ -50,8 +51,7 @@ class PerItemBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
                 raise ConfigError(f"a budget of {name}={value} allows nothing: give more than 0")
 
     def limits(self) -> Limits:
-        """Convert this budget to limits of the engine's budget ledger, which counts the
-        spending."""
+        """Return this budget as limits for the engine's budget ledger."""
         return Limits(
             max_calls=self.max_calls or _MANY,
             max_tokens=self.max_tokens or _MANY,
@@ -64,8 +64,10 @@ NO_LIMIT = PerItemBudget()
 
 
 class MeteredModelAccess:
-    """A system's access to the model for one item (a question of a task): a base URL, a key for
-    this item alone, and the count of what was spent."""
+    """The metered access of a system to the model, for one task item.
+
+    It consists of a base URL, a key, and the usage so far.
+    """
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class MeteredModelAccess:
         budget: PerItemBudget,
         price: Price | None,
     ) -> None:
-        """Create the access for one item.
+        """Create metered access to the model for one task item.
 
         The key is valid until ``cancel_requests`` is called. ``window`` (in tokens) and ``price``
         are those of the model.
@@ -115,7 +117,7 @@ class MeteredModelAccess:
 
     @property
     def cost(self) -> float | None:
-        """Dollars spent so far; None if the model has no known price."""
+        """The dollars spent on the task item so far, or None if the model has no known price."""
         return self.ledger.cost
 
     def record_refusal(self, sentence: str, limit: Stop) -> None:
@@ -129,8 +131,7 @@ class MeteredModelAccess:
 
     @contextmanager
     def track_request(self) -> Iterator[None]:
-        """Register the current asyncio task as one that is answering a request, while the block
-        runs.
+        """Return a context manager in which the current asyncio task counts as answering a request.
 
         ``cancel_requests`` cancels the registered tasks.
         """
@@ -143,7 +144,7 @@ class MeteredModelAccess:
             self._answering.discard(task)
 
     async def cancel_requests(self) -> None:
-        """Cancel the requests that are still unanswered, and wait until each has been counted.
+        """Cancel the system's unanswered model requests, and wait until their usage is counted.
 
         The counts are then final, unless another request begins.
         """
@@ -169,7 +170,7 @@ class MeteredModelAccess:
 
 
 class EvaluatedSystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer of a system to one item, or the reason why there is none."""
+    """The result of a system for one task item: an answer, or the reason for its failure."""
 
     answer: str | None = None
     """Answer of the system; None if it gave none."""
@@ -187,7 +188,7 @@ class EvaluatedSystemAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defa
 
 
 class EvaluatedSystem(Protocol):
-    """Interface of a system that answers questions about a context with a model.
+    """Interface of a question-answering system that can be evaluated on a task.
 
     The model is reached through a metering proxy.
     """
@@ -198,7 +199,7 @@ class EvaluatedSystem(Protocol):
     async def answer(
         self, question: str, context: str, *, seat: MeteredModelAccess
     ) -> EvaluatedSystemAnswer:
-        """Answer a question about a context.
+        """Return the system's answer to a question about a context.
 
         A failure is returned as a ``EvaluatedSystemAnswer`` with its reason, and never raised. If
         the call is cancelled, no process is left behind.

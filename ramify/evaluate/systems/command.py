@@ -1,4 +1,4 @@
-"""Evaluate a command of the user as a system.
+"""Evaluate any command-line program as a question-answering system.
 
 The command receives a question and a file with the context, and prints the answer.
 
@@ -46,13 +46,13 @@ _RUNS_PROGRAMS = re.compile(r"python[\d.]*|(ba|z)?sh|node|uv|run|env|timeout|[\d
 
 
 class CommandLineSystem:
-    """A system that answers each item by running a command of the user.
+    """A system that answers each item by running a user-supplied command.
 
     Implements ``EvaluatedSystem``.
     """
 
     def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Create a system from a command line with placeholders.
+        """Create a system that runs the command line ``command``, which contains placeholders.
 
         Raises ConfigError if the command has no ``{question}``, has an unknown placeholder, or
         names a program that does not exist.
@@ -99,7 +99,7 @@ class CommandLineSystem:
 
 
 def _name_of(words: list[str]) -> str:
-    """Return the name of the program that a command runs, without interpreters and options.
+    """Return the name of the program in a command, ignoring interpreters and options.
 
     For example, ``{python} -u /here/my_rlm.py {question}`` runs ``my_rlm.py``.
     """

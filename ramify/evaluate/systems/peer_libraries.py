@@ -1,5 +1,6 @@
-"""Evaluate other libraries for recursive language models (peers) as systems, each in its own
-virtual environment.
+"""Evaluate other libraries for recursive language models (peers) in virtual environments.
+
+Each peer has its own environment and is evaluated as a system.
 
     ~/.cache/ramify/systems/rlms-0.1.3/      a virtual environment with the pinned versions of PEERS
       bin/python -I peer_library_program.py rlms item.json result.json
@@ -33,12 +34,15 @@ PEERS: dict[str, tuple[str, ...]] = {
     "droste": ("droste==0.26.0",),
     "dspy": ("dspy==3.4.1", "litellm==1.110.2", "openai==3.57.0"),
 }
-"""Peer -> the package versions in its environment; the first is the peer itself."""
+"""Name of another RLM library (a peer) -> package versions in its virtual environment, of which the
+first is the library itself."""
 FOLDER_VARIABLE = "RAMIFY_SYSTEMS"
-"""Environment variable that names another folder for the virtual environments."""
+"""Environment variable that replaces the default folder of the virtual environments for other
+libraries."""
 _PROGRAM = Path(__file__).with_name("peer_library_program.py")
 _OVERTIME_S = 10.0
-"""Seconds that a peer may exceed its own time limit before it is stopped."""
+"""Seconds by which another library may exceed the time limit that it was given before its process
+is stopped."""
 
 
 class _PeerResult(msgspec.Struct):
@@ -52,10 +56,9 @@ class _PeerResult(msgspec.Struct):
 
 
 class PeerLibrarySystem:
-    """A system that answers items with another library for recursive language models, in a separate
-    virtual environment.
+    """A question-answering system that uses another library for recursive language models.
 
-    Implements ``EvaluatedSystem``.
+    The library runs in a separate virtual environment. Implements ``EvaluatedSystem``.
     """
 
     def __init__(self, name: str, *, timeout_s: float, environment: Path | None = None) -> None:

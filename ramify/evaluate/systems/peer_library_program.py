@@ -1,5 +1,4 @@
-"""Answer one item (a question of a task) with another library for recursive language models, called
-a peer.
+"""Answer one task item with a peer, which is another library for recursive language models.
 
 This script runs in the virtual environment of that library.
 
@@ -28,8 +27,10 @@ Fields = dict[str, Any]
 
 
 def answer_with_rlms(item: Fields) -> Fields:
-    """Answer an item with ``rlms``, the reference library, and return the fields of the result
-    file."""
+    """Answer a task item with ``rlms``, the reference library for recursive language models.
+
+    Returns the fields of the result file.
+    """
     import rlm
     from rlm.utils.exceptions import TimeoutExceededError, TokenLimitExceededError
 
@@ -60,7 +61,10 @@ def answer_with_rlms(item: Fields) -> Fields:
 
 
 def answer_with_droste(item: Fields) -> Fields:
-    """Answer an item with the library ``droste`` and return the fields of the result file."""
+    """Answer a task item with the ``droste`` library.
+
+    Returns the fields of the result file.
+    """
     import droste
 
     default = droste.Budget()
@@ -108,10 +112,10 @@ def answer_with_droste(item: Fields) -> Fields:
 
 
 def answer_with_dspy(item: Fields) -> Fields:
-    """Answer an item with ``dspy.RLM`` and return the fields of the result file.
+    """Answer a task item with ``dspy.RLM``, the recursive language model of DSPy.
 
-    The model's code runs in a local process, because the default interpreter, Deno, loads a module
-    from the network.
+    Returns the fields of the result file. The model's code runs in a local process, because the
+    default interpreter, Deno, loads a module from the network.
     """
     import dspy
 

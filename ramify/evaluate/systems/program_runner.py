@@ -38,12 +38,12 @@ _QUOTED = 300
 
 
 class ProgramOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a program ended: its output, or the reason why it failed."""
+    """The result of running a program: its output, or the reason why it failed."""
 
     output: str = ""
     """Text that the program wrote to stdout."""
     failure: str = ""
-    """Sentence that says why the output is unusable; empty if the program ended well."""
+    """Sentence that says why the output is unusable; empty if the program succeeded."""
     is_late: bool = False
     """True if the program was stopped at its time limit."""
     seconds: float = 0.0
@@ -102,13 +102,13 @@ def _variables_of(seat: MeteredModelAccess) -> dict[str, str]:
 
 
 def _last_words(errors: str, seat: MeteredModelAccess) -> str:
-    """Return the last part of an error output as one line, with the model's key removed."""
+    """Return the end of a program's error output in one line, without the model's API key."""
     lines = [line.strip() for line in errors.replace(seat.key, "KEY").splitlines() if line.strip()]
     return replace_unprintable(" | ".join(lines)[-_QUOTED:])
 
 
 class _ProgramRun:
-    """One run of a program: its process, its output and how it ended."""
+    """A program's subprocess while it runs, with the output collected so far."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -116,15 +116,16 @@ class _ProgramRun:
         self.errors = ""
         self._loop = asyncio.get_running_loop()
         self._how: asyncio.Future[str] = self._loop.create_future()
-        """How the run ended: ``end``, ``late`` or ``flood``."""
+        """How the run ended: ``end`` (by itself), ``late`` (at its time limit) or ``flood`` (it
+        printed too much)."""
 
     async def ended(
         self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
     ) -> str:
-        """Run the program and return how it ended: ``end`` if it exited by itself, ``late`` if it
-        reached its time limit, or ``flood`` if it wrote too much.
+        """Run the program to its end or to a limit, and return how it ended.
 
-        Raises OSError if it cannot be started.
+        The result is ``end`` if it exited by itself, ``late`` if it reached its time limit, or
+        ``flood`` if it wrote too much. Raises OSError if it cannot be started.
         """
         with contextlib.ExitStack() as opened:
             output = OutputPipe(MAX_OUTPUT_BYTES, lambda: self._check_size(output))

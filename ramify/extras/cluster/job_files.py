@@ -1,4 +1,4 @@
-"""Create the files from which a scheduler starts a training run, and the commands that submit them.
+"""Create a scheduler's job files for a training run, and the commands that submit them.
 
     slurm       job.sbatch, node.sh            sbatch
     k8s         job.yaml                       kubectl: a Service, and one Job per kind of node
@@ -39,11 +39,10 @@ _SCRIPTS = "/ramify"
 
 
 class SchedulerJobOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings for the scheduler that a recipe does not contain, such as the time limit or the
-    container image."""
+    """Scheduler settings that a training recipe does not contain, such as the time limit."""
 
     hours: float | None = None
-    """Time limit in hours; None: the scheduler's default."""
+    """Time limit in hours; None means the scheduler's default."""
     image: str = ""
     """Container image with Ramify, required by Kubernetes."""
     shared: str = ""
@@ -81,7 +80,7 @@ class SubmitCommand(msgspec.Struct, frozen=True):
 
 
 class SchedulerJobFiles(msgspec.Struct, frozen=True):
-    """The files of a job by name, and the commands that submit it."""
+    """The files that describe a scheduler job, and the commands that submit it."""
 
     texts: dict[str, str]
     """File name -> text of the file."""
@@ -91,11 +90,10 @@ class SchedulerJobFiles(msgspec.Struct, frozen=True):
 def job_files(
     kind: str, job: SchedulerJob, options: SchedulerJobOptions, folder: str
 ) -> SchedulerJobFiles:
-    """Return the files for a scheduler, to be written to ``folder``, and the commands that submit
-    them.
+    """Return the files that a scheduler needs for a job, and the commands that submit it.
 
-    Raises ConfigError for an unknown scheduler, or if the scheduler needs an option that is not
-    set.
+    The files are to be written to ``folder``. Raises ConfigError for an unknown scheduler, or if
+    the scheduler needs an option that is not set.
     """
     if kind not in SCHEDULERS:
         raise ConfigError(f"--on {kind}: {did_you_mean(kind, SCHEDULERS)}")
@@ -163,14 +161,14 @@ def _slurm_files(job: SchedulerJob, options: SchedulerJobOptions, folder: str) -
 
 
 def _sbatch_options(group: NodeGroup) -> list[str]:
-    """Return the options of ``sbatch`` for one group of identical nodes."""
+    """Return the ``sbatch`` options that request one group of identical nodes."""
     options = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={group.cpus}"]
     options += [f"--gpus-per-node={group.gpus}"] if group.gpus else []
     return options + ([f"--mem={group.memory_gb}G"] if group.memory_gb else [])
 
 
 def _other_nodes_command(job: SchedulerJob, script: str) -> str:
-    """Return the shell command that starts the script on all nodes except the head node."""
+    """Return the ``srun`` command that starts the node script on all nodes except the head node."""
     parts = []
     for index, group in enumerate(job.groups):
         start = f"NODE_RANK=$SLURM_PROCID exec bash {script} {group.cpus} {group.gpus}"
@@ -375,7 +373,7 @@ def _skypilot_files(
 
 
 def _parse_option(text: str) -> object:
-    """Convert the text of an option to a boolean or a number if it looks like one.
+    """Convert an option's text to a number or a boolean if possible.
 
     For example, ``"50"`` becomes 50. Other texts stay unchanged.
     """
@@ -413,8 +411,7 @@ SCHEDULERS: dict[str, Callable[[SchedulerJob, SchedulerJobOptions, str], Schedul
 
 
 def recipe_and_run_folders(kind: str, name: str) -> tuple[str, str]:
-    """Return two folders on a scheduler's nodes: the one from which the recipe is read, and the one
-    to which the run is written."""
+    """Return the folders of the recipe and of the run, as seen from the scheduler's nodes."""
     if kind == "k8s":
         return _SHARED, f"{_SHARED}/runs/{name}"
     if kind == "skypilot":  # the folder is copied there

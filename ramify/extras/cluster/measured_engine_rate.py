@@ -57,12 +57,15 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 _ROUNDS = 20
-"""Iterations of reweighted least squares."""
+"""Number of iterations of the reweighted least-squares fit."""
 
 
 class InferenceEngineSpeed(msgspec.Struct, frozen=True):
-    """The speed of one inference engine: seconds per decoding step by number of concurrent
-    sequences, and the time for prompt tokens and requests."""
+    """The measured speed of one inference engine.
+
+    It consists of the seconds per decoding step for several numbers of concurrent sequences, and
+    the time for prompt tokens and requests.
+    """
 
     points: tuple[tuple[float, float], ...]
     """(concurrent sequences, seconds per step), sorted by sequences; linear between and beyond
@@ -86,7 +89,10 @@ class InferenceEngineSpeed(msgspec.Struct, frozen=True):
 
 
 class MeasuredRequest(NamedTuple):
-    """A measured request to an engine, or to one of several engines that share the load evenly."""
+    """The measured times and token counts of one request to an inference engine.
+
+    Several engines are assumed to share the load evenly.
+    """
 
     begun_s: float
     ended_s: float
@@ -102,11 +108,11 @@ def fit(
     *,
     hidden: float = 1.0,
 ) -> InferenceEngineSpeed:
-    """Fit the speed of an inference engine to the measured requests of a run in which ``engines``
-    engines shared the load.
+    """Estimate the speed of an inference engine from the recorded requests of a run.
 
-    ``hidden`` is the ratio of all requests that ran to those that were recorded; requests of
-    discarded rollouts are not recorded. Raises ConfigError if there are too few requests.
+    The load was shared evenly by ``engines`` engines. ``hidden`` is the ratio of all requests that
+    ran to those that were recorded; requests of discarded rollouts are not recorded. Raises
+    ConfigError if there are too few requests.
     """
     usable = [each for each in requests if each.sampled and each.ended_s > each.begun_s]
     served = delay_to_free_slots(usable, None if slots is None else slots * engines / hidden)
@@ -141,7 +147,7 @@ def fit(
 
 
 def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
-    """Divide the time into windows.
+    """Divide the measured time into windows, and return the engine's work in each window.
 
     Return four arrays with one value per window: busy seconds, steps of one engine, tokens that it
     sampled, and prompt tokens that it read. The tokens of a request are spread evenly over its
@@ -171,8 +177,10 @@ def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, .
 
 
 def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
-    """Return three arrays: the times at which a request began or ended, the number of running
-    requests after each time, and their total tokens per second."""
+    """Return how many requests were running, and at what total speed, after each start or end.
+
+    The result is three arrays: times, running requests, and tokens per second.
+    """
     begins = np.array([each.begun_s for each in served])
     ends = np.maximum(np.array([each.ended_s for each in served]), begins + 1e-9)
     pace = np.array([each.sampled for each in served]) / (ends - begins)
@@ -190,10 +198,10 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
 def delay_to_free_slots(
     requests: Sequence[MeasuredRequest], room: float | None
 ) -> list[MeasuredRequest]:
-    """Queue the requests for ``room`` slots, first come, first served.
+    """Delay the start of requests as if the engines had only ``room`` KV-cache slots.
 
-    Returns them with their start times delayed to when each got a slot. With ``room=None``, they
-    are returned unchanged.
+    Waiting requests get slots in the order of their arrival. Returns them with their start times
+    delayed to when each got a slot. With ``room=None``, they are returned unchanged.
     """
     if room is None:
         return list(requests)
@@ -222,8 +230,10 @@ def delay_to_free_slots(
 def _concurrent_load(
     served: Sequence[MeasuredRequest], share: float
 ) -> tuple[list[float], list[float]]:
-    """Return two values for each request: the mean number of sequences in its engine while it ran
-    (itself included), and the prompt tokens that the engine read in that time."""
+    """Return the mean concurrency during each request, and the prompt tokens read meanwhile.
+
+    The concurrency is the mean number of sequences in the engine, including the request itself.
+    """
     at, running, _ = _events(served)
     # The difference of this integral at two times, divided by the time, is the mean in between.
     area = np.concatenate([[0.0], np.cumsum(np.maximum(running * share, 1.0) * np.diff(at))])
@@ -243,10 +253,10 @@ def _concurrent_load(
 
 
 def _fit_least_absolute(rows: Floats, took: Floats) -> list[float]:
-    """Fit non-negative coefficients by minimizing absolute instead of squared deviations.
+    """Fit non-negative coefficients to measured times, ignoring outliers.
 
-    Windows in which the machine was also busy with other work then have little influence. The
-    result is scaled so that the total time is right.
+    The method is least absolute deviations. Windows in which the machine was also busy with other
+    work then have little influence. The result is scaled so that the total time is right.
     """
     coefficients = non_negative_least_squares(rows, took)
     least = 0.02 * float(took.mean())
@@ -263,10 +273,9 @@ def _fit_least_absolute(rows: Floats, took: Floats) -> list[float]:
 def non_negative_least_squares(
     matrix: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats
 ) -> list[float]:
-    """Solve a least-squares problem with non-negative coefficients, by trying every subset of
-    coefficients.
+    """Return non-negative coefficients that fit the measured times by least squares.
 
-    This is fast because there are few.
+    Every subset of the coefficients is tried. This is fast because there are few.
     """
     rows, seconds = np.array(matrix, dtype=float), np.array(took, dtype=float)
     num = rows.shape[1]
@@ -289,8 +298,7 @@ def non_negative_least_squares(
 def rate_from_steps(
     measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0
 ) -> InferenceEngineSpeed:
-    """Return the speed of an engine from measured pairs of concurrent sequences and seconds per
-    step.
+    """Create an engine's speed model from measured seconds per step at several concurrencies.
 
     A step with more sequences is assumed to take at least as long.
     """
@@ -308,10 +316,9 @@ _SHORT, _LONG = 8, 64
 async def measure_engine_rate(
     client: Client, *, slots: int, tokens: int = 64
 ) -> InferenceEngineSpeed:
-    """Measure the speed of a live engine with up to ``slots`` concurrent requests and replies of up
-    to ``tokens`` tokens.
+    """Measure the speed of a live engine with up to ``slots`` concurrent requests.
 
-    Raises ConfigError if the engine's replies are too short.
+    Replies have up to ``tokens`` tokens. Raises ConfigError if the engine's replies are too short.
     """
     draw = random.Random(0)
     await _time_request(
@@ -337,10 +344,10 @@ async def measure_engine_rate(
 async def _step_s(
     client: Client, draw: random.Random, at_once: int, tokens: int, prompt_s: float
 ) -> float:
-    """Measure the seconds of one decoding step with ``at_once`` concurrent sequences of ``tokens``
-    tokens each, not counting the time to read prompts.
+    """Measure the seconds per decoding step with ``at_once`` concurrent sequences.
 
-    Raises ConfigError if the model's replies end too early.
+    The time for reading prompts is subtracted. Each sequence has ``tokens`` tokens. Raises
+    ConfigError if the model's replies end too early.
     """
     timed = await asyncio.gather(
         *(_time_request(client, draw, _SHORT, tokens) for _ in range(at_once))
@@ -365,8 +372,7 @@ async def _step_s(
 async def _time_request(
     client: Client, draw: random.Random, words: int, tokens: int
 ) -> tuple[float, Reply]:
-    """Send a request with a prompt of random words, and return the seconds it took and its
-    reply."""
+    """Send a request with a random prompt, and return its duration in seconds and its reply."""
     text = " ".join(str(draw.randrange(10**4)) for _ in range(words))
     sampling = Sampling(max_tokens=tokens, temperature=1.0, seed=draw.randrange(2**31))
     started = time.perf_counter()
@@ -379,7 +385,7 @@ _BATCH = re.compile(r"batch(\d+)\.(decode|prefill)/steps")
 
 
 class RolloutCpuTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPU seconds that the rollouts of one training step used, as the run recorded them."""
+    """The recorded CPU time of one training step's rollouts."""
 
     step: int = 0
     cores: int

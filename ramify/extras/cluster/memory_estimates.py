@@ -49,10 +49,10 @@ _LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
 
 
 class MemoryEstimate(msgspec.Struct, frozen=True):
-    """The estimated memory of one process: bytes by component, and the memory of its device."""
+    """The estimated memory use of one process, by component."""
 
     parts: dict[str, int]
-    """Component -> its bytes."""
+    """Memory component -> its size in bytes."""
     room: int
     """Memory of the process's device in bytes; 0 if unknown."""
 
@@ -62,8 +62,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes that a trainer holds while it is not learning, for example while it waits for
-        rollouts."""
+        """The memory that a trainer holds while it waits for rollouts, in bytes."""
         return sum(num_bytes for name, num_bytes in self.parts.items() if name not in _LEARNING)
 
     @property
@@ -108,11 +107,11 @@ def estimate_engine_memory(
 
 
 def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
-    """Estimate the main memory of the empty sessions of one rollout worker, or of the run's own
-    process if it has no rollout workers.
+    """Estimate the RAM of the empty sessions in one rollout worker or in the run's own process.
 
-    Sessions of child calls and the data that code creates need more, which is not included because
-    their size is unknown.
+    The run's own process holds the sessions if there are no rollout workers. Sessions of child
+    calls and the data that code creates need more, which is not included because their size is
+    unknown.
     """
     at_once = _at_once(run, rollout_workers)
     return MemoryEstimate(
@@ -121,7 +120,7 @@ def estimate_session_memory(run: Run, rollout_workers: int, room_gb: float) -> M
 
 
 def session_memory_limits(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
-    """Yield the name of each memory limit beyond which a session is killed, and the limit in bytes.
+    """Yield the name and the bytes of each memory limit beyond which a session is killed.
 
     0 stands for a fraction of the machine's memory.
     """
@@ -154,10 +153,10 @@ def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
 def kv_cache_bytes(
     shape: ModelShape, device: DeviceHardwareSpec, itemsize: int, slots: int, limit: int | None
 ) -> int:
-    """Return the size of the KV cache in bytes when every slot (concurrent sequence) fills the
-    context window.
+    """Return the size of a full KV cache in bytes.
 
-    The cache is never larger than ``limit``.
+    It is full when every slot holds a sequence as long as the context window. A slot holds one of
+    the concurrent sequences. The cache is never larger than ``limit``.
     """
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
@@ -166,7 +165,7 @@ def kv_cache_bytes(
 
 
 def max_batch_tokens(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    """Return the maximum number of tokens in a training batch on one device.
+    """Return the maximum number of tokens in one training batch on a device.
 
     This is the configured number, or else as many as fit into the memory for activations.
     """
@@ -202,8 +201,11 @@ def _optimizer_bytes(run: Run, shape: ModelShape) -> int:
 
 
 def _gathered_bytes(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    """Return the bytes of weights gathered from other ranks during computation, and of full
-    gradients before they are reduced."""
+    """Return the memory for gathered weights and full gradients on one trainer rank, in bytes.
+
+    The weights are gathered from other ranks during computation. The full gradients are held until
+    they are reduced.
+    """
     itemsize = compute_dtype_bytes(run, device)
     shard = run.compute.shard
     experts = shape.experts // shape.layers
@@ -226,21 +228,23 @@ def _gathered_bytes(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> 
 
 
 def _parameters_per_rank(run: Run, dense: int, experts: int) -> int:
-    """Return the number of parameters that one rank uses in its computations: its share of the
-    dense parameters plus its share of the expert parameters."""
+    """Return the number of parameters per trainer rank under tensor and expert parallelism."""
     shard = run.compute.shard
     return dense // shard.tensor + experts // max(shard.tensor, shard.experts)
 
 
 def compute_dtype_bytes(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the bytes per element in matrix products, and in the weights gathered for them."""
+    """Return the bytes per number in the trainer's matrix products.
+
+    Weights that are gathered for these products have the same size.
+    """
     by_precision = {"fp32": FP32, "bf16": 2, "auto": weight_itemsize(run, device)}
     return by_precision[run.compute.precision]
 
 
 def _extra_model_bytes(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
-    """Return the bytes of models other than the trained one, by name: the reference model and the
-    critic."""
+    """Return the memory in bytes of a separate reference model and critic, if the run needs
+    them."""
     if run.rl is None:
         return {}
     models = {}
@@ -255,7 +259,8 @@ def _extra_model_bytes(run: Run, shape: ModelShape, shards: int) -> Mapping[str,
 
 
 def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[str, int]:
-    """Return the bytes, by component, that only rank 0 holds because it controls the run."""
+    """Return the memory that only rank 0 needs in order to control the run, in bytes by
+    component."""
     itemsize = weight_itemsize(run, device)
     parts = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
@@ -276,8 +281,10 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[
 
 
 def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the number of sequences that an engine decodes at once, according to its command-line
-    options."""
+    """Return the number of concurrent sequences set in the engine's command-line options.
+
+    If none is set, it is the default for the device.
+    """
     args = run.inference.args if run.inference is not None else ()
     for name, value in pairwise(args):
         if name in ("--slots", "--max-num-seqs", "--max-running-requests") and value.isdigit():
@@ -286,8 +293,10 @@ def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
 
 
 def _share_of_gpu(args: Sequence[str]) -> float:
-    """Return the fraction of a GPU's memory that vLLM or SGLang reserves, according to its
-    command-line options."""
+    """Return the fraction of a GPU's memory that an inference engine reserves.
+
+    It is read from the command-line options of vLLM or SGLang.
+    """
     for name, value in pairwise(" ".join(args).replace("=", " ").split()):
         if name in _SHARE_OPTIONS and value.replace(".", "", 1).isdigit():
             return float(value)

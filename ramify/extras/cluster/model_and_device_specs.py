@@ -1,4 +1,4 @@
-"""Sizes of models and speeds of devices, from which the memory and time of a run are estimated.
+"""Model sizes and device speeds, for estimating the memory and time of a run.
 
 A model is described by its numbers of parameters and the widths of its layers. Parameters are
 counted on the model itself, which is created without memory for its weights (on PyTorch's meta
@@ -43,7 +43,10 @@ class DeviceHardwareSpec(msgspec.Struct, frozen=True):
 
 
 class DeviceEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Fractions of a device's peak speed that a real program reaches, between 0 and 1."""
+    """The fraction of a device's peak speed that real programs reach.
+
+    There is one fraction from 0 to 1 for each kind of work.
+    """
 
     train: float = 0.35
     """Fraction of peak FLOP/s in forward and backward passes (MFU)."""
@@ -86,7 +89,7 @@ def device_of(name: str) -> DeviceHardwareSpec:
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """The sizes of a model that determine its memory and speed.
+    """The sizes of a model that determine how much memory and time it needs.
 
     All counts are numbers of parameters unless a field says otherwise.
     """
@@ -127,8 +130,7 @@ class ModelShape(msgspec.Struct, frozen=True):
 
 
 def model_shape_from_config(config: Any, lora: LoraSpec | None = None) -> ModelShape:
-    """Return the shape of the model that a Hugging Face configuration describes, with the sizes of
-    LoRA adapters if ``lora`` is given."""
+    """Return the model shape of a Hugging Face config, including LoRA adapters if given."""
     from ramify.models.load import context_window_from_config
     from ramify.train.backends.activation_memory import layers_of
     from ramify.train.backends.meta_model import build_meta_model
@@ -202,7 +204,7 @@ def policy_config(run: Run) -> Any:
 
 
 def _count_adapter_parameters(model: nn.Module, lora: LoraSpec) -> int:
-    """Count the parameters of LoRA adapters.
+    """Return the number of parameters that LoRA adapters add to a model.
 
     Each adapted matrix gets two: A of shape [rank, columns] and B of shape [rows, rank].
     """

@@ -42,18 +42,18 @@ _NODES = 4
 """Maximum number of nodes for which a pool is described node by node. A larger pool takes one line.
 """
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
-"""Role of each process whose name differs from the name of its role."""
+"""Role of a process in the plan -> name of that role in a run's placement, if the two differ."""
 
 
 class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The assumptions of a cluster plan: the type of device, the number of nodes, achievable
-    speeds, and the tokens in a step."""
+    """The assumptions on which a cluster plan is based, such as the device and the number of
+    nodes."""
 
     device: str = ""
     """Device of trainer ranks and engines, a name in ``DEVICES``. If it is empty: h100 if the roles
     request GPUs, otherwise cpu."""
     nodes: int | None = None
-    """Number of nodes, if there is only one pool. None: as in the recipe."""
+    """Number of nodes, if there is only one pool; None means as many as in the recipe."""
     shares: DeviceEfficiency = DeviceEfficiency()
     tokens: StepTokenCounts | None = None
     """Tokens in one step. If None, they are measured or assumed."""
@@ -62,8 +62,10 @@ class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class RoleProcesses(msgspec.Struct, frozen=True):
-    """The processes of one role, such as trainer ranks or engines, with the memory that each one
-    needs."""
+    """The processes of one role in a run, such as trainer ranks or engines.
+
+    The memory of each process is given, too.
+    """
 
     role: str
     count: int
@@ -76,7 +78,7 @@ class RoleProcesses(msgspec.Struct, frozen=True):
 
 
 class ColocatedProcesses(msgspec.Struct, frozen=True):
-    """Trainer and engine processes that share a device, with the memory that they need together."""
+    """Trainer and engine processes that share one device."""
 
     roles: tuple[str, ...]
     sleeps: bool
@@ -87,14 +89,15 @@ class ColocatedProcesses(msgspec.Struct, frozen=True):
 
     @property
     def peak_memory_phase(self) -> tuple[str, int]:
-        """The phase in which these processes use the most memory together, and the bytes used in
-        it."""
+        """The phase of a training step with the highest memory use, and the bytes used in it."""
         return max(self.bytes.items(), key=lambda phase: phase[1])
 
 
 class ClusterResourcePlan(msgspec.Struct, frozen=True):
-    """The plan of a run on a cluster: where each process runs, how much memory it needs, and how
-    long a step takes."""
+    """A plan of how a run uses the machines of a cluster.
+
+    It says where each process runs, how much memory it needs, and how long a step takes.
+    """
 
     name: str
     shape: ModelShape
@@ -113,7 +116,7 @@ class ClusterResourcePlan(msgspec.Struct, frozen=True):
 
 
 def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResourcePlan:
-    """Plan where a run's processes go, how much memory they need, and how long a step takes.
+    """Return a plan of how a run uses a cluster: its nodes, its memory and its step time.
 
     Nothing is started.
 
@@ -176,7 +179,7 @@ def plan(run: Run, options: ClusterPlanOptions | None = None) -> ClusterResource
 
 
 def format_plan_lines(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Format a cluster plan for the terminal, and yield its lines."""
+    """Yield the lines of a cluster plan, formatted for the terminal."""
     shape = plan.shape
     yield (
         f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width "
@@ -211,8 +214,10 @@ def format_plan_lines(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield a table of the fastest device meshes for the trainer ranks, and the settings that
-    select the best one."""
+    """Yield a table of the fastest device meshes for the trainer, for the terminal.
+
+    It ends with the settings that select the best one.
+    """
     if len(plan.meshes) < 2:
         return
     first, fitting = plan.meshes[0], sum(each.fits for each in plan.meshes)
@@ -232,7 +237,7 @@ def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _describe_placement(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield lines that show which processes run on which node."""
+    """Yield the lines of a cluster plan that assign processes to nodes."""
     places: dict[tuple[str, int], list[tuple[int, NodeResourceSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
         places.setdefault((placement_slot.pool, placement_slot.node), []).append(
@@ -257,7 +262,7 @@ def _describe_placement(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _pool_line(name: str, nodes: int, plan: ClusterResourcePlan) -> str:
-    """Describe a pool of many nodes in one line, with the number of processes in each role."""
+    """Return one line that describes a pool of many nodes and its number of processes per role."""
     pool = plan.pools.get(name)
     size = f" of {pool.gpus:g} GPUs and {pool.cpus:g} CPUs" if pool else ""
     slots = [slot for slot in plan.placement_slots if slot.pool == name]
@@ -316,7 +321,7 @@ def _colocated_processes(
     num: dict[str, int],
     devices: tuple[DeviceHardwareSpec, DeviceHardwareSpec],
 ) -> Iterator[ColocatedProcesses]:
-    """Yield the combined memory of trainer and engines if they share a device.
+    """Yield the combined memory of trainer and engine processes that share a device.
 
     If engines sleep while the trainer learns, the two never hold memory at the same time.
 
@@ -355,8 +360,10 @@ def _colocated_processes(
 
 
 def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -> Iterator[str]:
-    """Yield a sentence for each process that needs more memory than its device has, and for each
-    group of processes that share a device."""
+    """Yield one sentence for each process that does not fit into its device's memory.
+
+    Processes that share a device are checked together.
+    """
     for part in parts:
         if not part.memory.fits:
             yield (

@@ -263,7 +263,7 @@ def _measure_rate(model: str, slots: int) -> InferenceEngineSpeed:
 
 
 def _describe_measurements(inputs: SimulationInputs) -> Iterator[str]:
-    """Yield one sentence about each measurement behind the simulated figures."""
+    """Yield sentences that describe the measurements on which a simulation is based."""
     rate, sizes = inputs.rate, inputs.sizes
     num = sum(map(len, inputs.groups))
     yield (
@@ -287,7 +287,7 @@ def _describe_measurements(inputs: SimulationInputs) -> Iterator[str]:
 def _describe_assumptions(
     inputs: SimulationInputs, settings: Sequence[SimulationSetting], is_calibrated: bool
 ) -> Iterator[str]:
-    """Yield one sentence for each assumption behind the simulated figures."""
+    """Yield one sentence for each assumption that a simulation makes."""
     sizes, host = inputs.sizes, inputs.host
     if host is not None and any(setting.embedded for setting in settings):
         yield (
@@ -389,8 +389,10 @@ def _describe_setting(result: SimulationResult) -> str:
 
 
 def _format_count(number: float) -> str:
-    """Format a number with three significant digits, or as an integer with thousands separators if
-    it is at least 1000."""
+    """Format a number with three significant digits, or without decimals from 1,000 on.
+
+    Large numbers get thousands separators.
+    """
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 

@@ -1,5 +1,4 @@
-"""The workload of a rollout without its contents: how many tokens are read and sampled, how long
-code runs, and which call waits for which.
+"""Describe the work in a rollout without its text: tokens, code times, and nested calls.
 
     Trajectory (ids, texts, seconds)  ──>  RolloutWorkload
                                            └── CallWorkload
@@ -28,8 +27,7 @@ Ids = NDArray[np.int32]
 
 
 class CellWorkload(msgspec.Struct, frozen=True):
-    """The workload of one executed code cell: the running time of its code, and the model calls
-    that it makes."""
+    """The work in one executed code cell: its running time and the model calls that it makes."""
 
     seconds: float
     """Seconds that the code itself took, without the calls it made."""
@@ -39,7 +37,7 @@ class CellWorkload(msgspec.Struct, frozen=True):
 
 
 class TurnWorkload(msgspec.Struct, frozen=True):
-    """The workload of one turn: a request to the model, and the code cells in its reply."""
+    """The work in one turn: a model request and the code cells in its reply."""
 
     new: int
     """Prompt tokens that were not cached, so the engine has to read them."""
@@ -56,7 +54,7 @@ class TurnWorkload(msgspec.Struct, frozen=True):
     Empty if unknown."""
 
     def full_token_ids(self, before: Ids) -> Ids | None:
-        """Return the token ids of the whole prompt and reply.
+        """Return all token ids of the turn, first those of the prompt and then those of the reply.
 
         ``before`` holds the ids up to the end of the previous reply. Returns None if the ids are
         unknown.
@@ -68,7 +66,7 @@ class TurnWorkload(msgspec.Struct, frozen=True):
 
 
 class CallWorkload(msgspec.Struct, frozen=True):
-    """The workload of one model call, as a sequence of turns."""
+    """The work in one model call, which consists of turns."""
 
     turns: tuple[TurnWorkload, ...]
     host_s: float = 0.0
@@ -76,13 +74,13 @@ class CallWorkload(msgspec.Struct, frozen=True):
     the first reply."""
 
     def walk(self) -> Iterator[CallWorkload]:
-        """Yield this call, then all of its descendants."""
+        """Yield this model call and all calls below it."""
         yield self
         for child in self.children():
             yield from child.walk()
 
     def children(self) -> Iterator[CallWorkload]:
-        """Yield the calls made by this call's code, in the order in which they begin."""
+        """Yield the child calls of this model call in the order in which they begin."""
         for turn in self.turns:
             for cell in turn.cells:
                 for wave in cell.waves:
@@ -90,7 +88,7 @@ class CallWorkload(msgspec.Struct, frozen=True):
 
 
 class RolloutWorkload(msgspec.Struct, frozen=True):
-    """The workload of one rollout: its root call and every call below it."""
+    """The work in one rollout: the root call and all calls below it."""
 
     roots: tuple[CallWorkload, ...]
     """The root call and its branches. All of them begin together."""
@@ -106,7 +104,7 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
     @property
     def trainer_tokens(self) -> int:
-        """The number of tokens that the trainer processes for this rollout.
+        """The number of tokens of this rollout that the trainer processes.
 
         Each prompt token counts once, and replies are included.
         """
@@ -117,7 +115,7 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
 
 def workload_of_trajectory(trajectory: Trajectory) -> RolloutWorkload:
-    """Return the workload of a recorded rollout.
+    """Return the work in a recorded rollout, without its text.
 
     Calls made by judges are excluded, because they run after the rollout has ended.
     """
@@ -151,7 +149,7 @@ def workload_of_trajectory(trajectory: Trajectory) -> RolloutWorkload:
 
 
 def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
-    """Divide the calls of one code cell into waves.
+    """Group the model calls of one code cell into waves of overlapping calls.
 
     Calls that overlapped in time share a wave. A call without a recorded end is assumed to end at
     ``end_s``.
@@ -167,7 +165,7 @@ def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
 
 
 def _wave_seconds(wave: list[Call], end_s: float) -> float:
-    """Return the seconds from the first call's start in a wave until its last call ends."""
+    """Return how many seconds passed from the first start to the last end in a wave of calls."""
     ends = [end_s if call.ended_s is None else call.ended_s for call in wave]
     return max(ends) - min(call.started_s for call in wave)
 

@@ -32,14 +32,14 @@ characters."""
 
 
 class NodeGroup(msgspec.Struct, frozen=True):
-    """A group of identical nodes that a job requests together."""
+    """A group of identical nodes in a scheduler job."""
 
     nodes: int
     gpus: int
     """GPUs per node. ``cpus`` and ``memory_gb`` are per node, too."""
     cpus: int
     memory_gb: int | None
-    """Memory per node in 10^9 bytes. None: not requested."""
+    """Memory per node in 10^9 bytes; None means that none is requested."""
 
     def __str__(self) -> str:
         gpus = f"{self.gpus} GPUs and " if self.gpus else ""
@@ -123,7 +123,7 @@ def job_of(
 
 
 def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
-    """Return a node group for each pool that has processes.
+    """Return a node group for each pool of machines that the plan uses.
 
     The first group includes the node of the run's main process.
     """
@@ -144,7 +144,7 @@ def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
 def _without_pools(
     run: Run, plan: ClusterResourcePlan, nodes: int, device: DeviceHardwareSpec
 ) -> tuple[NodeGroup, int]:
-    """Return the node group for a recipe without pools, and the number of ranks per node."""
+    """Return the node group for a plan without machine pools, and the trainer ranks per node."""
     counts = {part.role: part.count for part in plan.parts}
     ranks = counts.get("other ranks", 0) + 1
     if nodes > 1 and (run.compute.backend != "fsdp" or ranks % nodes):

@@ -1,5 +1,7 @@
-"""Simulate a training run to predict its speed: rollouts begin when their allowed staleness
-permits, engines sample, and a trainer learns and publishes new weights.
+"""Simulate a training run's rollouts, engines and trainer to predict its speed.
+
+Rollouts begin as soon as their allowed staleness permits, engines sample, and a trainer learns and
+publishes new weights.
 
     queue and rollouts (simulated_rollout.py) on engines ───────────────────────▶ a step's groups
           ▲                                       (simulated_engine.py)                 │
@@ -41,8 +43,7 @@ from ramify.progress import report_progress
 
 
 class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one simulation, such as the number of engines, the number of trainer ranks,
-    and the maximum staleness."""
+    """The settings of one simulation, such as the number of inference engines."""
 
     engines: int = 1
     slots: int = 128
@@ -65,8 +66,8 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
     on_wire: int = 1_000_000
     """Maximum number of concurrent requests over all rollouts (``limits.max_concurrency``)."""
     keeps: bool = False
-    """True if an engine caches only what is in its slots. A call's cached prefix is lost when
-    another call takes its slot."""
+    """True if an engine caches only the sequences in its slots. A call's cached prefix is then lost
+    when another call takes its slot."""
     cache_tokens: int = 0
     """Capacity of an engine's cache in tokens. 0 means unlimited."""
     evaluate: int = 0
@@ -81,8 +82,7 @@ class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_token_staleness(self) -> int:
-        """The maximum staleness of a token: how many weight versions may lie between sampling it
-        and learning from it."""
+        """The maximum number of weight versions between sampling a token and training on it."""
         return self.staleness + self.grace_steps if self.staleness else 0
 
     def __post_init__(self) -> None:
@@ -133,19 +133,19 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: float
     """Mean number of rollouts per step that are dropped for being too slow."""
     computed_s: float = 0.0
-    """CPU seconds that a step's rollouts take in the embedded engine, the event loop and sessions,
-    if known."""
+    """CPU seconds that a step's rollouts take in the embedded engine, the event loop and sessions;
+    0 if unknown."""
     evaluating_s: float = 0.0
     """Seconds of evaluation per step. They are not part of ``step_s``."""
 
     @property
     def steps_per_hour(self) -> float:
-        """The number of training steps per hour, with the time for evaluations included."""
+        """The number of training steps per hour, including evaluation time."""
         return 3600 / (self.step_mean_s + self.evaluating_s)
 
 
 class _StepCounts(msgspec.Struct):
-    """Cumulative counters of a simulation at the end of one training step."""
+    """The running totals of a simulation at the end of a training step."""
 
     at_s: float
     evaluating_s: float
@@ -180,7 +180,7 @@ def simulate(
 
 
 class _Simulation:
-    """The state of one simulation: its clock, engines, trainer and counters."""
+    """One simulation in progress: its clock, engines, trainer and counters."""
 
     def __init__(
         self, measured: SimulationInputs, setting: SimulationSetting, seed: int, in_order: bool
@@ -223,7 +223,7 @@ class _Simulation:
         return self._result(around, steps)
 
     def _draw_group(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
-        """Draw the rollouts of one group, and decide whether all of them get the same reward.
+        """Draw the rollouts of a simulated group, and whether all of them get the same reward.
 
         Nothing can be learned from a group with equal rewards.
         """
@@ -259,7 +259,7 @@ class _Simulation:
                 self._evaluating_s += self._measured.evaluate_s
 
     def _learn(self, seconds: float) -> Generator[Event, Any, None]:
-        """Simulate learning for the given number of seconds.
+        """Simulate the time that the trainer spends on learning.
 
         Depending on the setting, the trainer uses the engines' devices, shared CPU cores or
         separate devices.
@@ -272,7 +272,8 @@ class _Simulation:
             yield from self._wait(seconds, self._setting.shared)
 
     def _wait(self, seconds: float, pauses_engines: bool) -> Generator[Event, Any, None]:
-        """Let simulated time pass, with the engines paused if ``pauses_engines`` is true."""
+        """Advance the simulated clock, pausing the engines meanwhile if ``pauses_engines`` is
+        true."""
         paused = self._engines if pauses_engines else []
         for engine in paused:
             engine.pause()
@@ -310,7 +311,7 @@ class _Simulation:
         )
 
     def _rollout_cpu_seconds(self) -> float:
-        """Return the CPU seconds that rollouts have used so far.
+        """Return how many CPU seconds the rollouts have used in the simulation so far.
 
         CPU time for learning is excluded.
         """
@@ -352,8 +353,10 @@ class _Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the ``share`` quantile of ``values``: the smallest value that is at least as large as
-    that fraction of them.
+    """Return a quantile of some values, which is always one of the values.
+
+    It is the smallest value such that at least the fraction ``share`` of all values is at or below
+    it.
 
     >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
     2.0
@@ -365,12 +368,12 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 MOST_ROLLOUTS = 300_000
-"""Maximum number of rollouts over all simulations of one call. A few hundred are simulated per
-second."""
+"""Maximum number of rollouts that one call of ``predict`` simulates over all settings. A few
+hundred are simulated per second."""
 
 
 class DeviceSplit(NamedTuple):
-    """One way to divide devices between inference engines and trainer ranks."""
+    """One way to divide devices between inference engines and the trainer."""
 
     engines: int
     ranks: int
@@ -442,9 +445,10 @@ def simulate_settings(
     steps: int = 20,
     seed: int = 0,
 ) -> list[SimulationResult]:
-    """Simulate each setting with the same work, and return one result per setting.
+    """Return the predicted speed of a training run with each of the given settings.
 
-    Raises ConfigError if that would take more than about an hour.
+    All settings are simulated on the same measured rollouts. Raises ConfigError if that would take
+    more than about an hour.
     """
     num = sum(each.items * each.group * (steps + 2 * each.staleness + 1) for each in settings)
     if num > MOST_ROLLOUTS:

@@ -40,7 +40,7 @@ from ramify.inference.local.kv_cache_slots import CacheSlotTable
 
 
 class _SlotRequest:
-    """A stand-in for a generation request.
+    """A simulated generation request for the engine's slot table.
 
     It has only the attributes that the engine's ``CacheSlotTable`` reads.
     """
@@ -53,8 +53,10 @@ class _SlotRequest:
 
 
 class SimulatedKvCache:
-    """A simulated KV cache: it tracks what each slot of an engine holds, and so how much of a
-    prompt must be read again."""
+    """A simulated KV cache, which tells how much of a prompt an engine must read again.
+
+    It tracks the contents of each slot.
+    """
 
     def __init__(self, slots: int, capacity: int) -> None:
         """Create a cache of ``slots`` slots.
@@ -64,7 +66,7 @@ class SimulatedKvCache:
         self._slots = CacheSlotTable(slots, max(capacity, 1))
 
     def admit(self, prompt: Ids, affinity: str) -> tuple[int, int] | None:
-        """Assign a slot to a request.
+        """Assign a KV-cache slot to a simulated request.
 
         Returns the slot and the number of prompt tokens that must be read, or None if no slot is
         free.
@@ -101,8 +103,10 @@ Spans = list[tuple[int, float]]
 
 
 class RecordedTokenIds(NamedTuple):
-    """The recorded token ids of a request in the measured run, which the cache simulation
-    replays."""
+    """The token ids of one request, as recorded in the measured run.
+
+    The simulation replays them to predict cache hits.
+    """
 
     ids: Ids
     """Token ids of the prompt, then of the reply."""
@@ -111,7 +115,7 @@ class RecordedTokenIds(NamedTuple):
 
 
 class _RunningSequence:
-    """A sequence that is waiting for a slot or decoding in one."""
+    """A sequence in a simulated engine, either waiting for a KV-cache slot or decoding in one."""
 
     def __init__(
         self,
@@ -129,7 +133,7 @@ class _RunningSequence:
         self.owner = owner
         self.known = known
         self.slot: int | None = None
-        """Index of the sequence's slot in the cache."""
+        """Index of the KV-cache slot that the sequence occupies; None if it has none."""
         self.begun: float | None = None
         """The engine's step count when the sequence got its slot. None while it waits."""
         self.spans: Spans = []
@@ -189,9 +193,11 @@ class SimulatedEngine:
 
     @property
     def speed_factor(self) -> float:
-        """Seconds of engine work per second of simulated time.
+        """The fraction of full speed at which the simulated engine runs now: 1 is full speed, 0 is
+        stopped.
 
-        The factor is below 1 if the engine shares CPU cores.
+        It is the number of seconds of engine work per second of simulated time. The factor is below
+        1 if the engine shares CPU cores.
         """
         return self._pace
 
@@ -210,12 +216,12 @@ class SimulatedEngine:
         owner: object = None,
         known: RecordedTokenIds | None = None,
     ) -> Event:
-        """Request a reply of ``sampled`` tokens, and return an event that occurs when the reply is
-        complete.
+        """Simulate a request for a reply of ``sampled`` tokens.
 
-        ``context`` is the length of the prompt in tokens, of which ``new`` are not cached. The
-        event's value lists how many tokens were sampled with which version of the weights.
-        ``cancel_requests_of`` ends all requests with the same ``owner``.
+        Returns an event that occurs when the reply is complete. ``context`` is the length of the
+        prompt in tokens, of which ``new`` are not cached. The event's value lists how many tokens
+        were sampled with which version of the weights. ``cancel_requests_of`` ends all requests
+        with the same ``owner``.
         """
         done = self._env.event()
         self.in_flight += 1
@@ -225,7 +231,7 @@ class SimulatedEngine:
         return done
 
     def cancel_requests_of(self, owner: object) -> None:
-        """Cancel all requests of an owner (a rollout).
+        """Cancel all simulated requests of a rollout (their ``owner``).
 
         Replies end at their current length.
         """
@@ -240,7 +246,7 @@ class SimulatedEngine:
         self._reschedule()
 
     def pause(self) -> None:
-        """Pause the engine until ``resume`` has been called as often as ``pause``."""
+        """Pause the engine; each ``pause`` needs a matching ``resume`` before it continues."""
         self._catch_up()
         self._paused += 1
         self._reschedule()
@@ -251,7 +257,7 @@ class SimulatedEngine:
         self._reschedule()
 
     def load_weights(self, version: int) -> None:
-        """Load a new version of the weights and drop all caches.
+        """Load a new version of the weights, which clears the simulated engine's caches.
 
         The tokens of running sequences are prefilled again.
         """
@@ -265,14 +271,14 @@ class SimulatedEngine:
         self._reschedule()
 
     def update_counters(self) -> None:
-        """Bring all counters up to date with the simulated clock."""
+        """Update the simulated engine's counters to the current time."""
         self._catch_up()
         self._reschedule()
 
     # --- time -------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Update progress and counters for the time that has passed since the last change."""
+        """Account for the engine's work since the last change in its state."""
         passed, self._at = self._env.now - self._at, self._env.now
         if self._paused or not self._running or passed <= 0:
             return
@@ -284,8 +290,10 @@ class SimulatedEngine:
         self._steps += (own_s - read_s) / self._rate.decode_step_s(len(self._running))
 
     def _reschedule(self) -> None:
-        """Move waiting requests into free slots, then schedule a wake-up for when the next sequence
-        ends."""
+        """Start waiting requests in free KV-cache slots, and schedule the next wake-up.
+
+        The engine wakes up when the next sequence ends.
+        """
         while self._waiting and len(self._running) < self._room() and not self._paused:
             each = self._waiting.popleft()
             each.begun = self._steps
@@ -298,7 +306,7 @@ class SimulatedEngine:
         self._schedule_wake_up()
 
     def _room(self) -> int:
-        """Return how many slots fit in the cache.
+        """Return how many sequences fit into the simulated KV cache at once.
 
         Every slot is as long as the longest sequence, running or next in line, rounded up to a
         power of two.
@@ -312,7 +320,7 @@ class SimulatedEngine:
         )
 
     def _schedule_wake_up(self) -> None:
-        """Schedule a wake-up for when the next sequence ends.
+        """Schedule the engine's wake-up for the time at which the next sequence ends.
 
         Earlier wake-ups become invalid.
         """
@@ -331,7 +339,8 @@ class SimulatedEngine:
         self._debt_s += self._rate.prompt_token_s * tokens
 
     def _to_read(self, each: _RunningSequence) -> int:
-        """Return how many prompt tokens must be read for a sequence that has just got a slot."""
+        """Assign a KV-cache slot to a sequence, and return how many prompt tokens are not
+        cached."""
         if self._cache is None or each.known is None:
             return each.new
         admitted = self._cache.admit(each.known.ids[: each.context], each.known.affinity)
@@ -360,7 +369,8 @@ class SimulatedEngine:
         each.done.succeed(each.spans)
 
     def _record(self, each: _RunningSequence) -> None:
-        """Record how many tokens were sampled with the current weights since the last record."""
+        """Record how many tokens of a reply the current weights have sampled since the last
+        call."""
         if each.begun is None:
             return
         tokens = min(self._steps - each.begun, each.sampled) - each.num_recorded
@@ -370,10 +380,10 @@ class SimulatedEngine:
 
 
 def pick_least_loaded_engine(engines: list[SimulatedEngine]) -> SimulatedEngine:
-    """Choose an engine for a new rollout: the one with the fewest requests in flight and, among
-    equals, the fewest rollouts so far.
+    """Return the least busy engine for a new rollout.
 
-    ``inference/http/fleet.py`` makes the same choice in real runs.
+    It is the engine with the fewest requests in flight and, among equals, the fewest rollouts so
+    far. ``inference/http/fleet.py`` makes the same choice in real runs.
     """
     engine = min(engines, key=lambda each: (each.in_flight, each.trees))
     engine.trees += 1

@@ -1,5 +1,6 @@
-"""Simulate rollouts, whose calls use engines, sessions and the host's CPU cores, and the queue from
-which the trainer takes groups of rollouts.
+"""Simulate the rollouts of a training run, and the queue that feeds them to the trainer.
+
+Rollouts use engines, sandboxed sessions and CPU cores.
 
     call:  request ──▶ host_s ──▶ cell ──▶ wave of concurrent calls ──▶ next wave … ──▶ next request
 
@@ -50,13 +51,13 @@ from ramify.train.rollouts.group_queue import (
 
 
 class SimulatedCores:
-    """Simulated CPU cores of the trainer's host.
+    """The simulated CPU cores of the trainer's machine.
 
     Sessions, the event loop and possibly an engine share them.
     """
 
     def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
-        """Create ``num`` cores.
+        """Create ``num`` simulated CPU cores that all simulated work shares.
 
         ``engine`` is the engine that runs in the trainer's process and uses these cores, too. None:
         engines have their own devices.
@@ -83,7 +84,7 @@ class SimulatedCores:
             engine.on_wants_changed = self.settle
 
     def run_session_work(self, seconds: float) -> Event:
-        """Run work in a session, a separate process.
+        """Simulate CPU work of a sandboxed session, which is a separate process.
 
         Returns an event that occurs when ``seconds`` of CPU time have been used.
         """
@@ -94,7 +95,7 @@ class SimulatedCores:
         return done
 
     def queue_loop_work(self, seconds: float) -> Event:
-        """Queue work on the event loop, behind what is already queued.
+        """Simulate CPU work of the event loop, after all work that is already queued.
 
         Returns an event that occurs when ``seconds`` of CPU time have been used.
         """
@@ -105,7 +106,7 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Bring all counters up to date and divide the cores again.
+        """Update all counters to the current time, and divide the CPU cores among the work again.
 
         Called when the engine starts or stops needing a core.
         """
@@ -123,7 +124,8 @@ class SimulatedCores:
             self._loop[0] = (left - passed * self._loop_pace, done)
 
     def _reschedule(self) -> None:
-        """Set the pace of all work, and schedule a wake-up for the first completion."""
+        """Recompute how fast each piece of work runs, and schedule a wake-up for the first to
+        finish."""
         engine_wants, loop_wants = self._engine is not None and self._engine.wants, bool(self._loop)
         # Engine and event loop share one Python interpreter, so together they use at most one core.
         wanting = self._wanting = len(self._sessions) + (engine_wants or loop_wants)
@@ -159,7 +161,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class SimulatedRollout:
-    """One rollout in the simulation, from its request to its end."""
+    """The state of one simulated rollout, from its request to its end."""
 
     def __init__(self, rollout: RolloutWorkload, over: Event) -> None:
         self.rollout = rollout
@@ -174,7 +176,7 @@ class SimulatedRollout:
         self.spans: Spans = []
 
     def give_up(self) -> None:
-        """Drop this rollout and cancel its requests.
+        """Drop this rollout from the simulation, and cancel its requests.
 
         Its group continues without it.
         """
@@ -185,7 +187,7 @@ class SimulatedRollout:
 
 
 class RolloutHostCpuUse(msgspec.Struct, frozen=True):
-    """The CPU use of rollouts on the trainer's host.
+    """The measured CPU use of rollouts on the trainer's machine.
 
     Work of the engine and of learning is excluded.
     """
@@ -212,11 +214,10 @@ class RolloutSimulator:
         *,
         embedded: bool = False,
     ) -> None:
-        """Create a simulator with at most ``at_once`` concurrent rollouts and at most ``on_wire``
-        concurrent requests.
+        """Create a simulator for the rollouts of a training run.
 
-        ``host`` describes shared CPU cores. If ``embedded`` is true, the first engine runs on them,
-        too.
+        At most ``at_once`` rollouts and at most ``on_wire`` requests run concurrently. ``host``
+        describes shared CPU cores. If ``embedded`` is true, the first engine runs on them, too.
         """
         self.env = env
         self.engines = engines
@@ -231,7 +232,7 @@ class RolloutSimulator:
         self._wire = Resource(env, on_wire)
 
     def run_rollout(self, attempt: SimulatedRollout) -> Process:
-        """Wait until the rollout may begin, then run it to its end."""
+        """Simulate one rollout from its start to its end, as soon as it may start."""
         with self._room.request() as place:
             yield place
             attempt.began_at = self.env.now
@@ -246,7 +247,7 @@ class RolloutSimulator:
             attempt.over.succeed()
 
     def spend_session_time(self, seconds: float) -> Event:
-        """Spend the time that a session took in the measured run.
+        """Simulate a sandboxed session that took ``seconds`` in the measured run.
 
         If cores are shared, only the computing part of it counts.
         """
@@ -314,15 +315,14 @@ rewards are equal."""
 
 
 class SimulatedQueueOptions(RolloutAdmissionOptions, Protocol):
-    """The options of the simulated queue: how many groups may be in progress, and when a slow
-    rollout is dropped as a straggler."""
+    """The options that limit simulated groups in progress and decide when to drop slow rollouts."""
 
     @property
     def straggler_factor(self) -> float: ...
 
 
 class SimulatedRolloutGroup:
-    """A group of rollouts that has begun but has not been used in a training step yet."""
+    """A simulated group of rollouts that no training step has used yet."""
 
     def __init__(
         self, number: int, attempts: Sequence[SimulatedRollout], has_no_signal: bool
@@ -340,7 +340,7 @@ class SimulatedRolloutGroup:
 
 
 class RolloutGroupQueueSimulator:
-    """The simulated queue of rollout groups from which training steps take their data."""
+    """The simulated queue from which training steps take complete groups of rollouts."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ class RolloutGroupQueueSimulator:
         self._news = env.event()
 
     def take(self, step: int) -> Generator[Event, Any, list[SimulatedRolloutGroup]]:
-        """Wait until enough groups are complete for a training step, then return them."""
+        """Wait for the groups of the next training step, and remove them from the queue."""
         self._advance_to_step(step)
         while True:
             self._note_begun()
@@ -378,7 +378,7 @@ class RolloutGroupQueueSimulator:
             )
 
     def on_new_weights(self, step: int) -> None:
-        """Begin more groups if the new weights allow it."""
+        """Start the groups of rollouts that the newest weights allow."""
         if self._rules.max_staleness:
             self._advance_to_step(step)
             self._begin()
@@ -422,7 +422,7 @@ class RolloutGroupQueueSimulator:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
-        """Drop the rollouts that are the only ones still delaying the step.
+        """Drop the slow rollouts if only they still delay the training step.
 
         If there are none, return the seconds until there may be some. Returns None if only the end
         of another group can change that.

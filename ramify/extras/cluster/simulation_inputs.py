@@ -46,15 +46,16 @@ from ramify.types.trajectory import RolloutGroupOutcome, Trajectory
 
 HOW = "train with schedule.save_rollouts_every=1, which saves every step's rollouts in OUT/rollouts"
 DEFAULT_SLOTS = 128
-"""Default slots of the embedded engine on a CPU."""
+"""Default number of slots (concurrent sequences) of the embedded engine on a CPU."""
 CPU_CACHE_BYTES = 2 << 30
 """Default cache size of the embedded engine on a CPU."""
 
 
 class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and settings of the measured run.
+    """The settings of the run in which the inputs of a simulation were measured.
 
-    A simulation uses them unless it is given others.
+    They include sizes such as the number of engines. A simulation uses them unless it is given
+    others.
     """
 
     items: int
@@ -77,8 +78,10 @@ class MeasuredRunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationInputs(msgspec.Struct, kw_only=True):
-    """The measurements of a run that feed a simulation: its rollouts, the speed of an engine, and
-    the times for learning and publishing."""
+    """The inputs of a simulation, measured in a finished run.
+
+    They include its rollouts, the engine speed, and the trainer's times.
+    """
 
     groups: list[list[RolloutWorkload]]
     rate: InferenceEngineSpeed
@@ -88,7 +91,8 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     learn_token_s: float
     """Seconds per trained token, when ``sizes.ranks`` ranks share the work."""
     learn_off: list[float] = msgspec.field(default_factory=lambda: [1.0])
-    """Ratio of measured to fitted learning time, for each step."""
+    """Measured learning time of each step, as a multiple of the fitted time. The simulation draws
+    from these ratios."""
     publish_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
     """Seconds from the end of learning to the beginning of the next step's rollouts."""
     prepare_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
@@ -110,10 +114,10 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     def sample_group(
         self, draw: random.Random, num: int, of: int | None = None
     ) -> list[RolloutWorkload]:
-        """Return ``num`` rollouts of one measured group: the group with the index ``of``, or a
-        random one if ``of`` is None.
+        """Return ``num`` measured rollouts of one group.
 
-        If the group has too few rollouts, some are repeated.
+        The group is the one with index ``of``, or a random one if None. If the group has too few
+        rollouts, some are repeated.
         """
         rollouts = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(rollouts):
@@ -123,8 +127,11 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     def draw_learning_times(
         self, draw: random.Random, tokens: int, ranks: int
     ) -> tuple[float, float]:
-        """Return two times for one step: the seconds to learn from ``tokens`` tokens with ``ranks``
-        trainer ranks, and the seconds to publish the weights."""
+        """Return the seconds for learning and the seconds for publishing weights in one training
+        step.
+
+        The step learns from ``tokens`` tokens with ``ranks`` trainer ranks.
+        """
         times = ranks / self.sizes.ranks
         # Each doubling of the ranks costs a factor ``scaling``. Fewer ranks are assumed to scale
         # linearly.
@@ -142,8 +149,10 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
     def draw_preparation_time(self, draw: random.Random) -> float:
-        """Draw a preparation time: the seconds between the end of a step's rollouts and the
-        start of learning."""
+        """Return a random delay in seconds between a step's rollouts and its learning.
+
+        It is drawn from the delays in the measured run.
+        """
         return draw.choice(self.prepare_s)
 
 
@@ -154,7 +163,7 @@ def read_measured_run(
     rate: InferenceEngineSpeed | None = None,
     scaling: float = 1.0,
 ) -> SimulationInputs:
-    """Read the measurements of a finished run from its folder, as the inputs of a simulation.
+    """Read the inputs of a simulation from the folder of a finished run.
 
     Args:
         run: The ``--out`` of ``ramify train``.
@@ -234,7 +243,7 @@ def read_measured_run(
 def _measured_steps(
     run: Path, lines: list[metric_file.StepMetrics]
 ) -> dict[int, metric_file.StepMetrics]:
-    """Return the metrics of each reinforcement-learning step with measured times, by step number.
+    """Return the metrics of each completed reinforcement-learning step, by step number.
 
     Raises ConfigError if there are fewer than two.
     """
@@ -258,7 +267,7 @@ def _measured_steps(
 
 
 def _read_saved_rollouts(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
-    """Yield the number and the trajectories of each step whose rollouts were saved."""
+    """Yield the number and the trajectories of each training step whose rollouts were saved."""
     decoder = msgspec.json.Decoder(Trajectory)
     for path in sorted((run / "rollouts").glob("step-*.jsonl")):
         try:
@@ -269,9 +278,10 @@ def _read_saved_rollouts(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
 
 
 def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Group trajectories by run name, without its ending ``/rollout=N``.
+    """Divide trajectories into their groups of rollouts, which share a run name or a task item.
 
-    Trajectories without such a name are grouped by item.
+    The suffix ``/rollout=N`` of a name is ignored. Trajectories without such a name are grouped by
+    item.
     """
     groups: dict[str, list[Trajectory]] = defaultdict(list)
     for tree in trees:
@@ -283,7 +293,7 @@ def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
 def _read_run_settings(
     run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]
 ) -> MeasuredRunSettings:
-    """Read the run's sizes and settings from its configuration.
+    """Read the sizes and settings of the measured run from its configuration.
 
     Missing sizes are counted in the saved rollouts.
     """
@@ -318,7 +328,7 @@ def _read_run_settings(
 
 
 def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
-    """Return how many tokens fit in the cache of an engine in the trainer's process.
+    """Return how many tokens fit into the KV cache of an engine in the trainer's process.
 
     Returns 0 if the size of the cache or of the model is unknown.
     """
@@ -341,7 +351,7 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 def _fit_engine_rate(
     trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float
 ) -> InferenceEngineSpeed:
-    """Fit the engine's speed to the recorded requests.
+    """Estimate the speed of the engines from the requests in recorded trajectories.
 
     Discarded rollouts ran at the same time but were not recorded. ``hidden`` corrects for them: it
     is the ratio of all rollouts to the recorded ones.
@@ -351,7 +361,7 @@ def _fit_engine_rate(
 
 
 def _fit_rate_to_cpu(spent: Sequence[RolloutCpuTime], slots: int) -> InferenceEngineSpeed | None:
-    """Fit the speed of an engine in the trainer's process to the CPU time of its steps.
+    """Estimate the speed of an engine in the trainer's process from the CPU time of its steps.
 
     Returns None if no steps were recorded.
     """
@@ -379,10 +389,10 @@ def _measure_host_cpu(
     hidden: float,
     num_steps: int,
 ) -> RolloutHostCpuUse | None:
-    """Measure how rollouts use the CPU of the trainer's host: the event loop's time per request,
-    and the fraction of session time spent computing.
+    """Estimate the CPU use of rollouts on the trainer's machine.
 
-    Returns None if the engine recorded no CPU time.
+    The result includes the event loop's time per request and the fraction of session time spent
+    computing. Returns None if the engine recorded no CPU time.
     """
     if not spent or not any(each.engine for each in spent):
         return None
@@ -400,18 +410,17 @@ def _measure_host_cpu(
 
 
 def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
-    """Yield each root call of a rollout, with the time at which it began."""
+    """Yield the root calls of a recorded rollout with their start times."""
     begins = [call.started_s for call in tree.calls if call.parent is None and call.kind != "judge"]
     for root, started_s in zip(workload_of_trajectory(tree).roots, begins, strict=True):
         yield root, tree.started_at + started_s
 
 
 def _replay_call(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """Return the requests of a call and its descendants, and the time at which the call ends if it
-    begins at ``at_s``.
+    """Return the requests that a model call and its descendants make if replayed from ``at_s`` on.
 
-    Turns and waves of calls follow one another without gaps, and the calls of one wave begin
-    together.
+    The time at which the last one ends is returned, too. Turns and waves of calls follow one
+    another without gaps, and the calls of one wave begin together.
     """
     requests: list[MeasuredRequest] = []
     for index, turn in enumerate(call.turns):
@@ -427,11 +436,11 @@ def _replay_call(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest]
 
 
 def _zero_variance(run: Path, otherwise: float) -> float:
-    """Return the fraction of groups in which all rollouts got the same reward, so that nothing can
-    be learned from them.
+    """Return the fraction of groups whose rollouts all got the same reward.
 
-    Lost and skipped groups do not count. ``otherwise`` is a rough estimate, returned if the run has
-    no record of its groups. If the estimate is 0, the result is 0 without a look at the record.
+    Nothing can be learned from such groups. Lost and skipped groups do not count. ``otherwise`` is
+    a rough estimate, returned if the run has no record of its groups. If the estimate is 0, the
+    result is 0 without a look at the record.
     """
     if not otherwise:
         return 0.0
@@ -444,7 +453,7 @@ def _zero_variance(run: Path, otherwise: float) -> float:
 def _fit_learning_time(
     tokens: Sequence[int], seconds: Sequence[float]
 ) -> tuple[float, float, list[float]]:
-    """Fit the time that learning takes.
+    """Fit a linear model of learning time: seconds per step plus seconds per token.
 
     Returns seconds per step, seconds per token, and the ratio of measured to fitted time for each
     step.
@@ -461,8 +470,7 @@ def _fit_learning_time(
 
 
 def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
-    """Return the seconds from the end of the previous step to the end of each step, without
-    evaluations.
+    """Return the duration of each training step in seconds, excluding evaluations.
 
     Steps whose predecessor was not logged are left out.
     """
@@ -480,7 +488,7 @@ def _step_seconds(lines: Sequence[metric_file.StepMetrics]) -> dict[int, float]:
 
 
 def _evaluation_seconds(lines: Sequence[metric_file.StepMetrics]) -> float:
-    """Return the mean seconds of an evaluation between two steps."""
+    """Return the mean duration in seconds of the evaluations between training steps."""
     first = min(each.step for each in lines if "learn_s" in each.values)
     last = max(each.step for each in lines if "learn_s" in each.values)
     between = [each for each in lines if first <= each.step < last] or lines
@@ -491,8 +499,10 @@ def _evaluation_seconds(lines: Sequence[metric_file.StepMetrics]) -> float:
 def _publishing_seconds(
     done: dict[int, metric_file.StepMetrics], step_seconds: dict[int, float]
 ) -> list[float]:
-    """Return the publishing time of each step: the seconds in which the trainer neither waited for
-    rollouts nor learned."""
+    """Return the seconds that publishing the weights took in each training step.
+
+    This is the step's duration without waiting and learning.
+    """
     remaining = [
         step_seconds[step] - done[step].values["work_s"] - done[step].values["learn_s"]
         for step in step_seconds
@@ -506,8 +516,7 @@ def _preparation_seconds(
     steps: Sequence[int],
     sizes: MeasuredRunSettings,
 ) -> list[float]:
-    """Return the preparation time of each step: how many seconds longer its work took than its
-    rollouts.
+    """Return the seconds for preparing each step's data after its rollouts have ended.
 
     For an asynchronous run, return ``[0.0]``.
     """

@@ -1,4 +1,4 @@
-"""The work in one training step: its number of tokens, and the FLOP that each token costs.
+"""The work in one training step: the number of tokens and the FLOPs that each one costs.
 
 In a forward pass, a token costs 2 FLOP per weight that multiplies it. Attention costs 4 FLOP for
 each pair of tokens and each element of the heads. A backward pass costs twice as much as a forward
@@ -16,15 +16,17 @@ from ramify.train.config import Run
 
 
 class StepTokenCounts(msgspec.Struct, frozen=True):
-    """The tokens in one training step, summed over all rollouts: how many are prompts and how many
-    are sampled."""
+    """The number of prompt tokens and sampled tokens in one training step.
+
+    Both are sums over all rollouts.
+    """
 
     sampled: float
     given: float
     """Prompt tokens. A prefix shared with the previous turn counts once."""
     rollouts: float
     why: str
-    """Where the numbers come from."""
+    """Explanation of how the token counts were obtained."""
 
     @property
     def num_learnt_tokens(self) -> float:
@@ -36,7 +38,7 @@ class StepTokenCounts(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokenCounts:
-        """Guess the tokens of a step before any run exists.
+        """Return a guess of the number of tokens per training step, before any run exists.
 
         Each rollout takes half of its allowed turns. Each reply has half of the maximum length,
         limited by the context window, and each prompt is as long as its reply.
@@ -55,7 +57,7 @@ class StepTokenCounts(msgspec.Struct, frozen=True):
 
 
 def forward_pass_equivalents(run: Run) -> float:
-    """Return the compute of a training step in units of forward passes over its tokens.
+    """Return the compute of a training step as a multiple of one forward pass over its tokens.
 
     A forward and a backward pass together count as three. Recomputed activations and extra
     log-probabilities add more.
@@ -64,8 +66,10 @@ def forward_pass_equivalents(run: Run) -> float:
 
 
 def _more_passes(run: Run) -> int:
-    """Return how many extra forward passes a step needs, for log-probabilities of the reference
-    model and of the policy before the update."""
+    """Return how many forward passes a training step needs for extra log-probabilities.
+
+    Those of the reference model and those of the policy before the update take one pass each.
+    """
     if run.rl is None:
         return 0
     streams = needs_of(run.rl.algorithm).streams
@@ -73,7 +77,7 @@ def _more_passes(run: Run) -> int:
 
 
 def forward_flop_per_token(shape: ModelShape, length: float) -> float:
-    """Return the FLOP of one token's forward pass in a sequence of ``length`` tokens.
+    """Return the FLOPs of one token's forward pass in a sequence of ``length`` tokens.
 
     On average, half of the sequence precedes the token.
     """

@@ -1,5 +1,4 @@
-"""Estimate how long each part of a training step takes, from the known speed of devices or from a
-measured run.
+"""Estimate the duration of each part of a training step from device speeds or a measured run.
 
     sampling    prompts read and tokens sampled, by all engines together
     learning    the passes of the trainer, by all ranks together
@@ -45,7 +44,7 @@ LINK_GB_PER_S = 10.0
 
 
 class MeasuredThroughput(msgspec.Struct, frozen=True):
-    """The measured speeds of a run: tokens per second per trainer rank and per engine."""
+    """The measured sampling and training speeds of a run, in tokens per second."""
 
     tokens: StepTokenCounts
     learnt_per_s: float
@@ -57,7 +56,7 @@ class MeasuredThroughput(msgspec.Struct, frozen=True):
 
 
 class StepSeconds(msgspec.Struct, frozen=True):
-    """The estimated seconds of each part of a training step, and where each number comes from."""
+    """The estimated duration of each part of a training step, in seconds."""
 
     sampling: float
     learning: float
@@ -68,9 +67,10 @@ class StepSeconds(msgspec.Struct, frozen=True):
 
 
 def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThroughput:
-    """Read tokens and speeds from the metrics of a finished run, without its first step.
+    """Return the speeds in a finished run's metrics, with the number of tokens per step.
 
-    Speeds are per trainer rank and per engine. Raises ConfigError if no step was measured.
+    The first step is left out. Speeds are per trainer rank and per engine. Raises ConfigError if no
+    step was measured.
     """
     rows = [
         row.values
@@ -180,7 +180,7 @@ def _estimate_sampling(
     tokens: StepTokenCounts,
     shares: DeviceEfficiency,
 ) -> tuple[float, str]:
-    """Estimate the seconds of sampling in one step, and explain the estimate in words.
+    """Return the estimated seconds of sampling in one training step, and an explanation.
 
     Reading prompts is limited by FLOP/s. Generation is limited by memory bandwidth or by FLOP/s,
     whichever takes longer.

@@ -1,5 +1,7 @@
-"""Estimate every mesh (arrangement of the trainer's ranks) that a model allows: the memory of a
-rank, the bytes that it sends in a step, and the seconds of learning.
+"""Estimate memory, communication and training time of every mesh that a model allows.
+
+A mesh is an arrangement of the trainer's ranks. The figures are the memory of a rank, the bytes
+that it sends in a step, and the seconds of learning.
 
     a batch          2 gathers of each layer's weights, 1 of what is outside; gradients once
                      (``shard``), then summed over copies (``replicas``)
@@ -46,7 +48,7 @@ NODE_GB_PER_S, NETWORK_GB_PER_S = 200.0, 25.0
 
 
 class RankCommunicationBytes(msgspec.Struct, frozen=True):
-    """The bytes that one rank of the trainer sends in a step, by purpose."""
+    """How many bytes one trainer rank sends in a training step, by purpose."""
 
     shard: float
     """Bytes of gathered weights and reduced gradients."""
@@ -63,11 +65,13 @@ class RankCommunicationBytes(msgspec.Struct, frozen=True):
 
 
 class TrainerMeshEstimate(msgspec.Struct, frozen=True):
-    """The estimated memory and speed of one mesh, which is one way to arrange the trainer's
-    ranks."""
+    """The estimated memory use and training speed with one device mesh.
+
+    A mesh is one way to arrange the trainer's ranks.
+    """
 
     fields: dict[str, int]
-    """Values for the fields of ``compute.shard``."""
+    """Field of ``compute.shard`` -> its value for this mesh."""
     memory: int
     """Memory in bytes of the rank that needs the most."""
     fits: bool
@@ -87,7 +91,7 @@ def estimate_meshes(
     tokens: StepTokenCounts,
     shares: DeviceEfficiency,
 ) -> list[TrainerMeshEstimate]:
-    """Estimate every mesh that a number of ranks can form.
+    """Return an estimate for every mesh that the given number of ranks can form.
 
     Meshes that fit into memory come first, and within each of the two groups the fastest comes
     first.
@@ -99,7 +103,7 @@ def estimate_meshes(
 
 
 def _sizes(run: Run, config: Any, ranks: int) -> Iterator[DeviceMeshSizes]:
-    """Yield the sizes of the meshes over which the model's layers can be split.
+    """Yield the dimensions of every device mesh that fits the model and the number of ranks.
 
     Tensor parallelism never extends beyond one machine.
     """
@@ -155,8 +159,7 @@ def learning_seconds(
     shares: DeviceEfficiency,
     sent: RankCommunicationBytes | None = None,
 ) -> float:
-    """Estimate the seconds that the trainer spends learning in one step on a mesh, including
-    communication and waiting."""
+    """Estimate the training seconds of one step on a mesh, including communication and waiting."""
     flop = forward_pass_equivalents(run) * forward_flop_per_token(shape, tokens.mean_length)
     products = _most_tokens(sizes, tokens) * flop / sizes.tensor
     products_s = products / (device.tflops * 1e12 * shares.train)
@@ -213,7 +216,7 @@ def sent_bytes(
 
 
 def _most_tokens(sizes: DeviceMeshSizes, tokens: StepTokenCounts) -> float:
-    """Return the number of tokens that the busiest group of ranks processes in a step."""
+    """Return the number of tokens per step for the group of trainer ranks with the most work."""
     rollouts = max(1, round(tokens.rollouts))
     return max(
         tokens.num_learnt_tokens / sizes.num_batches,
@@ -222,7 +225,7 @@ def _most_tokens(sizes: DeviceMeshSizes, tokens: StepTokenCounts) -> float:
 
 
 def _link_bytes_per_s(device: DeviceHardwareSpec, is_near: bool) -> float:
-    """Return the bytes per second that a rank can send, within a machine or between machines."""
+    """Return a trainer rank's bandwidth in bytes per second, within or between machines."""
     near = device.gb_per_s / 4 if device.is_cpu else NODE_GB_PER_S
     return 1e9 * (near if is_near or device.is_cpu else NETWORK_GB_PER_S)
 

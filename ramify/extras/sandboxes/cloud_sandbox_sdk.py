@@ -1,5 +1,4 @@
-"""Code shared by the providers of cloud sandboxes: load and check an SDK, check for an API key, and
-delete remote machines reliably.
+"""Code shared by the cloud sandbox providers: SDK checks, API keys, and reliable cleanup.
 
 A remote machine is called a box here.
 
@@ -32,9 +31,10 @@ NUM_CPUS = 1.0
 OVERHEAD_BYTES = 256 << 20
 """Memory for Python and the guest code, in addition to ``memory_bytes``."""
 CREATE_GRACE_S = 30.0
-"""Seconds that a cancelled start waits for a box under creation, so that it can be deleted."""
+"""Seconds that a cancelled start waits for the sandbox that is being created, so that it can be
+deleted."""
 DELETE_S = 8.0
-"""Time limit in seconds of one attempt to delete a box."""
+"""Time limit in seconds for one attempt to delete a remote sandbox."""
 NUM_DELETES = 3
 _PAUSE_S = 0.5
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SdkCallSignature:
-    """A call that a provider will make to an SDK, so that its signature can be checked in advance.
+    """A call that a provider makes to an SDK, described so that it can be checked in advance.
 
     For example, ``SdkCallSignature("Client.read", 2, ("limit",))`` describes ``client.read(path,
     limit=…)``.
@@ -60,7 +60,7 @@ class SdkCallSignature:
 
 @dataclass(frozen=True)
 class CloudSandboxSdk:
-    """The SDK of a cloud service, and the calls that a provider makes to it."""
+    """The SDK of a cloud sandbox service, and the calls that its provider makes."""
 
     provider: str
     module: str
@@ -100,7 +100,7 @@ class CloudSandboxSdk:
 
 
 def _fault(module: Any, call: SdkCallSignature) -> str:
-    """Return why a call to the SDK would fail, or an empty string if it would succeed."""
+    """Return why a call does not match the interface of an SDK, or an empty string if it does."""
     target = module
     for part in call.name.split("."):
         target = getattr(target, part, None)
@@ -123,7 +123,7 @@ def _fault(module: Any, call: SdkCallSignature) -> str:
 def require_api_key(
     provider: str, variables: tuple[str, ...], file: str = "", instead: str = ""
 ) -> None:
-    """Raise SandboxError if no API key for a service is found.
+    """Raise SandboxError if the API key of a cloud sandbox service is not configured.
 
     A key is given by all of ``variables``, by the variable ``instead``, or by an existing login
     file.
@@ -147,7 +147,7 @@ async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
 async def create_sandbox(
     provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
 ) -> T:
-    """Wait for the request that creates a box (a remote machine), and return the box.
+    """Return the remote machine (box) that the pending ``request`` creates.
 
     If the caller is cancelled meanwhile, the box is still awaited and then deleted, because the
     service may have created it already.
@@ -181,7 +181,7 @@ async def _create_and_delete(
 async def delete_after_failure(
     provider: str, box: str, delete: Callable[[], Awaitable[object]]
 ) -> None:
-    """Delete a box (a remote machine) after a failure.
+    """Delete a remote machine (box) after a failure, without raising another error.
 
     A failed deletion only warns, because the original failure is the error to report.
     """
@@ -202,7 +202,7 @@ def _warn(provider: str, box: str, why: str) -> None:
 
 
 async def delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
-    """Delete a box (a remote machine), with several attempts.
+    """Delete a remote machine (box), and try again if that fails.
 
     A cancellation of this task does not stop the deletion. If all attempts fail, the last error is
     raised.
@@ -223,7 +223,7 @@ async def _delete_with_retries(delete: Callable[[], Awaitable[object]]) -> None:
 
 
 async def _await_uninterrupted(work: Awaitable[None]) -> None:
-    """Wait until an operation is done, even if this task is cancelled.
+    """Wait for an operation to finish, even if the current task is cancelled meanwhile.
 
     The cancellation is raised afterwards.
     """

@@ -33,8 +33,8 @@ else:
 
 
 class CellNamingCompiler(compilerop.CachingCompiler):
-    """A compiler that gives IPython's cells the names used by all other sessions, so that
-    tracebacks look the same."""
+    """An IPython compiler that names code cells as other sandboxes do, so that tracebacks are
+    equal."""
 
     name = "<cell>"
 
@@ -43,8 +43,10 @@ class CellNamingCompiler(compilerop.CachingCompiler):
 
 
 class CellDisplayHook(DisplayHook):
-    """A display hook that stores the text of a cell's last expression for the session, and prints
-    nothing."""
+    """A display hook that stores the value of a cell's last expression as text.
+
+    Nothing is printed.
+    """
 
     text: str | None = None
 
@@ -96,7 +98,7 @@ def make_shell() -> HeadlessIPythonShell:
 
 
 def restore_exit_builtins() -> None:
-    """Restore Python's own ``exit`` and ``quit``.
+    """Restore the built-in ``exit`` and ``quit`` of Python.
 
     IPython replaces them with versions that need a terminal.
     """

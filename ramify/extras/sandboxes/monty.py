@@ -52,7 +52,8 @@ from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024
 SETTLE_S = 0.05
-"""Seconds that a process with Monty sessions waits before it exits."""
+"""Seconds that a process with Monty sessions waits before it exits, because a thread of Monty could
+crash it during the exit."""
 _AGAIN = "_lent_"
 """Prefix of the name under which a host function is passed into the session again after a cell has
 rebound its original name."""
@@ -148,7 +149,7 @@ class MontySession:
         self._is_closed = False
         self._reserved: dict[str, Any] = {}
         self._states: dict[str, dict[Any, Any]] = {}
-        """Dicts that both installed modules and cells may change."""
+        """Variable name -> dict that both installed modules and cells may change."""
         self._lent: dict[str, Callable[..., Any]] = {}
         self._modules: dict[str, types.ModuleType] = {}
         self._names: set[str] = set()
@@ -229,7 +230,7 @@ class MontySession:
     async def _await_cell(
         self, cell: MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
-        """Wait until a cell ends, is interrupted, or has worked for ``limit_s`` seconds.
+        """Wait until a code cell ends, is interrupted, or reaches its time limit.
 
         Returns the cell's value and error. Both are None if the cell was stopped.
         """
@@ -283,7 +284,8 @@ class MontySession:
         ), None
 
     async def _run_timed_step(self, cell: MontyCell, work: Any) -> Any:
-        """Run one step of the interpreter, and add its duration to the cell's working time."""
+        """Run one step of the Monty interpreter, and count its duration as the cell's working
+        time."""
         before, started = cell.worked_s, self._loop.time()
         task = asyncio.ensure_future(work)
         try:
@@ -296,8 +298,10 @@ class MontySession:
         return task.result()
 
     async def _next(self, cell: MontyCell, step: Any) -> Any:
-        """Answer the request for which a cell is suspended, such as a function call, and return the
-        step that resumes the cell."""
+        """Answer the request on which a code cell waits, and resume the cell.
+
+        For example, the request is a function call. Return the next step of the cell.
+        """
         if not hasattr(step, "function_name"):
             return step.resume()
         if step.is_os_function:
@@ -316,7 +320,7 @@ class MontySession:
             return step.resume({"exception": to_builtin_exception(error)})
 
     def _to_plain_data(self, value: Any) -> Any:
-        """Replace objects of the session's own classes with plain data.
+        """Replace instances of classes that were defined in the session with plain data.
 
         A dataclass becomes a dict of its fields, and any other object a short string.
         """
@@ -344,7 +348,7 @@ class MontySession:
         return cut(named, VALUE_CHARS)
 
     async def _is_alive(self) -> bool:
-        """Return True if the worker survived running out of memory.
+        """Return True if the session's worker process survived running out of memory.
 
         It either raises MemoryError or is killed.
         """
@@ -394,7 +398,7 @@ class MontySession:
         return notes or None, error, sorted(restored)
 
     async def _refresh_namespace(self) -> None:
-        """Update the namespace that installed modules read after a cell.
+        """Update the namespace of installed modules with the session's variables after a cell.
 
         Variables of the session are copied into it, and dicts shared with cells get their new
         contents.
@@ -477,7 +481,7 @@ class MontySession:
                         self._states[name] = value
 
     def _call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a host function from an installed module.
+        """Call a function of the host on behalf of an installed module.
 
         The module's code runs in a thread, so this call blocks until the host answers.
         """

@@ -17,8 +17,10 @@ from ramify.sandbox.guest.value_encoding import ValueEncoder, ValueEncodingError
 
 
 class MontyCell:
-    """The state of a running cell: its output, its working time, and the reason if it was
-    stopped."""
+    """A running code cell of the Monty interpreter.
+
+    It has the output, the working time, and the reason if the cell was stopped.
+    """
 
     def __init__(self, answer: Answer, max_output_bytes: int) -> None:
         self.answer = answer
@@ -43,8 +45,11 @@ class MontyCell:
 
 
 def inspect_cell(code: str) -> tuple[set[str], bool, bool]:
-    """Return the names that a cell may bind, whether it ends in an expression, and whether it uses
-    ``_``, the value of the previous expression."""
+    """Return which names a code cell may bind and how it uses the values of expressions.
+
+    The other two results tell whether the cell ends in an expression and whether it uses ``_``, the
+    value of the previous expression.
+    """
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
@@ -72,7 +77,7 @@ def is_encodable(value: Any) -> bool:
 
 
 def to_builtin_exception(error: Exception) -> Exception:
-    """Convert an exception to one that Monty can raise in its session.
+    """Convert an exception to a built-in one, which Monty can raise in its session.
 
     A builtin exception stays unchanged. Any other becomes a RuntimeError with the same message.
     """

@@ -1,10 +1,9 @@
-"""A byte stream made of files, for a cloud service that can read and write files but offers no
-two-way stream.
+"""A byte stream made of files, for cloud services that offer no two-way stream.
 
-The host polls for output: at once after it has sent something, and then less and less often. The
-program at the other end is ``stream_over_files_remote.py``, and the service is defined in
-``prime.py``. Compared with a real stream, this costs one more request in each direction, and only
-text can be sent.
+The service must be able to read and write files. The host polls for output: at once after it has
+sent something, and then less and less often. The program at the other end is
+``stream_over_files_remote.py``, and the service is defined in ``prime.py``. Compared with a real
+stream, this costs one more request in each direction, and only text can be sent.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from ramify.extras.sandboxes import cloud_sandbox_sdk
 
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
 _MAX_FAILURES = 40
-"""Maximum number of consecutive failed reads. The first reads may fail because the file does not
-exist yet."""
+"""Maximum number of consecutive failed reads of the output file, which may not exist yet at
+first."""
 _READ_BYTES = 1 << 20
 
 
@@ -34,7 +33,7 @@ class PrimeFiles:
         self._id = id
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file in the container, and create its folder if needed."""
+        """Write a file in the container, creating its folder if needed."""
         await self._client.upload_bytes(self._id, path, data, path.rpartition("/")[2])
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
@@ -92,7 +91,7 @@ class ByteStreamOverFiles:
         return b""
 
     async def _read(self) -> bytes:
-        """Return new output.
+        """Return the output that the command has written since the last call.
 
         If there is none, wait briefly and return empty bytes.
         """
@@ -118,7 +117,7 @@ class ByteStreamOverFiles:
         self._wait_s = min(self._wait_s * 1.5, _LONGEST_S)
 
     def _lines(self, data: bytes) -> bytes:
-        """Return the complete lines of output, and keep the unfinished last line for the next call.
+        """Return the complete lines in new output, and keep an unfinished last line for later.
 
         Control lines switch to the next file or end the output.
         """

@@ -23,7 +23,7 @@ _SHORTEST_S, _LONGEST_S = 0.005, 0.1
 
 
 def feed_command_input(folder: str, sink: IO[bytes]) -> None:
-    """Pass the host's input files to the command's standard input, in order and forever.
+    """Feed the numbered input files to the command's standard input, and never return.
 
     Output files that the host has read are deleted.
     """
@@ -46,10 +46,10 @@ def feed_command_input(folder: str, sink: IO[bytes]) -> None:
 
 
 def _read_complete(path: str) -> tuple[bytes, int] | None:
-    """Return the content of an input file, and the number of the output file that the host is
-    reading.
+    """Read an input file from the host, which also says which output file the host reads now.
 
-    Returns None while the file is missing or incomplete.
+    Returns the content and that file's number. Returns None while the file is missing or
+    incomplete.
     """
     try:
         with open(path, "rb") as file:
@@ -63,7 +63,7 @@ def _read_complete(path: str) -> tuple[bytes, int] | None:
 
 
 def write_output_files(folder: str, source: IO[bytes]) -> None:
-    """Write the command's output to numbered files until the command ends."""
+    """Write the command's output to numbered files until it ends."""
     number, size = 0, 0
     file = open(os.path.join(folder, "out.0"), "wb", buffering=0)  # noqa: SIM115  (replaced in the loop)
     for line in source:

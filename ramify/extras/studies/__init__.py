@@ -1,5 +1,4 @@
-"""Tasks and training signals that were written for studies, and other trainers' default settings
-for comparison.
+"""Research tasks and training signals, and other trainers' default settings for comparison.
 
     paper_evidence_task.py    answers whose proof comes from many sources
     programs/                 named operations, with a demonstrator, judges and an evaluator

@@ -1,5 +1,6 @@
-"""Hindsight hints: after a rollout, a judge may write a short hint that would have helped, and the
-policy learns from it.
+"""Hindsight hints: after a rollout, a judge may write a hint from which the policy learns.
+
+The hint is short and would have helped in the rollout.
 
     finished trajectory ── judge ── accepted? ── filters ──> hint (expected for 35-40 %)
                                        │            └─ rejected: short, long, sentences, leak,
@@ -49,12 +50,12 @@ class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Rules for accepting a hint, such as limits on its length."""
 
     min_chars: int = 10
-    """A hint must have more characters than this."""
+    """A hint must be longer than this many characters."""
     max_chars: int = 300
     max_sentences: int = 3
 
     def rejects(self, hint: str, item: Item, question: str) -> str:
-        """Return the reason for rejecting a hint as one word, or an empty string if the hint
+        """Return the reason for rejecting a hint as a single word, or an empty string if it
         passes."""
         text = hint.strip()
         if len(text) <= self.min_chars or len(text.split()) < 2:
@@ -88,7 +89,7 @@ def leaks_answer(hint: str, item: Item) -> bool:
 
 
 def _normalize_text(text: str) -> str:
-    """Normalize ``text`` so that formatting cannot hide a number.
+    """Normalize text so that different notations of a number compare equal.
 
     Removes thousands separators, dollar signs and surrounding blanks, and folds case.
     """
@@ -110,8 +111,8 @@ class Hindsight(
     """
 
     judge: Any
-    """A name from ``judge.JUDGES``, ``module:Class``, or an instance; its ``accept`` and ``hint``
-    are used."""
+    """Judge whose ``accept`` and ``hint`` are used: a name from ``judge.JUDGES``, a class as
+    ``module:Class``, or an instance."""
     filter: HintFilter = HintFilter()
     per_turn: bool = False
     """If true, ask for a hint per turn and show it right before that turn. Otherwise ask for one
@@ -189,8 +190,7 @@ class Hindsight(
     def _add_hints(
         self, hints: HintsForTrajectory, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
-        """Filter the hints in a judge's verdict, and attach those that pass to the turn for which
-        they were written."""
+        """Attach the hints in a judge's verdict that pass the filter to the judged turn."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(
             dict.fromkeys(
@@ -219,7 +219,7 @@ class Hindsight(
 
 
 def _without_repeats(all_hints: Sequence[HintsForTrajectory]) -> list[HintsForTrajectory]:
-    """Reject hints that an earlier trajectory of the group already has.
+    """Reject the hints of a trajectory if they repeat those of an earlier trajectory in the group.
 
     Returns all trajectories' hints.
     """
@@ -246,7 +246,7 @@ class DemonstrationHints(
     tag_field="name",
     tag="demonstrations",
 ):
-    """A source of hints that shows the teacher a solution of the same item.
+    """A source of hints that shows the teacher model a solution of the same item.
 
     The policy learns to do without it. This is self-distillation as in SDFT, OPSD and (with
     ``siblings``) SDPO. A solution fits only one item, so policies learn better from rules (see
@@ -254,8 +254,8 @@ class DemonstrationHints(
     """
 
     source: Literal["siblings", "item"] = "siblings"
-    """``siblings``: replies of a solved rollout of the same group. ``item``:
-    ``metadata[field]``."""
+    """Origin of the solution: ``siblings`` uses replies of a solved rollout of the same group,
+    ``item`` uses the item's ``metadata[field]``."""
     field: str = "solution"
     passed: float = 0.5
     skip_solved: bool = True
@@ -313,7 +313,8 @@ class NextMessageHints(
     tag_field="name",
     tag="next_message",
 ):
-    """A source of hints for recorded conversations (``task.traffic``).
+    """A source of hints that uses the user's next message in recorded conversations
+    (``task.traffic``).
 
     The hint for a reply is the user's next message. Implements ``HintSource``.
 
@@ -356,10 +357,9 @@ class FeedbackHints(
     tag_field="name",
     tag="feedback",
 ):
-    """A source of hints from the environment: the last error of a trajectory becomes its hint, as
-    in SDPO.
+    """A source of hints in which the last error of a trajectory becomes its hint.
 
-    Implements ``HintSource``.
+    The error comes from the environment, as in SDPO. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.FeedbackHints(max_chars=500))

@@ -1,5 +1,6 @@
-"""A task of finding evidence in scientific papers: choose the relevant papers, and locate the
-passages in them that answer a question.
+"""A task of finding evidence passages in scientific papers.
+
+The policy first chooses the relevant papers. The passages answer a question.
 
     context = {"P1": "# Title\\n\\n## Abstract\\n…\\n\\n## Methods\\n…", "P2": …}
 
@@ -126,7 +127,7 @@ _THINGS = ("devices", "observers", "cohorts", "plates", "wards", "models", "arch
 
 
 class PaperEvidenceTask(msgspec.Struct, frozen=True):
-    """A task that asks for the passages in several papers that answer a question.
+    """A task that asks which passages of several papers answer a question.
 
     Implements ``tasks.Task``.
     """
@@ -168,7 +169,7 @@ def evidence(
     judge_weight: float = 0.5,
     seed: int = 0,
 ) -> PaperEvidenceTask:
-    """Return a task whose questions are answered by locating passages in several papers.
+    """Return a task whose questions ask for evidence passages in several papers.
 
     Args:
         papers: Bounds of the number of papers, at least 2.
@@ -264,7 +265,7 @@ def _locate_quote(part: str, context: Mapping[str, str]) -> Place | None:
 
 
 def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> float:
-    """Return the F1 score of the given passages, counted in characters over all papers.
+    """Return the character-level F1 score of the answered passages.
 
     Without an answer, the score is 0.
     """
@@ -280,7 +281,7 @@ def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> flo
 
 
 def _child_scores(item: Item, trajectory: Trajectory) -> Any:
-    """Yield the id and rewards of each child call whose context is one of the papers."""
+    """Yield the paper id and the rewards of each child call that reads one paper."""
     ids = {digest_of(text): id for id, text in item.context.items()}
     for call in trajectory.calls:
         id = ids.get(call.context.digest) if call.context is not None else None
@@ -325,7 +326,7 @@ def _make(
 def _paper(
     rng: random.Random, substance: str, outcome: str, facts: int, chars: int, distractors: int
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Generate one paper.
+    """Generate the text of one artificial paper.
 
     Returns its text and the (start, end) positions of the facts planted in it.
     """
@@ -392,9 +393,9 @@ def _substance(rng: random.Random) -> str:
 def _random_wrong_passages(
     rng: random.Random, context: Mapping[str, str], gold: Sequence[Place]
 ) -> list[list[Any]]:
-    """Choose random passages that overlap no gold passage, as many as there are gold passages.
+    """Choose random passages that do not overlap the right ones.
 
-    They serve as an example of a wrong answer.
+    There are as many of them as right ones. They serve as an example of a wrong answer.
     """
     found: list[list[Any]] = []
     while len(found) < len(gold):
@@ -479,9 +480,9 @@ def _flatten_rows(rows: Sequence[Row], num_papers: int) -> Any:
 
 
 def _questions_with_evidence(qas: Any) -> Any:
-    """Yield each question with its evidence: the paragraphs from the first answer that has any.
+    """Yield each question about a paper with its evidence paragraphs.
 
-    The list is empty if no answer has evidence.
+    They belong to the first answer that has any. The list is empty if no answer has evidence.
     """
     if isinstance(qas, Mapping):  # columns instead of rows
         rows = [dict(zip(qas, values, strict=True)) for values in zip(*qas.values(), strict=True)]

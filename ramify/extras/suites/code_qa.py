@@ -147,7 +147,7 @@ def _function_source(function: str, *lines: str) -> str:
 
 
 def _value_question(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the value that a function returns.
+    """Generate a question about the value that a Python function returns.
 
     The value depends on constants in three modules.
     """
@@ -193,7 +193,7 @@ def _value_question(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _caller_question(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about which function calls a given one.
+    """Generate a question that asks which Python function calls a given function.
 
     Only one of the four choices calls it. The others mention it or call another function of its
     module.
@@ -229,7 +229,7 @@ def _caller_question(rng: random.Random, used: Sequence[str]) -> Asked:
 
 
 def _order_question(rng: random.Random, used: Sequence[str]) -> Asked:
-    """Make a question about the order in which four functions begin to run.
+    """Generate a question about the order in which four Python functions start to run.
 
     Some of them call others, and each call runs to its end before its caller makes the next one.
     """
@@ -284,7 +284,7 @@ FAMILIES = tuple(_QUESTIONS)
 
 
 def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[str]]:
-    """Return a function that generates filler modules.
+    """Return a function that generates filler modules for the Python package.
 
     Each has a constant and up to three functions, and every second one imports the module before
     it.
@@ -292,7 +292,7 @@ def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[st
     at, step = rng.randrange(NUM_WORDS), 7_654_321
 
     def one(imported: str) -> tuple[str, str]:
-        """Generate one module.
+        """Generate one filler module, which may import a function of another module.
 
         Returns its name and its text.
         """
@@ -348,7 +348,7 @@ def _longbench_item(row: Row) -> Item:
 
 
 def _of_domains(split: str, items: Sequence[Item], domains: Sequence[str]) -> Sequence[Item]:
-    """Return the items that belong to the given domains.
+    """Return the task items whose questions belong to the given domains.
 
     Raises ConfigError for a domain without items.
     """

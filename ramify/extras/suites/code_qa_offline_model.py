@@ -1,4 +1,4 @@
-"""How the offline model answers the suite ``code_qa``.
+"""Answer the suite ``code_qa`` as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its code follows imports to the
 modules that a question needs, and one sub-model call reads them.
@@ -59,7 +59,10 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 class _Package:
-    """The functions and constants of all modules in a text, by full name."""
+    """The Python package that a context contains, parsed into functions and constants.
+
+    They are stored under their full names.
+    """
 
     def __init__(self, text: str) -> None:
         self.functions: dict[str, ast.FunctionDef] = {}
@@ -75,19 +78,26 @@ class _Package:
                     self.constants[f"depot.{module}.{name}"] = int(str(node.value.value))
 
     def calls(self, place: str) -> list[str]:
-        """Return the functions of other modules that the function ``place`` calls, in order."""
+        """Return the functions of other modules that a function calls, in the order of the calls.
+
+        The function is named by ``place``.
+        """
         node = self.functions.get(place)
         found = [] if node is None else list(_calls_in(node))
         return [f"depot.{each}" for each in found]
 
     def order(self, place: str) -> Iterator[str]:
-        """Yield the functions that a call of ``place`` runs, in the order in which they begin."""
+        """Yield every function that runs during a call of a function, in the order of their starts.
+
+        The function is named by ``place``.
+        """
         for each in self.calls(place):
             yield each
             yield from self.order(each)
 
     def value(self, place: str) -> int | None:
-        """Return the value of a function that only calculates, or None if it does anything else."""
+        """Return the return value of a purely arithmetic function, or None for any other
+        function."""
         node = self.functions.get(place)
         last = node.body[-1] if node else None
         if not isinstance(last, ast.Return) or last.value is None:
@@ -114,7 +124,7 @@ class _Package:
 
 
 def _calls_in(node: ast.AST) -> Iterator[str]:
-    """Yield ``module.function`` for each call in the source, in order."""
+    """Yield the name ``module.function`` of each function call in the syntax tree, in order."""
     for child in ast.iter_child_nodes(node):
         match child:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=function)):
@@ -124,7 +134,7 @@ def _calls_in(node: ast.AST) -> Iterator[str]:
 
 
 def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a wrong answer: the letter of another choice."""
+    """Return the letter of a wrong choice as a plausible wrong answer."""
     return draw.choice([letter for letter in "ABCD" if letter != right])
 
 

@@ -1,5 +1,4 @@
-"""Plant facts in filler text: build a text of a given length with each fact at its relative
-position.
+"""Build long texts from filler, with facts planted at chosen positions.
 
     plant([(0.5, "The code is 12.")], sentences, chars=4_000, separator=" ")
 
@@ -25,7 +24,7 @@ Fact = tuple[float, str]
 
 
 def filler_rng(rng: random.Random) -> random.Random:
-    """Return a separate random generator for an item's filler.
+    """Create a separate random generator for the filler text of a task item.
 
     Call it after drawing from ``rng`` everything that must be the same at all lengths.
     """
@@ -38,7 +37,7 @@ def plant(
     chars: int,
     separator: str = "\n",
 ) -> str:
-    """Return a text of about ``chars`` characters in which the facts are separated by filler.
+    """Return a text of about ``chars`` characters, made of facts with filler between them.
 
     The length is exact to within one filler passage.
 
@@ -74,9 +73,9 @@ def plant(
 
 
 def _cut(block: list[str], chars: int, gap: int) -> list[str]:
-    """Return the passages of a block that fit in ``chars`` characters, at least one.
+    """Return the first filler passages of a block that fit into ``chars`` characters.
 
-    ``gap`` is the number of characters between passages.
+    There is always at least one. ``gap`` is the number of characters between passages.
     """
     if sum(map(len, block)) + gap * len(block) <= chars:
         return block

@@ -52,7 +52,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def sentence_pool(rng: random.Random, chars: int) -> list[str]:
-    """Return a pool of sentences from which a text of ``chars`` characters is filled at random.
+    """Return a pool of random sentences large enough to fill a text of ``chars`` characters.
 
     A short text gets a small pool, so that its item is generated in a few milliseconds.
     """
@@ -60,8 +60,10 @@ def sentence_pool(rng: random.Random, chars: int) -> list[str]:
 
 
 def pool_size(chars: int) -> int:
-    """Return how many different filler passages a text of ``chars`` characters needs, between 100
-    and 2,000."""
+    """Return the number of different filler passages for a text of ``chars`` characters.
+
+    It is between 100 and 2,000.
+    """
     return min(2_000, max(100, chars // 100))
 
 

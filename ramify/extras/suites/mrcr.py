@@ -63,7 +63,7 @@ _ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
 
 
 class MrcrScorer(msgspec.Struct, frozen=True):
-    """A reward function for the similarity between an answer and the right text.
+    """A reward function that measures the similarity between an answer and the right text.
 
     The answer must begin with the question's random text. The reward is the
     ``difflib.SequenceMatcher`` ratio of what follows. It is 0 for other answers, and for answers at
@@ -90,8 +90,10 @@ def mrcr(
     test: Any = None,
     seed: int = 0,
 ) -> SimpleTask:
-    """Return a task of repeating the reply to the nth of several identical requests, in a
-    generated conversation or one from MRCR's files.
+    """Return a task of repeating one of several replies to identical requests in a conversation.
+
+    The question asks for the reply to the nth such request. Conversations are generated or come
+    from MRCR.
 
     Args:
         tokens: Length of a generated text in tokens: 1,000 to 10,000,000. A token counts as four
@@ -142,7 +144,7 @@ def _turns(form: str, topic: str, reply: str) -> str:
 def _other_turns(
     rng: random.Random, chars: int, form: str, topic: str
 ) -> Callable[[int], list[str]]:
-    """Return a function that generates filler: other requests with their replies.
+    """Return a function that generates filler turns: other requests and the replies to them.
 
     Some share the text form or the topic of the question, but none shares both.
     """

@@ -1,4 +1,4 @@
-"""How the offline model answers the suite ``mrcr``.
+"""Answer the suite ``mrcr`` as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its code finds the identical requests
 without any sub-model call.
@@ -31,8 +31,10 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer: the reply to another request with the same wording or,
-    failing that, half of the right reply."""
+    """Return a plausible wrong answer: the reply to another of the identical requests.
+
+    If there is no such reply, half of the right reply is returned.
+    """
     nth = int(re.findall(r"to the (\d+)", question)[0])
     others = [number for number in range(1, 9) if number != nth]
     draw.shuffle(others)

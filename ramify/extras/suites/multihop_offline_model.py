@@ -1,4 +1,4 @@
-"""How the offline model answers the suite ``multihop``.
+"""Answer the suite ``multihop`` as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its code finds the document of each
 hop, and a sub-model call reads from it who or what comes next.
@@ -31,7 +31,7 @@ _FACTS = {
 
 
 def parse_hops(question: str) -> tuple[str, list[str]]:
-    """Return the description of the first person, and the relations from there to the answer."""
+    """Split a question into the description of its first person and the relations that follow."""
     forms = {
         "book": r"What is the title of the first book by (.+)\?.*",
         "bridge": r"What is the name of the only bridge of (.+)\?.*",
@@ -88,7 +88,10 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a wrong answer: another person, town, book or bridge from the text."""
+    """Return a plausible wrong answer of the same kind as the right one.
+
+    It is another person, town, book or bridge from the text.
+    """
     form = r"\b[A-Z][a-z]+ [A-Z][a-z]+\b"
     if right.endswith(" Bridge"):
         form = r"\b[A-Z][a-z]+ [A-Z][a-z]+ Bridge\b"

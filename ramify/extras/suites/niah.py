@@ -1,5 +1,6 @@
-"""The suite ``niah`` (needle in a haystack) with the tasks of RULER (Hsieh et al. 2024,
-2404.06654), and the task ``needle``, which asks for access codes.
+"""The suite ``niah`` (needle in a haystack), and the task ``needle`` about access codes.
+
+The suite has the tasks of RULER (Hsieh et al. 2024, 2404.06654).
 
     niah(tokens=65_536)                                          all families
     niah(tokens=1_000_000, families=("multikey_3", "vt"))
@@ -80,11 +81,11 @@ _DOTS = "..."
 
 
 class NeedleScorer(msgspec.Struct, frozen=True):
-    """A reward function: the fraction of right values found in the first 512 characters of an
-    answer, as in RULER.
+    """A reward function: the fraction of the expected values that an answer contains.
 
-    Guessing is penalized: if an answer names more values than there are right ones, the number of
-    named values is the divisor. So ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
+    Only the first 512 characters of the answer count, as in RULER. Guessing is penalized: if an
+    answer names more values than there are right ones, the number of named values is the divisor.
+    So ``7311460 or 1112223`` scores 0.5 if ``7311460`` is right.
 
     The values that an answer names are the numbers, ids or variables in the form of the right
     ones, or the words that occur in the text. For RULER's questions over documents (kind ``qa``),
@@ -108,10 +109,10 @@ class NeedleScorer(msgspec.Struct, frozen=True):
 
 
 def _form_of(golds: Sequence[str]) -> str | None:
-    """Return a regular expression that matches every value in the format of the right ones, such as
-    numbers with the same number of digits.
+    """Return a regular expression for values in the same format as the expected ones.
 
-    Returns None if the right values are words.
+    For example, it matches any number with seven digits. Returns None if the right values are
+    words.
     """
     for form in (rf"(?<!\d)\d{{{len(golds[0])}}}(?!\d)", _UUID, r"\b[A-Z]{5}\b"):
         if all(re.fullmatch(form, gold) for gold in golds):
@@ -120,7 +121,7 @@ def _form_of(golds: Sequence[str]) -> str | None:
 
 
 def _listed_words(text: str, context: str) -> Iterator[str]:
-    """Yield the words of an answer that occur in the second half of the context.
+    """Yield the words in an answer that also occur in the second half of the context.
 
     That half contains no instructions.
     """
@@ -192,7 +193,7 @@ def _uuids(rng: random.Random, num: int) -> list[str]:
 
 Value = Callable[[random.Random], str]
 Passages = Callable[[int], list[str]]
-"""Function that maps a number of filler passages to the passages."""
+"""Function that takes a number and returns that many filler passages."""
 
 
 def _noise(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
@@ -206,7 +207,8 @@ def _sentences(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -
 
 
 def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
-    """Return a function that generates filler made only of needles with other keys."""
+    """Return a function that generates filler needles, whose keys differ from those in the
+    question."""
     if what == "uuids":
         return lambda num: [
             _NEEDLE.format(what=what, key=_uuid(rng), value=_uuid(rng)) for _ in range(num)
@@ -240,7 +242,7 @@ def _needle_question(
     num_values: int = 1,
     asked: int = 1,
 ) -> Asked:
-    """Make a question about needles.
+    """Generate a question about needles, which are facts hidden in a long text.
 
     ``num_keys`` keys are planted with ``num_values`` values each. The question asks for the values
     of the first ``asked`` keys.
@@ -268,7 +270,7 @@ def _needle_question(
 
 
 def _variable_question(rng: random.Random, chars: int) -> Asked:
-    """Make a question about a chain of variables.
+    """Generate a question about the variables that get their value through a chain of assignments.
 
     The first is assigned a value, and each later one the variable before it.
     """
@@ -288,7 +290,7 @@ def _variable_question(rng: random.Random, chars: int) -> Asked:
 
 
 def _common_words(rng: random.Random, chars: int) -> Asked:
-    """Make a question about the ten most common words of a numbered list.
+    """Generate a question about the ten most common words in a numbered list.
 
     They are six or ten times as frequent as the others.
     """
@@ -327,7 +329,7 @@ def _common_words(rng: random.Random, chars: int) -> Asked:
 
 
 def _frequent_words(rng: random.Random, chars: int) -> Asked:
-    """Make a question about the three most frequent words of a coded text.
+    """Generate a question about the three most frequent coded words in a text.
 
     A word's frequency is proportional to 1 / rank². Dots are the most frequent entry, and the
     question excludes them.
@@ -432,9 +434,10 @@ def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float 
 
 
 def _access_code(rng: random.Random, chars: int) -> Asked:
-    """Make a question about an access code (family ``needle``).
+    """Generate a question about an access code that is stated in a long text.
 
-    Its facts and their relative positions are the same at every text length.
+    The question belongs to the family ``needle``. Its facts and their relative positions are the
+    same at every text length.
     """
     question, needles, codes = _access_codes(rng, 6)
     facts = [(rng.random(), text) for text in needles]
@@ -443,7 +446,7 @@ def _access_code(rng: random.Random, chars: int) -> Asked:
 
 
 def _access_codes(rng: random.Random, distractors: int) -> tuple[str, list[str], list[str]]:
-    """Generate a question about a person's access code.
+    """Generate a question about an access code, with the true and misleading sentences about it.
 
     Returns the question, the sentence that answers it followed by misleading ones, and the code in
     each sentence.

@@ -1,4 +1,5 @@
-"""How the offline model answers the suites ``niah`` and ``needle``.
+"""Answer the suite ``niah`` and the task ``needle`` as the offline model, a simulated language
+model.
 
 The offline model is a program that replaces a language model. Its code finds the sentences with the
 names in the question, and a sub-model call reads their values. Words are counted by code alone.
@@ -67,7 +68,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def _chain(value: str, text: str) -> list[str]:
-    """Return the variables that are assigned ``value``, directly or through other variables."""
+    """Return all variables that have the given value, directly or through other variables."""
     pairs = re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text)
     chain: list[str] = []
     while True:
@@ -80,8 +81,10 @@ def _chain(value: str, text: str) -> list[str]:
 
 
 def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a wrong answer: the right values with one of them replaced, by another value from the
-    text if possible."""
+    """Return a wrong answer in which one of the right values is replaced.
+
+    The other value comes from the text if possible.
+    """
     values = right.split(", ")
     place = draw.randrange(len(values))
     form = next((form for form in _FORMS if re.fullmatch(form, values[place])), "")
@@ -94,7 +97,7 @@ def make_wrong_answer(question: str, text: str, right: str, draw: random.Random)
 
 
 def _alter_value(value: str, draw: random.Random) -> str:
-    """Return ``value`` with a different last character that its format allows."""
+    """Return a wrong value in the same format, made by changing the last character."""
     kind = "0123456789" if value[-1].isdigit() else "ABCDEF" if value.isupper() else "abcdef"
     return value[:-1] + draw.choice([each for each in kind if each != value[-1]])
 

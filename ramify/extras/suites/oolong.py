@@ -67,13 +67,13 @@ _LABELLED = " || Label: {}"
 
 
 def header(num: int, labels: Sequence[str]) -> str:
-    """Return the header of a generated text: a first line that states the number of lines and the
+    """Return the first line of a generated text, which states the number of lines and the
     labels."""
     return _HEADER.format(num=num, labels=", ".join(labels))
 
 
 def format_text_line(day: int, user: int, instance: str, label: str = "") -> str:
-    """Return one line of a generated text: its date, user and sentence.
+    """Return one line of a generated text, made from a date, a user and a sentence.
 
     The label is added only if given.
     """
@@ -96,16 +96,16 @@ class OolongLines(msgspec.Struct, frozen=True):
     """
 
     days: array[int]
-    """Days since ``FIRST_DAY``."""
+    """Day of each line, as the number of days since ``FIRST_DAY``."""
     users: array[int]
     labels: array[int]
-    """Indices into the list of labels."""
+    """Label of each line, as an index into the list of labels."""
 
     def __len__(self) -> int:
         return len(self.days)
 
     def where(self, is_chosen: Callable[[int, int], bool]) -> OolongLines:
-        """Return the lines for which ``is_chosen(day, user)`` is true."""
+        """Return only the text lines that satisfy a condition on their day and user."""
         places = [
             place
             for place, (day, user) in enumerate(zip(self.days, self.users, strict=True))
@@ -119,7 +119,7 @@ class OolongLines(msgspec.Struct, frozen=True):
         )
 
     def label_counts(self, labels: Sequence[str]) -> dict[str, int]:
-        """Return the number of lines with each label.
+        """Return the number of text lines with each label.
 
         Labels that occur in no line are included with 0.
         """
@@ -128,7 +128,7 @@ class OolongLines(msgspec.Struct, frozen=True):
 
 
 class OolongScorer(msgspec.Struct, frozen=True):
-    """The scoring rule of OOLONG.
+    """The reward function of the OOLONG benchmark.
 
     A number scores 0.75^|difference| against the right number. Any other answer scores 1 if it is
     the same text or has the same list members, and 0 otherwise. Case, and additions such as
@@ -235,10 +235,11 @@ def _wrong_answer(gold: Any) -> Any:
 
 
 def _parse_gold(text: str) -> Any:
-    """Parse the answer column of a row: plain text, or a list in Python notation such as
-    ``['spam']``, ``[12]`` or ``[datetime.date(2024, 5, 3)]``.
+    """Parse the expected answer in a row of OOLONG's public files.
 
-    A list with one element becomes that element. Raises ValueError for an empty list.
+    It is plain text, or a list in Python notation such as ``['spam']``, ``[12]`` or
+    ``[datetime.date(2024, 5, 3)]``. A list with one element becomes that element. Raises ValueError
+    for an empty list.
     """
     dates = re.findall(r"datetime\.date\((\d+), (\d+), (\d+)\)", text)
     if dates:
@@ -259,7 +260,8 @@ def _parse_gold(text: str) -> Any:
 
 
 def _strip_answer(text: str) -> str:
-    """Strip what often surrounds an answer: ``Label: [spam]`` becomes ``spam``."""
+    """Remove the words and punctuation around a short answer: ``Label: [spam]`` becomes
+    ``spam``."""
     last = text.strip().splitlines()[-1] if text.strip() else ""
     last = last.rpartition(":")[2] if re.match(r"\W*[A-Za-z ]{1,30}:", last) else last
     return last.strip(" *[]'\"`.\t")
@@ -321,10 +323,9 @@ def _lines(
     users: int,
     days: int,
 ) -> tuple[OolongLines, str]:
-    """Generate lines with a date, a user and a labelled sentence, about ``chars`` characters in
-    total.
+    """Generate the lines of a text, each with a date, a user and a labelled sentence.
 
-    Returns the lines, and the full text with its header.
+    The text has about ``chars`` characters. Returns the lines, and the full text with its header.
     """
     ids = rng.sample(range(10_000, 100_000), users)
     # Labels, users and months are unequally frequent, so that most questions have one answer.
@@ -360,11 +361,11 @@ def _lines(
 
 
 class _Day(NamedTuple):
-    """The lines of one day, in the order in which they were generated."""
+    """The generated lines of one day, in the order of their generation."""
 
     labels: array[int]
     users: array[int]
-    """Indices into the list of users."""
+    """User of each sentence, as an index into the list of users."""
     instances: array[int]
     """One number for each sentence, which encodes its template, thing and place."""
 
@@ -399,7 +400,7 @@ def _least_common_question(rng: random.Random, lines: OolongLines, labels: Seque
 
 
 def _extreme_question(lines: OolongLines, labels: Sequence[str], which: str) -> Asked:
-    """Ask for the most or the least common label.
+    """Generate a question that asks for the most or the least common label.
 
     If several labels tie, all of them together are the right answer.
     """

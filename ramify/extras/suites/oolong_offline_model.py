@@ -1,4 +1,4 @@
-"""How the offline model answers OOLONG.
+"""Answer OOLONG as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its sub-calls label the lines of each
 part of the text, and code counts the labels.
@@ -30,7 +30,7 @@ _BEGINNINGS = {form.partition("{}")[0]: label for label, forms in LABELS.items()
 def labelled_lines(
     context: str, ask: Callable[[list[str]], list[str]], chars: int
 ) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """Return the labels that occur, and (date, user, label) of each line."""
+    """Return the possible labels, and the date, user and label of each line."""
     labels = re.findall(r"one of these labels: (.*?)\.\n", context)[0].split(", ")
     found = re.findall(
         r"^Date: (.+?) \|\| User: (\d+) \|\| Instance: (.*?)(?: \|\| Label: (.*))?$", context, re.M
@@ -60,7 +60,11 @@ def labelled_lines(
 
 
 def names_by_count_rank(counts: dict[str, int], which: int) -> str:
-    """Return all names with the largest (0), the second largest (1) or the smallest count (-1)."""
+    """Return the names with the largest, second-largest or smallest count.
+
+    ``which`` is 0 for the largest, 1 for the second and -1 for the smallest count. Names with equal
+    counts are all returned.
+    """
     sizes = sorted(set(counts.values()), reverse=True)
     size = sizes[-1 if which < 0 else min(which, len(sizes) - 1)]
     return ", ".join(sorted(name for name in counts if counts[name] == size))
@@ -155,7 +159,8 @@ def make_wrong_answer(question: str, text: str, right: str, draw: random.Random)
 
 
 def answer_plan_request(turn: ParsedPlanLeafRequest) -> Any:
-    """Return the right reply to a request of the plan ``aggregate``, or None for any other request.
+    """Return the right reply to a model call that the plan ``aggregate`` makes, or None for other
+    calls.
 
     For numbered records, the reply is the value that the question counts in each. For counts of
     these values, it is the answer to the question.
@@ -170,7 +175,7 @@ def answer_plan_request(turn: ParsedPlanLeafRequest) -> Any:
 
 
 def date_user_label(record: str) -> tuple[str, str, str]:
-    """Return the date, user and label of a line.
+    """Parse one line of the text into its date, user and label.
 
     All are empty if the line has another format.
     """
@@ -181,7 +186,7 @@ def date_user_label(record: str) -> tuple[str, str, str]:
 
 
 def _counted_value(question: str, date: str, user: str, label: str) -> str:
-    """Return the value that a question counts for one line, such as its label, user or month.
+    """Return the property of a line that the question counts, such as its label, user or month.
 
     Returns ``none`` if the question excludes the line.
     """
@@ -209,7 +214,7 @@ def _counted_value(question: str, date: str, user: str, label: str) -> str:
 
 
 def _by_counts(question: str, counts: dict[str, int], spread: dict[str, int]) -> str:
-    """Answer a question from counts.
+    """Return the answer to a question, given how many lines have each counted value.
 
     ``counts`` maps each value from ``_counted_value`` to its number of lines. ``spread`` maps each
     such number to how many values have it.

@@ -58,7 +58,7 @@ _FORM = (
 
 
 class PairListF1Scorer(msgspec.Struct, frozen=True):
-    """The F1 score of an answer that lists pairs.
+    """A reward function: the F1 score of the user pairs in an answer.
 
     It is 2·s / (m + r), where m is the number of pairs in the answer, r the number of pairs in the
     right answer, and s the number of pairs in both. The order within a pair does not matter. A pair
@@ -110,8 +110,10 @@ def oolong_pairs(
 
 
 class UserPairCondition(msgspec.Struct, frozen=True):
-    """A condition on pairs of users, the planted lines that decide who satisfies it, and the right
-    pairs."""
+    """A condition on pairs of users, and the planted lines that decide which pairs satisfy it.
+
+    The matching pairs are stored, too.
+    """
 
     text: str
     """The condition in words. It completes "pairs of users such that …"."""
@@ -189,7 +191,7 @@ def _text(
 def _planted_lines(
     rng: random.Random, ids: Sequence[int], condition: UserPairCondition, with_labels: bool
 ) -> dict[int, list[str]]:
-    """Return the lines to plant, by day.
+    """Return the planted lines of a generated text, grouped by day.
 
     They decide which pairs satisfy the condition. Every user gets at least one.
     """
@@ -280,7 +282,7 @@ def _cross_condition(rng: random.Random, ids: Sequence[int]) -> UserPairConditio
 
 
 def _choose_users(rng: random.Random, ids: Sequence[int]) -> list[int]:
-    """Choose a third to a half of the users at random, in ascending order."""
+    """Return a random third to half of the users, in ascending order."""
     return sorted(rng.sample(list(ids), rng.randint(len(ids) // 3, len(ids) // 2)))
 
 

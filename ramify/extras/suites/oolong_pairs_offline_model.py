@@ -1,4 +1,4 @@
-"""How the offline model answers ``oolong_pairs``.
+"""Answer ``oolong_pairs`` as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its sub-calls label the lines as in
 OOLONG. Code finds the users that satisfy the condition and joins them into pairs.
@@ -53,7 +53,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer: other labels for a few lines, or other pairs."""
+    """Return a plausible wrong answer, in which a few labels or pairs are changed."""
     if "pairs of users" not in question:
         return oolong_offline_model.make_wrong_answer(question, text, right, draw)
     pairs = right.split("\n")
@@ -65,7 +65,8 @@ def make_wrong_answer(question: str, text: str, right: str, draw: random.Random)
 
 
 def answer_plan_request(turn: ParsedPlanLeafRequest) -> Any:
-    """Return the right reply to a request of the plan ``pairwise``, or None for any other request.
+    """Return the right reply to a model call that the plan ``pairwise`` makes, or None for other
+    calls.
 
     For numbered records, the reply is the user and the label that the condition counts. For counts
     of these, it is the side of a pair that each user can take.
@@ -86,10 +87,10 @@ def _fact(record: str, labels: list[str], start: datetime.datetime | None) -> di
 
 
 def _sides(question: str, labels: list[str], counts: dict[str, int]) -> list[dict[str, str]]:
-    """Return on which side of a pair each user can be: ``first``, ``second``, ``both`` or
-    ``neither``.
+    """Return which side of a pair each user fits, according to the condition in the question.
 
-    ``counts`` maps each ``user | label`` to its number of records.
+    The side is ``first``, ``second``, ``both`` or ``neither``. ``counts`` maps each ``user |
+    label`` to its number of records.
     """
     found = {tuple(key.split(" | ")): count for key, count in counts.items()}
     users = sorted({user for user, _ in found})

@@ -1,5 +1,4 @@
-"""A summarization benchmark: facts are planted in a long text, and a summary is scored by how many
-of them it states.
+"""A summarization benchmark that scores how many facts planted in a long text a summary states.
 
     planted(tokens=65_536)
     planted(families=("updates",))
@@ -45,9 +44,10 @@ _FORM = (
 
 
 class PlantedFactScorer(msgspec.Struct, frozen=True):
-    """The score of a summary: the fraction of planted facts stated in its first 150 words.
+    """A reward function: the fraction of planted facts that a summary states.
 
-    Every wrong amount in those words counts as one more fact that the summary misses.
+    Only the first 150 words of the summary count. Every wrong amount in those words counts as one
+    more fact that the summary misses.
 
     A fact is a place with an amount. If a sentence or line names as many places as amounts, the
     first place has the first amount, and so on. Otherwise a place has the next amount after it, or
@@ -78,7 +78,7 @@ def _remove_commas(amount: str) -> str:
 
 
 def _stated_amounts(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each place that a sentence names, with the amount that it states for the place."""
+    """Yield each place that a sentence of a summary names, with the amount stated for it."""
     by_name = {place.casefold(): place for place in places}
     names_of = re.compile(rf"\b(?:{'|'.join(places)})\b", re.IGNORECASE)
     named = [(found.start(), by_name[found[0].casefold()]) for found in names_of.finditer(part)]
@@ -96,8 +96,7 @@ def _stated_amounts(part: str, places: Mapping[str, str]) -> Iterator[tuple[str,
 def planted(
     *, tokens: int = 8_192, families: str | Sequence[str] | None = None, seed: int = 0
 ) -> SimpleTask:
-    """Return a task that asks for summaries of a long text and scores them by the planted facts
-    that they state.
+    """Return a summarization task that scores how many planted facts a summary states.
 
     Args:
         tokens: Length of a text in tokens: 1,000 to 10,000,000. A token counts as four characters.
@@ -112,7 +111,10 @@ def planted(
 
 
 class PlantedFacts(NamedTuple):
-    """The facts that a good summary must state, and the sentences that state them in the text."""
+    """Facts planted in a text, which a good summary must state.
+
+    The sentences that state them in the text are stored, too.
+    """
 
     asked: str
     """What to summarize, as worded in the question."""
@@ -146,7 +148,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 def _plant_grants(
     rng: random.Random, places: Sequence[str], amounts: Sequence[str]
 ) -> PlantedFacts:
-    """Plant the grants that a council made, as the facts to summarize.
+    """Generate the facts of a text about grants that a council made.
 
     Distractors are grants that the council rejected, and grants made by a guild.
     """
@@ -168,7 +170,7 @@ def _plant_grants(
 def _plant_updates(
     rng: random.Random, places: Sequence[str], amounts: Sequence[str]
 ) -> PlantedFacts:
-    """Plant yearly grants that change.
+    """Plant yearly grants, whose amounts may be replaced by newer ones later in the text.
 
     The fact to summarize is the last amount stated for each place.
     """
@@ -185,7 +187,7 @@ def _plant_updates(
 def _plant_purchases(
     rng: random.Random, places: Sequence[str], amounts: Sequence[str]
 ) -> PlantedFacts:
-    """Plant the purchases of one person, as the facts to summarize.
+    """Plant one person's purchases as the facts to summarize.
 
     Distractors are purchases of another person with the same surname.
     """

@@ -1,4 +1,4 @@
-"""How the offline model answers the benchmark ``planted``.
+"""Answer the benchmark ``planted`` as the offline model, a simulated language model.
 
 The offline model is a program that replaces a language model. Its sub-calls extract the facts of
 each part of the text in order, and code keeps the last amount of each place.
@@ -43,7 +43,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
-    """Return the (place, amount) of each fact, in text order."""
+    """Return the place and the amount of each planted fact, in the order of the text."""
     if bought := re.match(r"what (\w+ \w+) bought", wanted):
         form = rf"{bought[1]} bought the \w+ of (?P<place>\w+) for (?P<amount>\d+) crowns"
     elif "latest yearly grant" in wanted:
@@ -54,7 +54,7 @@ def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
 
 
 def make_wrong_answer(question: str, text: str, right: str, draw: random.Random) -> str:
-    """Return a plausible wrong answer.
+    """Return a plausible wrong summary of the planted facts.
 
     One fact gets another amount from the text, or the answer is ``NONE`` if there is no other
     amount. If the right answer has no facts, one is made up from the text. Without any amounts in
@@ -76,7 +76,8 @@ def make_wrong_answer(question: str, text: str, right: str, draw: random.Random)
 
 
 def answer_plan_request(turn: ParsedPlanLeafRequest) -> str | None:
-    """Return the right reply to a request of the plan ``summarise``, or None for any other request.
+    """Return the right reply to a model call that the plan ``summarise`` makes, or None for other
+    calls.
 
     For a passage, the reply states its facts as sentences. For several summaries, it states the
     last amount of each place.

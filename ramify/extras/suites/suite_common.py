@@ -28,8 +28,7 @@ Row = Mapping[str, Any]
 
 
 class BenchmarkFileFormat(msgspec.Struct, frozen=True):
-    """The format of a benchmark's published files: which columns a row has, and how it becomes an
-    item."""
+    """The file format of a published benchmark, and how its rows become task items."""
 
     benchmark: str
     """Name of the benchmark, for errors."""
@@ -82,7 +81,9 @@ class JsonArrayRows(LazySequence[Row]):
 def chosen_families(
     suite: str, families: str | Sequence[str] | None, known: Sequence[str], tokens: int
 ) -> tuple[str, ...]:
-    """Check the chosen families of questions, and return their names without duplicates.
+    """Return the names of the chosen families of questions, after checking them.
+
+    Each name occurs once.
 
     Args:
         suite: Name of the suite, for errors.

@@ -61,10 +61,10 @@ def format_kv_cache_prometheus(pressure: CachePressure) -> str:
 
 
 def combine_kv_cache_pressure(loads: Iterable[CachePressure | None]) -> CachePressure | None:
-    """Combine the KV cache loads of several servers: the utilization of the fullest cache, and
-    total numbers of waiting and evicted sequences.
+    """Return the combined KV-cache load of several servers.
 
-    Returns None if no server reports its load.
+    It has the highest utilization and the summed counts. The counts are those of waiting and
+    evicted sequences. Returns None if no server reports its load.
     """
     known = [load for load in loads if load is not None]
     if not known:
@@ -90,11 +90,14 @@ class EngineServerInfo(NamedTuple):
     """``processed_logprobs`` if log-probabilities are those of the distribution from which tokens
     are sampled; empty if not reported."""
     levels: tuple[int, ...] = (1, 2)
-    """Sleep levels that the server supports; both if it does not report them."""
+    """Sleep levels that the server supports; 1 and 2 if it does not report them."""
 
 
 class SampledTokenIds(NamedTuple):
-    """The token ids sampled by an engine for one request, with their log-probabilities."""
+    """The token ids that an engine sampled for one request.
+
+    Their log-probabilities are given, too.
+    """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -127,7 +130,7 @@ class EngineClient(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Raise ModelError unless the server reports in time that it is alive."""
+        """Raise ModelError unless the server passes a health check in time."""
         ...
 
     async def sample(
@@ -135,10 +138,9 @@ class EngineClient(Protocol):
     ) -> SampledTokenIds: ...
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability, at temperature 1, of each token of a sequence given the
-        tokens before it.
+        """Return the log-probability of each token of a sequence at temperature 1.
 
-        The first token has none, and is left out.
+        It is conditional on the tokens before it. The first token has none, and is left out.
         """
         ...
 
@@ -147,7 +149,7 @@ class EngineClient(Protocol):
         ...
 
     async def is_in_vocabulary(self, id: int) -> bool:
-        """Return True if a token id is in the server's vocabulary."""
+        """Return True if the engine's vocabulary contains the token id."""
         ...
 
     async def fingerprint(self) -> str | None: ...
@@ -187,8 +189,8 @@ class EngineClient(Protocol):
         ...
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory again, ``weights`` or ``kv_cache``, after ``sleep`` has
-        released it."""
+        """Reallocate one kind of memory, ``weights`` or ``kv_cache``, after ``sleep`` released
+        it."""
         ...
 
     async def is_asleep(self) -> bool:

@@ -52,7 +52,7 @@ many tokens."""
 
 
 class EngineStateConflict(Refused):
-    """Raised when the server is not in the state that a request assumes.
+    """Raised when the state of an engine server does not permit a request.
 
     For example, it may lack the weights that an update builds on.
     """
@@ -130,7 +130,7 @@ def _error(where: str, status: int, payload: bytes) -> ModelError:
 
 
 def _error_message(payload: bytes) -> str:
-    """Return the message in an error response's body, as one line of at most 300 characters."""
+    """Return the message of a server's error response in one line of at most 300 characters."""
     try:
         value = msgspec.json.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -143,8 +143,7 @@ def _error_message(payload: bytes) -> str:
 
 
 class BaseEngineClient:
-    """The base class of clients for engine servers, with the parts that all engine software
-    shares."""
+    """The base class of the clients for engine servers, common to all engine software."""
 
     def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
         self._api = EngineHttpClient(url, key)
@@ -169,11 +168,10 @@ class BaseEngineClient:
 
 
 def next_reply_seed(seed: int, affinity: str, num_ids: int) -> int:
-    """Derive the seed for sampling the next reply of a call from the number of tokens in its
-    prompt.
+    """Return the sampling seed for a model call's next reply.
 
-    Engines restart their random numbers with each request, so each turn of the call needs another
-    seed.
+    It depends on the length of the prompt. Engines restart their random numbers with each request,
+    so each turn of the call needs another seed.
     """
     text = f"{seed}|{affinity}|{num_ids}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) >> 1
@@ -228,10 +226,10 @@ async def wait_until_up(
 async def check_engine_compatibility(
     server: EngineClient, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0
 ) -> None:
-    """Raise ConfigError if a server does not fit the policy's vocabulary size, dtype (such as
-    ``float32``) or context window in tokens.
+    """Raise ConfigError if an engine server does not fit the policy.
 
-    If ``level`` is above 0, the server must also support that sleep level.
+    Its vocabulary size, dtype (such as ``float32``) and context window in tokens are compared. If
+    ``level`` is above 0, the server must also support that sleep level.
     """
     try:
         facts = await server.facts()

@@ -67,9 +67,9 @@ class EngineProcess:
         self._start()
 
     async def restart(self) -> None:
-        """Stop the process if it still runs, and start it again, possibly at another ``url``.
+        """Stop the engine's process if it still runs, and start it again.
 
-        Raises ConfigError if it cannot be started.
+        Its ``url`` may change. Raises ConfigError if it cannot be started.
         """
         await asyncio.to_thread(self._restart)
 
@@ -90,10 +90,9 @@ class EngineProcess:
         self._process = self._launcher.start(self._member, command, environment, self.log.resolve())
 
     def check_port_owner(self) -> None:
-        """Raise ConfigError if another user's process listens at the engine's address, because it
-        would receive the API key.
+        """Raise ConfigError if the engine's address is in use by a process of another user.
 
-        Only addresses of this machine can be checked.
+        That process would receive the API key. Only addresses of this machine can be checked.
         """
         user = listener_user_id(self._host, self._port) if self._host == _HOST else None
         if user not in (None, os.getuid()):
@@ -111,7 +110,10 @@ class EngineProcess:
         return self._process.poll()
 
     def exit_reason(self) -> str:
-        """Return how the engine's process ended, with the last lines of its log."""
+        """Return how the engine's process ended.
+
+        The text includes the last lines of its log.
+        """
         return f"{self._process.where} {self._process.exit_reason()}"
 
     def close(self) -> None:
@@ -131,8 +133,7 @@ async def engine_exit_status(engine: EngineProcess | None) -> int | None:
 
 
 async def wait_briefly_for_exit(engine: EngineProcess | None) -> int | None:
-    """Return the exit status of an engine whose connections broke, after giving its process a
-    moment to exit.
+    """Wait briefly for a lost engine's process to exit, and return its exit status.
 
     Returns None if it still runs or was not started by this process.
     """

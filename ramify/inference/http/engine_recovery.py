@@ -1,4 +1,4 @@
-"""Recovery of lost inference engines: which ones come back, and how callers wait for them.
+"""Recovery of lost inference engines: bringing them back, and waiting for them.
 
     an engine is lost ── may it return? ── bring it back ── ready ── new weights ──▶ it answers
                              └ no: it was lost more than ``restarts`` times since it last took
@@ -40,7 +40,7 @@ _log = ComponentLogger("inference")
 
 
 class EngineAvailabilityTracker:
-    """Tracks which engines are lost and which have come back.
+    """Tracks which engines were lost and which have recovered.
 
     It belongs to one event loop.
     """
@@ -58,9 +58,10 @@ class EngineAvailabilityTracker:
         """
         self._bring = bring
         self.on_return: Callable[[], Awaitable[None]] | None = None
-        """Called to give the newest weights to engines that are back. It handles its own errors."""
+        """Called when lost engines have come back, to give them the newest weights. It handles its
+        own errors."""
         self.ready: list[EngineClient] = []
-        """Engines that are back but do not have the current weights yet."""
+        """Engines that have come back but do not have the current weights yet."""
         self.reasons: list[str] = []
         """Why engines were lost, oldest first."""
         self.num_lost = 0
@@ -71,7 +72,7 @@ class EngineAvailabilityTracker:
 
     @property
     def returning_urls(self) -> set[str]:
-        """The addresses of lost engines that are expected to come back."""
+        """The addresses of lost engines that are being recovered."""
         return set(self._coming)
 
     @property
@@ -80,14 +81,15 @@ class EngineAvailabilityTracker:
 
     @property
     def is_any_returning(self) -> bool:
-        """True while an engine is being brought back."""
+        """True while at least one lost engine is being recovered."""
         return bool(self._coming)
 
     def handle_loss(self, url: str, why: str, rest: str, again: str, **fields: Any) -> None:
-        """Log the loss of an engine, and start to bring it back unless it was lost too often.
+        """Log the loss of an engine, and start to recover the engine.
 
-        ``rest`` says in the log message which engines remain, and ``again`` says how this one comes
-        back. ``fields`` are added to the log record.
+        An engine that was lost too often is not recovered. ``rest`` says in the log message which
+        engines remain, and ``again`` says how this one comes back. ``fields`` are added to the log
+        record.
         """
         self.num_lost += 1
         self.reasons.append(why)
@@ -95,7 +97,7 @@ class EngineAvailabilityTracker:
             self.reconnect(url)
 
     def record_weight_update(self) -> None:
-        """Record that all live engines have taken a new version of the weights.
+        """Record that all live engines have loaded a new version of the weights.
 
         Earlier losses then no longer count.
         """
@@ -107,7 +109,7 @@ class EngineAvailabilityTracker:
         return ready
 
     async def wait_for_change(self, timeout_s: float) -> bool:
-        """Wait until an engine is ready, in use again, or given up.
+        """Wait until the state of a lost engine changes: it is ready, in use again, or given up.
 
         Returns False if none of these happens within ``timeout_s`` seconds.
         """
@@ -133,7 +135,7 @@ class EngineAvailabilityTracker:
             await server.close()
 
     def reconnect(self, url: str) -> None:
-        """Start to bring back a lost engine, or to connect to a new one."""
+        """Start reconnecting to a lost engine, or connecting to a new one."""
         self._coming[url] = asyncio.ensure_future(self._restore_server(url))
 
     async def _restore_server(self, url: str) -> None:
@@ -158,10 +160,9 @@ class EngineAvailabilityTracker:
 
 
 class AvailableEngineUrls:
-    """The engines that a client may use if it only samples, while another process updates their
-    weights and reports which of them are available.
+    """The addresses of the engines that a sampling-only client may use at present.
 
-    It belongs to one event loop.
+    The process that updates the weights sends this list. It belongs to one event loop.
     """
 
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
@@ -176,13 +177,13 @@ class AvailableEngineUrls:
         self._news = asyncio.Event()
 
     def set(self, urls: Sequence[str]) -> None:
-        """Replace the list of available engines, and wake callers that wait for one."""
+        """Replace the list of available engines, and wake all waiting callers."""
         self._listed = frozenset(urls)
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def remove(self, url: str) -> None:
-        """Remove an engine that does not answer, and report its address."""
+        """Remove an engine that does not answer from the list, and report its loss."""
         self._listed -= {url}
         self._gone(url)
 

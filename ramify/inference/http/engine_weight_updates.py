@@ -1,5 +1,4 @@
-"""Update the weights of all inference engines of a run, including engines that were lost and came
-back.
+"""Update the weights of all inference engines of a run, including recovered ones.
 
     update ── pause all ─ send chunks of weights to all ─ resume all ──▶ version
     sleep  ── requests wait … update: wake the weights ─ (as above, all weights) ─
@@ -40,14 +39,15 @@ class EngineWeightSync:
         self._fleet = fleet
         self.weight_sync = weight_sync
         self.version = version
-        """Version of the weights with which all engines answer."""
+        """Version of the weights that all engines currently use."""
         self.is_open = asyncio.Event()
         """Set while engines can answer. Requests wait while it is cleared: when weights change or
         engines sleep."""
         self.is_open.set()
         self._updating = asyncio.Lock()
         self._needs_all = False
-        """True if an engine lacks the weights that an update by differences would build on."""
+        """True if the next update must send all weights, because an engine lacks those on which
+        differences would be based."""
 
     async def open(self) -> None:
         """Prepare all engines for weight updates.
@@ -85,7 +85,7 @@ class EngineWeightSync:
             self._fleet.membership.record_weight_update()
 
     async def update_returned_engines(self, sources: list[LazyWeight], version: int) -> bool:
-        """Send the current weights to engines that came back.
+        """Send the current weights to recovered engines.
 
         ``version`` is the version that the other engines already use. Returns False if no engine
         needed them.
@@ -124,7 +124,7 @@ class EngineWeightSync:
         return True
 
     async def _try_sleep(self) -> bool:
-        """Try once to put all engines to sleep.
+        """Try to put all engines to sleep, and return True if all of them are asleep.
 
         Returns False if engines were lost or came back in the meantime. If an engine is still
         starting, wait for it and return False, because it takes memory.
@@ -220,9 +220,10 @@ class EngineWeightSync:
             raise
 
     async def _open_weight_sync(self) -> None:
-        """Send all engines the information that they need to receive weights.
+        """Prepare all engines to receive weights.
 
-        Raises EnginesDropped if an engine was lost in the meantime.
+        Each gets the information that it needs for this. Raises EnginesDropped if an engine was
+        lost in the meantime.
         """
         alive = self._fleet.alive
         infos = dict(
@@ -241,7 +242,7 @@ class EngineWeightSync:
                 await joined
 
     async def _reopen_weight_sync(self) -> bool:
-        """Prepare the remaining engines for weight updates again.
+        """Prepare all engines for weight updates again, for example after one was lost.
 
         Returns True to signal that all weights must now be sent.
         """

@@ -1,5 +1,4 @@
-"""The engine servers of one run: which ones answer, which one gets the next request, and what
-happens when one stops answering.
+"""The engine servers of one run: their health, request routing, and failover.
 
     calls of one tree             go to the same server, which has cached their prefix
     a new tree                    goes to the server with the least load
@@ -94,26 +93,28 @@ class EngineFleet:
         """Each address that a process has had -> the process."""
         self._urls: list[str] = []
         self.alive: list[EngineClient] = []
-        """Servers that can get requests."""
+        """Servers that can receive requests."""
         self.in_flight: dict[str, int] = {}
-        """URL -> number of requests in flight at that server."""
+        """URL -> number of requests that the server is currently processing."""
         self.trees: OrderedDict[Hashable, EngineClient] = OrderedDict()
-        """Tree of calls -> the server that gets its requests."""
+        """Call tree -> server that handles its requests, with the most recently used tree last."""
         self.membership = EngineAvailabilityTracker(spec.restarts, self._bring_back)
         self._asleep: dict[str, list[str]] = {}
-        """URL -> kinds of memory (``TAGS``) that sleep at that server."""
+        """URL -> kinds of memory (``TAGS``) that this sleeping server has released."""
         self._older: set[str] = set()
-        """URLs of servers that are back but lack the newest weights."""
+        """URLs of servers that have returned after a loss but do not have the newest weights
+        yet."""
         self._leads = False
         self.listed: AvailableEngineUrls | None = None
-        """List of usable engines if another process updates the weights, otherwise None."""
+        """If another process updates the weights, the URLs of the engines that have the current
+        weights; otherwise None."""
 
     # --- from start to end
 
     async def start(
         self, out: Path, save: Callable[[Path], None], launcher: Launcher, *, leads: bool = True
     ) -> None:
-        """Start the servers or connect to running ones, and check each.
+        """Start the engine servers or connect to running ones, and check each server.
 
         ``leads`` is False if another process decides when they sleep. Raises ConfigError for a
         server that does not answer or does not fit the policy.
@@ -126,9 +127,9 @@ class EngineFleet:
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
-        """Stop the servers that this run started, and wake those that continue without it.
+        """Stop the servers of this run, and wake other servers that are asleep.
 
-        A second call has no effect.
+        The servers of this run are those that it started. A second call has no effect.
         """
         await self.membership.close()
         if self.spec.urls:
@@ -190,11 +191,11 @@ class EngineFleet:
     def experts_by_token(
         self, server: EngineClient, sampled: SampledTokenIds, num_prompt: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the experts that predicted each sampled token of a mixture-of-experts model.
+        """Return the experts that predicted each sampled token of a reply.
 
-        They are the experts that processed the token before it. For each token an empty tuple is
-        returned if experts were not requested, or if a pause ended the reply before they were
-        reported. Raises MalformedResponse.
+        The model is a mixture of experts. They are the experts that processed the token before it.
+        For each token an empty tuple is returned if experts were not requested, or if a pause ended
+        the reply before they were reported. Raises MalformedResponse.
         """
         num = len(sampled.ids)
         if self._experts is None or not num or (sampled.end == "abort" and sampled.routed is None):
@@ -220,8 +221,7 @@ class EngineFleet:
         await self.call_on_all(act)
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory, ``weights`` or ``kv_cache``, again on every server that
-        released it.
+        """Reallocate ``weights`` or ``kv_cache`` memory on every server that released it.
 
         Raises the error of a server that refuses, or EnginesDropped if servers were lost.
         """
@@ -237,7 +237,7 @@ class EngineFleet:
                 del self._asleep[server.url]
 
     async def _wake_and_resume(self, server: EngineClient) -> None:
-        """Wake a server and resume its sampling, so that it can answer requests.
+        """Wake a server and resume sampling, so that others can use it after this run.
 
         Errors are ignored.
         """
@@ -250,7 +250,7 @@ class EngineFleet:
     # --- who is asked
 
     def pick_for_tree(self, tree: Hashable) -> EngineClient:
-        """Return the server for the next call of a call tree.
+        """Choose the server for the next model call of a call tree.
 
         Calls of a known tree stay on its server. A new tree gets the server with the fewest
         requests in flight and, among equals, the fewest trees. Raises ServerFailed if no server is
@@ -275,8 +275,7 @@ class EngineFleet:
         return server
 
     def set_engines_with_current_weights(self, urls: Sequence[str]) -> None:
-        """Replace the list of engines that have current weights, and start to connect to new
-        ones."""
+        """Set the list of engines with current weights, and connect to the new ones among them."""
         assert self.listed is not None
         self.listed.set(urls)
         known_urls = {
@@ -287,7 +286,7 @@ class EngineFleet:
                 self.membership.reconnect(url)
 
     async def call_on_all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``act`` on every server concurrently.
+        """Call ``act(server)`` for all servers concurrently.
 
         If calls fail, only the most important error is raised: EnginesDropped if servers were lost,
         or else EngineStateConflict if a server was not in the expected state, or else the first
@@ -314,7 +313,7 @@ class EngineFleet:
     # --- servers that go and come
 
     def engine_count_metrics(self) -> dict[str, float]:
-        """Return as metrics how many engines are live, were lost, and came back.
+        """Return metrics that count the live, lost and recovered engines.
 
         Returns an empty dict if none was ever lost.
         """
@@ -324,9 +323,9 @@ class EngineFleet:
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
     async def drop_if_gone(self, server: EngineClient, error: Exception) -> bool:
-        """Drop a server that caused an error if it no longer answers, and log the loss.
+        """Remove a failed server from the fleet if it no longer answers.
 
-        Returns True if the server is gone.
+        The loss is logged. Returns True if the server is gone.
         """
         if server not in self.alive:
             return True
@@ -349,8 +348,8 @@ class EngineFleet:
     async def drop_if_outdated(
         self, server: EngineClient, sampled: SampledTokenIds, version: int
     ) -> bool:
-        """Drop a server that answers with weights older than ``version`` although it was given that
-        version.
+        """Drop a server that still answers with weights older than ``version`` after an update to
+        it.
 
         Another program must have restarted it. Returns True if the server is outdated.
         """
@@ -374,7 +373,7 @@ class EngineFleet:
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
     def readmit_returned(self) -> None:
-        """Use servers again that have come back.
+        """Add the recovered servers to those in use.
 
         A process that updates the weights calls this before sending them, so that these servers
         receive them, too.
@@ -385,7 +384,7 @@ class EngineFleet:
         self.alive += back
 
     def mark_all_updated(self) -> None:
-        """Record that all servers in use have the newest weights."""
+        """Record that all servers in use have loaded the newest weights."""
         self._older.clear()
 
     async def wait_for_engine(self) -> None:
@@ -405,7 +404,7 @@ class EngineFleet:
         return error
 
     def drop_reasons(self) -> str:
-        """Return the reasons of the most recent losses, as text for an error."""
+        """Return why the most recent servers were lost, as text for an error."""
         return "; ".join(self.membership.reasons[-_MAX_REASONS:]) or "none was started"
 
     async def _drop(self, server: EngineClient, why: str) -> None:
@@ -428,7 +427,7 @@ class EngineFleet:
         await server.close()
 
     async def _bring_back(self, url: str) -> EngineClient:
-        """Bring a lost server back, and return it once it answers and passes all checks.
+        """Recover a lost server, and return its client once the server passes all checks.
 
         If this run started its process, the process is restarted.
         """

@@ -49,21 +49,21 @@ _MAX_ABORTS = 64
 """Maximum number of weight updates that may interrupt one reply."""
 T = TypeVar("T")
 Routes = tuple[tuple[int, ...], ...]
-"""For each sampled token, the experts of all layers that predicted it. They are the ones that
-processed the token before it."""
+"""For each sampled token, the experts in all layers that predicted it, which are those that
+processed the preceding token."""
 
 
 class HttpEngineClient:
-    """A client of one or more engine servers that is used like a single engine.
+    """A client that makes one or more engine servers usable as a single engine.
 
     It belongs to one event loop. Call ``start`` before the first request.
     """
 
     def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str) -> None:
-        """Create a client for a policy, which defines what the engines must serve and how prompts
-        become token ids.
+        """Create a client of engines that serve the given policy.
 
-        Ports, weight sync and options are checked before anything is started. Raises ConfigError.
+        The policy defines what the engines must serve, and how prompts become token ids. Ports,
+        weight sync and options are checked before anything is started. Raises ConfigError.
         """
         self.name = name
         self.window = policy.window
@@ -81,18 +81,18 @@ class HttpEngineClient:
 
     @property
     def engines(self) -> list[SingleEngineClient]:
-        """One client per engine, so that each engine can be checked separately."""
+        """Clients of the individual engines, so that each engine can be checked separately."""
         return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
     def uses_checkpoint_tensor_names(self) -> bool:
-        """True if engines expect tensors under the names in a checkpoint; False if they expect the
-        names of the model in memory."""
+        """True if engines expect a checkpoint's tensor names, False if those of the in-memory
+        model."""
         return self.fleet.spec.engine != "ramify"
 
     @property
     def membership(self) -> EngineAvailabilityTracker:
-        """The record of lost engines and of those that come back."""
+        """The record of lost and recovered engines."""
         return self.fleet.membership
 
     # --- from start to end
@@ -105,11 +105,11 @@ class HttpEngineClient:
         *,
         gone: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the servers or connect to running ones, check each, and prepare them for weight
-        updates.
+        """Start the engine servers or connect to running ones, and prepare them for weight updates.
 
-        ``save`` writes a checkpoint below the folder ``out``, from which new servers load the
-        model. ``launcher`` starts those servers; the default starts them on this machine.
+        Each server is checked. ``save`` writes a checkpoint below the folder ``out``, from which
+        new servers load the model. ``launcher`` starts those servers; the default starts them on
+        this machine.
 
         If another process updates the weights and this client only samples, pass ``gone``. It is
         called with the address of an engine that does not answer. The other process then reports
@@ -132,11 +132,12 @@ class HttpEngineClient:
             raise
 
     def record_external_update(self, version: int) -> None:
-        """Record that another process has updated the servers to this version of the weights."""
+        """Record that another process has loaded version ``version`` of the weights into the
+        servers."""
         self.sync.record_external_update(version)
 
     def set_usable_urls(self, urls: Sequence[str]) -> None:
-        """Set which engines may be used.
+        """Set the addresses of the engines that this client may use.
 
         Called if another process updates the weights.
         """
@@ -148,7 +149,7 @@ class HttpEngineClient:
         return self.fleet.up_to_date_urls
 
     async def handle_reported_loss(self, url: str, who: str) -> None:
-        """Handle a report that an engine did not answer.
+        """Check an engine that is reported as unreachable, and recover it if it is lost.
 
         If it is really gone, it is dropped and brought back. ``who`` names the reporter in the log.
         """
@@ -156,7 +157,7 @@ class HttpEngineClient:
             await self.fleet.drop_if_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
-        """Send requests again to engines that came back.
+        """Put recovered engines back into use, and wake the requests that wait for an engine.
 
         Another process updates their weights, so they are assumed to be current. If they are not,
         their replies are rejected.
@@ -185,8 +186,7 @@ class HttpEngineClient:
         return await self.complete_on_engine(request, None)
 
     async def complete_on_engine(self, request: Request, only: EngineClient | None) -> Reply:
-        """Return one reply to a request, from the engine ``only``, or from any engine if that is
-        None."""
+        """Sample one reply to a request, from a particular engine if ``only`` is given."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
         with WallAndCpuTimer("rendering"):
@@ -210,7 +210,7 @@ class HttpEngineClient:
         request: Request,
         only: EngineClient | None,
     ) -> tuple[int, SampledTokenIds, Routes]:
-        """Sample from the first server that answers.
+        """Sample the next part of a reply, trying other servers if one is lost.
 
         Returns the weight version at the time of the request, the sampled ids, and the experts that
         predicted each id, for a mixture-of-experts model.
@@ -291,7 +291,7 @@ class HttpEngineClient:
         return await self.fleet.pick_for_tree("logprobs").score(ids)
 
     async def fingerprint(self) -> str | None:
-        """Return the fingerprint of the weights, which must be equal on all servers.
+        """Return the fingerprint of the weights, after checking that all servers agree on it.
 
         Raises TrainError if servers have different weights.
         """
@@ -311,10 +311,10 @@ class HttpEngineClient:
         return next(iter(fingerprints.values()), None)
 
     async def pressure(self) -> CachePressure | None:
-        """Return the load on the servers' KV caches: the utilization of the fullest cache, and
-        total numbers of waiting and preempted sequences.
+        """Return the combined KV cache load of all servers.
 
-        Returns None if no server reports it.
+        It has the utilization of the fullest cache, and total numbers of waiting and preempted
+        sequences. Returns None if no server reports it.
         """
 
         async def of(server: EngineClient) -> CachePressure | None:
@@ -334,7 +334,7 @@ class HttpEngineClient:
         return await self.sync.sleep_engines()
 
     def engine_count_metrics(self) -> dict[str, float]:
-        """Return as metrics how many engines are live, were lost, and came back.
+        """Return metrics that count the live, lost and recovered engines.
 
         Returns an empty dict if none was ever lost.
         """
@@ -343,7 +343,7 @@ class HttpEngineClient:
     # --- weights
 
     async def update(self, weights: object, version: int) -> None:
-        """Send new weights to every server.
+        """Load version ``version`` of the weights into every engine server.
 
         ``weights`` is a list of ``LazyWeight``, one per tensor. Raises TrainError with the last
         good version if a server does not accept them.
@@ -352,7 +352,7 @@ class HttpEngineClient:
         await self.sync.update(weights, version)
 
     async def update_returned_engines(self, weights: object, version: int) -> bool:
-        """Send the current weights to servers that came back.
+        """Send the current weights to recovered servers.
 
         ``version`` is the version that the other servers already use. Returns False if no server
         needed them.
@@ -362,9 +362,10 @@ class HttpEngineClient:
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
-    """Create the configured weight sync, with default options that suit the engine.
+    """Create the weight sync that the configuration names.
 
-    Raises ConfigError for an option that the weight sync does not have.
+    Options that are not configured get defaults that suit the engine. Raises ConfigError for an
+    option that the weight sync does not have.
     """
     options = dict(spec.weight_sync_options)
     if (
@@ -401,7 +402,7 @@ class SingleEngineClient:
         return await self._await_answer(self._server.score(ids))
 
     async def _await_answer(self, answer: Awaitable[T]) -> T:
-        """Await this engine's answer to a request, and return it.
+        """Await this engine's answer to a request.
 
         Raises EngineLost if the engine is gone.
         """
@@ -414,7 +415,7 @@ class SingleEngineClient:
 
 
 class InterruptedReplyAccumulator:
-    """Accumulates the sampled parts of one reply.
+    """Collects the parts of one sampled reply.
 
     A reply has several parts if weight updates interrupt it.
     """
@@ -429,7 +430,7 @@ class InterruptedReplyAccumulator:
         self.kept: list[tuple[int, ...]] = []
         self.routes: list[tuple[int, ...]] = []
         """For each sampled token, the experts that predicted it, which are those that processed the
-        token before it. Empty if the engine reported none."""
+        preceding token. Empty if the engine reported none."""
         self.versions: list[VersionSpan] = []
         self.cached = 0
         self.end = ""
@@ -459,9 +460,10 @@ class InterruptedReplyAccumulator:
 
 
 def call_tree_key(request: Request) -> Hashable:
-    """Return a key shared by all calls of one call tree, so that they use the same server.
+    """Return the key of the call tree to which a request belongs.
 
-    The key is a rollout's seed if there is one, and otherwise the conversation's first message.
+    All calls of a tree use the same server. The key is a rollout's seed if there is one, and
+    otherwise the conversation's first message.
     """
     if request.sampling.seed is not None:
         return request.sampling.seed

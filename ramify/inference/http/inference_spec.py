@@ -45,67 +45,75 @@ ENGINES = PluginRegistry(
         "sglang": "ramify.inference.http.sglang:SglangEngineClient",
     },
 )
-"""Name -> class that implements ``EngineClient``. It is called with (url, spec, key)."""
+"""Engine name -> class that implements ``EngineClient`` and whose constructor takes (url, spec,
+key)."""
 
 
 class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The configuration of inference engines in separate processes: which software, how many,
-    where, and how they receive new weights."""
+    """Configuration of external inference engines, such as their software, number and weight sync.
+
+    The engines run in separate processes.
+    """
 
     engine: str = "ramify"
-    """A name in ``ENGINES``, or the location of a class: ``module:name`` or ``file.py:name``."""
+    """Inference software: a name in ``ENGINES``, or the location of a class as ``module:name`` or
+    ``file.py:name``."""
     urls: tuple[str, ...] = ()
-    """URLs of running servers, without /v1. If empty, servers are started and end with the run."""
+    """URLs of servers that already run, without /v1. If empty, the run starts servers and stops
+    them when it ends."""
     num: int = 1
     """Number of servers to start."""
     ports: tuple[int, ...] = ()
-    """One port for each server to start. Empty: free ports."""
+    """One port for each server that the run starts. If empty, free ports are chosen."""
     gpus: tuple[str, ...] = ()
-    """CUDA_VISIBLE_DEVICES for each server to start. Empty: inherited."""
+    """``CUDA_VISIBLE_DEVICES`` for each server that the run starts. If empty, servers inherit the
+    value of the run."""
     command: tuple[str, ...] = ()
-    """Command that starts a server. Empty: `ramify serve-policy`, `vllm serve` or `python -m
-    sglang.launch_server`. Folder, port and the protocol's options are added."""
+    """Command that starts a server; folder, port and the protocol's options are added. If empty,
+    `ramify serve-policy`, `vllm serve` or `python -m sglang.launch_server`, depending on
+    ``engine``."""
     args: tuple[str, ...] = ()
-    """Additional options for the command."""
+    """Additional command-line options for each server that the run starts."""
     weight_sync: str = ""
-    """How weights are sent: a name in ``inference.weight_sync.WEIGHT_SYNCS``, module:name or
-    file.py:name. Empty: shared memory, or files for SGLang."""
+    """How weights are sent to the engines: a name in ``inference.weight_sync.WEIGHT_SYNCS``,
+    ``module:name`` or ``file.py:name``. If empty, shared memory is used, or files for SGLang."""
     weight_sync_options: dict[str, str | int | float | bool] = {}
     """Options of the weight sync, such as ``{"by": "nccl"}`` for ``delta``; see docs/engines.md."""
     key_variable: str = KEY_VARIABLE
-    """Environment variable with the servers' API key. If it is not set, servers that the run starts
-    get a generated key, and no key is sent to ``urls``."""
+    """Environment variable that holds the servers' API key. If it is not set, servers that the run
+    starts get a generated key, and requests to ``urls`` carry none."""
     start_s: float = 600.0
-    """Timeout in seconds until a started server answers."""
+    """Timeout in seconds for a started server to answer. Large models load slowly and may need
+    more."""
     request_s: float = 600.0
-    """Timeout in seconds for one reply."""
+    """Timeout in seconds for one reply from an engine."""
     update_s: float = 300.0
     """Timeout in seconds for one step of a weight update."""
     probe_s: float = 5.0
-    """Timeout in seconds for a health check."""
+    """Timeout in seconds for a health check of an engine."""
     restarts: int = 3
-    """How many times a lost engine may be brought back before it takes a new version of the
-    weights. Engines started by the run are restarted, others are waited for. 0: continue without
-    it."""
+    """Maximum number of times that one lost engine is restarted, or waited for if the run did not
+    start it, between two weight updates. With 0, the run continues without lost engines."""
     return_s: float = 120.0
     """Seconds to wait for a lost engine of ``urls`` to return. For engines that the run restarts,
     ``start_s`` applies instead."""
     report_experts: bool = False
-    """True if replies report the experts of each token, as ``rl.rollout.replay_routes`` requires.
-    Servers that are started get the option --enable-return-routed-experts. Others must already have
-    it."""
+    """True if replies report the experts that processed each token, as ``rl.rollout.replay_routes``
+    requires. Started servers get the option --enable-return-routed-experts; servers in ``urls``
+    must already have it."""
     sleep: Literal["auto", "learn", "never"] = "auto"
-    """learn: engines release device memory during training steps, and allocate it again for new
-    weights. auto: as learn if they share a GPU with the trainer, and otherwise as never."""
+    """When engines release device memory: ``learn`` during training steps, until they receive new
+    weights; ``never`` not at all. ``auto`` is ``learn`` if they share a GPU with the trainer,
+    otherwise ``never``."""
     sleep_level: Literal[1, 2] | None = None
-    """1: weights move to main memory. 2: they are dropped, and each update sends all of them. None:
-    2 for engines that end with the run, 1 for those that outlive it (``urls``) or receive only
-    differences (``delta``)."""
+    """How sleeping engines release their weights: 1 moves them to main memory; 2 drops them, so
+    each update must send all of them. None means 2 for engines that end with the run, and 1 for
+    those that outlive it (``urls``) or receive only differences (``delta``)."""
     tolerance: float | None = None
-    """Maximum difference between the engine's and the trainer's log-probability of a token, in the
-    check after a weight sync. The mean difference may be a tenth of that. None: in fp32, 1e-4 for
-    `ramify` and 1e-3 for others. Otherwise 0.3, or 1/32 of the largest log-probability in the check
-    if that is more."""
+    """Maximum difference between the engine's and the trainer's log-probability of a token in the
+    check after a weight sync; the mean difference may be a tenth of it. None means 1e-4 for
+    `ramify` and 1e-3 for others in fp32, and otherwise 0.3, or 1/32 of the largest log-probability
+    in the check if that is more."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES.ours:

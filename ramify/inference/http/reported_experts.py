@@ -1,5 +1,6 @@
-"""Decode the experts that an engine reports for a reply of a mixture-of-experts model: a table of
-expert ids with shape [tokens, layers, top-k].
+"""Decode the mixture-of-experts routing that an engine reports for the tokens of a reply.
+
+The result has the shape [tokens, layers, top-k].
 
     vLLM        base64 of a .npy file, all tokens but the last, or those from the prompt's last one
     vLLM 0.21   nested lists: those of the prompt, then those of the reply
@@ -30,7 +31,7 @@ from ramify.models.moe_shape import MoeShape
 def decode_reported_experts(
     reported: Any, shape: MoeShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Decode an engine's report about experts.
+    """Decode the expert ids that an engine reports for each sampled token.
 
     For each sampled token, return the ids of the top-k experts in all layers that predicted it.
     They are the experts that processed the token before it.
@@ -88,7 +89,7 @@ def encode_experts_int32(rows: Sequence[Sequence[int]], shape: MoeShape) -> str:
 
 
 def _all_layers(rows: Sequence[Sequence[int]], shape: MoeShape) -> np.ndarray[Any, Any]:
-    """Return reported experts as a table [tokens, layers of the model, top-k].
+    """Return the reported experts with rows for all layers, [tokens, layers of the model, top-k].
 
     Layers without experts contain zeros.
     """
@@ -108,7 +109,7 @@ def _rows(reported: Any, shape: MoeShape) -> np.ndarray[Any, Any]:
 
 
 def _check_ids(chosen_TLk: np.ndarray[Any, Any], shape: MoeShape) -> None:
-    """Raise MalformedResponse for expert ids that no router could have chosen.
+    """Raise MalformedResponse if the reported expert ids cannot come from the model's routers.
 
     This includes an expert that is chosen twice for a token, as in rows of zeros that the engine
     never filled.

@@ -137,7 +137,7 @@ class SglangEngineClient(BaseEngineClient):
         await self._post("/release_memory_occupation", {"tags": list(TAGS)})
 
     async def wake(self, tag: str) -> None:
-        """Allocate one kind of memory again, ``weights`` or ``kv_cache``.
+        """Reallocate one kind of memory, ``weights`` or ``kv_cache``, after ``sleep`` released it.
 
         The server exits if that memory was not released.
         """
@@ -156,7 +156,7 @@ class SglangEngineClient(BaseEngineClient):
 
 
 def _levels(about: dict[str, Any]) -> tuple[int, ...]:
-    """Return the sleep levels that the server's startup flags allow.
+    """Return the sleep levels that an SGLang server supports according to its startup flags.
 
     A flag that is not reported is assumed to be set.
     """

@@ -144,7 +144,7 @@ class VllmEngineClient(BaseEngineClient):
             return False
 
     def _seed_fields(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Return the request fields that set the seed for sampling.
+        """Return the request fields that set the sampling seed.
 
         There are none if the settings have no seed.
         """
@@ -179,8 +179,12 @@ class VllmEngineClient(BaseEngineClient):
     async def _about_model(
         self, about: dict[str, Any]
     ) -> tuple[str, int | None, str, tuple[int, ...]]:
-        """Return the model's dtype, its vocabulary size (None if unknown), its log-probability
-        mode, and the server's sleep levels."""
+        """Return what the server reports about its model.
+
+        The result is the dtype, the vocabulary size, the log-probability mode, and the sleep
+        levels. The vocabulary size is None if it is unknown. The sleep levels are those of the
+        server.
+        """
         if "ramify_protocol" in about:
             return about["dtype"], about["vocab_size"], about["logprobs_mode"], (1, 2)
         server_info = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
@@ -237,10 +241,10 @@ class RamifyEngineClient(VllmEngineClient):
         """Do nothing, because the end of an update resumes the server."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Send one chunk of new weights in a single request, which can also begin and end the
-        update. vLLM needs three requests for that.
+        """Send a chunk of new weights in one request, which may also begin and end the update.
 
-        This matters because most updates that send only differences have a single chunk.
+        vLLM needs three requests for that. This matters because most updates that send only
+        differences have a single chunk.
         """
         ends = {"weight_version": str(version)} if last else {}
         await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
@@ -274,10 +278,9 @@ def _parse_sampled(answer: dict[str, Any], prompt_ids: Sequence[int]) -> Sampled
 
 
 def _reported_experts(answer: dict[str, Any]) -> Any:
-    """Return the experts reported for a reply's tokens. vLLM 0.21 reports the experts of the
-    prompt's tokens in a separate field.
+    """Return the experts that vLLM reports for the tokens of a prompt and its reply.
 
-    They are put first.
+    vLLM 0.21 reports the experts of the prompt's tokens in a separate field. They are put first.
     """
     routed, prompt = answer["choices"][0].get("routed_experts"), answer.get("prompt_routed_experts")
     return [*prompt, *routed] if isinstance(routed, list) and prompt else routed

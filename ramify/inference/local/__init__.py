@@ -27,7 +27,7 @@ def check_local_model_available(name: str) -> None:
 
 
 def connect(name: str, **_connection: object) -> Client:
-    """Load a model and return a client of an engine that runs it in this process.
+    """Load a model into an engine in this process, and return a client of the engine.
 
     ``name`` is ``local:FOLDER`` or the name of a policy that ships with the package. Raises
     ConfigError if the model or a required package is missing.

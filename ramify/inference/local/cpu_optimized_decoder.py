@@ -1,9 +1,9 @@
-"""Speed up a small ``DenseModel`` on a CPU: prepared copies of its weights compute the same
-function in half the operations.
+"""Speed up a small ``DenseModel`` on a CPU with preprocessed copies of its weights.
 
-In small models, starting an operation costs more than its arithmetic. So the products for queries,
-keys and values are joined into one, as are those for gate and up; weights are stored in the order
-in which products read them; and what can be multiplied into a weight beforehand is:
+The copies compute the same function in half the operations. In small models, starting an operation
+costs more than its arithmetic. So the products for queries, keys and values are joined into one, as
+are those for gate and up; weights are stored in the order in which products read them; and what can
+be multiplied into a weight beforehand is:
 
     norms           their weight is part of the next matrix; a step only multiplies by 1 / rms
     scale           d ** -0.5 is part of the queries' norm or matrix
@@ -36,8 +36,8 @@ from ramify.models.dense import (
 )
 
 _MOST_BYTES = 32 << 20
-"""Maximum size of weights in bytes for which the copies are worth their memory. In larger models,
-arithmetic dominates."""
+"""Maximum total size in bytes of a model's weights for which prepared copies are worth their
+memory. In larger models, arithmetic dominates."""
 _LEAST_ROWS = 48
 """Minimum number of tokens at which matrix products may be faster with oneDNN than with PyTorch."""
 _FEW_ROWS = 256
@@ -46,10 +46,10 @@ to multiples of 64."""
 _LEAST_MULTIPLICATIONS = 1 << 20
 """Minimum number of multiplications in a matrix product at which oneDNN is faster than PyTorch."""
 _USES_BEFORE_PACKING = 8
-"""Number of products by oneDNN before a weight is stored in oneDNN's own layout. That takes as long
-as 30 products then gain, and changes no bit of them."""
+"""Number of oneDNN products with a weight before it is stored in oneDNN's own layout. The
+conversion costs as much time as 30 products then save, and leaves results bitwise identical."""
 _FIRST_POSITIONS = 256
-"""Number of positions for which rotations are computed at first."""
+"""Number of positions for which rotary embeddings are computed initially."""
 _KEPT_SIZES = 16
 """Maximum number of different token counts for which workspaces are kept."""
 
@@ -83,7 +83,7 @@ class CpuOptimizedDecoder:
         self._rooms: dict[int, _Workspace] = {}
 
     def drop_weight_copies(self) -> None:
-        """Drop the copies of the weights, because weights may have changed unnoticed."""
+        """Drop the prepared copies of the weights, which may have changed unnoticed."""
         self._seen, self._layers, self._output = [], [], None
 
     def hidden(
@@ -93,12 +93,12 @@ class CpuOptimizedDecoder:
         attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states that ``logits`` takes: [T, D] for all tokens, or [N, D] for the
-        tokens with the indices ``rows_N``.
+        """Return the hidden states from which ``logits`` computes the logits.
 
-        They are normalized, but the weight of the final norm is multiplied into the output matrix.
-        The next call overwrites them. If weights cannot be copied, the original model computes all
-        of it.
+        They have the shape [T, D] for all tokens, or [N, D] for the tokens with the indices
+        ``rows_N``. They are normalized, but the weight of the final norm is multiplied into the
+        output matrix. The next call overwrites them. If weights cannot be copied, the original
+        model computes all of it.
         """
         if not self._is_prepared():
             return self._model.hidden(ids_T, positions_T, attend, rows_N)
@@ -154,7 +154,7 @@ class CpuOptimizedDecoder:
         return self._output.product(h_ND)[:num]
 
     def _is_prepared(self) -> bool:
-        """Renew the copies if the weights have changed.
+        """Update the prepared weights if necessary, and return True if they can be used.
 
         Returns False if the weights cannot be copied, because they are computed (adapters), or
         because their data type or device has changed.
@@ -178,7 +178,7 @@ class CpuOptimizedDecoder:
         self._output = _Matrix(self._model.lm_head.weight * self._model.model.norm.weight)
 
     def _turns_at(self, positions_T: Tensor) -> Tensor:
-        """Return the rotations of the rotary embedding at the given positions, [T, 1, d / 2]."""
+        """Return the rotary embedding's rotations [T, 1, d / 2] at the given positions."""
         try:
             return self._turns_P1d.index_select(0, positions_T)
         except IndexError:  # a position is beyond the table
@@ -187,10 +187,10 @@ class CpuOptimizedDecoder:
             return self._turns_P1d.index_select(0, positions_T)
 
     def _workspace(self, num: int) -> _Workspace:
-        """Return buffers for the intermediate results of ``num`` tokens, or a few more if that
-        makes products faster.
+        """Return the buffers in which to process ``num`` tokens.
 
-        All buffers share one block of memory.
+        They have room for a few more tokens if that makes products faster. They hold the
+        intermediate results of the tokens. All buffers share one block of memory.
         """
         num = _rounded_rows(num)
         room = self._rooms.get(num)
@@ -206,7 +206,10 @@ class CpuOptimizedDecoder:
 
 
 class _Matrix:
-    """A weight of a linear layer, stored in the orders in which products read it fastest."""
+    """A linear layer's weight matrix, stored so that matrix products read it fast.
+
+    Several orders of its values are stored.
+    """
 
     def __init__(self, weight_OI: Tensor, bias: Tensor | None = None) -> None:
         self.bias = bias
@@ -242,8 +245,10 @@ class _Matrix:
 
 
 def _least_rows(size: int) -> float:
-    """Return the minimum number of rows for which oneDNN multiplies by a weight of ``size`` numbers
-    faster than PyTorch, including the allocation of the result."""
+    """Return the number of rows from which oneDNN's matrix product is faster than PyTorch's.
+
+    The weight has ``size`` numbers. The time to allocate the result counts.
+    """
     if not onednn_products.is_faster_on_cpu():
         return math.inf
     return max(_LEAST_ROWS, _LEAST_MULTIPLICATIONS / size)
@@ -301,22 +306,26 @@ def _prepare_layer(layer: Any, shape: DenseModelConfig) -> _PreparedLayer:
 
 
 def _turns(frequencies_d: Tensor, num: int) -> Tensor:
-    """Return the rotations of the rotary embedding at the first ``num`` positions as complex
-    numbers, [P, 1, d / 2]."""
+    """Return the rotary embedding's rotations at the first ``num`` positions as complex numbers.
+
+    The shape is [P, 1, d / 2].
+    """
     angles = torch.arange(num)[:, None, None].float() * frequencies_d
     return torch.polar(torch.ones(()).expand_as(angles), angles)
 
 
 def _interleave_halves(rows: Tensor, size: int) -> Tensor:
-    """Reorder the rows of each head to 0, d/2, 1, d/2 + 1, … Two numbers that the rotary embedding
-    rotates together are then neighbours, and form one complex number."""
+    """Reorder each head's rows so that the pairs of the rotary embedding become adjacent.
+
+    The order becomes 0, d/2, 1, d/2 + 1, … Two numbers that the rotary embedding rotates together
+    then form one complex number.
+    """
     halves = rows.view(-1, 2, size // 2, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _rounded_rows(num: int) -> int:
-    """Round a number of tokens up to one of a few sizes, so that oneDNN can reuse the kernels that
-    it compiles for each size."""
+    """Round a token count up to one of a few sizes, so that oneDNN can reuse its kernels."""
     if num < _LEAST_ROWS or not onednn_products.is_faster_on_cpu():
         return num
     step = 16 if num < _FEW_ROWS else 64
@@ -324,15 +333,15 @@ def _rounded_rows(num: int) -> int:
 
 
 class _Workspace:
-    """Buffers for the intermediate results of a fixed number of tokens, as views of one block of
-    memory.
+    """Buffers for the intermediate results of a fixed number of tokens.
 
-    Allocating memory for each operation would often cost more than the operation.
+    They are views of one block of memory. Allocating memory for each operation would often cost
+    more than the operation.
     """
 
     @staticmethod
     def width(shape: DenseModelConfig) -> int:
-        """Return how many floating-point numbers the buffers need per token."""
+        """Return how many floating-point numbers of buffer space one token needs."""
         heads = shape.num_heads + 2 * shape.num_kv_heads
         return shape.width + heads * (shape.head_size + 1) + shape.mlp_width + 1
 
@@ -365,8 +374,10 @@ class _Workspace:
         return torch.mul(h_TD, self.inverse_rms(h_TD), out=self._normed)
 
     def norm_heads(self) -> Tensor:
-        """Divide queries and keys in place by the root mean square of each head, and return
-        them."""
+        """Normalize queries and keys in place by the root mean square of each head.
+
+        They are also returned.
+        """
         return self._rotated.mul_(_inverse_rms(self._rotated, self._eps, self._head_rms))
 
     def inverse_rms(self, h_TD: Tensor) -> Tensor:

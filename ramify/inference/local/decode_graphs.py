@@ -31,13 +31,14 @@ from ramify.inference.local.kv_cache_slots import EngineStep
 from ramify.models.dense import DenseModel
 
 MAX_GRAPHS = 128
-"""Maximum number of recorded graphs per KV cache. Beyond it, all are dropped and recorded again."""
+"""Maximum number of recorded CUDA graphs per KV cache. Once it is reached, all are dropped and
+recorded again."""
 _LEAST_LENGTH = 64
 
 Replay = Callable[[], Tensor]
-"""Repeats the recorded computation, and returns the tensor that holds its result."""
+"""A function that replays a recorded computation and returns the tensor that holds its result."""
 Record = Callable[[Callable[[], Tensor]], Replay]
-"""Records a computation without running it."""
+"""A function that records a computation without running it."""
 
 
 class CudaGraphShape(NamedTuple):
@@ -45,13 +46,13 @@ class CudaGraphShape(NamedTuple):
 
     tokens: int
     slots: int
-    """Number of cache slots up to and including the last one that decodes."""
+    """Number of cache slots up to and including the last one with a decoding sequence."""
     length: int
     """Number of cache positions that are read per slot."""
 
     @classmethod
     def for_step(cls, step: EngineStep, cache: KeyValueCache) -> CudaGraphShape:
-        """Return the graph shape for a step.
+        """Return the CUDA graph shape that fits a decoding step.
 
         Its sizes are rounded up, so that only a few different graphs are recorded.
         """
@@ -81,9 +82,10 @@ class DecodeGraphs:
         self._weights: tuple[int, ...] = ()
 
     def run_step(self, step: EngineStep) -> Tensor:
-        """Run a step that only decodes and has no prompt tokens.
+        """Return the logits of a step in which each sequence decodes one token.
 
-        Returns the fp32 logits [n, V] after each of its tokens. The next call overwrites them.
+        The step has no prompt tokens. Returns the fp32 logits [n, V] after each of its tokens. The
+        next call overwrites them.
         """
         self._check_weights()
         shape = CudaGraphShape.for_step(step, self._cache)
@@ -119,7 +121,7 @@ class DecodeGraphs:
         return self._replays[shape]()
 
     def _compute(self, shape: CudaGraphShape) -> Tensor:
-        """Compute the fp32 logits [T, V] for a shape's current inputs."""
+        """Return the fp32 logits [T, V] for the current inputs of one CUDA graph shape."""
         packed = self._inputs[shape]
         ids_T, positions_T, slots_T, last_n = torch.split(
             packed, [shape.tokens] * 3 + [shape.slots]
@@ -170,9 +172,9 @@ class CudaGraphRecorder:
 
 
 class _PaddedStep:
-    """The attention of a step that was padded with extra rows to a fixed shape.
+    """The attention of a decoding step that is padded to the fixed shape of its CUDA graph.
 
-    Implements ``dense.CausalAttentionKernel``.
+    Extra rows fill the step up to this shape. Implements ``dense.CausalAttentionKernel``.
     """
 
     def __init__(
@@ -194,7 +196,8 @@ class _PaddedStep:
 
 
 def _pack_step(step: EngineStep, shape: CudaGraphShape) -> Tensor:
-    """Pack a step into one tensor, so that a single copy moves it to the device.
+    """Pack the inputs of a decoding step into one tensor, so that one copy moves them to the
+    device.
 
     It contains the ids [T], positions [T] and slots [T] of the tokens, and the last position of
     each slot [n].
@@ -211,6 +214,6 @@ def _pack_step(step: EngineStep, shape: CudaGraphShape) -> Tensor:
 
 
 def _round_up(number: int) -> int:
-    """Round a number up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    """Round a number up to one of the sizes 1, 2, 3, 4, 6, 8, 12, 16, 24, …."""
     power = 1 << max(number - 1, 0).bit_length()
     return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power

@@ -47,15 +47,17 @@ _LEAST_CAPACITY = 128
 
 
 class InferenceEngineLimits(msgspec.Struct, frozen=True):
-    """The limits of an engine: concurrent sequences, tokens per step and per sequence, and cache
+    """The limits of an inference engine, such as its number of concurrent sequences and its
     memory."""
 
     slots: int
     """Maximum number of concurrent sequences."""
     prefill_tokens: int
-    """Maximum prompt tokens per step. It keeps long prompts from delaying sequences that decode."""
+    """Maximum number of prompt tokens processed per step, which limits how long a long prompt can
+    delay the sequences that are decoding."""
     cache_bytes: int
-    """Bytes of memory for the KV cache. If long sequences need more, there are fewer slots."""
+    """Memory for the KV cache in bytes. If long sequences need more, fewer sequences run at the
+    same time."""
     window: int
     """Context window: maximum tokens per sequence."""
     reuse: bool = True
@@ -82,7 +84,7 @@ class LocalEngine:
         self._has_cancelled = False
         self._slots = CacheSlotTable(1, 1, reuse=room.reuse)
         self._num_fitting_steps = 0
-        """Number of steps in which the running sequences cannot outgrow their slots."""
+        """Number of further steps in which no running sequence can outgrow its slot."""
         self._is_allocated = False
         """False until the first step, which allocates a cache that fits the first sequences."""
 
@@ -135,7 +137,7 @@ class LocalEngine:
 
     @torch.inference_mode()
     def step(self) -> list[GenerationState]:
-        """Run one pass through the model, and return the sequences that it completed."""
+        """Run one forward pass of the model, and return the sequences that it completed."""
         started = time.thread_time()
         self._drop_cancelled()
         self._make_room()
@@ -178,7 +180,7 @@ class LocalEngine:
         )
 
     def remove_all(self) -> list[GenerationState]:
-        """Remove and return all sequences, and clear all caches.
+        """Remove all sequences from the engine and return them, and clear its caches.
 
         Used after a failure, for example.
         """
@@ -211,8 +213,10 @@ class LocalEngine:
         return finished
 
     def _plan_step(self) -> EngineStep:
-        """Plan the next step: one token of each decoding sequence, and as many prompt tokens as the
-        limits allow."""
+        """Return the input of the next forward pass: decoding tokens and prompt tokens.
+
+        Each decoding sequence contributes one token. Prompt tokens are added up to the limits.
+        """
         step = EngineStep()
         left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
         for slot, owner in enumerate(self._slots.owner):
@@ -245,8 +249,7 @@ class LocalEngine:
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
-        """Adapt the number and length of cache slots to the running sequences and the next ones in
-        the queue.
+        """Resize the KV-cache slots to the lengths of the running and the next queued sequences.
 
         Each slot holds one sequence. If memory allows, each slot is as long as these sequences may
         become. Otherwise there are fewer slots, until shorter sequences make room for more.
@@ -300,7 +303,7 @@ class LocalEngine:
         self._waiting.extendleft(reversed(lost))
 
     def _num_fitting_slots(self, capacity: int) -> int:
-        """Return how many slots of ``capacity`` tokens fit in memory."""
+        """Return how many KV-cache slots of ``capacity`` tokens fit into memory."""
         if not self.runner.bytes_per_token:
             return self.room.slots
         return max(
@@ -309,8 +312,7 @@ class LocalEngine:
         )
 
     def _most_tokens(self) -> int:
-        """Return the length in tokens of the longest sequence that the context window and memory
-        allow."""
+        """Return the longest sequence, in tokens, that the context window and memory allow."""
         if not self.runner.bytes_per_token:
             return self.room.window
         return min(self.room.window, self.room.cache_bytes // self.runner.bytes_per_token)

@@ -1,5 +1,4 @@
-"""One request inside the inference engine: its prompt and reply so far, when it ends, and how its
-tokens are sampled.
+"""Sample tokens, and keep the state of each request in the inference engine.
 
 A generation does not depend on the part of the cache that it uses, so preemption costs time but
 does not change the result.
@@ -32,7 +31,8 @@ from ramify.models.batch_invariant_forward import apply_in_blocks
 from ramify.types.message import VersionSpan
 
 MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e9
-"""Bounds for temperatures. Logits divided by a number outside them may not be finite in fp32."""
+"""Bounds for temperatures. Logits divided by a temperature outside them may not be finite in
+fp32."""
 
 
 _LOG2_E = math.log2(math.e)
@@ -52,7 +52,8 @@ class SamplingSettings(msgspec.Struct, frozen=True):
     """Report this many of the most likely ids for each token."""
 
     truncates: bool = False
-    """True if top-k or top-p excludes ids. This field is computed."""
+    """True if top-k or top-p excludes ids. It is computed from the other fields and not set by the
+    caller."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(
@@ -65,7 +66,10 @@ TokenLogprobs = tuple[tuple[int, float], ...]
 
 
 class SampledTokens(NamedTuple):
-    """The tokens that one step sampled, one per row of logits, with their log-probabilities."""
+    """The tokens that an engine step sampled, one for each row of logits.
+
+    Their log-probabilities are given, too.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -109,8 +113,10 @@ def sample_tokens(
 
 
 def _top_logprobs(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogprobs:
-    """Return the most likely ids, with log-probabilities under the distribution from which a token
-    is drawn."""
+    """Return the most likely next tokens with their log-probabilities.
+
+    The log-probabilities are those of the sampling distribution.
+    """
     ids = top_k_top_p_ids(logprobs_V, settings) if settings.truncates else None
     among = logprobs_V if ids is None else logprobs_V[ids].log_softmax(-1)
     values, places = among.topk(min(settings.top_logprobs, len(among)))
@@ -119,7 +125,7 @@ def _top_logprobs(logprobs_V: Tensor, settings: SamplingSettings) -> TokenLogpro
 
 
 def log_softmax(z_nV: Tensor, *, fixed: bool) -> Tensor:
-    """Return the log-softmax over the last dimension.
+    """Return log-probabilities from logits: the log-softmax over the last dimension.
 
     With ``fixed``, it is computed in blocks of a fixed shape, so that a row's result does not
     depend on the number of rows.
@@ -138,10 +144,11 @@ def _apply_temperature(logits_nV: Tensor, settings: Sequence[SamplingSettings]) 
 
 
 def sample_ids(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
-    """Sample one id per row by inverting the cumulative distribution.
+    """Sample one token id per row of log-probabilities.
 
-    The sampled id is the first one at which the cumulative probability exceeds the row's uniform
-    random number (float64, in [0, 1)). The result has shape [n].
+    This inverts the cumulative distribution. The sampled id is the first one at which the
+    cumulative probability exceeds the row's uniform random number (float64, in [0, 1)). The result
+    has shape [n].
 
     The sum is computed in float64. In single precision, a number close to 1 could be rounded up to
     the total, beyond the last id.
@@ -155,7 +162,7 @@ def sample_ids(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
 
 
 def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
-    """Return the ids that remain after top-k and then top-p, most likely first.
+    """Return the token ids that top-k and then top-p keep, most likely first.
 
     At least one remains. Ties go to lower ids.
     """
@@ -172,7 +179,7 @@ def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
 def _draw_kept(
     logprobs_V: Tensor, settings: SamplingSettings, uniform: float
 ) -> tuple[int, float, tuple[int, ...]]:
-    """Sample one id from those that top-k and top-p keep.
+    """Sample one token id from those that top-k and top-p keep.
 
     Returns the id, its log-probability among the kept ids, and these ids.
     """
@@ -193,8 +200,10 @@ cover a character."""
 
 
 class GenerationState:
-    """The state of one request in the engine: its prompt, the reply so far, and why the reply
-    ended."""
+    """The state of one request in the inference engine: its prompt and the reply so far.
+
+    It also says why the reply ended.
+    """
 
     def __init__(
         self,
@@ -224,8 +233,8 @@ class GenerationState:
         self.top: list[TokenLogprobs] = []
         """Per sampled token, the most likely ids. Empty unless ``draw`` asks for them."""
         self.routes: list[tuple[int, ...]] = []
-        """Per sampled token, the experts that predicted it, which are those that processed the
-        token before it. Empty if experts are not recorded."""
+        """For each sampled token, the experts that predicted it, which are those that processed the
+        preceding token. Empty if experts are not recorded."""
         self._versions: list[tuple[int, int]] = []
         self._version: int | None = None
         self.end: End | None = None
@@ -240,7 +249,8 @@ class GenerationState:
         self._decode = decode
         digest = hashlib.blake2b(seed.encode(), digest_size=16).digest()
         self.uniform = random.Random(int.from_bytes(digest)).random
-        """Returns this generation's next random number in [0, 1). It is called once per token."""
+        """A function that returns this generation's next random number in [0, 1), and is called
+        once per token."""
         self._tail = max((len(text.encode()) for text in stop), default=0) + _LONGEST_CHARACTER
 
     @property
@@ -249,7 +259,7 @@ class GenerationState:
 
     @property
     def candidate_ids(self) -> tuple[tuple[int, ...], ...] | None:
-        """Per sampled token, the ids from which it was drawn.
+        """The token ids from which each token of the reply was drawn.
 
         None if no ids were excluded.
         """
@@ -257,9 +267,9 @@ class GenerationState:
 
     @property
     def version_spans(self) -> tuple[VersionSpan, ...]:
-        """The spans of the reply, in order, each with the version of the weights that sampled it.
+        """The spans of the reply that were sampled with the same version of the weights, in order.
 
-        Empty if no token was sampled.
+        Each contains the version. Empty if no token was sampled.
         """
         if not self._versions:
             return ()
@@ -298,7 +308,7 @@ class GenerationState:
             self.end = "length"
 
     def _stop_text(self) -> str:
-        """Return the stop sequence that the last token completed, or an empty string.
+        """Return the stop sequence that the last sampled token completed, or an empty string.
 
         If there are several, the one that begins first is returned.
         """

@@ -25,7 +25,7 @@ from ramify.inference.local.kv_cache_slots import CacheSlotMove, EngineStep, Slo
 
 
 class KvCacheLayout(NamedTuple):
-    """The shape and data type of a model's cached keys and values."""
+    """The layout of a model's KV cache: its dimensions, data type and device."""
 
     num_layers: int
     heads: int
@@ -70,7 +70,7 @@ class KeyValueCache:
         head size]."""
 
     def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Return the cache row of each token's first head, given the token's slot and position."""
+        """Return the KV-cache row of each token's first head."""
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
@@ -83,9 +83,10 @@ class KeyValueCache:
         return (rows_T[:, None] + heads * self.capacity).flatten()
 
     def writer(self, rows_T: Tensor) -> Callable[[int, Tensor, Tensor], None]:
-        """Return a function that writes a layer's keys and values [T, K, d] of T tokens.
+        """Return a function that writes the keys and values of T tokens to the cache.
 
-        ``rows_T`` is the cache row of each token's first head.
+        It is called once per layer with keys and values [T, K, d]. ``rows_T`` is the cache row of
+        each token's first head.
         """
         write_at = self.expand_head_rows(rows_T).to(self.kv.device)
 
@@ -96,18 +97,18 @@ class KeyValueCache:
         return write
 
     def keys_and_values(self, layer: int, slot: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return a slot's keys and values of the positions before ``end``, [K, end, d] each."""
+        """Return the cached keys and values [K, end, d] of a slot's positions before ``end``."""
         return self.kv[0, layer, slot, :, :end], self.kv[1, layer, slot, :, :end]
 
     def build_decode_attention(self, step: EngineStep) -> Callable[[int, Tensor, float], Tensor]:
-        """Return the attention of a step's decoding tokens.
+        """Return a function that computes the attention of a step's decoding tokens.
 
         It is a function of the layer, the queries [T, H, d] and their scale.
         """
         return DecodeAttention.for_step(self, step)
 
     def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
-        """Copy the first tokens of one slot to another, or swap two slots."""
+        """Copy the first tokens of one slot to another, or swap those of two slots."""
         sources, targets = (
             self.prefix_views(slot, change.length) for slot in (change.source, change.target)
         )
@@ -120,11 +121,11 @@ class KeyValueCache:
                 target.copy_(saved)
 
     def prefix_views(self, slot: int, length: int) -> list[Tensor]:
-        """Return the parts of the cache that hold the first ``length`` tokens of a slot."""
+        """Return views of the cached keys and values of a slot's first ``length`` tokens."""
         return [self.kv[:, :, slot, :, :length]]
 
     def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> Self:
-        """Return a new cache of another size.
+        """Return a copy of the KV cache with another number of slots or another capacity.
 
         Its first slots get the contents of those slots of this cache that are listed in ``stay``.
         """
@@ -178,9 +179,10 @@ class PrefillDecodeAttention:
     def at_wanted(
         self, layer: int, q_NHd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """Return the attention output of the decoding tokens and the last tokens of wanted spans.
+        """Return the attention output of the tokens whose logits are needed.
 
-        Only their queries are given, [N, H, d]. Keys and values are those of all tokens.
+        These are the decoding tokens and the last tokens of the wanted spans. Only their queries
+        are given, [N, H, d]. Keys and values are those of all tokens.
         """
         self._write(layer, k_TKd, v_TKd)
         outputs = (
@@ -201,7 +203,10 @@ class PrefillDecodeAttention:
         return torch.cat(outputs) if outputs else q_NHd
 
     def _rows_of(self, step: EngineStep) -> Tensor:
-        """Return the cache row of the first head of each of a step's tokens."""
+        """Return the KV-cache row of each token of an engine step.
+
+        It is the row of the token's first head.
+        """
         rows = self._cache.row_of(step.slots, step.positions)
         for span in step.spans:
             rows += range(*self._cache.row_of([span.slot] * 2, [span.start, span.end]))
@@ -209,13 +214,13 @@ class PrefillDecodeAttention:
 
 
 class _FirstSlots:
-    """The attention of one query token per slot, in the cache's first n slots.
+    """Decode attention over the first n slots of the KV cache.
 
-    It reads the first ``length`` positions of each slot.
+    Each slot has one query token. It reads the first ``length`` positions of each slot.
     """
 
     def __init__(self, cache: KeyValueCache, last_n: Tensor, length: int) -> None:
-        """Prepare attention for one query token per slot.
+        """Prepare decode attention over the first slots of a KV cache.
 
         ``last_n`` has the position of each of these tokens, and must be on the cache's device.
         """
@@ -234,7 +239,7 @@ class _FirstSlots:
         )
 
     def __call__(self, layer: int, q_nHd: Tensor, scale: float) -> Tensor:
-        """Return one layer's attention output for each slot's query token, [n, H, d]."""
+        """Return the attention output [n, H, d] of one layer for the query tokens of n slots."""
         heads, size = self._cache.heads, self._cache.size
         k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
         q_mgd = q_nHd.reshape(self._n * heads, -1, size)
@@ -251,7 +256,7 @@ class _FirstSlots:
 
 
 class DecodeAttention:
-    """The attention of decoding sequences, with one query token each.
+    """Decode attention, in which each decoding sequence has one query token.
 
     It runs over all slots up to the last one that decodes, and discards the results of slots that
     do not decode.
@@ -295,11 +300,11 @@ class DecodeAttention:
 
 
 _WantedSpan = tuple[SlotTokenSpan, bool]
-"""A span, and True if the output of its last token is wanted."""
+"""(span, True if the output of its last token is needed)."""
 
 
 def _batch_key(each: _WantedSpan) -> tuple[int, int, bool]:
-    """Return a grouping key.
+    """Return the key by which prompt spans are grouped into batches for attention.
 
     Spans with equal keys are computed together: whole prompts of equal length, or equally long
     beginnings of prompts.
@@ -316,7 +321,7 @@ def _chunk(cache: KeyValueCache, group: list[_WantedSpan]) -> _Prompts | _Chunk:
 
 
 class _Prompts:
-    """The causal attention of new prompts of equal length, in one call.
+    """Causal attention over a batch of new prompts with equal lengths.
 
     None of their tokens are cached yet, so the prompts attend only to their own keys and values.
     """
@@ -334,7 +339,7 @@ class _Prompts:
     def at_ends(
         self, layer: int, q_nHd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """Return the attention output of the last token of each prompt."""
+        """Return the attention output of the last token of each prompt in the batch."""
         return self._attend(q_nHd, k_TKd, v_TKd, scale, is_causal=False)
 
     def _attend(
@@ -353,7 +358,7 @@ class _Prompts:
 
 
 class _Chunk:
-    """The causal attention of consecutive tokens that continue a cached sequence.
+    """Causal attention of consecutive tokens that continue a cached sequence.
 
     Each attends to the cache up to its own position.
     """
@@ -376,7 +381,7 @@ class _Chunk:
     def at_ends(
         self, layer: int, q_nHd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
     ) -> Tensor:
-        """Return the attention output of the last token."""
+        """Return the attention output of the span's last token."""
         return self._attend(layer, q_nHd, scale, None)
 
     def _attend(self, layer: int, q_THd: Tensor, scale: float, bias: Tensor | None) -> Tensor:

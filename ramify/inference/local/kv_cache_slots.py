@@ -1,5 +1,4 @@
-"""The inference engine's steps and the slots of its KV cache: which sequence uses which slot, and
-what slots still hold from earlier sequences.
+"""Assigns sequences to KV cache slots, and reuses what idle slots hold from earlier sequences.
 
 A step is the input of one pass through the model. A slot is a row of the KV cache, for one
 sequence. Running slots are close together at the front, so that a step reads one block of the
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SlotTokenSpan(NamedTuple):
-    """Consecutive tokens of one sequence, to be computed in its cache slot."""
+    """Consecutive tokens of one sequence that an engine step computes in a KV-cache slot."""
 
     slot: int
     start: int
@@ -48,8 +47,10 @@ class SlotTokenSpan(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class EngineStep:
-    """The input of one pass through the model: one token for each decoding sequence, and longer
-    spans of prompt tokens."""
+    """The tokens that the model processes in one engine step.
+
+    There is one token for each decoding sequence, and longer spans of prompt tokens.
+    """
 
     slots: list[int] = dataclasses.field(default_factory=list)
     """Slot of each decoding token, in ascending order."""
@@ -63,15 +64,17 @@ class EngineStep:
 
 
 _WORTH_WAITING = 32
-"""Minimum number of tokens that a prompt must share with a sequence being computed, so that it
-waits and then copies their keys and values."""
+"""Minimum number of further prompt tokens that a running sequence is about to compute, for which a
+new sequence waits in order to copy their keys and values."""
 _HOLES = 0.25
 """Maximum number of empty slots between running ones, as a fraction of the running slots."""
 
 
 class CacheSlotMove(msgspec.Struct, frozen=True):
-    """An instruction to the cache: copy the first ``length`` tokens of one slot to another, or swap
-    two slots."""
+    """An instruction to copy tokens between two KV-cache slots, or to swap the slots.
+
+    A copy takes the first ``length`` tokens of one slot.
+    """
 
     kind: Literal["copy", "swap"]
     source: int
@@ -81,8 +84,7 @@ class CacheSlotMove(msgspec.Struct, frozen=True):
 
 
 class CacheSlotTable:
-    """Keeps track of which sequence uses which slot of the KV cache, and which tokens each slot
-    holds."""
+    """The record of which sequence uses which KV-cache slot, and which tokens each slot holds."""
 
     def __init__(self, num_slots: int, capacity: int, *, reuse: bool = True) -> None:
         """Create a table of empty slots.
@@ -133,7 +135,7 @@ class CacheSlotTable:
         return slot, changes
 
     def mark_computed(self, step: EngineStep) -> None:
-        """Record that the keys and values of a step's tokens are now cached."""
+        """Record that a step's tokens are now in the KV cache."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
             self.length_S[span.slot] = span.end
@@ -141,7 +143,7 @@ class CacheSlotTable:
     def append_tokens(
         self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]
     ) -> None:
-        """Record one more token for each given slot.
+        """Record one new token for each of the given KV-cache slots.
 
         It has not been computed yet.
         """
@@ -174,7 +176,7 @@ class CacheSlotTable:
                 self._tokens_SC[slot] = -1
 
     def compact(self) -> list[CacheSlotMove]:
-        """Move running slots forward until there are few empty ones between them.
+        """Move running slots forward to close most of the gaps between them.
 
         Returns the moves that the cache must make.
         """
@@ -224,7 +226,7 @@ class CacheSlotTable:
         return stay, lost
 
     def _shared_prefix_lengths(self, wanted: NDArray[np.int32]) -> tuple[NDArray[np.int64], int]:
-        """Compare a new request's ids with the contents of every slot.
+        """Return how many leading tokens of a new request each KV-cache slot already holds.
 
         Returns how many of its first tokens each slot has cached, and how many of them some slot
         will have cached once its running sequence is computed.
@@ -239,9 +241,10 @@ class CacheSlotTable:
         return np.minimum(same_S, self.length_S), int(same_S.max())
 
     def _choose_slot(self, source: int, shared: int) -> int | None:
-        """Return the slot for a sequence that can reuse ``shared`` tokens of slot ``source``.
+        """Return the KV-cache slot for a new sequence that shares its first tokens with slot
+        ``source``.
 
-        Returns None if no slot is free.
+        The number of shared tokens is ``shared``. Returns None if no slot is free.
         """
         if self.owner[source] is None and shared and shared == self.length_S[source]:
             return source
@@ -254,9 +257,9 @@ class CacheSlotTable:
         return min(others, key=lambda slot: (self.length_S[slot] > 0, self._used_S[slot], slot))
 
     def _touch_parents(self, affinity: str) -> None:
-        """Mark the slots of a call's parents as recently used, because they wait for the call.
+        """Mark the KV-cache slots of a model call's ancestors as recently used.
 
-        Call ``0.2.1`` keeps those of ``0.2`` and ``0``.
+        The ancestors resume after the call. Call ``0.2.1`` keeps those of ``0.2`` and ``0``.
         """
         parents = set(_parents(affinity))
         if parents:

@@ -52,7 +52,7 @@ _CPU_CACHE_BYTES = 2 << 30
 
 
 class LocalClient:
-    """A client that answers with a policy loaded in this process.
+    """A client that runs a policy in this process.
 
     One client serves any number of runs and event loops.
     """
@@ -111,10 +111,10 @@ class LocalClient:
         return self.engine.version
 
     def report_routes(self) -> None:
-        """Make future replies report the experts that a mixture-of-experts model uses for each
-        token.
+        """Make the engine report the mixture-of-experts routing of each token in future replies.
 
-        Raises ConfigError if the model has no experts.
+        The routing is the experts that the model uses for the token. Raises ConfigError if the
+        model has no experts.
         """
         routers = MoeRouters.of_model(self.policy.model)
         if routers is None:
@@ -145,10 +145,10 @@ class LocalClient:
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, affinity: str = ""
     ) -> GenerationState:
-        """Sample a continuation of token ids, and return it once it has ended.
+        """Sample a continuation of the given token ids.
 
-        Its ``end`` is ``abort`` if ``pause`` interrupted it. Raises Refused if the ids fill the
-        context window.
+        It is returned once it has ended. Its ``end`` is ``abort`` if ``pause`` interrupted it.
+        Raises Refused if the ids fill the context window.
         """
         if len(ids) >= self.window:
             raise prompt_too_long_error(self.name, self.window, None, len(ids))
@@ -157,8 +157,7 @@ class LocalClient:
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
-        """Stream a reply: yield its message as it grows, about twenty times a second, and finally
-        the whole reply.
+        """Yield a growing reply about 20 times a second, and then the complete reply.
 
         Incomplete characters are held back, and so is text at the end that may be the beginning of
         a stop sequence.
@@ -194,8 +193,10 @@ class LocalClient:
         return await self.run(partial(fingerprint, self.policy.model))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability at temperature 1 of each token except the first, given the
-        tokens before it."""
+        """Return the log-probability of each token except the first, at temperature 1.
+
+        It is conditional on the tokens before it.
+        """
         return await self.run(partial(self._logprobs, tuple(ids)))
 
     async def run(self, function: Callable[[], Result]) -> Result:
@@ -233,7 +234,7 @@ class LocalClient:
 
     @property
     def missing(self) -> list[str]:
-        """The names of weights that were dropped and have not been received since."""
+        """The names of weights that were dropped for sleep and must be received again."""
         return self._sleeping_weights.missing_names
 
     def device_memory_usage(self) -> dict[str, int]:
@@ -246,7 +247,7 @@ class LocalClient:
     async def receive_weights(
         self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None
     ) -> None:
-        """Copy weights sent by a trainer into the model, between two steps of the engine.
+        """Copy weights sent by a trainer into the model, between two engine steps.
 
         After all weights have arrived, caches must be cleared with ``forget``. If ``version`` is
         given, this happens at once unless weights are still ``missing``. Raises ValueError, which
@@ -422,7 +423,7 @@ class LocalClient:
             self.engine.set_weight_version(version)
 
     def _matching_weight(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
-        """Return the model's weight that a received ``tensor`` with this name belongs to.
+        """Return the model's own weight that a received tensor will replace, fully or in part.
 
         Raises ValueError if there is none, or if it differs from ``tensor`` in its type or, with
         ``whole``, in its shape.

@@ -61,10 +61,10 @@ from ramify.models.training_forward import TransformersTrunk
 
 
 class FixedShapeModelRunner:
-    """A model runner with operations of fixed shape, so that a token's logits do not depend on the
-    rest of the batch.
+    """A batch-invariant model runner: its operations have fixed shapes.
 
-    Implements ``ModelRunner``.
+    The logits of a token therefore do not depend on the rest of the batch. Implements
+    ``ModelRunner``.
     """
 
     is_fixed = True
@@ -115,7 +115,7 @@ class FixedShapeModelRunner:
     def _logits(
         self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]], rows: Sequence[int]
     ) -> Tensor:
-        """Run tokens through the model in blocks.
+        """Run tokens through the model, one block of fixed size at a time.
 
         Each token is a tuple of cache slot, position and id. Returns the fp32 logits [n, V] after
         the tokens with the indices ``rows``.
@@ -133,8 +133,10 @@ class FixedShapeModelRunner:
     def _compute_block(
         self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]]
     ) -> Tensor:
-        """Return the hidden states [n, D] of at most ``BLOCK`` tokens, computed as one padded
-        block."""
+        """Return the hidden states [n, D] of at most ``BLOCK`` tokens.
+
+        They are computed as one padded block.
+        """
         slots, positions, ids = (list(each) for each in zip(*tokens, strict=True))
         padding = [0] * (BLOCK - len(tokens))
         ids_T, positions_T = torch.tensor(
@@ -237,7 +239,7 @@ class TransformersModelRunner:
         return logits_TV
 
     def _logits_after_span(self, memory: _Memory, span: SlotTokenSpan) -> Tensor:
-        """Return the fp32 logits [V] after a span's last token.
+        """Return the fp32 logits [V] after the last token of a span in a KV-cache slot.
 
         ``memory`` is the model's cache of the tokens before the span. If it cannot be cut at the
         beginning of the span, the tokens before are recomputed.
@@ -263,8 +265,10 @@ class TransformersModelRunner:
 
     @torch.inference_mode()
     def _try_out(self) -> None:
-        """Find out which operations the model's cache supports, by comparing the logits with those
-        computed without a cache."""
+        """Determine by experiment whether the model's cache can be extended and cut.
+
+        The logits are compared with logits without a cache.
+        """
         vocabulary = self._module.config.get_text_config().vocab_size
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
@@ -288,7 +292,10 @@ class TransformersModelRunner:
 
 
 class _Memory:
-    """The contents of a slot: the token ids computed so far, and transformers' cache for them."""
+    """The cached state of one slot in a ``transformers`` model.
+
+    It consists of the token ids computed so far and the model's cache of them.
+    """
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -341,7 +348,7 @@ class ModelRunner(Protocol):
         ...
 
     def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
-        """Compute a step, and cache its keys and values.
+        """Return the logits of an engine step, and cache the keys and values of its tokens.
 
         Returns fp32 logits [n, V]: after each decoding token, then after each span whose ``wanted``
         is True.
@@ -360,11 +367,11 @@ class ModelRunner(Protocol):
         ...
 
     def invalidate_cache(self) -> None:
-        """Invalidate everything in the cache, so that it is not read again."""
+        """Invalidate the entire cache, so that none of it is read again."""
         ...
 
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        """Return the fp32 logits [T, V] after each of the given ids.
+        """Return the fp32 logits [T, V] at every position of the given ids.
 
         The engine's cache is not used.
         """
@@ -372,8 +379,10 @@ class ModelRunner(Protocol):
 
 
 class DecoderModel(Protocol):
-    """A language model that computes all tokens of a step as rows of one batch, such as
-    ``models.dense.DenseModel``."""
+    """A language model that processes all tokens of a step as one flat batch.
+
+    An example is ``models.dense.DenseModel``.
+    """
 
     def hidden(
         self,
@@ -382,8 +391,10 @@ class DecoderModel(Protocol):
         attend: CausalAttentionKernel,
         rows_N: Tensor | None = None,
     ) -> Tensor:
-        """Return the hidden states after the final norm: [T, D] for all tokens, or [N, D] for the
-        tokens with the indices ``rows_N``."""
+        """Return the hidden states of tokens after the final norm.
+
+        They are [T, D] for all tokens, or [N, D] for the tokens with the indices ``rows_N``.
+        """
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
@@ -481,7 +492,7 @@ class _PreparedRunner(SinglePassModelRunner):
 
 
 def create_runner(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
-    """Return the fastest runner that gives the same results as ``model``.
+    """Return the fastest runner for ``model`` that does not change its results.
 
     If ``fixed_shapes`` is a data type, return a runner that computes in fixed shapes, with matrix
     products in that type. Raises ConfigError if the model does not support that.
@@ -502,7 +513,7 @@ def create_runner(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> 
 
 
 class _ModuleDecoder:
-    """Adapts a transformers module to the interface ``DecoderModel``."""
+    """An adapter that gives a transformers module the interface ``DecoderModel``."""
 
     def __init__(self, trunk: TransformersTrunk) -> None:
         self._trunk = trunk
@@ -524,8 +535,7 @@ class _ModuleDecoder:
 
 @torch.inference_mode()
 def _try_single_pass(module: Any) -> SinglePassModelRunner | None:
-    """Return a runner that computes a module's steps in one pass, or None if the module does not
-    support that."""
+    """Return a single-pass runner for a transformers module, or None if it does not support one."""
     try:
         trunk = TransformersTrunk(module)
     except ConfigError:
@@ -541,8 +551,10 @@ def _try_single_pass(module: Any) -> SinglePassModelRunner | None:
 
 
 def _is_consistent(runner: SinglePassModelRunner, module: Any) -> bool:
-    """Return True if two sequences get the same logits when they are computed in chunks and in one
-    batch as when each is computed alone."""
+    """Return True if chunking and batching sequences leaves their logits unchanged.
+
+    Two test sequences are compared with each one alone.
+    """
     vocabulary = module.config.get_text_config().vocab_size
     first, second = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize_cache([], 2, 8)

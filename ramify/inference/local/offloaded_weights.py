@@ -1,4 +1,4 @@
-"""The weights of a model while its engine sleeps.
+"""Release a model's weights while its engine sleeps, and restore them afterwards.
 
 Their memory is released, and they move to main memory or are dropped.
 
@@ -43,16 +43,16 @@ class OffloadedWeights:
 
     @property
     def missing_names(self) -> list[str]:
-        """The names of tensors whose values were dropped and have not been received since."""
+        """Names of the weights that were dropped and must be received again."""
         return list(self._missing.values())
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that the weights use on the compute device."""
+        """Size of the weights on the compute device, in bytes."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def release_memory(self, *, keep: bool) -> None:
-        """Release the memory of all weights on their device.
+        """Free the device memory of all weights.
 
         With ``keep``, they are first moved to main memory, so nothing happens if the device is the
         CPU.
@@ -71,7 +71,7 @@ class OffloadedWeights:
                 ctypes.CDLL(None).malloc_trim(0)  # otherwise it keeps the freed memory
 
     def wake(self) -> None:
-        """Allocate the memory again, and restore weights that were kept.
+        """Reallocate the weights' device memory, and restore the values of weights that were kept.
 
         A second call has no effect.
         """
@@ -85,12 +85,12 @@ class OffloadedWeights:
                 parameter.data = each.to(self._device)
 
     def lacks(self, parameter: Tensor) -> bool:
-        """Return True if a parameter's values were dropped.
+        """Return True if a weight's values were dropped and have not been received again yet.
 
         A tied parameter counts as dropped under each of its names.
         """
         return id(parameter) in self._missing
 
     def mark_received(self, parameter: Tensor) -> None:
-        """Record that all of a parameter's values have been received."""
+        """Record that a weight has been received again completely."""
         self._missing.pop(id(parameter), None)

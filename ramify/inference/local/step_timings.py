@@ -14,7 +14,7 @@ import msgspec
 
 
 class EngineStepTotals(msgspec.Struct, kw_only=True):
-    """Totals over all steps with about the same number of sequences."""
+    """The total work and CPU time of all engine steps with a similar number of sequences."""
 
     sequences: int
     """Number of sequences that got a token in each of these steps, rounded up to a power of two; 0
@@ -40,7 +40,7 @@ class EngineStepTimingRecorder:
         self._timings: dict[tuple[int, bool], EngineStepTotals] = {}
 
     def record_step(self, sequences: int, read: int, cpu_s: float) -> None:
-        """Record one step.
+        """Record the work and the CPU time of one engine step.
 
         ``sequences`` is how many sequences got a token, ``read`` is the number of prompt tokens,
         and ``cpu_s`` the CPU seconds.
@@ -56,6 +56,6 @@ class EngineStepTimingRecorder:
         timing.cpu_s += cpu_s
 
     def take_totals(self) -> list[EngineStepTotals]:
-        """Return the totals since the last call, and reset them."""
+        """Return and reset the totals of all engine steps since the last call."""
         timings, self._timings = self._timings, {}
         return [timings[key] for key in sorted(timings)]

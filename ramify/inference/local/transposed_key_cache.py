@@ -1,4 +1,4 @@
-"""A KV cache for decoding on a CPU, which stores keys transposed, and attention over it.
+"""A KV cache for CPU decoding that stores keys transposed, and the attention that reads it.
 
 A decoding sequence has one query per head, so its attention takes as long as reading its keys and
 values. Batched matrix products of PyTorch read them at half the speed of ``torch.embedding_bag``,
@@ -29,12 +29,13 @@ from ramify.inference.local.kv_cache_slots import EngineStep
 from ramify.models import onednn_products
 
 _LEAST_WIDTH = 64
-"""Capacities are multiples of this number of positions, the narrowest part of a row of keys."""
+"""Cache capacities are rounded up to a multiple of this many positions, which is also the smallest
+part into which a row of keys is divided."""
 _LEAST_HEADS = 24
-"""Minimum number of key-value heads of all decoding sequences for which sums are faster than
-products."""
+"""Minimum product of decoding sequences and key-value heads at which attention is faster with sums
+of rows than with matrix products."""
 _HORIZON = 8
-"""Number of steps for which the row numbers that a step reads are prepared."""
+"""Number of consecutive steps for which the row numbers to read are computed in advance."""
 
 
 def is_faster(layout: KvCacheLayout) -> bool:
@@ -104,10 +105,10 @@ class TransposedKeyCache(KeyValueCache):
 
 
 class RowSumAttention:
-    """The attention of decoding sequences, with one query token each, as sums of rows of a
-    ``TransposedKeyCache``.
+    """Decode attention over a ``TransposedKeyCache``.
 
-    It can be used again for the next few steps of the same sequences.
+    It is computed as weighted sums of the cache's rows. Each sequence has one query token. It can
+    be used again for the next few steps of the same sequences.
     """
 
     def __init__(self, cache: TransposedKeyCache, step: EngineStep) -> None:
@@ -121,20 +122,21 @@ class RowSumAttention:
         hidden_nW = torch.arange(self._width) > last_n[:, None]
         self._bias_n1W = torch.where(hidden_nW, -torch.inf, 0.0)[:, None]
         self._shown = torch.arange(len(last)) * self._width + last_n
-        """Place of each sequence's last position in the biases."""
+        """Index, in the flattened biases, of each sequence's last visible position."""
         self._part_width = _part_width(self._width, cache.capacity)
         self._tables = [
             (keys.view(-1, self._part_width), rows[1])
             for keys, rows in zip(cache.keys, cache.rows, strict=True)
         ]
         self._rows: tuple[_RowSums, _RowSums] | None = None
-        """Parts of rows of keys whose sums are scores [n, K, g, b, C / b], and rows of values whose
-        sums are outputs [n, K, g, d]. They are known once the number of query heads is."""
+        """Row numbers to read for keys, whose sums are scores [n, K, g, b, C / b], and for values,
+        whose sums are outputs [n, K, g, d]. None until the number of query heads is known."""
 
     def continues_with(self, step: EngineStep) -> bool:
-        """Return True if a step decodes the next token of each sequence of the step before.
+        """Return True if this object can also compute the attention of ``step``.
 
-        This object then computes its attention, too.
+        The step must decode the next token of each sequence of the step before. This object then
+        computes its attention, too.
         """
         if (
             not self._steps_left
@@ -165,11 +167,11 @@ class RowSumAttention:
         return value_rows.sums(values, weights.view(-1)).view(q_THd.shape)
 
     def _rows_read(self, group: int) -> tuple[_RowSums, _RowSums]:
-        """Return the parts of rows of keys and the rows of values that this step and the next ones
-        read, for ``group`` query heads per key head.
+        """Return weighted sums over the cache rows that this step and the next few steps read.
 
-        What is past a sequence's last position by then is replaced by what is before, so that less
-        memory is read.
+        One covers the key rows and one the value rows. The key rows are divided into parts. There
+        are ``group`` query heads per key head. What is past a sequence's last position by then is
+        replaced by what is before, so that less memory is read.
         """
         cache = self._cache
         heads_nK = torch.tensor(self._slots)[:, None] * cache.heads + torch.arange(cache.heads)
@@ -185,27 +187,33 @@ class RowSumAttention:
 
 
 def _part_width(width: int, capacity: int) -> int:
-    """Return the width of the parts of a row of keys, such that reading ``width`` of the row's
-    ``capacity`` positions in whole parts takes the least time.
+    """Return the width of the parts in which reading the first positions of a key row is fastest.
 
-    Each part of a sum takes as long as 64 more positions.
+    The row has ``capacity`` positions, of which ``width`` are read. Positions are read in whole
+    parts. Each part of a sum takes as long as 64 more positions.
     """
     widths = [each for each in range(_LEAST_WIDTH, capacity + 1, 32) if capacity % each == 0]
     return min(widths, key=lambda each: -(-width // each) * (each + 64))
 
 
 class _RowSums(NamedTuple):
-    """Which rows of a table are multiplied by weights and added up."""
+    """Several weighted sums of the rows of one table.
+
+    Each sum lists the numbers of its rows.
+    """
 
     rows: Tensor
-    """Row numbers of all sums, one sum after the other."""
+    """Row numbers of all sums, concatenated."""
     bounds: Tensor
-    """Sum i has the row numbers from ``bounds[i]`` to ``bounds[i + 1]``."""
+    """The row numbers of sum i are ``rows[bounds[i] : bounds[i + 1]]``."""
 
     @classmethod
     def of(cls, rows_nK: Tensor, group: int) -> _RowSums:
-        """Return sums over the last dimension of row numbers [n, K, …], where the sums of each key
-        head are repeated for ``group`` query heads."""
+        """Create weighted sums of table rows, one set for each query head.
+
+        They run over the last dimension of ``rows_nK``. ``rows_nK`` holds row numbers [n, K, …],
+        and each of the K key heads has ``group`` query heads.
+        """
         rows = rows_nK[:, :, None].expand(-1, -1, group, *rows_nK.shape[2:]).reshape(-1)
         return cls(rows, torch.arange(0, len(rows) + 1, rows_nK.shape[-1]))
 
@@ -215,7 +223,7 @@ class _RowSums(NamedTuple):
         return len(self.bounds) - 1
 
     def sums(self, table: Tensor, weights: Tensor) -> Tensor:
-        """Return the sums [num, width of a row].
+        """Return the weighted sums of a table's rows, [number of sums, row width].
 
         There is one weight per row number.
         """

@@ -1,7 +1,6 @@
-"""Weight syncs by name: the methods by which a trainer sends new weights to inference engines in
-other processes.
+"""The registry of weight syncs, which send a trainer's weights to inference engines.
 
-``base.py`` defines their interface.
+The engines run in other processes. ``base.py`` defines their interface.
 """
 
 from ramify.plugins import PluginRegistry

@@ -79,21 +79,21 @@ class LoraMatrix(msgspec.Struct, frozen=True, eq=False):
 
 
 class LazyFrozenWeight(msgspec.Struct, frozen=True, eq=False):
-    """A frozen tensor stored elsewhere, for example in shards.
+    """A frozen weight that is gathered only when it is needed, for example from shards.
 
     Calling it gathers the whole tensor.
     """
 
     gather: Callable[[], Tensor]
     stamp: Hashable
-    """Change marker, as in ``LazyWeight``."""
+    """Value that changes whenever the tensor changes, as in ``LazyWeight.stamp``."""
 
     def __call__(self) -> Tensor:
         return self.gather()
 
 
 def merge_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add a low-rank adapter to its base matrix: base + scale * b @ a.
+    """Return a base matrix with a low-rank adapter merged into it: base + scale * b @ a.
 
     Trainer and engine share this function so that they round in the same way.
     """
@@ -101,7 +101,7 @@ def merge_adapter(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 class LazyWeight(NamedTuple):
-    """A tensor of the trained policy in the form that engines need.
+    """A weight of the trained policy that is converted for the engines only when it is sent.
 
     It is gathered and converted only when ``full`` is called.
 
@@ -114,8 +114,8 @@ class LazyWeight(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     stamp: Hashable
-    """Change marker. If it is the same in two syncs, the tensor has not changed between them. None
-    if unknown."""
+    """Value that changes whenever the tensor changes: if it is the same in two syncs, the tensor
+    has not changed between them. None if it is unknown whether the tensor changes."""
     full: Callable[[], Tensor]
     """Returns the whole tensor, contiguous and detached."""
     adapted: LoraMatrix | None = None
@@ -128,8 +128,9 @@ class LazyWeight(NamedTuple):
 
 
 class WeightPiece(NamedTuple):
-    """Part of an update as an engine receives it: a whole tensor, or new values for some of its
-    positions.
+    """A tensor of a weight update as an engine receives it.
+
+    It is a whole tensor, or new values for some of its positions.
 
     Example:
         WeightPiece("norm.weight", tensor)                       # a whole tensor, [hidden size]
@@ -149,7 +150,9 @@ class WeightPiece(NamedTuple):
 
 
 class WeightChunk(msgspec.Struct, eq=False):
-    """One chunk of a weight update, with the description that engines receive over HTTP.
+    """One chunk of a weight update, and its description for the engines.
+
+    The description is sent over HTTP.
 
     Example:
         WeightChunk(info={"names": ["embed"]}, is_last=False)    # what every engine receives
@@ -178,7 +181,7 @@ class WeightSync(Protocol):
         ...
 
     def join(self) -> None:
-        """Wait until the engines have connected, if the method needs connections.
+        """Wait until the engines have connected to the trainer, if this method needs connections.
 
         Called in a thread while engines get the information from ``open``.
         """
@@ -187,7 +190,7 @@ class WeightSync(Protocol):
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """Yield version ``version`` of the weights in chunks, in order.
+        """Yield the weights of the given version in chunks, in order.
 
         A chunk's bytes stay valid until the second chunk after it is requested. With ``whole``, all
         weights are sent, as if engines had none.
@@ -213,7 +216,7 @@ class WeightReceiver(Protocol):
     """
 
     def unpack_chunk(self, info: Info) -> Iterator[WeightPiece]:
-        """Yield the tensors of one chunk.
+        """Yield the tensors that one chunk of a weight update contains.
 
         Each is valid until the next one is requested. Raises ValueError for an incomplete chunk,
         and FullWeightsRequiredError if it holds differences from weights that this engine does not
@@ -222,14 +225,14 @@ class WeightReceiver(Protocol):
         ...
 
     def finished(self, version: str) -> None:
-        """Finish an update after all of its chunks have been received."""
+        """Complete a weight update in the engine after its last chunk."""
         ...
 
     def close(self) -> None: ...
 
 
 class FullWeightsRequiredError(ValueError):
-    """Raised when a chunk holds differences from weights that the engine does not have.
+    """Raised when a chunk is a delta against weights that the engine does not have.
 
     All weights must then be sent.
     """
@@ -238,7 +241,7 @@ class FullWeightsRequiredError(ValueError):
 def in_chunks(
     sources: Iterable[LazyWeight], chunk_bytes: int
 ) -> Iterator[tuple[list[LazyWeight], bool]]:
-    """Group tensors in order into chunks of at most ``chunk_bytes`` bytes.
+    """Divide a sequence of weights into chunks of at most ``chunk_bytes`` bytes.
 
     Yields each chunk with a flag that is True for the last. A larger tensor is a chunk by itself.
     """
@@ -255,8 +258,10 @@ def in_chunks(
 
 
 def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str, Any]:
-    """Describe tensors by name, dtype and shape, along with the version of the weights, in the
-    format of vLLM's update request."""
+    """Return the description of tensors in a weight update, in the format of vLLM's request.
+
+    It has names, dtypes and shapes, and the version of the weights.
+    """
     return {
         "names": [source.name for source in sources],
         "dtype_names": [str(source.dtype).removeprefix("torch.") for source in sources],
@@ -266,7 +271,7 @@ def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str,
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Compute where parts of the given sizes begin in one buffer.
+    """Return the position of each part in a buffer that holds parts of the given sizes.
 
     Returns each part's aligned start and the buffer's length, all in bytes.
     """
@@ -278,7 +283,7 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def tensor_views(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[WeightPiece]:
-    """Yield tensors as views of a byte buffer [N].
+    """Yield the tensors in a byte buffer [N] as views of it.
 
     ``info`` has their names, precisions and shapes. Raises ValueError if they do not fit in the
     buffer.
@@ -328,7 +333,7 @@ def reserve_file_space(
 
 
 def pack_into_buffer(buffer: Tensor, sources: Sequence[LazyWeight]) -> int:
-    """Copy tensors one after another into a byte buffer [N].
+    """Copy weights into a byte buffer [N], one after another.
 
     Returns the number of bytes used.
     """
@@ -346,10 +351,10 @@ _WHOLE = (Tensor, nn.Parameter)
 
 
 def to_lazy_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
-    """Convert parameters to the form in which they are sent to engines, with precision ``dtype``.
+    """Return named parameters in the form in which they are sent to engines.
 
-    Sharded parameters (DTensor) are gathered on demand, so all ranks must request tensors in the
-    same order.
+    Their precision is ``dtype``. Sharded parameters (DTensor) are gathered on demand, so all ranks
+    must request tensors in the same order.
     """
     return [to_lazy_weight(name, tensor, dtype) for name, tensor in named]
 
@@ -357,7 +362,7 @@ def to_lazy_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> 
 def to_lazy_weight(
     name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None
 ) -> LazyWeight:
-    """Convert one parameter to the form in which it is sent to engines.
+    """Return one parameter in the form in which it is sent to engines.
 
     If ``make`` is given, the tensor that it returns is sent instead of the parameter. An example is
     the sum of the parameter and its adapter.
@@ -376,11 +381,10 @@ def to_lazy_weight(
 
 
 def frozen_param_version(tensor: Tensor) -> Hashable:
-    """Return a value that changes whenever a frozen parameter is written to, or None for any other
-    tensor.
+    """Return a change marker for a frozen parameter, or None for any other tensor.
 
-    Trained parameters have no such value: the fused AdamW of PyTorch 2.13 writes them without
-    increasing their version counter.
+    The marker changes whenever the parameter is written to. Trained parameters have no such value:
+    the fused AdamW of PyTorch 2.13 writes them without increasing their version counter.
     """
     if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
@@ -396,8 +400,7 @@ def _full_tensor(tensor_or_lazy: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
 
 
 def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[LazyWeight]:
-    """Rename weights as in checkpoints of the transformers model ``model``, for engines that load
-    checkpoint names.
+    """Rename weights to a transformers model's checkpoint names, for engines that load those.
 
     A tensor with all experts of a layer is split into one tensor per expert.
     """
@@ -416,7 +419,7 @@ def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[Laz
 
 
 class _SplitSource:
-    """A tensor that is sent in parts, one after another.
+    """A weight that is sent as several tensors, one after another.
 
     It stays in memory from the first part to the last.
     """
@@ -428,7 +431,7 @@ class _SplitSource:
         self._parts: list[Tensor] = []
 
     def part(self, index: int) -> Tensor:
-        """Return part number ``index`` of the tensor as contiguous memory."""
+        """Return part number ``index`` of the split weight as a contiguous tensor."""
         from ramify.models.stored_weights import to_checkpoint_tensors
 
         if not self._parts:
@@ -442,9 +445,10 @@ class _SplitSource:
 
 PREFIX = "ramify-weights-"
 MEMORY = Path("/dev/shm")
-"""Folder whose files are kept in memory, on Linux."""
+"""Folder whose files are kept in memory on Linux."""
 _HELD = "held-"
-"""Part of the name of each file or folder that is locked by the process that created it."""
+"""Part of the name of each locked file or folder. If its lock is free, the process that created it
+has exited, and ``sweep`` removes it."""
 
 
 def new_temporary_name() -> str:
@@ -485,7 +489,7 @@ def create_locked_folder(below: Path) -> tuple[Path, int]:
 
 
 def remove_stale_files(folder: Path) -> None:
-    """Remove files and folders of weight syncs in ``folder`` whose processes have exited."""
+    """Remove weight sync files and folders in ``folder`` that exited processes left behind."""
     for path in folder.glob(f"{PREFIX}{_HELD}*"):
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

@@ -159,7 +159,7 @@ class NcclWeightSync(GlooWeightSync):
 
 
 class BroadcastWeightReceiver:
-    """The engine's half of the weight syncs over gloo and NCCL.
+    """The engine's side of the gloo and NCCL weight syncs.
 
     Its constructor joins the trainer's process group, so the trainer must be waiting in ``join``.
     Implements ``WeightReceiver``.
@@ -211,7 +211,7 @@ class BroadcastWeightReceiver:
 
 
 class _Buffer:
-    """A reusable buffer for the chunks of weights.
+    """A buffer in which all chunks of weights are broadcast, one after another.
 
     One buffer is enough because each chunk has arrived before the next one begins, and allocating
     memory costs more than a copy.
@@ -239,7 +239,7 @@ def _require_backend(backend: str) -> None:
 
 
 class _GroupSpec(NamedTuple):
-    """The data that a member needs to join the process group, such as its rank."""
+    """The settings with which the trainer or an engine joins the broadcast process group."""
 
     backend: str
     rank: int

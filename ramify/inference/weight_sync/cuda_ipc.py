@@ -97,7 +97,7 @@ class CudaIpcWeightReceiver:
 
 
 def _export_handle(buffer: Tensor) -> list[Any]:
-    """Return the handle with which another process can open a tensor's GPU memory.
+    """Return a handle that lets another process open a tensor's GPU memory.
 
     It contains the device, memory handle, sizes, reference counter and event, as PyTorch exports
     them, with bytes in base64.

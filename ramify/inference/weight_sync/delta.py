@@ -1,4 +1,4 @@
-"""Weight sync that sends only what has changed since the last weights that the engines received.
+"""Weight sync that sends only what has changed since the engines' last update.
 
 The unit is a tensor, single values of a tensor, or a low-rank adapter. Everything is sent if the
 engines' weights are unknown.
@@ -53,19 +53,21 @@ from ramify.inference.weight_sync.base import (
 )
 
 SAMPLE = 512
-"""Number of values in a sample. Only larger tensors are sampled."""
+"""Number of values compared to estimate what share of a tensor has changed. Only larger tensors are
+sampled."""
 _RUNS = 32
-"""Number of runs of neighbouring values in a sample."""
+"""Number of runs of neighbouring values that make up a sample. They are spread over the whole
+tensor."""
 _KINDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bit_pattern(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor's values as a flat tensor of integers."""
+    """Return the bit patterns of a tensor's values as a flat tensor of integers."""
     return tensor.contiguous().view(-1).view(_KINDS[tensor.element_size()])
 
 
 def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
-    """Return the positions at which two tensors differ, in ascending order.
+    """Return the positions at which the values of two flat tensors differ, in ascending order.
 
     On a CPU this uses numpy, which takes a third of PyTorch's time.
     """
@@ -75,8 +77,7 @@ def differing_places(now_N: Tensor, had_N: Tensor) -> Tensor:
 
 
 def differing_tensor_indices(now_N: Tensor, had_N: Tensor, lengths: Sequence[int]) -> list[int]:
-    """Compare two versions of several concatenated tensors, and return the indices of the tensors
-    that differ.
+    """Return the indices of the tensors that differ between two versions of their concatenation.
 
     ``lengths`` holds the number of elements of each tensor, in order.
     """
@@ -94,7 +95,7 @@ def differing_share(now_N: Tensor, had_N: Tensor) -> float:
 
 
 def _sample(bits_N: Tensor) -> Tensor:
-    """Return a sample of a tensor's values, in runs of neighbours spread over the whole tensor.
+    """Sample a tensor's values in contiguous runs spread over the whole tensor.
 
     Neighbours are almost free, because loading a page of memory is the expensive part.
     """
@@ -105,7 +106,7 @@ _PREFIX = "::together-"
 
 
 class SmallTensorBundles:
-    """A set of small tensors of one precision that are sent together as one tensor.
+    """Groups small weights of one precision into bundles, each sent as a single tensor.
 
     It remembers the values that the engines already have, so that only changed tensors are sent.
     """
@@ -119,7 +120,7 @@ class SmallTensorBundles:
     def bundle_changed_tensors(
         self, sources: Sequence[LazyWeight], number: int
     ) -> tuple[LazyWeight, dict[str, Any]] | None:
-        """Concatenate the tensors whose current values the engines lack.
+        """Bundle the small weights that have changed since the engines last received them.
 
         Returns the bundle, and the table of names and shapes by which engines take it apart.
         Returns None if the engines have all current values.
@@ -163,7 +164,7 @@ class SmallTensorBundles:
 
 
 def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightPiece]:
-    """Split a bundle of concatenated small tensors into the single tensors.
+    """Yield the individual weights in a bundle of small weights.
 
     ``table`` gives their names and shapes. Raises ValueError if the table does not fit the bundle.
     """
@@ -179,15 +180,15 @@ def split_bundle(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[WeightP
 
 
 def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the values of all tensors, one tensor after another, as a tensor [N]."""
+    """Return the values of all tensors as one new flat tensor [N]."""
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 
 _PLACES, _VALUES = "::places", "::values"
 _BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
-"""Maximum fraction of changed values at which only these values and their positions are sent, and
-not the whole tensor. A position takes four bytes, and a value two or four."""
+"""Maximum fraction of changed values for which only these (two or four bytes each) and their
+positions (four bytes each) are sent, instead of the whole tensor."""
 _MOST_PLACES = 2**31 - 1
 _SMALL = SAMPLE
 """Maximum number of values in a tensor that is bundled with others."""
@@ -226,22 +227,24 @@ class DeltaWeightSync:
         self._adapters = adapters
         self._layers = layers
         self._have: dict[str, Tensor] = {}
-        """The tensors that the engines have, except small ones."""
+        """Tensor name -> the values that the engines have. Small tensors are not included."""
         self._stamps: dict[str, Hashable] = {}
         self._small: dict[tuple[torch.dtype, int], SmallTensorBundles] = {}
         """(dtype, index) -> a bundle of up to 1024 small tensors with that dtype."""
         self._later: list[tuple[Tensor, Tensor]] = []
-        """Pairs of (old, new) tensors to copy. This happens while the engines read the chunk, so
-        that it takes no extra time."""
+        """Pairs of (old, new) tensors. Each new one is copied over the old one while the engines
+        read the chunk, so that the copy takes no extra time."""
         self._tables: dict[str, dict[str, Any]] = {}
-        """Bundle name -> table, for the bundles of the current sync."""
+        """Name of each bundle in the current sync -> names and shapes of the tensors in the
+        bundle."""
         self._bases: set[str] = set()
         """Names of matrices with low-rank adapters whose base matrix the engines already have."""
         self._sums: dict[str, tuple[float, str, str]] = {}
         """Name of the adapter's matrix b -> (scale, dtype in which the adapter is added to its
         base, dtype of the sum)."""
         self._last_sync = ""
-        """Id of the sync that the engines took last."""
+        """Id of the last sync that the engines have received; empty if it is unknown which weights
+        they have."""
         self.num_bytes = 0
         """Bytes sent by the last sync."""
 
@@ -325,7 +328,7 @@ class DeltaWeightSync:
                 yield from changed or [source]
 
     def _part(self, source: LazyWeight) -> Iterable[LazyWeight]:
-        """Return the data that must be sent for one tensor.
+        """Return what must be sent so that the engines get the current values of a weight.
 
         The list is empty if the engines have the current values.
         """
@@ -346,7 +349,7 @@ class DeltaWeightSync:
     def _join_small(
         self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
     ) -> list[LazyWeight]:
-        """Concatenate the small tensors that have changed into one tensor.
+        """Return the changed small weights, bundled into one tensor.
 
         Returns a list with that tensor, or an empty list if none has changed.
         """
@@ -379,7 +382,7 @@ class DeltaWeightSync:
         ]
 
     def _adapter(self, source: LazyWeight, adapted: LoraMatrix) -> Iterator[LazyWeight]:
-        """Yield the two low-rank matrices of an adapted weight.
+        """Yield the two low-rank matrices (LoRA) of an adapted weight.
 
         The base matrix is yielded first if the engines do not have it yet.
         """
@@ -394,8 +397,7 @@ class DeltaWeightSync:
         yield _to_lazy_weight(name + _B, b)
 
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
-        """Return the positions whose values have changed, or None if the tensor should be sent
-        whole."""
+        """Return the positions of a weight's changed values, or None if it should be sent whole."""
         num = now_N.numel()
         if num > _SMALL and differing_share(now_N, had_N) > 2 * _FEW:  # a sample is enough
             return None
@@ -473,7 +475,7 @@ class DeltaWeightReceiver:
 
 
 def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
-    """Return True if a tensor is unchanged since the last update.
+    """Return True if the engines already have the current value of a weight.
 
     The check compares its change marker, called ``stamp``.
     """
@@ -481,8 +483,7 @@ def _is_known(stamps: Mapping[str, Hashable], source: LazyWeight) -> bool:
 
 
 def _part_of_layer(source: LazyWeight) -> str:
-    """Return the name of the part of a layer that a tensor belongs to, such as
-    ``model.layers.3.self_attn``.
+    """Return the part of a layer to which a weight belongs, such as ``model.layers.3.self_attn``.
 
     A tensor outside the layers is its own part.
     """
@@ -496,10 +497,10 @@ def _to_lazy_weight(name: str, tensor: Tensor) -> LazyWeight:
 
 
 def _narrow_losslessly(base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a matrix to the engine's dtype if that loses nothing, as for a checkpoint stored in
-    that dtype.
+    """Convert a matrix to the engine's dtype if that loses no precision.
 
-    Otherwise return the matrix unchanged.
+    It is lossless if, for example, the checkpoint was stored in that dtype. Otherwise return the
+    matrix unchanged.
     """
     short = base.to(dtype)
     return short if torch.equal(short.to(base.dtype), base) else base

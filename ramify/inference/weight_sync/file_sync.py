@@ -80,10 +80,10 @@ _AGAIN = "let the trainer write it again"
 
 
 def write_tensors(path: Path, sources: list[LazyWeight]) -> tuple[int, int]:
-    """Write tensors in the given order to a safetensors file, and return the file's length in bytes
-    and its checksum.
+    """Write tensors in the given order to a safetensors file.
 
-    An existing file is overwritten. Raises OSError if the file cannot be written.
+    Returns the length of the file in bytes and its checksum. An existing file is overwritten.
+    Raises OSError if the file cannot be written.
     """
     with path.open("r+b" if path.exists() else "xb") as file:
         header = _header(sources)
@@ -154,7 +154,10 @@ def _header(sources: list[LazyWeight]) -> bytes:
 
 
 def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
-    """Write bytes at the end of a file, which is at offset ``at``, and return their checksum."""
+    """Append a tensor's bytes to a file, and return their contribution to its checksum.
+
+    The end of the file is at offset ``at``.
+    """
     total = 0
     for start in range(0, len(data_N), _BLOCK):
         block = data_N[start : start + _BLOCK]
@@ -164,10 +167,10 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
 
 
 def _partial_checksum(data_N: Tensor, at: int) -> int:
-    """Return the contribution of some bytes at offset ``at`` to a file's checksum, which is the sum
-    of its 64-bit words.
+    """Return how much the bytes at offset ``at`` contribute to the checksum of their file.
 
-    The sum runs at memory speed. It detects incomplete files, not attackers.
+    The checksum is the sum of the file's 64-bit words. The sum runs at memory speed. It detects
+    incomplete files, not attackers.
     """
     before, after = at % _WORD, -(at + len(data_N)) % _WORD
     words = data_N[: len(data_N) - (_WORD - after) % _WORD] if not before else data_N[:0]
@@ -182,7 +185,7 @@ def _partial_checksum(data_N: Tensor, at: int) -> int:
 
 
 def _to_63_bits(total: int) -> int:
-    """Reduce a checksum to 63 bits.
+    """Reduce a checksum of file contents to 63 bits.
 
     The result does not depend on the order in which words were added.
     """
@@ -246,7 +249,8 @@ class FileWeightSync:
         self._file_bytes = file_bytes
         self._configuration = configuration
         self._last = self._before = ""
-        """Folder of the newest complete version. ``_before`` is the one before it."""
+        """Name of the folder with the newest complete version of the weights. ``_before`` names the
+        folder of the previous version."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         if self._is_own:
@@ -331,11 +335,11 @@ class FileWeightSync:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _reuse_old_version(self, fresh: Path) -> bool:
-        """Rename the folder of the version before the last to ``fresh``, so that its files are
-        overwritten.
+        """Reuse the folder of an old version of the weights for the next version.
 
-        Returns False if that is not possible. Engines no longer need that version, and reusing its
-        memory is much cheaper than allocating new pages.
+        The second-to-last version's folder is renamed to ``fresh``, and its files are then
+        overwritten. Returns False if that is not possible. Engines no longer need that version, and
+        reusing its memory is much cheaper than allocating new pages.
         """
         old = self._folder / self._before
         if (
@@ -356,7 +360,7 @@ class FileWeightSync:
 
 
 class FileWeightReceiver:
-    """The engine's half of the weight sync by files.
+    """The engine's side of the file-based weight sync.
 
     Implements ``WeightReceiver``.
     """
@@ -415,7 +419,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _is_version(path: Path) -> bool:
-    """Return True if this weight sync wrote the given folder.
+    """Return True if the folder holds a version of the weights that this weight sync wrote.
 
     Users may keep folders with similar names next to it.
     """

@@ -65,7 +65,7 @@ class SharedMemoryWeightSync:
         self._chunk_bytes = chunk_bytes
         self._in_place = in_place
         self._next = 0
-        """Number of the buffer that no engine computes with."""
+        """Number of the shared buffer from which no engine computes at the moment."""
         self._folder = (
             Path(folder) if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         )
@@ -129,8 +129,7 @@ class SharedMemoryWeightSync:
         return self._folder / f"{self._name}-{which}"
 
     def _buffer(self, which: int, length: int) -> _MappedFile:
-        """Return one of the two buffers, after enlarging it to at least ``length`` bytes if
-        necessary.
+        """Return one of the two shared buffers, enlarged to at least ``length`` bytes if necessary.
 
         Engines see the new length and map the buffer again.
         """
@@ -156,7 +155,7 @@ class SharedMemoryWeightSync:
 
 
 class SharedMemoryWeightReceiver:
-    """The engine's half of the weight sync by shared memory.
+    """The engine's side of the shared-memory weight sync.
 
     It returns tensors that are views of the shared buffers. Implements ``WeightReceiver``.
     """

@@ -23,7 +23,7 @@ _clock = time.perf_counter
 
 
 class BusyWait:
-    """A short busy wait that is used less often when it fails.
+    """A short busy wait that is tried less often if it rarely succeeds.
 
     After a wait that ended too early, more of the later waits are skipped. After a successful wait,
     fewer are skipped.
@@ -37,8 +37,7 @@ class BusyWait:
         ``_skips`` is the number of waits still to skip."""
 
     def until(self, has_arrived: Callable[[], object]) -> bool:
-        """Call ``has_arrived`` repeatedly for at most ``BUSY_S`` seconds, until it returns
-        something true.
+        """Poll ``has_arrived`` for at most ``BUSY_S`` seconds until it returns something true.
 
         Returns False if that never happens, or if the wait was skipped.
         """

@@ -46,7 +46,7 @@ _PREFIX_BYTES = PREFIX.size
 
 
 class DeferrableInterrupts:
-    """A handler for interrupts (SIGINT) that can be deferred.
+    """A handler of interrupts (SIGINT) that can hold them back and raise them later.
 
     An interrupt that arrives between ``begin_deferring`` and ``end_deferring`` is raised only at
     ``end_deferring``. The handler belongs to the thread that created it.
@@ -92,8 +92,7 @@ class DeferrableInterrupts:
             raise KeyboardInterrupt
 
     def call_interruptibly(self, blocking: Callable[[], object]) -> None:
-        """Call a function that may block for a long time, and let an interrupt be raised while it
-        blocks.
+        """Call a function that may block for a long time, but let interrupts stop it.
 
         The function must not hold any resources, since the interrupt would leak them.
         """
@@ -108,7 +107,7 @@ class DeferrableInterrupts:
             self._depth = previous_depth
 
     def reset(self) -> None:
-        """Forget the nesting depth and any pending interrupt.
+        """Reset the handler's nesting depth, and discard a deferred interrupt.
 
         Call this after an interrupt has cut a section short.
         """
@@ -121,8 +120,11 @@ _getpid = os.getpid
 
 
 class GuestChannel:
-    """The guest's connection to the host: a descriptor for reading, one for writing, and the shared
-    memory buffers if host and guest have them."""
+    """The connection of a sandboxed session to the host.
+
+    It has a descriptor for reading, one for writing, and the shared memory buffers if host and
+    guest have them.
+    """
 
     __slots__ = (
         "_busy_wait",
@@ -164,7 +166,8 @@ class GuestChannel:
         """True while a cell runs, so that its output and its calls are sent to the host."""
 
     def is_session_process(self) -> bool:
-        """Return True in the session's own process, and False in a child that a cell has forked."""
+        """Return True in the session's main process, and False in a child process that a cell
+        forked."""
         return _getpid() == self.pid
 
     def descriptors(self) -> set[int]:
@@ -185,7 +188,7 @@ class GuestChannel:
     def frame(
         self, header: dict[str, Any], encoder: ValueEncoder | None, blobs: Sequence[Buffer] = ()
     ) -> list[Buffer]:
-        """Build a message frame and return it as a list of buffers to write.
+        """Build the frame of a message, and return it as a list of buffers to write.
 
         Long data may be placed in the shared memory buffers instead. Raises ValueLimitError if the
         frame exceeds a limit.
@@ -243,11 +246,11 @@ class GuestChannel:
     # -- from the host
 
     def read_lone_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Wait for data and return the next frame if it arrived alone, as its header and binary
-        parts.
+        """Wait for data from the host, and return a frame if exactly one short frame has arrived.
 
-        "Alone" means short, complete and without further data: the fast path. Otherwise return
-        None, so that ``next_buffered_frame`` handles the data.
+        The result is the frame's header and its binary parts. "Alone" means short, complete and
+        without further data: the fast path. Otherwise return None, so that ``next_buffered_frame``
+        handles the data.
         """
         reader = self._reader
         # Descriptors arrive only with ``recvmsg``, which the reader calls.
@@ -263,7 +266,7 @@ class GuestChannel:
         return self._decode_frame(chunk[_PREFIX_BYTES:].decode(), memoryview(chunk)[4:], end - 4)
 
     def next_buffered_frame(self) -> tuple[dict[str, Any], list[memoryview]] | None:
-        """Return the header and the binary parts of the next frame in the buffer.
+        """Return the next frame that has already been read: its header and binary parts.
 
         Returns None if more data must be read first.
         """
@@ -276,7 +279,7 @@ class GuestChannel:
     def _decode_frame(
         self, text: str, view: memoryview, end: int
     ) -> tuple[dict[str, Any], list[memoryview]]:
-        """Decode a frame's JSON header and locate the frame's binary parts.
+        """Decode the header of a frame and find the frame's binary parts.
 
         They are either in the shared memory buffers or in the frame itself, from offset ``end`` on.
         """
@@ -294,7 +297,7 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """Mark the shared buffers as free once the host must have read them.
+        """Mark the shared buffers as free once the host is known to have read them.
 
         That is the case when the host answers the call or sends its next request. A fork request
         does not count, because it can arrive at any time.
@@ -316,7 +319,7 @@ class GuestChannel:
         return fds
 
     def has_partial_frame(self) -> bool:
-        """Return True if the buffer holds the beginning of an incomplete frame."""
+        """Return True if part of a frame has arrived from the host, but not yet all of it."""
         return self._reader.have > 0
 
     def wait_readable(self) -> None:
@@ -333,7 +336,7 @@ class GuestChannel:
 
 
 def _receiver(fd: int) -> Any:
-    """Return the bound method ``recvmsg`` of a socket object for descriptor ``fd``.
+    """Return the ``recvmsg`` method of a socket, for receiving data and descriptors from the host.
 
     The object is never closed, so the descriptor stays open as long as the process lives.
     """
@@ -348,7 +351,7 @@ DROPPED: Any = object()
 
 
 class MessageFrameWaiter:
-    """A thread that waits for a frame from the host.
+    """A thread of the session that waits for a frame from the host.
 
     Its lock ``wake`` is released when the frame has arrived, or when this thread must take over
     reading from the host.
@@ -368,7 +371,7 @@ class MessageFrameWaiter:
 
 
 class MessageFrameDispatcher:
-    """A dispatcher that hands each frame from the host to the thread waiting for it.
+    """Hands each frame from the host to the thread that is waiting for it.
 
     Answers go to the threads that called the host, and requests go to the thread that handles
     requests.
@@ -432,7 +435,7 @@ class MessageFrameDispatcher:
         self._calls[id] = ticket
 
     def unregister_waiter(self, ticket: MessageFrameWaiter) -> None:
-        """Unregister a thread that no longer waits for a frame.
+        """Unregister a thread that has stopped waiting for a frame from the host.
 
         If its frame has not arrived, the thread was interrupted, so another waiting thread takes
         over reading.
@@ -444,8 +447,10 @@ class MessageFrameDispatcher:
             self._pass_on()
 
     def drop_calls(self) -> None:
-        """Wake all threads that wait for an answer, because their cell has ended and they will get
-        none."""
+        """Wake all threads that wait for the host's answers after their cell has ended.
+
+        They get no answer.
+        """
         for ticket in list(self._calls.values()):
             ticket.frame = DROPPED
             ticket.rouse()
@@ -497,7 +502,7 @@ class MessageFrameDispatcher:
                 ticket.rouse()
 
     def _pass_on(self) -> None:
-        """Wake another waiting thread so that it takes over reading the stream."""
+        """Let another waiting thread read the next frames from the host."""
         for ticket in [*self._calls.values(), self._command]:
             if ticket.frame is None:
                 ticket.rouse()

@@ -1,5 +1,4 @@
-"""Convert the tables and arrays of a context to pandas and numpy objects, if the session may import
-these libraries.
+"""Converts a context's tables and arrays to pandas and numpy objects, if importable.
 
     packages=("pandas",)   Table ──> pandas.DataFrame, NumberArray ──> numpy.ndarray
     packages=("numpy",)    NumberArray ──> numpy.ndarray

@@ -52,7 +52,7 @@ HostError.__module__ = "builtins"  # so that a traceback shows the name without 
 
 
 class HostCaller:
-    """Sends the calls that the cells of one session make to the host, and waits for the answers.
+    """Sends a session's function calls to the host and waits for the results.
 
     Each call gets a number.
     """
@@ -123,7 +123,7 @@ class HostCaller:
 
 
 class SandboxGuest:
-    """A notebook namespace and its connection to the host.
+    """The part of a session that runs in the sandbox and executes cells at the host's request.
 
     Create it and call ``serve`` in the same thread.
     """
@@ -155,7 +155,7 @@ class SandboxGuest:
         shared_buffers: Any = None,
         apart: JailForkHooks | None = None,
     ) -> None:
-        """Create a guest that serves a connected pair of descriptors.
+        """Create a guest that communicates with the host over two open descriptors.
 
         ``memory_limits``: address space in bytes while a cell runs, and the slightly larger one for
         the guest itself, so that it can still report when a cell has used up all its memory.
@@ -216,10 +216,11 @@ class SandboxGuest:
         self.notebook.close_event_loop()
 
     def _run_warmup_cell(self) -> None:
-        """Run an empty cell, so that the copy-on-write of the memory pages that cells write to
-        happens now and not during the first real cell.
+        """Run an empty cell in advance, so that the first real cell of a forked session is faster.
 
-        The cell leaves nothing behind, and no report is sent to the host.
+        Writing to the memory pages now makes the kernel copy them before the first real cell. These
+        are the copy-on-write pages that cells write to. The cell leaves nothing behind, and no
+        report is sent to the host.
         """
         channel, (unread, unsent) = self._channel, os.pipe()
         wire, channel.write_fd = channel.write_fd, unsent
@@ -315,7 +316,7 @@ class SandboxGuest:
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """Exit from a child process that a cell forked and that reached the end of the cell.
+        """Exit a child process that was forked by a cell and has reached the cell's end.
 
         Only the original process continues as the session. ``error`` is the cell's error, which is
         written to the output.
@@ -325,8 +326,8 @@ class SandboxGuest:
         os._exit(1 if error else 0)
 
     def _end_cell(self, id: int, value: str | None, error: str | None) -> None:
-        """Finish a cell: run the hooks that follow it, restore reserved names, and send its
-        remaining output together with its result to the host."""
+        """Finish a cell: run after-cell hooks, restore reserved names, and send output and
+        result."""
         self._mend_guest_state()
         channel, output = self._channel, self.output
         with channel.sending:
@@ -348,10 +349,10 @@ class SandboxGuest:
         self._mend_process()
 
     def _build_report_frame(self, done: Any, note: Any, encoder: ValueEncoder | None) -> Any:
-        """Build the frame that reports the end of a cell to the host, with the note that hooks may
-        have returned.
+        """Build the message that tells the host that a cell has ended.
 
-        ``done`` holds the cell's id, value, error, restored names and number of printed characters.
+        It includes the results of after-cell hooks, if there are any. ``done`` holds the cell's id,
+        value, error, restored names and number of printed characters.
         """
         if note is not None:
             fields = zip(("id", "value", "error", "restored", "chars"), done, strict=True)
@@ -363,15 +364,19 @@ class SandboxGuest:
         return self._channel.frame_from_json(encode_cell_done(*done))
 
     def _mend_guest_state(self) -> None:
-        """Restore what a cell may have broken and the guest needs to finish the cell: the builtins,
-        the namespace and the standard streams."""
+        """Repair the interpreter state that the guest needs, in case a cell has damaged it.
+
+        This covers the builtins, the namespace and the standard streams. The guest needs them to
+        finish the cell.
+        """
         self._interpreter.mend_builtins()
         self.notebook.mend_namespace()
         if self._owns_process:
             self._interpreter.mend_streams(self.notebook.module, self.output)
 
     def _mend_process(self) -> None:
-        """Undo the changes that a cell made to the process if they would break the next cell."""
+        """Undo changes that a cell made to its process, such as to descriptors and signal
+        handlers."""
         if self._owns_process:
             self._interpreter.restore_fds_and_sigint(self.output, self.on_interrupt)
 

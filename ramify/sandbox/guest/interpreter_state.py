@@ -1,4 +1,4 @@
-"""Restore the interpreter state that cells share with the guest, and limit the memory of a cell.
+"""Restores interpreter state that cells share with the guest, and limits a cell's memory.
 
 This module decides what is restored after each cell, so that no cell can break the next one or the
 guest. The session's own names are restored by ``notebook.py``.
@@ -27,14 +27,15 @@ microseconds per cell."""
 
 
 def _version_of(mapping: dict[str, Any]) -> Any:
-    """Return the internal version counter of a dict, which CPython before 3.13 increments at each
-    change."""
+    """Return a dict's internal version counter, which changes whenever the dict does.
+
+    CPython has this counter before version 3.13.
+    """
     return ctypes.c_uint64.from_address(id(mapping) + 24)
 
 
 def _counts_changes() -> bool:
-    """Return True if this Python keeps an internal version counter in each dict, as CPython before
-    3.13 does."""
+    """Return True if each dict has an internal version counter, as in CPython before 3.13."""
     if sys.implementation.name != "cpython":
         return False
     probe: dict[str, Any] = {}
@@ -52,7 +53,7 @@ _taken: tuple[int, dict[str, Any]] = (-1, {})
 
 
 def _snapshot() -> tuple[int, dict[str, Any]]:
-    """Return the version number of the builtins, and a copy of them.
+    """Return a copy of Python's builtins, with the version number of their dict.
 
     A forked session reuses its server's copy. Making another would write to the reference counts of
     all builtins, which are spread over a hundred memory pages.
@@ -66,7 +67,7 @@ def _snapshot() -> tuple[int, dict[str, Any]]:
 
 
 class InterpreterSnapshot:
-    """The interpreter state at the start of the guest, which is restored after each cell.
+    """Python's builtins and recursion limit before the first cell, to restore after each cell.
 
     It consists of the builtins and the recursion limit.
     """
@@ -115,9 +116,10 @@ class InterpreterSnapshot:
 
 
 class AddressSpaceLimits:
-    """Two limits on address space: one while cells run, and a slightly higher one for the guest.
+    """A memory limit for cells, and a slightly higher one for the guest itself.
 
-    The difference lets the guest report that a cell has run out of memory.
+    Both limit the process's address space. The difference lets the guest report that a cell has run
+    out of memory.
     """
 
     __slots__ = ("limits",)

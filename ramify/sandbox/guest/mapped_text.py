@@ -1,4 +1,4 @@
-"""A file-backed text: a string that stays on disk but is used like a ``str``.
+"""A file-backed text: read from disk on demand, but used like a ``str``.
 
 If a text exceeds a configured size, the variable ``context`` of the session has this type.
 
@@ -40,7 +40,7 @@ _METHODS = "slices, find, rfind, index, count, in, startswith, endswith, splitli
 
 
 class TextOffsetIndex:
-    """An index from character positions to byte offsets in an encoded text.
+    """An index that converts character positions in an encoded text to byte offsets.
 
     It stores the number of characters and line ends before each block of bytes. An offset counts
     bytes, and a position counts characters.
@@ -108,7 +108,7 @@ class TextOffsetIndex:
         return self.decode(self.read_bytes(self.byte_offset_of(start), self.byte_offset_of(stop)))
 
     def read_checked_bytes(self, low: int, high: int, what: str) -> bytes:
-        """Return the bytes between two offsets.
+        """Return the bytes between two offsets of the text, unless they would take too much memory.
 
         Raises ValueError if there are too many for a ``str`` or a list in memory. ``what`` names
         the part of the text in that error.
@@ -121,7 +121,7 @@ class TextOffsetIndex:
         return self.read_bytes(low, high)
 
     def byte_offset_of(self, char: int) -> int:
-        """Convert a character position to the byte offset of that character."""
+        """Convert a character position to a byte offset."""
         counts = self._chars_at
         if not counts:
             return char
@@ -135,7 +135,7 @@ class TextOffsetIndex:
         return number * BLOCK_BYTES + begin + len(text[:left].encode())
 
     def char_position_of(self, offset: int) -> int:
-        """Convert the byte offset of a character to the character's position."""
+        """Convert a character's byte offset to its character position."""
         if not self._chars_at:
             return offset
         number = offset // BLOCK_BYTES
@@ -143,7 +143,7 @@ class TextOffsetIndex:
         return self._chars_at[number] + len(block[_first_lead(block) :].decode("utf-8", "ignore"))
 
     def line_start_offset(self, line: int) -> int:
-        """Return the byte offset at which a line begins.
+        """Convert a line number to the byte offset of the line's start.
 
         The first line is number 0.
         """
@@ -202,7 +202,7 @@ def read_count_table(data: Any) -> Sequence[int]:
 
 
 class MappedText:
-    """A file-backed text: a string that stays on disk but is used like a ``str``.
+    """A string-like object that reads its text from a file on demand.
 
     It supports len, slices, find, count, in and lines. ``finditer``, ``findall`` and ``search``
     apply regular expressions to it.
@@ -402,7 +402,7 @@ class MappedText:
 
     @property
     def buffer(self) -> memoryview:
-        """The encoded bytes of the text, to be searched with ``re`` and bytes patterns.
+        """The encoded bytes of the text, which ``re`` can search with patterns of bytes.
 
         Positions in it count bytes.
         """
@@ -442,7 +442,7 @@ class MappedText:
         return (low if start is None else max(low, start)), high
 
     def _needle(self, sub: object) -> bytes | None:
-        """Encode a text to search for in the file's encoding.
+        """Encode a search text in the file's encoding.
 
         Returns None if that encoding cannot represent the text.
         """
@@ -473,7 +473,7 @@ class MappedMatch:
     __slots__ = ("_at", "_match")
 
     def __init__(self, match: re.Match[str], at: int) -> None:
-        """Wrap a match that was found in a window of the text.
+        """Wrap a regular expression match that was found in a section of the text.
 
         ``at``: the position in the whole text at which the window begins.
         """
@@ -515,10 +515,10 @@ class MappedMatch:
 
 
 class MappedLines(Sequence[str]):
-    """The lines of a ``MappedText``, used like a list: it supports len, an index, slices and
-    iteration.
+    """The lines of a ``MappedText``, used like a list.
 
-    Each line is read from the file when it is used.
+    It supports len, indexing, slices and iteration. Each line is read from the file when it is
+    used.
     """
 
     __slots__ = ("_file", "_is_split", "_keepends")
@@ -590,12 +590,13 @@ class MappedLines(Sequence[str]):
         return [*map(self._strip_carriage_return, ended), self._strip_carriage_return(last)]
 
     def _is_closed(self) -> bool:
-        """Return True if the last line is complete: the text ends with a line end, or is empty."""
+        """Return True if the text ends with a newline or is empty, so that its last line is
+        complete."""
         size = self._file.num_bytes
         return size == 0 or self._file.read_bytes(size - 1, size) == b"\n"
 
     def _split_lines(self, data: bytes) -> Iterator[str]:
-        """Decode bytes of the file and split them into lines.
+        """Decode a block of complete lines and yield each line.
 
         They must end with a line end.
         """
@@ -610,7 +611,7 @@ class MappedLines(Sequence[str]):
 
 
 def _first_lead(block: bytes) -> int:
-    """Return the offset of the first character that begins in a block of UTF-8.
+    """Return the offset of the first character that begins in a block of UTF-8 bytes.
 
     The bytes before it continue a character of the previous block.
     """

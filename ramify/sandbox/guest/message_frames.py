@@ -106,7 +106,7 @@ def check_json_complexity(text: bytes) -> None:
 
 
 def _strip_string_literals(text: bytes) -> bytes:
-    """Return JSON text with its string literals removed.
+    """Remove string literals from JSON text.
 
     The text is processed in pieces so that other threads can run in between.
     """
@@ -170,8 +170,8 @@ U32 = struct.Struct("<I")
 _read, _write = os.read, os.write
 _readv: Any = getattr(os, "readv", None)
 _writev: Any = getattr(os, "writev", None)
-"""Functions of ``os``, saved before any cell runs so that a cell cannot replace them. None on
-Windows, where no guest runs."""
+"""``os.writev``, saved before any cell runs so that a cell cannot replace it. None on Windows,
+where no guest runs."""
 
 to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
@@ -197,7 +197,7 @@ def json_bytes(header: Any) -> bytes:
 def encode_cell_done(
     id: int, value: str | None, error: str | None, restored: list[str], chars: int
 ) -> bytes:
-    """Encode the header that reports the end of a cell whose hooks returned no note.
+    """Encode the header of the message that a cell has ended, if no hook returned a value.
 
     A hook is a function that an installed module runs after each cell. This takes a third of the
     time of ``json_bytes``.
@@ -216,7 +216,7 @@ def encode_cell_done(
 
 
 def check_size(header: bytes, blobs: Sequence[Any]) -> None:
-    """Raise ValueLimitError if a header and its blobs exceed a limit.
+    """Raise ValueLimitError if a message's header and binary parts are too large to send.
 
     The host would refuse such a frame.
     """
@@ -255,7 +255,7 @@ def split_frame(view: memoryview) -> tuple[memoryview, int]:
 def slice_blobs(
     view: memoryview, start: int, lengths: Sequence[int], alignment: int = 1
 ) -> list[memoryview]:
-    """Split the end of a buffer into blobs of the given lengths, beginning at ``start``.
+    """Split a buffer, from byte ``start`` to its end, into blobs of the given lengths.
 
     Raises ProtocolError if the lengths do not add up to the size of the buffer.
     """
@@ -271,8 +271,7 @@ def slice_blobs(
 
 
 class MessageFrameReader:
-    """Assembles frames from bytes that it reads from a descriptor, or that its owner has read and
-    passes to it.
+    """Assembles frames from bytes that it reads from a descriptor or is given.
 
     A long frame is read straight into a separate buffer.
     """
@@ -280,7 +279,7 @@ class MessageFrameReader:
     __slots__ = ("data", "fd", "fds", "have", "receive")
 
     def __init__(self, fd: int = -1, receive: Any = None) -> None:
-        """Create a reader.
+        """Create a reader of the frames that arrive over a connection.
 
         ``fd``: the descriptor to read from. ``receive``: the ``recvmsg`` method of a socket over
         which descriptors may arrive.
@@ -293,8 +292,10 @@ class MessageFrameReader:
         self.have = 0
 
     def next(self) -> memoryview | None:
-        """Return the next complete frame without its length prefix, or None if more data must be
-        read first."""
+        """Return the next complete frame, or None if more data must be read first.
+
+        The frame comes without its length prefix.
+        """
         if self.have < 4:
             return None
         end = 4 + U32.unpack_from(self.data)[0]
@@ -315,13 +316,15 @@ class MessageFrameReader:
         return view
 
     def num_missing_bytes(self) -> int:
-        """Return the number of bytes that are missing from the current frame, or from its length
-        prefix."""
+        """Return the number of bytes that are still missing from the frame being read.
+
+        If the length prefix is incomplete, count the missing bytes of the prefix.
+        """
         end = 4 if self.have < 4 else 4 + U32.unpack_from(self.data)[0]
         return end - self.have
 
     def feed(self, chunk: bytes) -> None:
-        """Add bytes that the owner of this reader has read from the stream itself."""
+        """Add bytes that the caller has already read from the stream."""
         self.data[self.have : self.have + len(chunk)] = chunk
         self.have += len(chunk)
 
@@ -464,7 +467,7 @@ _F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
 writing, too."""
 _MAX_PARTS = 64
 _PIECE = 1 << 16
-"""Text is encoded in pieces of this many characters, to avoid allocating a large buffer."""
+"""Number of characters of a text that are encoded at once, to avoid allocating a large buffer."""
 
 
 class ScratchBuffer:
@@ -485,7 +488,7 @@ class ScratchBuffer:
 
 
 class HostGuestSharedMemory:
-    """One end of the shared memory file through which host and guest pass long blobs.
+    """One end of a file in shared memory through which host and session exchange long values.
 
     Each end writes to one half of the file and reads from the other half.
     """
@@ -505,7 +508,7 @@ class HostGuestSharedMemory:
     )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """Open one end of the shared file.
+        """Open one end of the file in shared memory.
 
         ``scratch`` is a buffer into which ``take`` reads; the blobs are then valid only until the
         buffer is used again. Without it, each ``take`` allocates memory.
@@ -518,9 +521,9 @@ class HostGuestSharedMemory:
         self.is_free = True
         """True once the other end has read everything that this end wrote."""
         self.owed: int | None = None
-        """On the host: id of the guest's message whose blobs were read and which has not been
-        answered yet. Until the answer, the guest must not write to the buffers again. Otherwise,
-        each few bytes on the socket could make the host hold another half file of data."""
+        """On the host, id of the guest's message whose blobs were read and which is not answered
+        yet; until then, the guest must not write to the buffers again. Otherwise, a few bytes on
+        the socket would suffice to make the host hold another half file of data."""
         self.key = -1
         """Id of the message whose blobs this end wrote last, as given to ``try_put``."""
         self.put_count = 0
@@ -531,7 +534,7 @@ class HostGuestSharedMemory:
         """Last value of ``got`` that was reported to the other end."""
 
     def try_put(self, blobs: Sequence[Any], key: int) -> bool:
-        """Write blobs (bytes, or ASCII text) for the other end.
+        """Write blobs (bytes or ASCII text) to shared memory for the other end, if possible.
 
         Returns False and writes nothing if they are too short to be worthwhile, if they do not fit,
         or if the other end has not yet read the previous ones.
@@ -574,8 +577,7 @@ class HostGuestSharedMemory:
         return blobs
 
     def release_memory(self) -> None:
-        """Return the memory of the shared file to the system, if the other end has read all that
-        this end wrote to it."""
+        """Free the shared file's memory, if the other end has read everything written to it."""
         if self._is_used and self.is_free:
             self._is_used = False
             with mmap.mmap(self.fd, 2 * HALF_BYTES) as mapped:  # no page of it is read
@@ -595,7 +597,7 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 
 def text_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
-    """Yield the blobs as buffers for writing.
+    """Yield binary parts as buffers for writing, and split long texts into pieces.
 
     Each ASCII text becomes several buffers of limited length; other blobs are yielded unchanged.
     """

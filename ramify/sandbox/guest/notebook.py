@@ -39,7 +39,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten ``text`` to its beginning and end.
+    """Shorten ``text`` by cutting out its middle.
 
     A note between them says how many characters are missing. Text within the limit is returned
     unchanged.
@@ -79,7 +79,7 @@ def error_text(error: BaseException) -> str:
 
 
 def format_error(error: BaseException, hidden: Collection[str] = ()) -> str:
-    """Format the traceback of an error for the author of the cell.
+    """Format an error's traceback as a cell's author should see it.
 
     Frames of the guest and of the files in ``hidden`` are left out.
     """
@@ -126,8 +126,7 @@ _ASSIGNMENT = re.compile(
 
 
 def ends_in_assignment(source: str) -> bool:
-    """Return True if the cell definitely ends in a one-line assignment, and so has no value to
-    echo.
+    """Return True if a cell certainly ends in an assignment, so that it has no value to show.
 
     False means that it may or may not.
 
@@ -146,8 +145,7 @@ def ends_in_assignment(source: str) -> bool:
 
 
 class CompiledCell:
-    """The compiled code of a cell, in two parts: the statements before the last expression, and
-    that expression.
+    """The compiled code of a cell, separated into its statements and its last expression.
 
     The value of the expression is echoed.
     """
@@ -182,7 +180,7 @@ class CompiledCell:
 
 
 def compile_or_load_module(source: str, name: str, code: Any = None) -> types.CodeType:
-    """Compile the source of a module.
+    """Compile the source code of a module, or load the code object that the host has compiled.
 
     If the host has compiled it already, load that code from ``code`` instead, in marshal format and
     from the same version of Python. A code object is returned unchanged.
@@ -320,13 +318,13 @@ class GuestNotebook:
 
     @property
     def has_after_cell_hooks(self) -> bool:
-        """True if an installed module may have code to run after each cell."""
+        """True if any installed module may define a function to run after each cell."""
         return bool(self.modules)
 
     def run_after_cell_hooks(
         self, encoder: ValueEncoder, error: str | None
     ) -> tuple[Any, str | None]:
-        """Call the ``after_cell`` hook of each installed module and return the encoded results.
+        """Call the ``after_cell`` hook of each installed module, and return the encoded results.
 
         Also return an error: that of the cell if it failed, otherwise that of the first hook that
         failed, or None. The hooks see the namespace as the cell left it.
@@ -398,7 +396,7 @@ class GuestNotebook:
             self.loop = None
 
     def format_error(self, error: BaseException) -> str | None:
-        """Format an error of a cell as text.
+        """Format the exception that ended a cell as text.
 
         Returns None if the cell ended with an exit that is not an error.
         """

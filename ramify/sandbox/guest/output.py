@@ -22,7 +22,7 @@ from .value_encoding import Buffer
 
 
 class TailBuffer:
-    """A buffer that keeps the last ``limit`` bytes of a stream, or slightly more."""
+    """A buffer that keeps at least the last ``limit`` bytes of a stream."""
 
     __slots__ = ("_limit", "_parts", "_size", "lost")
 
@@ -42,7 +42,7 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """Empty the buffer.
+        """Return the buffer's content and empty it.
 
         Returns its content, and how many bytes were discarded before it since the last call.
         """
@@ -54,7 +54,7 @@ class TailBuffer:
         return tail, lost
 
     def drop(self) -> None:
-        """Discard the content, which then counts as lost."""
+        """Discard the buffered bytes, and count them as lost output."""
         self.lost += self._size
         self._parts.clear()
         self._size = 0
@@ -93,7 +93,7 @@ class HeadTailBuffer:
             self._tail.add(data)
 
     def text(self, chars: int) -> str:
-        """Return the content as text.
+        """Return the buffered beginning and end of the stream as text.
 
         If the middle was left out, a line there says how many characters are missing. ``chars`` is
         the number of characters in the whole stream.
@@ -112,7 +112,7 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def _without_partial_end(data: bytes) -> bytes:
-    """Return UTF-8 bytes without the incomplete character at their end, if there is one."""
+    """Remove an incomplete character from the end of UTF-8 bytes."""
     body = data.rstrip(_CONTINUATION)
     if (
         body
@@ -149,7 +149,8 @@ class FileOutputSpool:
             data = data[_write(self.fd, data) :]
 
     def take(self) -> Iterator[bytes]:
-        """Yield the output written since the last call, in pieces."""
+        """Yield the output that has been written to the file since the last call, piece by
+        piece."""
         end = os.lseek(self.fd, 0, os.SEEK_END)
         while self.at < end:
             data = os.pread(self.fd, min(end - self.at, _CHUNK), self.at)
@@ -161,7 +162,7 @@ class FileOutputSpool:
             self.at = 0
 
     def redirect_output(self) -> None:
-        """Redirect descriptors 1 and 2 to this file again.
+        """Redirect standard output and standard error to this file again.
 
         A cell may have closed or redirected them.
         """
@@ -325,7 +326,7 @@ class CellOutputSender:
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
     def put(self, data: bytes) -> None:
-        """Store printed bytes.
+        """Store output that the running cell has printed.
 
         Send the output to the host if enough bytes or enough time have accumulated.
         """
@@ -356,8 +357,7 @@ class CellOutputSender:
             self._interrupts.end_deferring(before)
 
     def take_frames(self, final: bool) -> list[Buffer]:
-        """Collect the output since the last call and build the frames that must be sent to the host
-        now.
+        """Collect the output printed since the last call, and return the messages to send for it.
 
         The caller must hold the lock ``GuestChannel.sending``.
         """

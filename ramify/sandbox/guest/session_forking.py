@@ -34,7 +34,7 @@ _EPERM = 1
 
 
 class JailForkHooks(NamedTuple):
-    """Functions that a session in the jail calls when it forks.
+    """Functions with which a session in the jail forks and gets new connections to the host.
 
     The jail is a sandbox that the kernel enforces. After the fork, each of the two processes gets
     its own connection to the host.
@@ -45,12 +45,12 @@ class JailForkHooks(NamedTuple):
     """Close all descriptors, then receive those of a new private connection. The arguments are the
     descriptor numbers that they get."""
     settle: Callable[[], None]
-    """Called once in the new branch after the fork. If the jail has no process namespace, this
-    makes the branch end together with the zygote, the process that forks sessions."""
+    """Called once in the new branch after the fork. Without a process namespace, this makes the
+    branch end together with the zygote, the process that forks sessions."""
 
 
 class SessionForker:
-    """Forks a session into branches.
+    """Forks branches of a session: copies of its process that continue independently.
 
     A branch is a copy of the session's process that continues independently.
     """
@@ -126,9 +126,10 @@ class SessionForker:
         return pid
 
     def _take_wire(self, apart: JailForkHooks) -> None:
-        """Receive a private socket, output file and shared memory buffers for this process.
+        """Receive new connections for this process from the host after a fork.
 
-        They replace the inherited ones under the same descriptor numbers.
+        These are a socket, an output file and shared memory buffers. They replace the inherited
+        ones under the same descriptor numbers.
         """
         assert isinstance(self._spool, FileOutputSpool)
         buffers = self._channel.shared_buffers
@@ -176,8 +177,11 @@ class SessionForker:
         return None if len(fds) == num_expected else "no descriptor is free"
 
     def _replace_descriptors(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
-        """Switch to a new socket, output file and shared memory buffers, keeping the old descriptor
-        numbers."""
+        """Replace the inherited connections of this process with new ones after a fork.
+
+        These are the socket, the output file and the shared memory buffers; they keep their
+        descriptor numbers. The buffers are shared memory.
+        """
         assert isinstance(self._spool, FileOutputSpool)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The guest's descriptors have numbers above the limit for the cell's code.
@@ -202,7 +206,7 @@ class SessionForker:
 
 
 def _random_state() -> Any:
-    """Return the generator of the module ``random`` together with its state.
+    """Return Python's global random number generator and its current state.
 
     Python seeds the generator again after a fork; restoring the state lets the branch continue the
     sequence, so that a repeated run draws the same numbers.
@@ -214,8 +218,10 @@ def _random_state() -> Any:
 
 
 def _open_descriptors() -> list[int]:
-    """Return the open file descriptors that a cell's code may have opened, which are numbered from
-    3 up to the cell's limit."""
+    """Return the file descriptors that the code of cells may have opened.
+
+    These are the open ones from 3 up to the cell's limit.
+    """
     poll = select.poll()
     numbers = range(3, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024))
     for fd in numbers:

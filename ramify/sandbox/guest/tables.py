@@ -89,7 +89,8 @@ class Column(Sequence[Any]):
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError if a buffer or child column is missing, or if the length is negative."""
+        """Raise ValueError if the column lacks a buffer or a child column, or has a negative
+        length."""
         children = _CHILDREN.get(self.kind, len(self.info) if self.kind == "struct" else 0)
         if len(self.buffers) != 1 + _DATA.get(self.kind, 0) or len(self.children) != children:
             raise ValueError(f"a column of kind {self.kind!r:.20} without all its buffers")
@@ -227,7 +228,7 @@ class Column(Sequence[Any]):
         )
 
     def compact(self) -> Column:
-        """Return an equal column with trimmed buffers.
+        """Return a copy of the column whose buffers contain only the column's values.
 
         They contain nothing before the first value and nothing after the last.
         """

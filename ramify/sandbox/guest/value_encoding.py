@@ -136,10 +136,10 @@ class HashFloodingGuard:
 
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
-    """Call ``add`` on all items in batches, and raise ValueLimitError if too many batches are slow.
+    """Add items to a set or dict in batches, and stop if hash collisions make this slow.
 
-    Even keys with distinct hashes can collide in the hash table, which can only be detected by
-    timing.
+    Raises ValueLimitError in that case. Even keys with distinct hashes can collide in the hash
+    table, which can only be detected by timing.
     """
     slow = 0
     for start in range(0, len(items), _PIECE):
@@ -295,7 +295,7 @@ class ValueEncoder:
         return out
 
     def _is_flat(self, items: Any) -> bool:
-        """Return True if JSON can represent all items unchanged.
+        """Return True if plain JSON can represent all items without a change.
 
         The check runs at C speed.
         """
@@ -355,9 +355,10 @@ class ValueEncoder:
         raise ValueEncodingError(f"a value of type {type_name(kind)}")
 
     def _encode_buffers(self, value: Any) -> Any:
-        """Encode a table or an array, and add its buffers to ``blobs`` without a copy.
+        """Encode a table or an array without copying its data.
 
-        Raises ValueEncodingError in a session, which must send a plain list instead.
+        The data buffers are added to ``blobs``. Raises ValueEncodingError in a session, which must
+        send a plain list instead.
         """
         if self._keys is not None:
             remedy = "list(table[:n])" if type(value) is Table else "array[:n].tolist()"
@@ -399,7 +400,7 @@ def _in_order(items: Any) -> list[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """Format a dict's key for the path in an error message.
+    """Format a dict key for an error message that shows the path to a value.
 
     The result is short, and an error in the key's own ``__repr__`` does no harm.
     """
@@ -411,8 +412,7 @@ def _show_key(key: Any) -> str:
 
 
 class FileTextReference(NamedTuple):
-    """A reference to a text in a file, which a session sends back to the host as the file's digest
-    only."""
+    """A reference by digest to a file-backed text, which a session sends instead of the text."""
 
     digest: str
 
@@ -542,7 +542,7 @@ class ValueDecoder:
         return decoded
 
     def _decode_buffers(self, tag: str, data: Any) -> Any:
-        """Decode a table or an array without copying its buffers.
+        """Decode a table or an array without copying its data.
 
         The result is a pandas or numpy object if the session may import these packages.
         """
@@ -567,7 +567,7 @@ class ValueDecoder:
 
 
 def encode_text_blobs(blobs: Sequence[Any]) -> list[Buffer]:
-    """Return a list of blobs with all texts encoded as bytes.
+    """Encode the texts in a list of blobs as bytes.
 
     An encoder created with ``defers`` leaves long texts as str.
     """

@@ -36,7 +36,7 @@ MODULES = ("guest", "server/process_setup", "server/forkserver")
 
 
 class ForkServerChannel:
-    """The control connection to a fork server or to a template.
+    """The control connection to a fork server, or to a template forked from it.
 
     A template is a process that was forked from the server and from which sessions are forked in
     turn.
@@ -61,7 +61,7 @@ class ForkServerChannel:
         self._loop.add_reader(sock, self._on_readable)
 
     async def wait_ready(self) -> dict[str, Any]:
-        """Wait until the server is ready, and return its report.
+        """Wait until the fork server is ready, and return its startup report.
 
         Raises SandboxError with the reason if the server ends before that, or is not ready in time.
         """
@@ -90,7 +90,8 @@ class ForkServerChannel:
     async def ask(
         self, header: dict[str, Any], fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
-        """Send a request and return the reply, with the descriptors that came with it.
+        """Send a request to the fork server, and return its reply and the file descriptors sent
+        with it.
 
         The caller must close them. Raises SandboxError if the server refuses or has ended.
         """
@@ -117,7 +118,7 @@ class ForkServerChannel:
             self.modules = {**self.modules, module: source}
 
     def send(self, header: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send a message that gets no reply.
+        """Send the fork server a message to which it does not reply.
 
         Messages are small and few, so they normally fit into the socket's buffer.
         """
@@ -133,7 +134,7 @@ class ForkServerChannel:
             raise SandboxError(f"the fork server is gone: {error}") from None
 
     def _send_rest(self, data: bytes) -> None:
-        """Send the rest of a long message, such as a module's source.
+        """Send the remaining bytes of a message that was too long for the socket's buffer.
 
         The server reads promptly, so this blocks only briefly.
         """
@@ -219,7 +220,7 @@ class ForkServerChannel:
         self.abandon()
 
     def abandon(self) -> None:
-        """Release the resources of this channel and of its pending requests."""
+        """Release the resources of this connection after the server has gone."""
         if self._complaints is not None:
             os.close(self._complaints)
             self._complaints = None

@@ -1,5 +1,4 @@
-"""Start the process of a fork server, if possible before this process has imported its other
-modules.
+"""Starts a fork server process, if possible before this process imports other modules.
 
 The new process gets a fixed, minimal environment and one file descriptor of the host. The sandbox's
 configuration is sent to it later. So a command that will probably need a session starts the process
@@ -67,14 +66,14 @@ class StartedForkServer:
         """Folder that contains the sessions' folders; empty if there is none."""
 
     def discard(self) -> None:
-        """End a server that was started in advance but never used."""
+        """End a fork server that was started in advance but never used."""
         self.control.close()
         self.process.kill()
         self.process.wait()
         os.close(self.complaints)
 
     def leave_to_parent(self) -> None:
-        """Release a server that the parent process started, without ending it.
+        """Close a forked child's handles to its parent's fork server, and leave the server running.
 
         Call this in a forked child.
         """
@@ -138,8 +137,7 @@ def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
 
 
 def take_prestarted_server(modules: tuple[str, ...]) -> StartedForkServer | None:
-    """Return the process that was started in advance with the given modules, or None if there is
-    none.
+    """Return the fork server that was started early for the given modules, or None.
 
     Each process is returned only once.
     """

@@ -1,5 +1,4 @@
-"""The files of this package that run in another process, with the module names that they have
-there.
+"""The files of this package that run in another process, and their module names there.
 
 Ramify is not installed in a fork server or a container. The same few lines of code (``LOADER``)
 load each file from its folder, in the order in which a provider lists them. A file's module name
@@ -43,7 +42,7 @@ def load(folder, names):
 
 
 def paths(modules: Sequence[str]) -> list[Path]:
-    """Return the paths of the source files of the given modules.
+    """Return the paths of the source files that belong to the given modules.
 
     For a package, these are all files in its folder.
     """
@@ -58,7 +57,7 @@ def paths(modules: Sequence[str]) -> list[Path]:
 
 @cache
 def module_sources(modules: tuple[str, ...]) -> dict[str, str]:
-    """Return the source code of the given modules.
+    """Return the source code of the given modules, by relative file path.
 
     The keys are file paths relative to the folder that the function ``load`` takes.
     """

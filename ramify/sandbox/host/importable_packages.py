@@ -1,5 +1,4 @@
-"""Find the packages on this machine that sessions may import: their folders, and the files that a
-jail must make visible for them.
+"""Finds the packages that sessions may import, and the files that a jail must expose for them.
 
 A folder into which packages were installed is visible in a jail as a whole. From any other folder,
 such as a checkout, only the modules that can be imported under the requested names are visible:
@@ -56,7 +55,7 @@ def readable_paths(packages: Sequence[str]) -> list[str]:
 
 
 def partly_visible_folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders in which a jail shows only some of the entries.
+    """Return the folders that are only partly visible in a jail.
 
     Imports need to look up names in these folders. Raises ConfigError if a package is not
     installed.
@@ -67,9 +66,10 @@ def partly_visible_folders(packages: Sequence[str]) -> list[str]:
 
 
 def _package_paths(name: str) -> list[str]:
-    """Return the folder or file of a package, or all folders of a namespace package.
+    """Return the folders of a package, or the file of a single-file module.
 
-    If a folder is a symbolic link, its target is included, provided that both have the same name.
+    A namespace package can have several folders. If a folder is a symbolic link, its target is
+    included, provided that both have the same name.
     """
     spec = _spec(name)
     folders = [
@@ -99,7 +99,7 @@ def _spec(name: str) -> ModuleSpec:
 
 
 def _is_installed(folder: str) -> bool:
-    """Return True if packages are installed into this folder, as into site-packages.
+    """Return True if packages are installed into this folder, such as site-packages.
 
     Returns False if it is also the root of a project.
     """
@@ -124,7 +124,7 @@ def _is_project(folder: str) -> bool:
 
 
 def _readable_paths(place: str) -> list[str]:
-    """Return the files and folders of one package or module that sessions may read."""
+    """Return the files and folders of a package or module that sessions may read."""
     if _is_installed(os.path.dirname(place)):
         return [os.path.dirname(place)]
     if not os.path.isdir(place):
@@ -137,7 +137,8 @@ def _readable_paths(place: str) -> list[str]:
 
 
 def _visible_package_paths(folder: str) -> list[str]:
-    """Return the paths in a package's folder that are neither hidden nor symbolic links.
+    """Return the paths in a package's folder that sessions may read, without hidden files and
+    links.
 
     If nothing in the folder is hidden, return only the folder itself.
     """

@@ -1,10 +1,9 @@
-"""The connection to a session that was forked on this machine: its socket, its process, and the
-memory files that it shares with the host.
+"""The connection to a session forked on this machine: its socket, process and memory files.
 
-This module sends signals to a session and makes sure that no other process receives them. It also
-identifies the process of a branch (a copy of a session, made by forking it), and recovers the
-output of a killed session. The process that sessions are forked from is managed by
-``providers/process.py``.
+The session shares its memory files with the host. This module sends signals to a session and makes
+sure that no other process receives them. It also identifies the process of a branch (a copy of a
+session, made by forking it), and recovers the output of a killed session. The process that sessions
+are forked from is managed by ``providers/process.py``.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class SessionSharedMemory:
 
 
 class ForkedSessionHandles(NamedTuple):
-    """The host's handles of one forked session: its connection, shared files and process."""
+    """What the host holds for one forked session: a connection, shared files and process ids."""
 
     sock: socket.socket
     files: SessionSharedMemory
@@ -172,15 +171,14 @@ class ForkedSessionTransport:
         """Do nothing, because a session without a jail can fork at once."""
 
     def check_memory_isolated(self) -> None:
-        """Do nothing, because without a jail a session and its branch need not be isolated from
-        each other."""
+        """Do nothing: without a jail, a branch need not be isolated from its session."""
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchSessionTransport:
         branch = ForkedSessionHandles(*self.request_fork(frame), self.channel)
         return BranchSessionTransport(self.caps, self.buffers, branch)
 
     def request_fork(self, frame: list[Any]) -> tuple[socket.socket, SessionSharedMemory]:
-        """Send the request to fork, with a socket and files for the branch.
+        """Ask the session to fork, and send it a socket and shared files for the branch.
 
         Returns the host's ends of that socket and those files.
         """
@@ -220,7 +218,7 @@ class ForkedSessionTransport:
             ) from None
 
     def finish_forking(self, transport: BranchSessionTransport) -> None:
-        """Complete a fork.
+        """Finish a fork, and register the branch with the fork server if it has started.
 
         Call this once the branch has started, or certainly will not start.
         """
@@ -231,7 +229,7 @@ class ForkedSessionTransport:
     def switch_connection(
         self, sock: socket.socket, files: SessionSharedMemory
     ) -> SessionSharedMemory:
-        """Switch the session to a new socket and new files, and return its old files."""
+        """Move the session to a new socket and new shared files, and return its old files."""
         self.stream = self.stream.successor(sock)
         self.write, self.pause, self.resume = (
             self.stream.write,
@@ -244,7 +242,7 @@ class ForkedSessionTransport:
 
     @property
     def server_pid(self) -> int:
-        """The process id of the session, as the fork server sees it."""
+        """The session's process id in the fork server's PID namespace."""
         return self._pid
 
     @property
@@ -339,7 +337,7 @@ class BranchSessionTransport(ForkedSessionTransport):
 
     @property
     def pid(self) -> int:
-        """The process id of the branch as the host sees it, or -1 if it is not known yet."""
+        """The process id of the branch on the host, or -1 if it is not known yet."""
         return self._pid
 
     def start_reading(
@@ -375,7 +373,7 @@ class BranchSessionTransport(ForkedSessionTransport):
         self.stream.start_reading(received, lost)
 
     def accept_process(self, pid: int) -> bool:
-        """Accept a process as the branch and open a process descriptor for it.
+        """Take the process with this id as the branch's process, and open a pidfd for it.
 
         Returns False if there is no such process.
         """
@@ -385,7 +383,7 @@ class BranchSessionTransport(ForkedSessionTransport):
         return self.pidfd >= 0
 
     def abandon(self) -> None:
-        """Release the resources of a branch that will not start."""
+        """Release the resources of a branch whose process will not start."""
         self._sock.close()
         self._files.close()
         self._note_exit(None)

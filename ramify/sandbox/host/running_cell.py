@@ -63,11 +63,11 @@ class CellWorkTimer:
         unknown.
         """
         self.worked_s = 0.0
-        """Seconds worked up to the last ``start``, ``pause`` or ``stop``."""
+        """Working time of the cell in seconds, up to the last ``start``, ``pause`` or ``stop``."""
         self._cpu_s = cpu_s
         self._since: float | None = None
         self._paused: tuple[float, float] | None = None
-        """Wall time and CPU time at the last ``pause``."""
+        """(wall time, CPU time) at the last ``pause``, or None if the clock is not paused."""
 
     def start(self) -> None:
         self.stop()
@@ -122,7 +122,7 @@ class PendingHostCalls:
         answer: Answer,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create the record of a cell's calls to the host, which is empty at first.
+        """Create an empty record of the calls that a cell makes to the host.
 
         ``on_bug`` is called if answering a call raises an unexpected exception, which is then
         stored in ``bug``.
@@ -140,7 +140,7 @@ class PendingHostCalls:
     def accept_call(
         self, message: HostCallFrame, value: Any, weight: int, stopped: str | None
     ) -> None:
-        """Start to answer a call from the cell.
+        """Register a new call from the cell and start to answer it.
 
         If the cell is being stopped, ``stopped`` is the reason and the call is refused. Raises
         ProtocolError for a malformed call.
@@ -174,12 +174,11 @@ class PendingHostCalls:
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
     def inherit(self, other: PendingHostCalls, pending: dict[int, PendingHostCall]) -> None:
-        """Take over the unanswered calls of another cell, because this cell's session was forked
-        from that cell's session while the calls were pending."""
+        """Take over the calls that a cell was waiting for when its session was forked."""
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingHostCall) -> None:
-        """Answer one call of the cell.
+        """Compute the answer to one call of the cell and send it.
 
         Every failure becomes an error in the cell, and an unexpected one is also stored in ``bug``.
         """
@@ -225,7 +224,7 @@ class PendingHostCalls:
         self.wire.send(header, encoder)
 
     def _settle(self, id: int) -> bool:
-        """Remove a call from the pending ones.
+        """Remove a call from the pending calls after its answer is ready.
 
         Returns False if its cell has already ended.
         """
@@ -246,15 +245,14 @@ class PendingHostCalls:
         self.pending.clear()
 
     async def cancel_and_wait(self, timeout_s: float) -> None:
-        """Cancel all answers in progress, and wait up to ``timeout_s`` seconds for their tasks to
-        end."""
+        """Cancel the answers in progress, and wait up to ``timeout_s`` seconds for their tasks."""
         if tasks := list(self.tasks.values()):
             self.cancel()
             await asyncio.wait(tasks, timeout=timeout_s)
 
 
 def _encode(encoder: ValueEncoder, value: Any) -> Any:
-    """Encode a large value.
+    """Encode a large value that will be sent to the sandboxed session.
 
     If its long strings do not fit into the shared buffers, they are converted to bytes now.
     """
@@ -287,7 +285,7 @@ End = tuple[CellDoneFrame, Any] | SessionDied
 
 
 class RunningCell:
-    """A cell that runs in a session: its code, output, pending calls, time limit and outcome."""
+    """The host's record of a cell that is running, such as its output and its pending calls."""
 
     __slots__ = (
         "_changed",
@@ -315,7 +313,7 @@ class RunningCell:
         max_output_bytes: int,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create a cell that has not started yet.
+        """Create the host's record of a cell that has not started yet.
 
         ``on_bug`` is called if answering a call fails unexpectedly. It must not refer to this cell:
         that would create a reference cycle, and collecting the cycle costs as much as running the
@@ -357,7 +355,7 @@ class RunningCell:
         wire: GuestFrameConnection,
         on_bug: Callable[[], None],
     ) -> RunningCell:
-        """Copy a running cell for a branch of its session.
+        """Copy the record of a running cell for a branch that was forked during the cell.
 
         ``pending`` holds the calls that were unanswered when the branch was forked.
         """
@@ -379,7 +377,7 @@ class RunningCell:
         return twin
 
     def append_output(self, data: Buffer, skipped: int, chars: int) -> None:
-        """Add printed bytes to the cell's output.
+        """Append printed bytes to the cell's output.
 
         ``skipped`` is the number of bytes lost just before them. ``chars`` is the number of
         characters printed so far.
@@ -462,8 +460,7 @@ class CellTimeoutTimer:
             self._timer = None
 
     def close(self) -> None:
-        """Cancel the timer and drop all references to the session, so that the session can be freed
-        at once."""
+        """Cancel the timer and forget the session, so that the session can be freed at once."""
         self.cancel()
         self._cell, self._ring = None, do_nothing
 
@@ -481,7 +478,7 @@ def limits_of(spec: SandboxSpec) -> CellLimits:
 
 
 class SessionStatus(enum.Enum):
-    """The state of a session.
+    """The state of a session, such as idle or busy.
 
     It decides which requests are allowed next.
     """
@@ -495,7 +492,7 @@ class SessionStatus(enum.Enum):
 
 
 def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
-    """Build the result of a finished cell from its final message.
+    """Build a cell's result from the message that reports its end.
 
     ``note`` holds what the session's ``after_cell`` hooks returned.
     """
@@ -512,7 +509,7 @@ def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
 
 
 class GuestRequestFailedError(Exception):
-    """Raised if the guest could not fulfil a request.
+    """Raised on the host if the code in the sandbox could not fulfil a request.
 
     ``kind`` is the name of the exception class in the guest.
     """

@@ -1,4 +1,4 @@
-"""The host's side of a session.
+"""The host's side of a session: runs cells and handles the guest's messages.
 
 It sends requests to the guest, the code in the sandbox, and handles the guest's messages.
 
@@ -165,7 +165,7 @@ class GuestSessionProxy:
     async def _await_cell_result(
         self, cell: RunningCell, request: dict[str, Any] | None
     ) -> CellResult:
-        """Wait for the end of a cell, and return its result.
+        """Wait until a cell has ended, and return its result.
 
         ``request`` starts the cell. It is None in a branch, which continues a cell of its origin.
         """
@@ -201,7 +201,7 @@ class GuestSessionProxy:
         return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """Stop a cell whose caller was cancelled.
+        """Stop a cell because the task that was waiting for it has been cancelled.
 
         Afterwards the session is either usable or known to be dead.
         """
@@ -298,7 +298,7 @@ class GuestSessionProxy:
             self._state = SessionStatus.IDLE
 
     def seed(self, seed: str) -> None:
-        """Seed the session's module ``random`` again, before the next request.
+        """Reseed the session's ``random`` module before the next request.
 
         Raises SessionDied if the session has ended, and SandboxError if it is busy.
         """
@@ -319,13 +319,13 @@ class GuestSessionProxy:
 
     @property
     def server_and_pid(self) -> tuple[Any, int]:
-        """The control channel of the server that started this session's process, and the process id
-        as that server sees it."""
+        """The connection to the session's fork server, and the session's process id on that
+        server."""
         transport = self._wire.transport
         return getattr(transport, "channel", None), getattr(transport, "server_pid", -1)
 
     def host_bytes(self) -> int:
-        """Return the memory on the host that this session uses, in bytes.
+        """Return how many bytes of the host's memory this session uses.
 
         It includes unfinished messages, arguments of pending calls, output and shared buffers.
         """
@@ -363,7 +363,7 @@ class GuestSessionProxy:
     async def _fork(
         self, transport: ForkingTransport, cell: RunningCell | None
     ) -> GuestSessionProxy:
-        """Fork a branch.
+        """Fork a branch of the session, once all earlier fork requests are done.
 
         Requests to fork wait for their turn. ``cell`` is the cell that was waiting for the host
         when the fork was requested, or None if the session was idle.
@@ -410,11 +410,11 @@ class GuestSessionProxy:
         return branch
 
     def _reset_output_offset(self) -> None:
-        """Start reading the session's output from the beginning of its new output file."""
+        """Record that the session writes to a new output file, which is read from its beginning."""
         self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:
-        """Raise SandboxError unless the session can fork now.
+        """Raise SandboxError if the session cannot be forked now.
 
         It can if it is idle, or if its cell waits for the host.
         """
@@ -459,8 +459,7 @@ class GuestSessionProxy:
         self._interrupt_again(cell, _INTERRUPTS)
 
     def _stop_for_bug(self) -> None:
-        """Stop the running cell because of a bug on the host, which failed to answer one of the
-        cell's calls."""
+        """Stop the running cell, because a host bug left one of its calls unanswered."""
         if self._cell is not None:
             self._stop(self._cell)
 
@@ -519,7 +518,7 @@ class GuestSessionProxy:
     def _handle_frame(
         self, message: session_frame_connection.FromGuest, value: Any, weight: int
     ) -> None:
-        """Handle one decoded frame from the guest.
+        """Handle a decoded message from the sandboxed session.
 
         ``weight`` is its estimated memory in bytes. Raises ProtocolError if no such frame may
         arrive now.

@@ -67,7 +67,7 @@ class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=Fals
 
 
 class GuestReadyFrame(_Frame, tag="hello"):
-    """The first message of a guest, sent when it is ready."""
+    """The first message from a session, which reports that the session is ready."""
 
     pid: Count
 
@@ -88,7 +88,7 @@ class CellOutputFrame(_Frame, tag="out"):
 
 
 class HostCallFrame(_Frame, tag="call"):
-    """A message with which the running cell calls a function of the host."""
+    """A message in which the running cell calls a function on the host."""
 
     id: Count
     name: Name
@@ -142,7 +142,8 @@ FromGuest = (
     | FailedReplyFrame
 )
 LARGE_HEADER, LARGE_BLOBS = 1 << 13, 1 << 23
-"""Frames larger than this are decoded in a thread."""
+"""Sizes in bytes of a frame's header and of its binary parts. A frame that exceeds either of them
+is decoded in a thread."""
 _PIECE_BYTES = 1 << 15
 """Bytes of JSON decoded at once. Between two pieces, other threads can run."""
 _DECODE_S = 2.0
@@ -154,7 +155,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def is_large(view: memoryview) -> bool:
-    """Return True if decoding a frame might take long enough to delay other sessions."""
+    """Return True if decoding this message could take long enough to delay other sessions."""
     if len(view) <= LARGE_HEADER:
         return False
     header = len(split_frame(view)[0])
@@ -202,8 +203,7 @@ def parse(
 
 
 def release_read_buffers(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
-    """Mark the shared buffers as free if a message proves that the guest has read everything in
-    them."""
+    """Mark the shared memory as free if a message shows that the session has read all of it."""
     if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
         shared_buffers.is_free = True
 
@@ -211,7 +211,7 @@ def release_read_buffers(message: FromGuest, shared_buffers: HostGuestSharedMemo
 def shared_blobs(
     message: FromGuest, shared_buffers: HostGuestSharedMemory | None
 ) -> list[memoryview]:
-    """Read the binary parts of a message from the shared memory buffers.
+    """Read the binary parts that a session has put into shared memory for a message.
 
     Raises ProtocolError if they are missing, or if the guest wrote to the buffers before its
     previous message was answered.
@@ -275,7 +275,7 @@ def _decode_json(data: msgspec.Raw, deadline: float) -> Any:
 
 
 def _group_short_items(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
-    """Group adjacent short JSON items, so that each group can be decoded at once.
+    """Group short JSON items, so that many of them can be decoded in one step.
 
     Yields each group, and each long item separately.
     """
@@ -327,8 +327,10 @@ _decoding: list[ThreadPoolExecutor] = []
 
 
 def run_in_codec_pool(call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
-    """Run a function in the thread pool that encodes and decodes large values, and return its
-    future."""
+    """Run a function in the threads that encode and decode large values.
+
+    The result is a future.
+    """
     if not _decoding:
         from concurrent.futures import ThreadPoolExecutor  # few runs have such values
 
@@ -371,8 +373,9 @@ class GuestFrameConnection:
         self.read_at_once: Callable[[], None] = getattr(
             transport, "busy_wait_for_answer", do_nothing
         )
-        """Handle the guest's next frame right away if it arrives within microseconds and the
-        transport supports this. Call it last, after sending a request or an answer."""
+        """Function that handles the guest's next frame right away if it arrives within
+        microseconds and the transport supports this. It is called last, after a request or an
+        answer was sent."""
         self.last_id = 0
         self.seed: str | None = None
         """Seed that the next request will carry, since a separate frame would wake the guest twice.
@@ -395,7 +398,7 @@ class GuestFrameConnection:
         failed: Callable[[str], None],
         lost: Callable[[], None],
     ) -> None:
-        """Start to receive frames.
+        """Start to receive messages from the session.
 
         ``received`` is called with each decoded frame. ``failed`` is called with the reason if the
         guest violates the protocol, after which it is not trusted. ``lost`` is called at the end of
@@ -432,7 +435,7 @@ class GuestFrameConnection:
             self._failed(f"it broke the protocol: {error}")
 
     def _decode_small_frame(self, view: memoryview) -> None:
-        """Decode a small frame and pass it to the receiver."""
+        """Decode a small message from the session and pass it on at once."""
         message, blobs = parse(view, self.transport.shared_buffers)
         if type(message) is CellDoneFrame and message.note == NO_VALUE:
             self._received(message, None, 0)
@@ -440,7 +443,7 @@ class GuestFrameConnection:
             self._received(message, *_decode_frame_value(message, blobs, len(view)))
 
     async def _decode_large_frame(self, view: memoryview) -> None:
-        """Decode a large frame in a thread, so that other sessions are served meanwhile."""
+        """Decode a large message in a thread, so that other sessions are not delayed."""
         self._decoding_bytes = len(view) + _WEIGHT_OF_JSON * len(split_frame(view)[0])
         try:
             parsing = functools.partial(parse, view, is_later=True)
@@ -458,9 +461,10 @@ class GuestFrameConnection:
         self.resume_receiving("decoding")
 
     def pause_receiving(self, reason: str) -> None:
-        """Stop handling frames until ``resume_receiving`` is called with the same reason.
+        """Pause the handling of messages from the session, for the given reason.
 
-        Several reasons can be active at once.
+        It continues after ``resume_receiving`` with the same reason. Several reasons can be active
+        at once.
         """
         if not self._holds:
             self.transport.pause()
@@ -476,17 +480,17 @@ class GuestFrameConnection:
             self.transport.resume()
 
     def held_bytes(self) -> int:
-        """Return the memory of frames that are incomplete or being decoded, in bytes."""
+        """Return how many bytes of memory are held by incomplete messages and by messages being
+        decoded."""
         return self._assembler.held_bytes() + self._decoding_bytes
 
     def clear_pause_reasons(self) -> None:
-        """Clear all reasons to pause the handling of frames, so that the stream is read to its
-        end."""
+        """Clear all reasons to pause the stream, so that the rest of it is read."""
         self._holds.clear()
         self.transport.resume()
 
     def close(self) -> Awaitable[None] | None:
-        """End the guest and stop handling its frames.
+        """End the session, and ignore any further messages from it.
 
         Returns an awaitable if the caller must wait for the guest to end, otherwise None.
         """
@@ -527,7 +531,7 @@ class GuestFrameConnection:
         self.transport.write(parts)
 
     def hold_sending(self) -> None:
-        """Hold back all frames to the guest until ``send_held`` is called."""
+        """Hold back all messages to the session until ``send_held`` is called."""
         self._held_frames = []
 
     def send_held(self) -> None:
@@ -537,7 +541,7 @@ class GuestFrameConnection:
 
 
 def _decode_frame_value(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
-    """Decode the value of a frame.
+    """Decode the value that a message from the session carries.
 
     Returns it with an estimate of the memory that it uses, in bytes. ``size`` is the size of the
     frame in bytes. The estimate limits the calls that wait for an answer, so it is 0 for output and

@@ -39,7 +39,7 @@ class GuestTransport(Protocol):
     def start_reading(
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
-        """Start reading.
+        """Start reading the bytes that the sandboxed session sends.
 
         ``received`` is called with the bytes that arrive, and must not keep them. ``lost`` is
         called at the end of the stream.
@@ -47,14 +47,14 @@ class GuestTransport(Protocol):
         ...
 
     def write(self, data: list[Any]) -> None:
-        """Send buffers in order.
+        """Send the contents of several buffers to the sandboxed session, in order.
 
         Data that the other end does not read at once is kept and sent later.
         """
         ...
 
     def pause(self) -> None:
-        """Stop reading from the guest until ``resume`` is called."""
+        """Stop reading from the sandboxed session until ``resume`` is called."""
         ...
 
     def resume(self) -> None: ...
@@ -72,8 +72,7 @@ class GuestTransport(Protocol):
         ...
 
     def unsent_output(self, start: int) -> bytes:
-        """Return the output that a dead guest printed but did not send, if the transport can read
-        it.
+        """Return the output that an ended session printed but did not send, if it can be read.
 
         ``start`` is the offset in the guest's output file.
         """
@@ -120,26 +119,25 @@ class ForkingTransport(GuestTransport, Protocol):
     """
 
     async def prepare_branch(self) -> None:
-        """Do everything that must be done before ``fork_branch``.
+        """Prepare a session to be forked with ``fork_branch``.
 
         Raises SandboxError if the session cannot be forked.
         """
         ...
 
     def fork_branch(self, frame: list[Any], moved: Callable[[], None]) -> GuestTransport:
-        """Request a fork, allow the guest to create one process, and return the transport to that
-        process.
+        """Ask the session to fork once, and return the connection to the new branch.
 
         ``moved`` is called if the fork also gives the original session a new stream and new files.
         """
         ...
 
     def check_memory_isolated(self) -> None:
-        """Raise SandboxError if the session and its branch still share memory after the fork."""
+        """Raise SandboxError if a session and its new branch still share memory."""
         ...
 
     def finish_forking(self, transport: Any) -> None:
-        """Complete a fork and withdraw the permission to create a process.
+        """Finish a fork, and withdraw the session's permission to create a process.
 
         Call this once the branch has started, or certainly will not start.
         """
@@ -155,7 +153,7 @@ MAX_UNSENT_BYTES = 64 << 20
 
 
 def do_nothing(*_: Any) -> None:
-    """Do nothing.
+    """Ignore all arguments: a callback for data that arrives after a session was closed.
 
     Used as the callback for data that still arrives for a closed session or stream.
 
@@ -166,7 +164,7 @@ def do_nothing(*_: Any) -> None:
 
 
 class SharedConnectionState:
-    """The buffers and tasks that all connections of one sandbox share.
+    """Buffers and background tasks that all connections of one sandbox share.
 
     Data in a read buffer is valid only until the next read. Each task waits until a killed process
     has ended.
@@ -202,7 +200,8 @@ class MessageFrameAssembler:
         self._need = 0
 
     def is_single_frame(self, data: memoryview) -> bool:
-        """Return True if ``data`` is exactly one frame and no earlier data is incomplete."""
+        """Return True if ``data`` is exactly one complete frame and no earlier bytes are
+        waiting."""
         size = len(data)
         return self._held is None and size >= 9 and int.from_bytes(data[:4], "little") == size - 4
 
@@ -231,7 +230,7 @@ class MessageFrameAssembler:
                 self._held = bytearray(data[at:])
 
     def defer_data(self, data: memoryview) -> None:
-        """Store data, and leave it to the next call of ``feed`` to handle it."""
+        """Keep received bytes until the next call of ``feed``."""
         if self._held is None:
             self._held, self._need = bytearray(), 0
         self._held += data
@@ -301,14 +300,15 @@ class SocketStream:
         self._read()
 
     def is_only_active(self) -> bool:
-        """Return True if this stream was used last and no other stream expects an answer."""
+        """Return True if this connection was used last and no other one is waiting for an
+        answer."""
         shared = self._shared
         return shared.last_used is self and shared.num_expected == self._is_expected
 
     def busy_wait_for_answer(self) -> None:
-        """Read the answer to the last ``write`` without returning to the event loop, if it arrives
-        within about the time of one loop iteration.
+        """Wait very briefly for the session's answer, and read it if it arrives.
 
+        This waits for about the time of one iteration of the event loop, without returning to it.
         Do nothing if other streams are in use, because the loop then serves all of them sooner.
         """
         if not self._is_quick or not self._is_expected or self._is_paused:
@@ -318,7 +318,7 @@ class SocketStream:
             self._shared.busy_wait.until(self._read)
 
     def _read(self) -> bool:
-        """Read the data that has arrived.
+        """Read the bytes that have arrived from the sandboxed session, without blocking.
 
         Returns False if there is none.
         """
@@ -348,7 +348,7 @@ class SocketStream:
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Start or stop reading from the guest.
+        """Pause reading from a session that does not read what it was sent, or resume it.
 
         A guest that sends requests without reading the answers must not fill the host's memory.
         """
@@ -370,18 +370,18 @@ class SocketStream:
                 self._received(self._view[:count])
 
     def successor(self, sock: socket.socket) -> SocketStream:
-        """Close this stream and return its replacement, a stream over another socket."""
+        """Close this stream, and return a new stream over ``sock`` with the same callbacks."""
         self.close()
         stream = SocketStream(sock, self._shared)
         stream.start_reading(self._received, self._lost)
         return stream
 
     def report_loss(self) -> None:
-        """Report the end of the stream, because the other end has disappeared."""
+        """Report that the other end of the connection has gone."""
         self._lost()
 
     def send_with_descriptors(self, data: list[Any], fds: Sequence[int]) -> None:
-        """Send buffers and file descriptors in one message.
+        """Send buffers together with file descriptors in a single message.
 
         Raises SandboxError if the socket does not accept all bytes at once.
         """
@@ -395,7 +395,7 @@ class SocketStream:
             raise SandboxError("the session has stopped reading its input")
 
     def write(self, data: list[Any]) -> None:
-        """Send buffers without blocking.
+        """Send the contents of several buffers without blocking.
 
         What the socket does not accept at once is sent later. If the connection is lost, nothing is
         sent, and reading reports the loss.

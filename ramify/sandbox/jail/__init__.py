@@ -1,4 +1,4 @@
-"""The confinement of sessions in the jail.
+"""Confines sessions in the jail, the sandbox that the kernel enforces.
 
 This code runs in the fork server, and in each session's process before any user code.
 """

@@ -54,9 +54,9 @@ class JailLimits(NamedTuple):
 
 
 class JailSessionDescriptors(NamedTuple):
-    """Two descriptors that the zygote, the process that forks sessions, prepares for one session.
+    """Descriptors of one session's private folder and Landlock rules, opened before its fork.
 
-    A descriptor that is not needed is -1.
+    The zygote, the process that forks sessions, opens them. A descriptor that is not needed is -1.
     """
 
     scratch: int
@@ -65,18 +65,18 @@ class JailSessionDescriptors(NamedTuple):
     """Descriptor of the session's Landlock rules."""
 
     def close_rules_descriptor(self) -> None:
-        """Close the zygote's copy of the Landlock rules, once the session has inherited them."""
+        """Close the fork server's copy of a session's Landlock rules after the fork."""
         if self.rules >= 0:
             os.close(self.rules)
 
     def drop_scratch(self) -> None:
-        """Release the file system of a finished session's folder."""
+        """Close the file system that held the private folder of a finished session."""
         if self.scratch >= 0:
             os.close(self.scratch)
 
 
 class JailSessionConfiner:
-    """Confines the processes of sessions.
+    """Confines the process of each session before it runs any cell.
 
     It prepares once what all sessions have in common, such as the compiled system call filter.
     """
@@ -84,7 +84,7 @@ class JailSessionConfiner:
     def __init__(
         self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool
     ) -> None:
-        """Prepare the confinement of sessions.
+        """Prepare what the confinement of every session needs, such as the system call filter.
 
         ``own_user``: give each session its own user and mount namespaces. ``landlock``: the
         Landlock rules, or None. ``paths``: allow system calls that name files. ``drops``: drop all
@@ -103,7 +103,7 @@ class JailSessionConfiner:
         self._limits = _limits(bounds, own_user)
 
     def prepare_session(self) -> JailSessionDescriptors:
-        """Create one session's folder and Landlock rules before the session is forked.
+        """Create a session's private folder and Landlock rules before its process is forked.
 
         Doing this after the fork would cause more memory pages to be copied.
         """
@@ -121,8 +121,9 @@ class JailSessionConfiner:
         )
 
     def set_up_session_process(self, prepared: JailSessionDescriptors) -> None:
-        """Run the first part of the confinement, while the inherited descriptors are still open.
+        """Confine a new session with namespaces, its private folder and Landlock rules.
 
+        This is the first part of the confinement, while the inherited descriptors are still open.
         It enters new namespaces, mounts the session's folder and applies the Landlock rules.
         """
         if self._own_user:
@@ -140,8 +141,7 @@ class JailSessionConfiner:
             resource.setrlimit(number, value)
 
     def finish(self, wire: int) -> None:
-        """Run the last part of the confinement: drop all capabilities and install the system call
-        filter.
+        """Complete the confinement: drop all capabilities and install the system call filter.
 
         The filter has a listener, a descriptor at which requests to create a process arrive. It is
         sent to the host over the connection ``wire``.
@@ -159,7 +159,7 @@ class JailSessionConfiner:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Return the resources to limit, each with its soft and hard limit.
+    """Return the resource limits of a session's process, as pairs of soft and hard limits.
 
     No limit exceeds the current hard limit.
     """
@@ -184,7 +184,7 @@ _register_at_fork = os.register_at_fork
 
 
 def _leave_undone(**_: Any) -> None:
-    """Replaces ``os.register_at_fork``.
+    """A replacement for ``os.register_at_fork`` that does nothing.
 
     It accepts any hooks and registers none.
     """

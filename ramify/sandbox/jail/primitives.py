@@ -57,9 +57,9 @@ class KernelOperationRefusedError(OSError):
 
 
 def check_call_result(result: int, what: str) -> int:
-    """Return the result of a C library call.
+    """Return the result of a C library call, such as a file descriptor.
 
-    Raises KernelOperationRefusedError if it is negative.
+    Raises KernelOperationRefusedError if the result is negative.
     """
     if result < 0:
         raise KernelOperationRefusedError(ctypes.get_errno(), what)
@@ -85,7 +85,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def unshare(flags: int, what: str) -> None:
-    """Move this process to new namespaces of the kinds in ``flags``.
+    """Move this process to new namespaces of the kinds set in ``flags``.
 
     Raises KernelOperationRefusedError.
     """
@@ -131,10 +131,11 @@ _clone_arguments = tuple(
 
 
 def fork_sibling() -> int:
-    """Fork without running any hook of Python or the C library.
+    """Fork a process that becomes a child of this process's parent, without any fork hooks.
 
-    The new process is a sibling, that is, a child of this process's parent. So neither process is
-    notified when the other ends. Use this only in a process with one thread.
+    The hooks are those of Python and the C library. The new process is a sibling, that is, a child
+    of this process's parent. So neither process is notified when the other ends. Use this only in a
+    process with one thread.
     """
     while True:
         try:
@@ -145,7 +146,7 @@ def fork_sibling() -> int:
 
 
 def adopt_host_connection(wire: int, *files: int) -> None:
-    """Take over a new, private connection to the host after a fork.
+    """Receive a new connection to the host after a fork, and the files that come over it.
 
     The connection's descriptor gets the number ``wire``.
 
@@ -170,10 +171,10 @@ def adopt_host_connection(wire: int, *files: int) -> None:
 
 
 def replace_all_descriptors(number: int) -> None:
-    """Close all descriptors, then ask the host for one with the given number.
+    """Close all descriptors of this process, then receive a new one from the host.
 
-    The host gives one only to a process that has no open descriptors. Raises OSError if the host
-    refuses.
+    It gets the given number. The host gives one only to a process that has no open descriptors.
+    Raises OSError if the host refuses.
     """
     while True:
         try:
@@ -293,7 +294,7 @@ def landlock_version() -> int:
 
 
 def _rights(version: int) -> int:
-    """Return a bit mask of all file access rights that this version of Landlock can deny."""
+    """Return a bit mask of the file access rights that this Landlock version can restrict."""
     return ((1 << 13) - 1) | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
 
 
@@ -304,7 +305,7 @@ class LandlockRules:
     """
 
     def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
-        """Open the files and folders that may be read.
+        """Prepare Landlock rules that allow only the given files and folders to be read.
 
         In the folders of ``listed``, only the file names may be read.
         """
@@ -365,15 +366,14 @@ def drop_capabilities() -> None:
 
 
 def switch_user(uid: int) -> None:
-    """Switch permanently to the user and group with the id ``uid``, without any supplementary
-    groups."""
+    """Switch permanently to user and group ``uid``, without supplementary groups."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Map the one user and group in this process's new user namespace to those outside it.
+    """Map the user and group of this process's new user namespace to ids outside it.
 
     ``proc`` is a descriptor of /proc.
     """

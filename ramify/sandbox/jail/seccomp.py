@@ -114,7 +114,7 @@ _RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
 
 
 def syscall_numbers(table: str, machine: str) -> dict[str, int]:
-    """Return the system call numbers of a machine, by name.
+    """Return a machine architecture's system call numbers, by call name.
 
     Each word of the table is ``name=x86_64/aarch64``. Calls that the machine does not have are left
     out.
@@ -160,8 +160,10 @@ def build_deny_filter(machine: str, calls: set[int]) -> bytes:
 
 
 def _load_argument(index: int, half: int = 0) -> Step:
-    """Return a filter step that loads the low (0) or high (1) 32 bits of an argument of the system
-    call."""
+    """Return a filter step that loads half of a system call's argument: its low or high 32 bits.
+
+    They are numbered 0 (low) and 1 (high).
+    """
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * half)
 
 
@@ -177,8 +179,10 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _own_pid(otherwise: int) -> list[Step]:
-    """Return filter steps that allow a call only if its first argument is 0, which means the
-    calling process."""
+    """Return filter steps that allow a system call only for the calling process.
+
+    The first argument must be 0, which means the calling process.
+    """
     return [_load_argument(0), (_EQUAL, 0, 1, 0), _return_step(ALLOW), _return_step(otherwise)]
 
 
@@ -187,7 +191,7 @@ def _deny_if_bits(index: int, bits: int) -> list[Step]:
 
 
 def _open_call_steps(flags: int) -> list[Step]:
-    """Return the filter steps for a system call that opens a file.
+    """Return filter steps for system calls that open files, which may only read or write them.
 
     ``flags`` is the index of the argument with the open flags.
 
@@ -285,7 +289,7 @@ _STEPS: dict[str, int | list[Step]] = {
 
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
-    """Compile rules into a filter program for the kernel.
+    """Compile rules for system calls into a filter program that the kernel runs.
 
     ``rules`` gives the answer or the filter steps for each system call number. ``otherwise`` is the
     answer for all other numbers.
@@ -313,7 +317,7 @@ def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -
 def _ranges(
     rules: dict[int, int | list[Step]], otherwise: int
 ) -> list[tuple[int, int | list[Step]]]:
-    """Group system call numbers into ranges with the same rule.
+    """Group system call numbers into ranges that follow the same rule.
 
     Returns the first number of each range with its rule.
     """

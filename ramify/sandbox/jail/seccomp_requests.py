@@ -1,4 +1,4 @@
-"""System calls of confined processes that need the host's decision, and the host's answers.
+"""System calls of confined processes that the host must decide on, and how it answers them.
 
 The kernel blocks each call until it is answered.
 
@@ -33,7 +33,7 @@ _ENOENT = 2
 
 
 class SeccompNotification(NamedTuple):
-    """A blocked system call of a confined process.
+    """A system call that a confined process has made and that waits for a decision.
 
     It stays blocked until the owner of the system call filter answers.
     """
@@ -50,7 +50,7 @@ def is_connection_request(request: SeccompNotification) -> bool:
 
 
 def receive_seccomp_notification(listener: int) -> SeccompNotification:
-    """Return the next blocked system call of a confined process.
+    """Return the next system call of a confined process that waits for the host's decision.
 
     Raises OSError if there is none, or if its process has ended.
     """
@@ -61,7 +61,7 @@ def receive_seccomp_notification(listener: int) -> SeccompNotification:
 
 
 def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags: int = 0) -> bool:
-    """Answer a blocked system call so that its process continues.
+    """Answer a system call that waits for a decision, so that its process continues.
 
     Returns False if the process no longer waits for the answer.
     """
@@ -74,9 +74,10 @@ def answer_seccomp_notification(listener: int, id: int, *, error: int = 0, flags
 def insert_descriptor(
     listener: int, id: int, fd: int, number: int, *, answers: bool = False
 ) -> None:
-    """Copy a descriptor into a process that is blocked in a system call, under the given number.
+    """Copy a file descriptor into a process that waits for a decision on a system call.
 
-    Raises OSError if that fails, for example because the process no longer waits.
+    It gets the given number there. Raises OSError if that fails, for example because the process no
+    longer waits.
 
     ``answers``: also answer the system call, in the same step (Linux 5.14). Otherwise each
     insertion wakes the process and waits for it.

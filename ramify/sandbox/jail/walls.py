@@ -1,4 +1,4 @@
-"""Build the isolation ("walls") that all sessions of a jail share.
+"""Builds the isolation ("walls") that all sessions of a jail share.
 
 This also determines which tier, or level of isolation, this machine supports.
 
@@ -65,7 +65,7 @@ class IsolationTierUnavailable(Exception):
 
 
 class ReachedIsolation(NamedTuple):
-    """The isolation that a zygote, the process from which a jail's sessions are forked, has set up.
+    """The isolation level that a jail's fork server (zygote) has reached, with its details.
 
     It consists of a tier (level of isolation) and the reasons why stronger tiers are unavailable.
     """
@@ -84,7 +84,7 @@ class ReachedIsolation(NamedTuple):
 
 
 def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> ReachedIsolation:
-    """Isolate this process so that it can be the zygote, from which sessions are forked.
+    """Isolate this process so that it can be the zygote, which forks all sessions.
 
     ``config["tiers"]`` lists the levels of isolation to try, strongest first.
 
@@ -126,10 +126,10 @@ def _describe_cause(error: BaseException) -> str:
 def _build_namespaces(
     config: dict[str, Any], missing: dict[str, str], let_go: Any
 ) -> ReachedIsolation:
-    """Build the isolation of tier A, which consists of namespaces, in a child process, because
-    isolation that was built only in part cannot be undone.
+    """Isolate a child process with Linux namespaces, and continue there.
 
-    Returns only in the child; raises OSError in this process if the child fails.
+    This is tier A of the jail. A child is needed because isolation that was built only in part
+    cannot be undone. Returns only in the child; raises OSError in this process if the child fails.
     """
     read_end, write_end = os.pipe()
     pid = os.fork()
@@ -154,8 +154,7 @@ def _build_namespaces(
 
 
 def _wait_out(pid: int) -> None:
-    """Wait until a child has ended, kill all processes that it leaves behind, and exit with its
-    status."""
+    """Wait for a child process, kill all processes that it leaves behind, and exit as it did."""
     os.closerange(3, 1 << 20)
     primitives.prctl(primitives.PR_SET_CHILD_SUBREAPER, 1)
     status = os.waitpid(pid, 0)[1]
@@ -198,7 +197,7 @@ def _own_user(proc: int) -> None:
 
 
 def _become_nobody(proc: int) -> None:
-    """Stop being root permanently.
+    """Give up the rights of the root user permanently.
 
     The limit on the number of processes does not apply to root, not even in a user namespace.
     """
@@ -223,7 +222,7 @@ def _drop_root() -> None:
 
 
 def _continue_as_first() -> None:
-    """Fork and continue in the child, which becomes process 1 of its namespace.
+    """Fork, and let the child continue as the init process (process 1) of its PID namespace.
 
     When process 1 ends, the kernel ends all others there.
     """
@@ -273,7 +272,7 @@ def _bind_mount(fd: int, target: str, is_folder: bool) -> None:
 
 
 def _system_symlinks() -> list[str]:
-    """Return the system paths that are symbolic links, such as /lib if /usr is merged."""
+    """Return the system folders that are symbolic links, such as /lib if /usr is merged."""
     return [path for path in _SYSTEM if os.path.islink(path)]
 
 
@@ -284,7 +283,7 @@ def _link(path: str) -> None:
 
 
 def scratch_folder_path(shown: list[str]) -> str:
-    """Return the path of a session's private folder.
+    """Return the path that a session's private folder has inside the jail.
 
     It is /tmp, unless that would hide a path below /tmp that sessions should see.
     """
@@ -309,7 +308,7 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _continue_kept(let_go: Any) -> bool:
-    """Fork and continue in the child.
+    """Fork and continue in the child, while the parent waits to clean up after it.
 
     The parent waits, and ends all processes that the child leaves behind.
     """
@@ -375,13 +374,16 @@ def _finish_isolation(
 
 
 def _usable_landlock_version(config: dict[str, Any]) -> int:
-    """Return the version of Landlock to use, or 0 to disable it."""
+    """Return the Landlock version to use: the kernel's version, or an older one if configured.
+
+    It is 0 if Landlock is disabled.
+    """
     newest: int = config["landlock"]
     return min(primitives.landlock_version(), newest)
 
 
 def _try_out(walls: ReachedIsolation) -> None:
-    """Test the isolation with a trial session.
+    """Test the jail's isolation by running known attacks in a trial session.
 
     The session first does what normal sessions do, and then runs known attacks. Raises OSError if
     its normal work fails, or if an attack succeeds.
@@ -419,7 +421,7 @@ def _try_out(walls: ReachedIsolation) -> None:
 def _try_known_attacks(
     walls: ReachedIsolation, prepared: confine.JailSessionDescriptors, wire: socket.socket
 ) -> int:
-    """Confine this process like a session, then try the known attacks.
+    """Confine this process like a session, then try known attacks on the confinement.
 
     Returns a bit mask of the attacks that succeeded, or ``_NOT_STARTED`` if the process could not
     be confined.
@@ -442,7 +444,7 @@ def _try_known_attacks(
 
 
 def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
-    """Act as the host of a trial session, with all kernel features that a host needs.
+    """Serve a trial session from the host's side, and check the kernel features used there.
 
     Returns an error if one is missing, otherwise None.
     """
@@ -475,7 +477,7 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
 
 
 def _answer_trial(listener: int, file: int) -> bool:
-    """Answer one request of the trial session.
+    """Answer one system call of the trial session for which the kernel asks the host.
 
     A request to create a process is refused; a request for a file descriptor is granted. Returns
     False if that was the last request or the session has ended.
@@ -530,4 +532,5 @@ _ATTACKS = {
     "empty a file": lambda: os.close(os.open(os.devnull, os.O_TRUNC | os.O_ACCMODE)),
     "rename a file": lambda: os.rename(os.__file__, os.__file__),
 }
-"""Attacks to try, by name. Even a successful one changes nothing."""
+"""Name -> a forbidden action that a trial session attempts, to check that it is confined. Each is
+harmless even if it succeeds."""

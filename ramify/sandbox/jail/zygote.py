@@ -125,7 +125,7 @@ class InMemoryStdlibImporter:
 
     def __init__(self, folders: list[str]) -> None:
         self._modules: dict[str, tuple[str, bytes]] = {}
-        """Name -> path and source."""
+        """Module name -> (path, source)."""
         for folder in folders:
             self._store_folder(folder, "")
 
@@ -150,7 +150,7 @@ class InMemoryStdlibImporter:
         return spec
 
     def create_module(self, _: ModuleSpec) -> None:
-        """Return None, so that Python itself creates the module object."""
+        """Return None, so that Python creates the module object in the default way."""
 
     def exec_module(self, module: ModuleType) -> None:
         path, source = self._modules[module.__name__]
@@ -226,7 +226,7 @@ class Zygote(forkserver.ForkServer):
             super().handle(header, fds)
 
     def _freeze_session_folder(self, id: int, pid: int) -> None:
-        """Make a session's folder read-only, because the session may have branches from now on."""
+        """Make a session's private folder read-only before the session is forked."""
         prepared = self.children.get(pid)
         try:
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
@@ -237,8 +237,8 @@ class Zygote(forkserver.ForkServer):
         self.control.send({"op": "frozen", "id": id})
 
     def _session_folder_sizes(self) -> list[tuple[int, int]]:
-        """Return the process id of each session that has a folder, with the size of that folder in
-        bytes."""
+        """Return the process id and the folder size in bytes of each session that has a private
+        folder."""
         found = []
         for pid, prepared in self.children.items():
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
@@ -247,7 +247,7 @@ class Zygote(forkserver.ForkServer):
         return found
 
     def kill_orphans(self) -> None:
-        """Kill the processes whose session has ended, but only while the zygote itself is ending.
+        """Kill processes left over from ended sessions, if the fork server is shutting down.
 
         Before that there are none, because a session can create no processes except branches, and
         the host ends these.
@@ -275,7 +275,7 @@ def main(control_fd: int) -> None:
 
 
 def _use_wait(sock: socket.socket) -> None:
-    """Import modules that sessions will need while waiting for the configuration."""
+    """Import modules for later sessions while waiting for the configuration."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     for name in forkserver.PRELOAD:
@@ -285,7 +285,7 @@ def _use_wait(sock: socket.socket) -> None:
 
 
 def _run_zygote(control: Any, config: dict[str, Any]) -> None:
-    """Isolate this process and serve as the zygote that ``config`` describes.
+    """Isolate this process and then serve as the fork server of a jail.
 
     With ``config["reports"]``, report the isolation as soon as it is built. With
     ``config["probes"]``, end after that.
@@ -331,7 +331,7 @@ def _run_zygote(control: Any, config: dict[str, Any]) -> None:
 
 
 def _be_poorer(deny: list[int]) -> None:
-    """Deny some system calls to this process.
+    """Forbid this process the given system calls, to simulate a less capable machine.
 
     This simulates a kernel or a container that lacks them.
     """

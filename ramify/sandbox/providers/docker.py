@@ -34,9 +34,10 @@ IMAGE = "python:3.12-slim"
 NUM_CPUS = 1.0
 MAX_PROCESSES = 256
 SCRATCH_BYTES = 256 << 20
-"""Maximum size of the in-memory files at /tmp, which count as the container's memory."""
+"""Maximum size in bytes of the in-memory files at /tmp, which count toward the memory of the
+container."""
 _OVERHEAD_BYTES = 128 << 20
-"""Memory for Python and the guest, in addition to ``memory_bytes``."""
+"""Memory in bytes for Python and the guest, in addition to ``memory_bytes``."""
 _NOBODY = "65534:65534"
 _NUM_USUAL_CAPABILITIES = 11
 """Number of capabilities that a container has by default. An engine may report dropped capabilities
@@ -60,7 +61,8 @@ class DockerSpec(SandboxSpec, frozen=True, forbid_unknown_fields=True):
 
     provider: str = "docker"
     image: str = ""
-    """Image with Python 3.11 or later as python3, and ``packages``. Empty: a plain Python image."""
+    """Image that contains ``packages`` and Python 3.11 or later as ``python3``. If empty, a plain
+    Python image is used."""
 
 
 class DockerService:
@@ -127,7 +129,7 @@ class DockerService:
 
 
 class DockerContainer:
-    """A running container with its standard input and output.
+    """A running Docker container, whose standard input and output carry a session's messages.
 
     Implements ``remote.ByteStream``.
     """
@@ -153,7 +155,7 @@ async def _remove(engine: DockerApiClient, id: str) -> None:
 
 
 def container_create_request(command: list[str], spec: DockerSpec) -> dict[str, Any]:
-    """Return the request that creates a session's container, in the format of the engine's API."""
+    """Return the JSON body of the API request that creates a session's container."""
     memory = spec.memory_bytes + _OVERHEAD_BYTES
     return {
         "Image": spec.image or IMAGE,
@@ -188,7 +190,7 @@ def container_create_request(command: list[str], spec: DockerSpec) -> dict[str, 
 
 
 def _check_protections(request: dict[str, Any], description: dict[str, Any]) -> None:
-    """Raise SandboxError if the engine did not apply a protection that was requested."""
+    """Raise SandboxError if a new container lacks a protection that was requested."""
     requested, actual = request["HostConfig"], description.get("HostConfig") or {}
     missing = [
         name
@@ -316,7 +318,7 @@ class ContainerStdio:
     """
 
     def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
-        """Take over a connection that has switched from HTTP to raw streams.
+        """Take over an HTTP connection that the engine has switched to raw data.
 
         ``begin`` holds the bytes that have already arrived.
         """

@@ -88,7 +88,7 @@ class InprocessSandbox:
 
 
 class ThreadSessionTransport:
-    """The connection to a session that runs in a thread of this process."""
+    """The host's connection to a session that runs in a thread of this process."""
 
     shared_buffers: HostGuestSharedMemory | None = None
     has_same_python = True
@@ -171,10 +171,10 @@ class ThreadSessionTransport:
 
 
 class _Router(io.TextIOBase):
-    """A replacement for ``sys.stdout`` or ``sys.stderr`` while sessions run in this process.
+    """Sends each ``print`` to the session whose thread prints, or else to the host's stream.
 
-    It sends each print to the session whose thread prints. Prints of other threads go to the host's
-    stream.
+    It replaces ``sys.stdout`` or ``sys.stderr``. It sends each print to the session whose thread
+    prints. Prints of other threads go to the host's stream.
     """
 
     def __init__(self, host: TextIO, name: str) -> None:
@@ -207,7 +207,7 @@ _lock = threading.Lock()
 
 
 class _RoutedPrints:
-    """A context manager that directs this thread's prints to its session.
+    """A context manager that redirects what this thread prints to its session.
 
     The first session replaces ``sys.stdout`` and ``sys.stderr``, and the last one restores them.
     """
@@ -235,7 +235,7 @@ class _RoutedPrints:
 
 
 def _builtins_for(guest: SandboxGuest) -> types.ModuleType:
-    """Return one session's version of the module ``builtins``.
+    """Return a copy of Python's ``builtins`` module, adapted to one session.
 
     Its ``print`` writes to the session from every thread that runs the session's code. Its
     ``import`` finds the modules that were installed in the session.

@@ -1,4 +1,4 @@
-"""Remember the tier, or level of isolation, that the jail reached on this machine.
+"""Caches the tier, or level of isolation, that the jail reached on this machine.
 
 A file keeps it for later processes.
 
@@ -38,13 +38,12 @@ _FACTS = (
 _SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 _RIGHTS = ("Uid:", "Gid:", "Cap", "NoNewPrivs:")
 _UNFILTERED = "Seccomp:\t0"
-"""Line in /proc of a process without a system call filter. A result found by a process with a
-filter is not kept."""
+"""Line of /proc/self/status in a process without a system call filter. Test results are read and
+kept only by such processes."""
 
 
 class ProbedIsolationTier(msgspec.Struct, frozen=True):
-    """The result of testing this machine: the strongest tier of the jail that works, and why
-    stronger ones do not."""
+    """The strongest isolation level that works on this machine, and why no stronger one does."""
 
     tier: str | None
     """The tier: A, B, C, or None if not even C works."""
@@ -55,7 +54,7 @@ class ProbedIsolationTier(msgspec.Struct, frozen=True):
 
 
 class _KeptTier(msgspec.Struct, frozen=True):
-    """The content of the file that keeps a test result for later processes."""
+    """A cached test result, with the properties of the machine on which it depends."""
 
     conditions: list[str]
     """Properties of the machine on which the result depends."""
@@ -63,8 +62,7 @@ class _KeptTier(msgspec.Struct, frozen=True):
 
 
 def kept_tier() -> ProbedIsolationTier | None:
-    """Return the level of isolation that an earlier process found under the same conditions, or
-    None if there is none."""
+    """Return the tier cached by an earlier process under the same conditions, or None."""
     if _UNFILTERED not in _content("/proc/self/status"):
         return None
     with contextlib.suppress(OSError, ValueError), _opened_folder() as folder:
@@ -80,7 +78,7 @@ def kept_tier() -> ProbedIsolationTier | None:
 
 
 def keep_tier(found: ProbedIsolationTier) -> None:
-    """Keep a test result for later processes, if there is a private folder for it.
+    """Cache a test result for later processes, if a private folder for it can be used.
 
     A result is not kept if some tier was unavailable, because the cause may be fixed before the
     next process starts.
@@ -100,14 +98,14 @@ def keep_tier(found: ProbedIsolationTier) -> None:
 
 
 def forget_tier() -> None:
-    """Delete the kept test result, because it turned out to be wrong."""
+    """Delete a cached test result that turned out to be wrong."""
     with contextlib.suppress(OSError), _opened_folder() as folder:
         os.unlink(_FILE, dir_fd=folder)
 
 
 @contextlib.contextmanager
 def _opened_folder(makes: bool = False) -> Iterator[int]:
-    """Open the folder that holds the test result.
+    """Open the private cache folder that holds the result of the isolation test.
 
     Raises PermissionError if another user can write to it.
     """
@@ -133,15 +131,17 @@ def _check_private(found: os.stat_result, is_kind: object) -> None:
 
 
 def _check_parent(found: os.stat_result) -> None:
-    """Raise PermissionError if another user could replace the folder of the kept result."""
+    """Raise PermissionError if another user could replace the cache folder."""
     is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()) or is_shared:
         raise PermissionError("other users can write to it")
 
 
 def _isolation_conditions() -> list[str]:
-    """Return all properties that determine the level of isolation and that can be read in
-    microseconds."""
+    """Return the machine's properties on which the isolation level depends.
+
+    Only properties that can be read quickly are included.
+    """
     conditions = [sys.executable, sys.version, *map(str, os.uname())]
     for path in _FACTS:
         conditions.append(f"{path}: {_content(path)}")

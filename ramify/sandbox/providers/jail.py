@@ -84,7 +84,7 @@ _probed: dict[tuple[frozenset[int], int], ProbedIsolationTier] = {}
 
 
 def cache_zygote_tier(server: StartedForkServer) -> None:
-    """Read which level of isolation a jail's fork server has reached, and cache the result.
+    """Read and cache the isolation level that a jail's fork server has reached.
 
     The server must have been started with ``reports``, and its report must not have been read yet.
     """
@@ -143,8 +143,7 @@ EMPTY = {
 
 
 def read_reached_tier(server: StartedForkServer) -> ProbedIsolationTier:
-    """Read the first message of a jail's fork server, which reports the isolation that the server
-    has reached.
+    """Read which isolation a jail's fork server has reached, from its first message.
 
     Blocks for some milliseconds, until the isolation has been built.
     """
@@ -202,8 +201,8 @@ _NOT_HERE = (
     "SandboxSpec(provider='process', allow_weaker=True), --sandbox process --allow-weaker"
 )
 _LATER_S = 0.002
-"""Delay in seconds before the next session is prepared. It leaves the CPU to the session that was
-just handed out, which runs its first cell then."""
+"""Delay in seconds before the next session is prepared, which leaves the CPU to the first cell of
+the session that was just handed out."""
 _FORBIDDEN = ("/", "/proc", "/sys", "/dev", "/run")
 WEAKER = {
     "B": "sandbox 'jail' at tier B: files of this machine cannot be opened, but their names, "
@@ -213,7 +212,7 @@ WEAKER = {
 
 
 class JailSandbox(ProcessSandbox):
-    """A sandbox whose sessions the kernel confines.
+    """A sandbox that confines its sessions with Linux kernel features.
 
     Implements ``base.Sandbox``.
     """
@@ -254,7 +253,8 @@ class JailSandbox(ProcessSandbox):
         self._modules: dict[str, str] = {}
         """Modules that sessions will probably install: name -> source."""
         self._is_used_again = False
-        """True after the first session. From the second on, sessions are kept ready."""
+        """True once a session was requested. Further sessions are kept ready only from the second
+        request on."""
         self.caps = SandboxCapabilities(
             isolates_files=True,
             isolates_network=True,
@@ -267,7 +267,8 @@ class JailSandbox(ProcessSandbox):
         )
 
     def _uses_whole_kernel(self) -> bool:
-        """Return True unless a kernel feature was disabled to simulate a less capable kernel."""
+        """Return True if the jail may use every kernel feature, rather than simulate an older
+        kernel."""
         return not self._deny and self._landlock == NEWEST
 
     def _settle_tier(self) -> str | None:
@@ -277,7 +278,8 @@ class JailSandbox(ProcessSandbox):
         return WEAKER[tier] if tier > spec.tier else None
 
     def describe(self) -> list[str]:
-        """Describe the isolation of files, network and processes, and its level, line by line."""
+        """Describe the jail's tier and its isolation of files, network and processes, line by
+        line."""
         tier, landlock = str(self.reached.tier), self.reached.landlock
         files = {
             "A": "do not exist (mount namespace)",
@@ -317,7 +319,8 @@ class JailSandbox(ProcessSandbox):
             raise
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
-        """Compare the isolation that a fork server has built and tested with the expected one.
+        """Check the isolation that a fork server reports, and adopt it if it is not the expected
+        one.
 
         The expectation may come from an earlier process. Raises SandboxError if the isolation is
         weaker than allowed.
@@ -381,8 +384,10 @@ class JailSandbox(ProcessSandbox):
         self._budget.forget(session)
 
     async def _ask_folders(self) -> None:
-        """Ask the fork servers for the sizes of all sessions' folders, which count towards the
-        memory budget."""
+        """Ask the fork servers how large the private folders of all sessions are.
+
+        The folders count towards the memory budget.
+        """
         places = {session.server_and_pid: session for session in self.sessions}
         with contextlib.suppress(SandboxError):  # a server that is gone has no sessions
             for channel in {channel for channel, _ in places}:
@@ -463,7 +468,7 @@ def check_memory(spec: JailSpec) -> None:
 def _start(
     spec: JailSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool
 ) -> StartedForkServer:
-    """Start the fork server of a jail.
+    """Start a fork server for a jail with this configuration.
 
     ``poorer`` holds settings that exclude some features of the kernel. With ``reports``, the
     server's first message reports its isolation tier.
@@ -507,7 +512,7 @@ def launch(spec: JailSpec) -> None:
 
 
 def _read_report(spec: JailSpec) -> None:
-    """Read which isolation a jail's fork server has reached.
+    """Read the isolation report of a jail's fork server.
 
     Does nothing unless one was launched in advance and its report is still unread.
     """
@@ -525,7 +530,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def _discard_unused_servers() -> None:
-    """End the fork servers that were launched in advance but never used."""
+    """Stop all fork servers that were started in advance but never used."""
     for server in launched.values():
         _end(server)
     launched.clear()
@@ -542,7 +547,7 @@ def _end(server: StartedForkServer) -> None:
 
 
 def open_provider(spec: JailSpec) -> Sandbox:
-    """Open a jail.
+    """Open a jail, or a weaker sandbox if the configuration allows that.
 
     ``base.open_sandbox`` calls this function. If no jail is available and the configuration accepts
     weaker isolation, return a process sandbox with a warning instead.

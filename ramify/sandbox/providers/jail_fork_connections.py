@@ -21,7 +21,7 @@ from ramify.sandbox.host.process_transport import (
 
 
 class JailForkInProgress:
-    """One fork in progress: the connections that the host gives to its two processes.
+    """A fork in progress in the jail, with new connections for the session and its branch.
 
     fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
                                                     └─> branch asks: gets its wire, hello
@@ -47,15 +47,15 @@ class JailForkInProgress:
         self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
 
     def branch_process(self) -> ForkedSessionHandles:
-        """Return the branch's process, with the connection over which the host reaches it."""
+        """Return the connection and the shared files for the branch's new process."""
         host_end, _, files = self._branch
         return ForkedSessionHandles(host_end, files, self._origin.channel)
 
     def close_origin_connection(self) -> None:
-        """Close the host's old connection to the session, because two processes could write to it
-        after the fork.
+        """Close the host's old connection to a session that is about to fork.
 
-        The process that is about to fork is blocked until this returns.
+        After the fork, two processes would share it. The process that is about to fork is blocked
+        until this returns.
         """
         if not self._is_begun:
             self._is_begun = True
@@ -63,8 +63,7 @@ class JailForkInProgress:
             self._origin.stream.close()
 
     def wire_for(self, pid: int) -> int:
-        """Return the socket that a process gets as its new connection to the host, or -1 if it gets
-        none.
+        """Return the socket that will connect a forked process to the host, or -1 if it gets none.
 
         The files that the process needs were already sent over that socket.
         """
@@ -73,7 +72,7 @@ class JailForkInProgress:
         return (self._new if pid == self.pid else self._branch)[1].fileno()
 
     def record_taken(self, pid: int) -> None:
-        """Record that a process has received its connection."""
+        """Record that a forked process has received its new connection."""
         if pid != self.pid:
             self.taker = pid
             self._branch[1].close()  # otherwise the end of its stream would not show
@@ -83,12 +82,14 @@ class JailForkInProgress:
             self._moved()
 
     def close_branch_connection(self) -> None:
-        """Close the connection that was meant for the branch, so that the host sees the end of its
-        stream."""
+        """Close the connection that was made for a branch that will not use it.
+
+        The host then sees the end of its stream.
+        """
         self._branch[1].close()
 
     def close_unclaimed(self) -> None:
-        """Close the sockets and files that neither process has taken over."""
+        """Close the new connections and files that neither process has received."""
         self.close_branch_connection()
         self._new[1].close()
         for files in self.old:
@@ -103,11 +104,11 @@ _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 
 
 def _private_ends(origin: ForkedSessionTransport) -> _Ends:
-    """Create a connection for one process, and send it the files that the process needs: standard
-    input, output and buffers.
+    """Create a connection for one of the two forked processes, and send it the files it needs.
 
-    Each process gets a separate standard input, because processes that share an open file
-    description also share its flags. Raises SandboxError if that fails.
+    The files are its standard input, output and buffers. Each process gets a separate standard
+    input, because processes that share an open file description also share its flags. Raises
+    SandboxError if that fails.
     """
     ends = origin.make_branch_ends()
     spool, *buffers = ends[2].descriptors()

@@ -58,14 +58,14 @@ def machine_memory_bytes() -> int:
 
 
 class JailMemoryBudgetWatcher:
-    """A watcher that limits the memory of all sessions of a jail together.
+    """Limits the total memory of all sessions in a jail.
 
     It measures the memory regularly while there are sessions. If the memory exceeds the budget, it
     ends the largest session.
     """
 
     def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
-        """Create a watcher without sessions.
+        """Create a watcher with a memory budget, before any session is registered.
 
         ``limit_bytes`` is the budget of all sessions together; 0 means three quarters of the
         machine's memory. ``ask_folders`` requests the sizes of the sessions' folders, which are
@@ -136,7 +136,7 @@ _SLOWEST_S = 0.05
 
 
 class ForkGate:
-    """A listener for the requests of a session and its branches to create processes.
+    """Decides on the requests of a session and its branches to create processes.
 
     It refuses them, except for a single one after the host has requested a fork.
     """
@@ -153,7 +153,7 @@ class ForkGate:
     )
 
     def __init__(self, fd: int, *, counts: bool = True) -> None:
-        """Listen at the descriptor of a system call filter.
+        """Start handling the requests that arrive at a system call filter's listener.
 
         With ``counts``, use the kernel's count of a process's open descriptors, if this kernel
         reports it.
@@ -171,7 +171,7 @@ class ForkGate:
         self._loop.add_reader(fd, self._on_readable)
 
     def grant_one(self, pid: int, fork: JailForkInProgress) -> None:
-        """Allow one process to create one other process.
+        """Allow one process to create a single new process.
 
         ``pid`` is its id on the host. Raises SandboxError if the kernel is too old or the process
         is not the leader of its session.
@@ -186,7 +186,7 @@ class ForkGate:
         self._forks[pid] = fork
 
     def withdraw(self, pid: int) -> bool:
-        """Withdraw a process's permission to create another.
+        """Withdraw a process's permission to create a new process.
 
         Returns True if the permission was unused.
         """
@@ -196,11 +196,11 @@ class ForkGate:
         return is_unused
 
     def add_holder(self) -> None:
-        """Count one more branch whose requests arrive at this listener."""
+        """Register one more branch that sends its requests to this listener."""
         self._holders += 1
 
     def remove_holder(self) -> None:
-        """Subtract one ended session from the sessions whose requests arrive here.
+        """Unregister an ended session or branch from this listener.
 
         After the last one, the listener closes.
         """
@@ -248,7 +248,7 @@ class ForkGate:
         self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
     def _hand_over(self, request: SeccompNotification) -> None:
-        """Answer a process that asks for its connection to the host after a fork.
+        """Give a forked process its new connection to the host, or refuse it.
 
         It gets the connection, or an error if it may not have one.
         """
@@ -269,8 +269,7 @@ class ForkGate:
             self._refuse(request.id)
 
     def _insert_connection(self, request: SeccompNotification, wire: int) -> bool:
-        """Make a connection the only descriptor of the process that asks for it, and answer its
-        request.
+        """Insert a connection to the host into a waiting process as its only open descriptor.
 
         Returns False if the process has other descriptors, or no longer waits.
         """
@@ -289,7 +288,7 @@ class ForkGate:
         return False
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
-        """Answer a request.
+        """Answer a process that waits for the host's decision on a system call.
 
         Returns True if the requesting process has received the answer.
         """
@@ -308,7 +307,7 @@ class ForkGate:
 
 
 def _is_alive(fd: int) -> bool:
-    """Return True if at least one process with the system call filter is alive."""
+    """Return True if any process under this system call filter is still alive."""
     import select
 
     poll = select.poll()
@@ -358,10 +357,10 @@ _GONE = [b"X"] + [b"-1"] * _NUM_THREADS
 
 
 def _status(pid: int | str) -> list[bytes]:
-    """Return the fields that /proc reports about a process after its name, such as state, parent
-    and process group.
+    """Return the status fields of a process, such as its state and parent, from /proc.
 
-    The name is skipped because it may contain any bytes.
+    These are the fields after the process name. The name is skipped because it may contain any
+    bytes.
     """
     try:
         return read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].split() or _GONE
@@ -370,7 +369,7 @@ def _status(pid: int | str) -> list[bytes]:
 
 
 def kill_strays(origin: int, known: set[int]) -> None:
-    """Kill the processes that a session has created, except for its known branches."""
+    """Kill all processes that a session has created, except its known branches."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) not in {origin, *known}:
             status = _status(entry)

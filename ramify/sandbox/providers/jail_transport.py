@@ -35,7 +35,7 @@ _LATER_S = 0.5
 
 
 class ForkableJailTransport(ForkedSessionTransport):
-    """The base class of connections to processes in the jail.
+    """Base class of the connections to sessions and branches in the jail.
 
     Such a process can fork only with the host's help. Subclasses connect to sessions and to
     branches.
@@ -73,7 +73,7 @@ class ForkableJailTransport(ForkedSessionTransport):
         return transport
 
     def _on_session_end(self) -> None:
-        """Handle the end of a session in the middle of a fork.
+        """Notify the host if a session ends in the middle of a fork.
 
         The session may have no connection at that moment, so the host would not notice otherwise.
         """
@@ -83,11 +83,10 @@ class ForkableJailTransport(ForkedSessionTransport):
                 self.stream.report_loss()
 
     def check_memory_isolated(self) -> None:
-        """Make the memory files that both processes inherited read-only, because they are no longer
-        used.
+        """Make the old memory files, which both processes inherited, read-only.
 
-        Raises SandboxError if a process has mapped one of them, because the two processes would
-        then share memory.
+        The processes no longer use them. Raises SandboxError if a process has mapped one of them,
+        because the two processes would then share memory.
         """
         old = self.forking.old if self.forking is not None else ()
         for fd in (fd for files in old for fd in files.descriptors()):
@@ -101,7 +100,7 @@ class ForkableJailTransport(ForkedSessionTransport):
                 ) from None
 
     def finish_forking(self, transport: BranchSessionTransport) -> None:
-        """Complete a fork.
+        """Finish a fork, and kill the new process if it has not connected to the host.
 
         If a process was created but has not connected, kill it.
         """
@@ -144,7 +143,7 @@ class JailTransport(ForkableJailTransport):
         process: ForkedSessionHandles,
         counts: bool,
     ) -> None:
-        """Create a connection.
+        """Create a connection to a session that has just been forked in the jail.
 
         ``counts``: use the kernel's count of a process's open descriptors, if this kernel reports
         it.
@@ -162,7 +161,7 @@ class JailTransport(ForkableJailTransport):
     def _receive_first_byte(
         self, received: Callable[[memoryview], None], lost: Callable[[], None]
     ) -> None:
-        """Receive the first byte, which the confined process sends before it runs any cell.
+        """Receive a session's first byte, which confirms that the session is confined.
 
         It comes with the descriptor at which the session's requests to create processes will
         arrive.
@@ -188,7 +187,7 @@ class JailTransport(ForkableJailTransport):
         lost()
 
     async def prepare_branch(self) -> None:
-        """Make the session's folder read-only, because after the fork it is shared with the branch.
+        """Make the session's private folder read-only, because its branch will share it.
 
         Raises SandboxError if a file in it is open for writing.
         """
@@ -204,7 +203,7 @@ class JailTransport(ForkableJailTransport):
 
 
 class JailBranchTransport(ForkableJailTransport, BranchSessionTransport):
-    """The connection to a branch, a process that was forked from a running session.
+    """The host's connection to a branch, which was forked from a running session in the jail.
 
     Its requests to create processes arrive at the same listener as the session's. Implements
     ``GuestTransport``.
@@ -213,14 +212,13 @@ class JailBranchTransport(ForkableJailTransport, BranchSessionTransport):
     __slots__ = ("origin",)
 
     def set_origin(self, listener: ForkGate, pid: int) -> None:
-        """Set the process from which this branch is forked, and the listener that receives its
-        requests to create processes."""
+        """Set the process that this branch was forked from, and the listener for its fork
+        requests."""
         self.listener, self.origin = listener, pid
         listener.add_holder()
 
     def accept_process(self, pid: int) -> bool:
-        """Accept a process as the branch only if it has taken the connection that was made for this
-        branch."""
+        """Accept a process as the branch only if it has taken this branch's connection."""
         assert self.listener is not None
         self.add_exit_callback(functools.partial(self.listener.branches.discard, pid))
         return pid != self.origin and pid in self.listener.branches and super().accept_process(pid)

@@ -133,7 +133,7 @@ class ProcessSandbox:
     # -- servers
 
     async def fork_server(self) -> ForkServerChannel:
-        """Return the connection to the fork server.
+        """Return the connection to the fork server, which is started if necessary.
 
         The server is started for the first session, and restarted if it was killed.
         """
@@ -143,7 +143,7 @@ class ProcessSandbox:
         return await asyncio.shield(self._server)
 
     def _clean_up(self, server: asyncio.Task[ForkServerChannel] | None) -> None:
-        """Release the resources of a fork server that has ended."""
+        """Release what the host holds for a fork server that has ended."""
         if server is not None and not server.cancelled() and server.exception() is None:
             server.result().abandon()
         self._processes = [each for each in self._processes if each.poll() is None]
@@ -164,7 +164,7 @@ class ProcessSandbox:
         raise AssertionError("a start ends well or raises")
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
-        """Raise SandboxError if a fork server's report shows that it is unsuitable for sessions.
+        """Raise SandboxError if a fork server reports that it cannot run sessions as required.
 
         This class accepts every server; a subclass may not.
         """
@@ -174,7 +174,7 @@ class ProcessSandbox:
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template_channel(self, context: SharedContextValue) -> ForkServerChannel:
-        """Return the connection to a template, the process that holds a large decoded context.
+        """Return the connection to the template process that holds this large decoded context.
 
         The template is started for the context's first session and lives as long as the context.
         """
@@ -230,7 +230,7 @@ class ProcessSandbox:
             self._retire(next(iter(self._templates)))
 
     def _retire(self, key: int) -> None:
-        """Let a template end as soon as its last session has ended."""
+        """Retire a template, which ends after the last of its sessions."""
         entry = self._templates.pop(key, None)
         if entry is None:
             return
@@ -250,7 +250,7 @@ class ProcessSandbox:
     async def fork(
         self, channel: ForkServerChannel, seed: str, *, early: bool = False
     ) -> GuestSessionProxy:
-        """Fork a session from a fork server or a template.
+        """Fork a new session from a fork server or from a template.
 
         With ``early``, the session is created in advance, while no caller waits for it.
         """
@@ -289,8 +289,7 @@ class ProcessSandbox:
         return session
 
     def register_session(self, session: GuestSessionProxy) -> None:
-        """Add a new session or branch to the open sessions, and raise the limit on open files if
-        necessary."""
+        """Register a new session or branch, and raise the limit on open files if necessary."""
         self.sessions.add(session)
         with contextlib.suppress(SandboxError):  # the next fork reports what is missing
             _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
@@ -338,8 +337,7 @@ _launched: dict[SandboxSpec, StartedForkServer] = {}
 
 
 def launch(spec: SandboxSpec) -> None:
-    """Start the fork server for the next sandbox with this configuration in advance, while the
-    caller does other work.
+    """Start a fork server ahead of time for the next sandbox with this configuration.
 
     A command can call this as soon as it knows the configuration, before an event loop runs. A
     server that is never used ends with this process.
@@ -351,7 +349,7 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
-    """Forget the fork servers that the parent process launched for its own sandboxes.
+    """Forget the parent process's fork servers in a forked child.
 
     Call this in a forked child; otherwise parent and child would talk to the same server.
     """
@@ -373,7 +371,7 @@ def _discard_unused_servers() -> None:
 
 
 def _delete(folder: str) -> None:
-    """Delete the folder of a fork server's sessions.
+    """Delete the folder that holds the private folders of a fork server's sessions.
 
     Does nothing for an empty path, since the fork server of a jail has no folder.
     """
@@ -398,7 +396,7 @@ def _start(spec: SandboxSpec, paths: list[str]) -> StartedForkServer:
 
 
 async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if a signal killed the process, so that another attempt may succeed."""
+    """Return True if the process was ended by a signal, so that starting it again may succeed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return await asyncio.to_thread(process.wait, _EXIT_S) < 0
     return False
@@ -414,7 +412,7 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 def _start_task_quietly(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
-    """Start a task and mark its exception as retrieved.
+    """Start a task, and suppress asyncio's warning if nothing ever reads its exception.
 
     Then asyncio logs no warning about the exception even if all callers are cancelled.
     """
@@ -424,7 +422,7 @@ def _start_task_quietly(
 
 
 async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceReader]) -> None:
-    """Make a template process map files into its memory.
+    """Tell a template process to map the context's files into its memory.
 
     Raises SourceError if one of them has changed.
     """
@@ -439,7 +437,7 @@ async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceRe
 
 
 def _make_room(fds: int) -> None:
-    """Raise the soft limit of open files if needed.
+    """Raise the limit on open files if ``fds`` files need it.
 
     Raises SandboxError if the hard limit is too low.
     """
@@ -464,7 +462,7 @@ def _close_all(fds: list[Any]) -> None:
 
 
 def open_provider(spec: SandboxSpec) -> ProcessSandbox:
-    """Open a sandbox of plain processes.
+    """Open a sandbox whose sessions are ordinary processes on this machine.
 
     ``base.open_sandbox`` calls this function.
     """

@@ -82,8 +82,7 @@ _SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()
 
 
 def boot_command(carries: Carries) -> list[str]:
-    """Return the command with which the service starts a session: Python 3.11 or later in a clean
-    environment."""
+    """Return the command that starts a session's Python (3.11 or later) in a clean environment."""
     environment = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
     return [
         "env",
@@ -109,8 +108,10 @@ def _pack_boot_parcel(spec: SandboxSpec, seed: str) -> bytes:
 
 
 class SupervisorMessage(msgspec.Struct):
-    """The header of a message from the session supervisor, the program that starts the session's
-    code on the remote machine."""
+    """The header of a message from the program that starts the session on the remote machine.
+
+    This program is the session supervisor.
+    """
 
     op: Literal["data", "failed", "ended"]
     message: str = ""
@@ -139,12 +140,12 @@ class ByteStream(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the command and delete the box, the container or machine in which it ran."""
+        """End the command, and delete the container or machine in which it ran."""
         ...
 
 
 class SandboxService(Protocol):
-    """A service that starts commands in separate boxes, which are containers or machines.
+    """A service, such as Docker or a cloud, that runs commands in new containers or machines.
 
     Its methods may raise any exception of the service's SDK; ``RemoteSandbox`` adds what was
     attempted.
@@ -155,7 +156,7 @@ class SandboxService(Protocol):
     carries: Carries
 
     async def start_in_new_box(self, command: list[str]) -> ByteStream:
-        """Create a new box, a container or machine, and start a command in it."""
+        """Create a new box (a container or machine) and start a command in it."""
         ...
 
     async def close(self) -> None: ...
@@ -243,7 +244,7 @@ class RemoteSandbox:
 
 
 class RemoteTransport:
-    """The connection to one remote session.
+    """The host's connection to one session on a remote service.
 
     Call ``send_session_code`` before ``start_reading``.
     """
@@ -258,7 +259,7 @@ class RemoteTransport:
         self._service = service
         self._assembler = MessageFrameAssembler(_MAX_FRAME_BYTES)
         self._line = b""
-        """An incomplete line of base64."""
+        """Beginning of a base64 line whose end has not arrived yet."""
         self._early = b""
         """Data that arrived right after the greeting, the output before the supervisor's first
         message."""
@@ -275,7 +276,7 @@ class RemoteTransport:
         self._lost: Callable[[], None] = lambda: None
 
     async def send_session_code(self, parcel: bytes) -> None:
-        """Wait for Python to start at the remote end, and send it the files of the session's code.
+        """Wait for the remote Python to start, then send it the session's source files.
 
         Raises SandboxError, with the output of the remote end, if Python does not start.
         """
@@ -386,7 +387,7 @@ class RemoteTransport:
             self._note_end(f"the connection to it broke: {_summarize_error(error)}")
 
     def _next_part(self) -> bytes:
-        """Return the data to send next.
+        """Return the next bytes to send to the remote session.
 
         This is an urgent message, or as many waiting messages as fit into one full piece.
         """
@@ -412,10 +413,9 @@ class RemoteTransport:
             self._note_end(f"the connection to it broke: {_summarize_error(error)}")
 
     def _decode_received(self, data: bytes) -> bytes:
-        """Decode received data if the stream carries lines of base64, and keep an incomplete line
-        for the next call.
+        """Decode received data if this service can carry only base64 lines.
 
-        Otherwise return the data unchanged.
+        An incomplete last line is kept for later. Otherwise return the data unchanged.
         """
         if self._service.carries == "bytes":
             return data
@@ -425,7 +425,7 @@ class RemoteTransport:
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _handle_received(self, data: bytes) -> None:
-        """Handle each message that is now complete.
+        """Handle the messages that newly received data completes.
 
         Waits before a message while the session has paused reading.
         """
@@ -459,7 +459,7 @@ class RemoteTransport:
 
 
 class _ClosedStream:
-    """A stream that ignores all writes and is always at end of file.
+    """A closed stream, which ignores all writes and has nothing to read.
 
     It replaces the stream of a closed transport.
     """
@@ -488,7 +488,7 @@ class CallbackDataQueue:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
     async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
-        """Wait for the command to end, then mark the end of its data.
+        """Wait for the command to end, then signal the end of the stream.
 
         ``wait`` returns when the command has ended.
         """

@@ -1,4 +1,4 @@
-"""A session that survives a killed cell.
+"""A session that survives a killed cell by rolling back to a fork.
 
 It continues from a fork that was made before the cell.
 
@@ -91,8 +91,10 @@ class RollbackSession:
 
 @contextlib.contextmanager
 def _explain_no_rollback(why: str) -> Iterator[None]:
-    """Add the reason why the session was not rolled back to a SessionDied error raised in the
-    block."""
+    """Add a reason to each SessionDied error: why the session was not rolled back.
+
+    It applies to errors raised in the ``with`` block.
+    """
     try:
         yield
     except SessionDied as died:

@@ -1,4 +1,4 @@
-"""The fork server, a trusted process.
+"""The fork server, a trusted process from which sessions are forked.
 
 It forks sessions and sets up their processes.
 """

@@ -126,8 +126,7 @@ BRANCH = False
 
 
 class ForkServerHostChannel:
-    """The fork server's end of its connection to the host, over which messages and file descriptors
-    are sent.
+    """The fork server's connection to the host, which carries messages and file descriptors.
 
     It trusts the host and may block.
     """
@@ -146,7 +145,7 @@ class ForkServerHostChannel:
         return message
 
     def next(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return the next message and its descriptors, or None if more data must be read first."""
+        """Return the next message and its file descriptors, or None if it is incomplete."""
         view = self._reader.next()
         if view is None:
             return None
@@ -166,9 +165,10 @@ class ForkServerHostChannel:
 
 
 class ForkServer:
-    """A server that forks sessions and templates on request, and cleans up after them.
+    """A process that forks sessions when the host asks for them, and cleans up after them.
 
-    A template is a process that has decoded a large context. It is a fork server, too.
+    It forks templates too. A template is a process that has decoded a large context. It is a fork
+    server, too.
     """
 
     def __init__(self, control: ForkServerHostChannel, config: dict[str, Any]) -> None:
@@ -304,7 +304,7 @@ class ForkServer:
     # -- setting up a session; the jail overrides this
 
     def prepare(self) -> Any:
-        """Prepare what the next session needs before it is forked, and return it.
+        """Prepare what the next session needs before its fork, such as its folder.
 
         In this class, that is the session's folder.
         """
@@ -316,7 +316,7 @@ class ForkServer:
     def set_up_session_process(
         self, prepared: Any, fds: list[int]
     ) -> tuple[list[int], tuple[int, int]]:
-        """Set up the session's process after the fork.
+        """Set up a newly forked process to run a session: its folder, descriptors and limits.
 
         It moves to the prepared folder, closes all descriptors except the given ones (connection,
         output file, shared buffers), and sets the limits. Returns the new descriptor numbers and
@@ -331,7 +331,7 @@ class ForkServer:
         return fds, set_limits(self.config["memory_bytes"], address_space_bytes())
 
     def release_after_fork(self, prepared: Any) -> None:
-        """Release the server's own handles of resources that only the forked session still needs.
+        """Release what the server holds only for a session that has now been forked.
 
         Does nothing here; subclasses override it.
         """
@@ -364,10 +364,10 @@ class ForkServer:
         self.control.send({"op": "failed", "id": id, "message": message})
 
     def _become_template(self, control: int, context: int, num_files: int) -> None:
-        """Turn this process into a template, which decodes the context from a file descriptor and
-        then forks sessions that have it in memory.
+        """Turn this process into a template, from which sessions with a large context are forked.
 
-        The host sends ``num_files`` more descriptors, of files that hold texts of the context.
+        It decodes the context from a file descriptor; its sessions have it in memory. The host
+        sends ``num_files`` more descriptors, of files that hold texts of the context.
         """
         reset_sigchld()
         tie_to_parent(self.pid)
@@ -392,7 +392,7 @@ class ForkServer:
         self.serve()
 
     def _map_files(self, count: int) -> dict[str, memoryview]:
-        """Map the files whose descriptors the host sends into memory.
+        """Map the files that the host sends into memory, and return their contents.
 
         Returns the bytes of their texts, by the digest of the file.
         """
@@ -440,7 +440,7 @@ class ForkServer:
     # -- endings
 
     def _reap(self) -> None:
-        """Collect the exit status of ended processes and report it to the host.
+        """Collect the exit statuses of ended sessions and report them to the host.
 
         A session's process group is killed first, while its id cannot have been reused.
         """
@@ -474,8 +474,10 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """End all sessions, all templates and this process, because the host has ended or closed
-        the connection."""
+        """End all sessions and templates, and then this fork server.
+
+        This happens once the host is gone.
+        """
         self.is_ending = True
         signal.set_wakeup_fd(-1)  # nothing waits for it any more: the loop below polls
         deadline = time.monotonic() + 2.0
@@ -498,7 +500,7 @@ class ForkServer:
 
 
 def delete_folder(path: str) -> None:
-    """Delete a folder and its contents, as far as possible.
+    """Delete a folder and its contents, ignoring errors.
 
     Does nothing for an empty path, since the sessions of a jail have no folders on the host.
     """
@@ -509,7 +511,7 @@ def delete_folder(path: str) -> None:
 
 
 def _next_dead() -> int | None:
-    """Return the process id of a child that has ended but was not waited for.
+    """Return the process id of an ended child process whose exit status was not read yet.
 
     Returns 0 if there is none, and None if there are no children. The id is not reused until the
     child is waited for.
@@ -522,8 +524,10 @@ def _next_dead() -> int | None:
 
 
 def _in_child(life: Any) -> None:
-    """Run the work of a forked child and then exit, so that the child never returns into the
-    server's loop."""
+    """Run a function in a forked child process, and exit when it returns.
+
+    The child therefore never returns into the server's loop.
+    """
     try:
         life()
     except BaseException:  # noqa: BLE001  (whatever happened, it must not continue as a server)
@@ -533,12 +537,11 @@ def _in_child(life: Any) -> None:
 
 
 def _warm_up() -> None:
-    """Run the code that every session will execute once in advance, so that no session pays for the
-    first run.
+    """Run the code that every session will run, so that forked sessions start faster.
 
-    Most of the cost of a fork is copying the pages that a session writes to, one page fault each.
-    Code that has run before writes to fewer pages, because the interpreter has already specialized
-    it and filled its caches.
+    This happens before any fork. Most of the cost of a fork is copying the pages that a session
+    writes to, one page fault each. Code that has run before writes to fewer pages, because the
+    interpreter has already specialized it and filled its caches.
     """
     interpreter_state.complete_builtins()
     try:
@@ -552,8 +555,7 @@ def _warm_up() -> None:
 def _run_warmup_cells(
     cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _NO_MODULES
 ) -> None:
-    """Run some trivial cells in a guest, the code that serves a session, so that later sessions
-    start faster.
+    """Run a few trivial cells in this process, so that forked sessions start faster.
 
     ``modules`` holds the source and code of the guest's modules.
     """
@@ -609,9 +611,10 @@ class PackageNotImportable(Exception):
 
 
 def preload(paths: list[str], names: Sequence[str]) -> None:
-    """Import the modules that sessions will need, after adding folders to the search path.
+    """Import the modules that sessions will need, and raise an error if one is missing.
 
-    Raises PackageNotImportable if one cannot be imported.
+    The given folders are added to the search path before. Raises PackageNotImportable if one cannot
+    be imported.
     """
     sys.path += [path for path in paths if path not in sys.path]
     for name in names:
@@ -624,8 +627,8 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
 
 
 def prepare_first_fork(proc: int | None = None) -> None:
-    """Prepare this process for its first fork: adopt orphans, become the first process to be killed
-    if memory runs out, and warm up."""
+    """Prepare this process to fork: adopt orphans, be the OOM killer's first victim, and warm
+    up."""
     if sys.platform == "linux":
         adopt_orphans()
         with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 256 << 20
 """Maximum size of a file that a session may write, including its raw output."""
 MAX_FILES = 256
 _OUT_OF_REACH = 8
-"""Number of descriptor numbers above the limit for cells, which only the guest can use."""
+"""Number of file descriptor numbers, above the limit for cells, that only the guest can use."""
 GUEST_BYTES = 32 << 20
 """Address space in bytes that is reserved for the guest, so that it can continue when a cell has
 used up its limit."""
@@ -32,7 +32,7 @@ _SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its orphaned descendants.
+    """Make this process the parent (subreaper) of its orphaned descendants.
 
     Also raise its limit on open files to the maximum, because descriptors that are being sent over
     sockets count, too.
@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 
 
 def reset_sigchld() -> None:
-    """Restore the default handler of SIGCHLD and remove the wake-up descriptor.
+    """Restore the default SIGCHLD handler and clear the wakeup file descriptor.
 
     The C module ``_signal`` is used because ``signal`` would create enums, and so write to memory
     pages that sessions share.
@@ -138,8 +138,7 @@ def _set_limit(number: int, soft: int, hard: int) -> None:
 
 
 def map_file(fd: int, num_bytes: int) -> memoryview:
-    """Map the beginning of a file into memory for reading, for the life of this process and its
-    children.
+    """Memory-map the start of a file read-only, for as long as this process and its children live.
 
     Unlike ``mmap.mmap``, this keeps no descriptor open, because sessions have few.
     """

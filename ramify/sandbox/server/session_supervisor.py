@@ -48,8 +48,10 @@ _CHUNK = 1 << 16
 
 
 class SupervisorHostChannel:
-    """The channel to the host over standard input and output, which carries messages in both
-    directions."""
+    """The supervisor's connection to the host over standard input and output.
+
+    It carries messages in both directions.
+    """
 
     def __init__(self, has_lines: bool) -> None:
         self._has_lines = has_lines
@@ -79,7 +81,7 @@ class SupervisorHostChannel:
 
 
 class SessionSupervisor:
-    """The supervisor of one guest, the code that runs cells.
+    """The supervisor of one remote session's process.
 
     It forwards bytes between the host and the guest, and controls the guest's process.
     """
@@ -96,7 +98,7 @@ class SessionSupervisor:
         self._inbox: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Forward data until the guest has ended or the host has closed the connection."""
+        """Forward data between host and guest until the guest ends or the host disconnects."""
         for work in (self._receive, self._deliver):
             threading.Thread(target=work, daemon=True).start()
         with contextlib.suppress(OSError):
@@ -120,7 +122,7 @@ class SessionSupervisor:
         os._exit(0)
 
     def _deliver(self) -> None:
-        """Forward data to the guest.
+        """Forward data from the host to the session's process.
 
         This runs in a separate thread, so that the guest's end is noticed even if the guest does
         not read.
@@ -135,9 +137,10 @@ class SessionSupervisor:
                 os.kill(self._pid, number)
 
     def _reap(self) -> int | None:
-        """Wait for the guest's process and return its exit status as ``subprocess`` reports it.
+        """Wait for the end of the session's process, and return its exit status.
 
-        Returns None if the guest closed its connection but had to be killed.
+        The status has the form that ``subprocess`` uses. Returns None if the guest closed its
+        connection but had to be killed.
         """
         has_ended = self._wait(0.3)
         if not has_ended:
@@ -151,7 +154,7 @@ class SessionSupervisor:
         return os.waitstatus_to_exitcode(status) if has_ended else None
 
     def _wait(self, seconds: float) -> bool:
-        """Return True if the guest ends within ``seconds``.
+        """Wait up to ``seconds`` for the session's process to end, and return True if it did.
 
         Its exit status is left for ``_reap`` to collect.
         """
@@ -168,7 +171,7 @@ class SessionSupervisor:
 
 
 def _run_guest(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
-    """Run the guest in its process until it ends."""
+    """Set up the forked process, and run the session in it until the session ends."""
     (wire, spool), memory = server.set_up_session_process(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()

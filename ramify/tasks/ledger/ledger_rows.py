@@ -54,7 +54,7 @@ Row = tuple[str, str, int]
 
 
 def _make_names() -> tuple[str, ...]:
-    """Return all two-syllable words that are not labels.
+    """Return a fixed list of invented user names that do not contain any ledger label.
 
     The order is fixed and the same on every machine.
     """
@@ -72,9 +72,7 @@ in them.
 
 
 class LedgerRowTextFormat(msgspec.Struct, frozen=True):
-    """The text format of a ledger's rows: the separator, the order of columns, and whether there is
-    a header.
-    """
+    """The text format of a ledger: separator, column order and optional header line."""
 
     separator: str
     order: tuple[int, int, int]
@@ -83,7 +81,7 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
 
     @property
     def field_order(self) -> list[int]:
-        """Field in each column, from left to right, as an index of ``FIELDS``."""
+        """The index in ``FIELDS`` of the field in each column, from left to right."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
     def format_rows(self, rows: list[Row]) -> str:
@@ -120,10 +118,9 @@ KNOWN_FORMATS = tuple(each for each in FORMATS if each not in HELD_OUT_FORMATS)
 
 
 def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
-    """Return the right answer to a question about rows: a user for the kind ``top``, otherwise a
-    number.
+    """Return the right answer to a question about the rows of a ledger.
 
-    Raises ValueError if no answer exists.
+    It is a user for kind ``top``, otherwise a number. Raises ValueError if no answer exists.
     """
     if kind == "top":
         return max(rows, key=operator.itemgetter(2))[0]
@@ -141,8 +138,7 @@ def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
 def make_rows(
     rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1
 ) -> list[Row]:
-    """Generate ``num`` rows for which the question has an answer and common mistakes give a wrong
-    one.
+    """Generate ledger rows for which typical mistakes lead to a wrong answer.
 
     Depending on the kind of question, the label also occurs in names, the greatest quantity in the
     order of text is not the greatest number, or the answer changes if the first row is skipped as
@@ -182,7 +178,7 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
 def _plant_relevant_rows(
     rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool
 ) -> None:
-    """Change some of the rows so that they matter for the question.
+    """Change some ledger rows so that they affect the right answer to the question.
 
     They get its label, its user, or the highest quantity. The first row may be one of them if the
     text has no header.

@@ -1,4 +1,4 @@
-"""Recognises ledger questions by the wording and the rows that the ledger task generates.
+"""Recognises ledger questions by their wording and by the rows in their contexts.
 
 A context fits if its beginning is rows of user, label and quantity in one of the task's text
 formats, or a document mark and such rows. ``task.py`` words the questions, and ``ledger_rows.py``
@@ -14,7 +14,7 @@ from ramify.tasks.ledger.task import MARKS, LedgerQuestion
 from ramify.tasks.question_pattern import TaskQuestionPattern
 
 _NUM_CHARS = 2_000
-"""Number of characters of a context that are read."""
+"""Number of characters at the beginning of a context that are inspected."""
 
 
 def _is_ledger_question(question: str, context: Any) -> bool:

@@ -69,35 +69,34 @@ _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
 class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
-    """The habits of the demonstrator.
+    """How often a scripted demonstrator makes mistakes, repairs them, and so on.
 
     Each value is the fraction of calls in which the demonstrator has that habit.
     """
 
     looks: float = 1.0
-    """Looks at the context first. Otherwise guesses the format and the separator of documents."""
+    """How often the demonstrator looks at the context first. Otherwise it guesses the format and
+    the separator of documents."""
     knows_header: float = 1.0
-    """Fraction of calls that skip the first line only if it is a header. In the other calls, it is
-    skipped at random.
-    """
+    """How often the demonstrator knows whether the first line is a header, and skips it only then.
+    In other calls, it skips the line at random."""
     mistakes: Mapping[Kind, float] = {}
-    """Makes a mistake: counts the label in the whole text, omits the filter, compares numbers as
-    text, or takes the first value instead of the latest.
-    """
+    """For each kind of question, how often the demonstrator makes a mistake: counts the label in
+    the whole text, omits the filter, compares numbers as text, or takes the first value instead of
+    the latest."""
     repairs: float = 1.0
-    """After an error, looks again, or changes whether it skips a header. Otherwise gives up."""
+    """How often the demonstrator looks again after an error, or changes whether it skips a header.
+    Otherwise it gives up."""
     recurses: float = 1.0
-    """Passes each of several documents to a child call."""
+    """How often the demonstrator passes each of several documents to a child call."""
     delegates_whole: float = 0.0
-    """Passes all documents to one child call. Otherwise parses them as if they were one
-    document.
-    """
+    """How often the demonstrator passes all documents to one child call instead of parsing them as
+    if they were one document."""
     asks_children_wrong: float = 0.0
-    """Asks child calls a question of the wrong kind."""
+    """How often the demonstrator asks its child calls a question of the wrong kind."""
     combines_wrong: float = 0.0
-    """Combines results wrongly: adds them if the maximum is asked for, or takes the maximum if the
-    sum is asked for.
-    """
+    """How often the demonstrator combines results wrongly: adds them if the maximum is asked for,
+    or takes the maximum if the sum is asked for."""
 
 
 EXPERT = LedgerDemonstratorHabits()
@@ -114,22 +113,20 @@ NOISY = LedgerDemonstratorHabits(
 
 
 class LedgerCallInput(msgspec.Struct, frozen=True):
-    """The situation of one call: its question, the formats of the documents in its context, and
-    their separator.
+    """What a scripted demonstrator knows about one call: its question and document formats.
+
+    It also knows the separator of the documents.
     """
 
     asked: LedgerQuestion
     formats: tuple[LedgerRowTextFormat, ...]
     mark: str = ""
-    """Separator of documents; empty if the call treats its context as one document in the first
-    format.
-    """
+    """Separator of documents. Empty if the call parses its whole context as one document in the
+    first of ``formats``."""
 
 
 def root_call_input(item: Item) -> LedgerCallInput:
-    """Return the situation of the root call of ``item``: its question, the formats of the documents
-    in its context, and their separator.
-    """
+    """Return what the demonstrator knows about the root call of a task item."""
     asked = LedgerQuestion.parse(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
@@ -137,10 +134,10 @@ def root_call_input(item: Item) -> LedgerCallInput:
 
 
 class DemonstratorReplies:
-    """Produces the demonstrator's replies in one call, one at a time."""
+    """Produces a scripted demonstrator's replies in one call, one after another."""
 
     def __init__(self, scene: LedgerCallInput, habits: LedgerDemonstratorHabits, seed: str) -> None:
-        """Create the replies for a call in the given situation.
+        """Prepare a demonstrator's replies in one call, given its habits and a random seed.
 
         All random choices depend only on ``seed``, so equal arguments give equal replies.
         """
@@ -157,7 +154,7 @@ class DemonstratorReplies:
 
     @property
     def child_call_inputs(self) -> list[LedgerCallInput]:
-        """Return the situations of the child calls, in the order in which they are made."""
+        """What the demonstrator knows about each child call, in the order of the calls."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
             return [LedgerCallInput(self._child_asked, (form,)) for form in scene.formats]
@@ -255,8 +252,7 @@ class DemonstratorReplies:
 
 
 def _answer_expression(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) -> str:
-    """Return a Python expression that answers the question from the parsed rows in the variable
-    ``R``.
+    """Return a Python expression that computes the answer from the list ``R`` of ledger rows.
 
     The column names always come at the same place in the expression, whatever the kind of
     question, so that a policy learns to read a format only once.
@@ -281,7 +277,7 @@ def _answer_expression(asked: LedgerQuestion, form: LedgerRowTextFormat, mistake
 
 
 class LedgerDemonstrator:
-    """A model client that demonstrates one task item to the engine.
+    """A model client that replies with a scripted demonstration of one task item.
 
     It uses the prompt format (scaffold) ``tiny``, and only one run at a time may use it.
     """
@@ -330,12 +326,12 @@ def call_seed(item: Item, seed: int, call: str) -> str:
 
 
 class LedgerCallDemonstration(msgspec.Struct, frozen=True):
-    """The conversation of one call in a demonstration."""
+    """The messages of one call in a scripted demonstration, with its answer."""
 
     item: str
     """Id of the item."""
     call: str
-    """Id of the call, in the engine's form."""
+    """Id of the call within its run, as in ``Call.id``."""
     messages: tuple[Message, ...]
     """First message, reply, observation, reply and so on, up to the reply with the answer."""
     answer: Any
@@ -348,8 +344,9 @@ class LedgerCallDemonstration(msgspec.Struct, frozen=True):
 def simulate_demonstration(
     item: Item, habits: LedgerDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
 ) -> list[LedgerCallDemonstration]:
-    """Play the demonstration of one item without a session, and return the conversations of its
-    calls, the root call first.
+    """Play one item's demonstration without a session, and return each call's conversation.
+
+    The root call comes first.
     """
     return _Play(item, habits, seed, texts).run()
 
@@ -373,7 +370,7 @@ def demonstrations(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Switch off Python's cyclic garbage collector in a ``with`` block.
+    """Disable Python's cyclic garbage collector until the ``with`` block ends.
 
     A long context has hundreds of thousands of rows, and creating them would make the collector
     scan the whole process many times.
@@ -395,7 +392,7 @@ class _FinalCalled(Exception):
 
 
 class _Play:
-    """One demonstration in progress: its item, habits, and conversations so far."""
+    """Plays one scripted demonstration of a task item and collects its conversations."""
 
     def __init__(
         self,
@@ -438,7 +435,8 @@ class _Play:
         return session.answer
 
     def _make_batched_query(self, id: str, call: DemonstratorReplies, context: str) -> Any:
-        """Return the function ``rlm_query_batched`` for the code of one call."""
+        """Return the function ``rlm_query_batched`` that demonstrates the child calls of one
+        call."""
 
         def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:
             scenes = call.child_call_inputs
@@ -474,7 +472,7 @@ def _compile_code(code: str) -> CodeType:
 
 
 class _Namespace:
-    """The session's functions and variables that the demonstrator's code uses."""
+    """Runs the demonstrator's code with the variables and functions of a session."""
 
     def __init__(self, context: str, rlm_query_batched: Any) -> None:
         self.answer: Any = None

@@ -1,4 +1,4 @@
-"""A task of questions about ledgers, in one document or in several documents of different formats.
+"""A task of questions about ledgers, in one document or in several of different formats.
 
     ledger()                                    one document of 20 to 60 rows
     ledger(chars=10_000_000)                    one document of ten million characters
@@ -82,7 +82,7 @@ newline.
 
 
 class LedgerDocumentSpan(msgspec.Struct, frozen=True):
-    """Position and text format of one document in the context of an item."""
+    """The position and the text format of one ledger document in an item's context."""
 
     start: int
     end: int
@@ -93,11 +93,11 @@ class LedgerDocumentSpan(msgspec.Struct, frozen=True):
 
 
 class LedgerQuestion(msgspec.Struct, frozen=True):
-    """A question about a ledger: its kind, and the label or user that it asks about."""
+    """A question about a ledger, with its kind and the label or user that it asks about."""
 
     kind: Kind
     about: str
-    """A label, or a user for ``latest``; empty for ``top``."""
+    """The label that is asked about, or for ``latest`` the user; empty for ``top``."""
     over_all: bool = False
 
     @property
@@ -185,7 +185,7 @@ class _Recipe(msgspec.Struct, frozen=True):
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
     def _draw_scale(self, rng: random.Random) -> int:
-        """Draw a random factor for the quantities.
+        """Choose a random factor for the quantities of one ledger.
 
         The factor is 1 if the length of items is fixed, because larger numbers would make them
         longer.
@@ -233,8 +233,7 @@ def ledger(
     long: float = 0.0,
     long_chars: tuple[int, int] = (10_000, 3_000_000),
 ) -> SimpleTask:
-    """Return a task of questions about generated ledgers, in one document or in several documents
-    of different formats.
+    """Return a task of questions about generated ledgers, in one or several documents.
 
     Args:
         seed: Seed of the generated items.
@@ -303,7 +302,7 @@ def _validate_kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
 
 
 def documents_of(item: Item) -> list[LedgerDocumentSpan]:
-    """Return the documents in the context of an item, in order."""
+    """Return the positions and text formats of the ledger documents in an item's context."""
     return msgspec.convert(item.metadata["documents"], list[LedgerDocumentSpan])
 
 
@@ -327,7 +326,7 @@ def score(item: Item, trajectory: Trajectory) -> Score:
 
 
 class _KnownRows:
-    """Looks up the right answers of calls.
+    """Scores the answers of calls whose contexts are known documents of a task item.
 
     A call's rows are recognised by the length and hash of its context.
     """
@@ -339,7 +338,8 @@ class _KnownRows:
         self._digest = functools.cache(digest_of)
 
     def right(self, call: Call) -> float | None:
-        """Score a call's answer to its own question.
+        """Return 1 if a call's answer to its question is right, 0 if it is wrong, or None if
+        unknown.
 
         Returns None if the right answer is unknown.
         """
@@ -358,10 +358,10 @@ class _KnownRows:
         return exact(call.answer, Item(asked.text, gold=gold))
 
     def _document_index(self, given: ContextRef) -> int | None:
-        """Return the index of the document that a context consists of, or -1 if the context has all
-        documents.
+        """Return the index of the document that a call has as its context.
 
-        Returns None for any other context. Newlines around the document are ignored.
+        The index is -1 for the item's whole context. Returns None for any other context. Newlines
+        around the document are ignored.
         """
         context = self._item.context
         if self._whole is not None and given.digest == self._whole.digest:

@@ -1,4 +1,4 @@
-"""Scoring functions that compare a model's answer with the right one, and can be chosen by name.
+"""Named functions that score a model's answer by comparing it with the right one.
 
 They are called with the answer and the task item, and return a number from 0 to 1.
 """

@@ -42,7 +42,7 @@ _ARTICLES = {"a", "an", "the"}
 
 
 def as_text(value: Any) -> str | None:
-    """Return the text of ``value`` as a person would write it, without surrounding white space.
+    """Return ``value`` as plain text, without surrounding white space.
 
     Returns None if the text is empty or too long.
 
@@ -164,8 +164,9 @@ class NumericScorer(msgspec.Struct, frozen=True):
         )
 
     def read(self, value: Any) -> int | float | None:
-        """Return the number in ``value``, or None if it has no number or, without ``last``,
-        several.
+        """Return the number in a value, or None if the number is missing or ambiguous.
+
+        Several numbers are ambiguous unless ``last`` is set.
         """
         if isinstance(value, bool):
             return None
@@ -204,7 +205,7 @@ Example:
     numeric("7.0 hosts", tasks.Item("?", gold=7))    # 1.0
 """
 last_number = NumericScorer(last=True)
-"""Like ``numeric``, but uses the last number of an answer that reasons first."""
+"""Like ``numeric``, but scores the last number of an answer, so that reasoning may precede it."""
 
 
 Span = tuple[float, float]
@@ -221,7 +222,8 @@ class IntervalF1Scorer(msgspec.Struct, frozen=True):
     """
 
     inclusive: bool = False
-    """Intervals include their end, as ranges of lines do: 3-5 has three lines, and 4-4 has one."""
+    """Whether an interval includes its end, as a range of lines does: 3-5 has three lines, and 4-4
+    has one."""
 
     def __call__(self, answer: Any, item: Item) -> float:
         gold = parse_intervals(item.gold)
@@ -297,7 +299,8 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
 
 
 interval_f1 = IntervalF1Scorer()
-"""F1 of spans of time or characters; an interval excludes its end."""
+"""Scores the F1 of the overlap between intervals of time or characters. The end of an interval is
+excluded."""
 line_f1 = IntervalF1Scorer(inclusive=True)
 """F1 of ranges of lines; a range includes its end.
 

@@ -82,7 +82,7 @@ class BatchedReward:
         self._waiting: list[tuple[Any, Item, Future[float]]] = []
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer, after waiting until its batch is scored.
+        """Return the reward of one answer, which is scored in a batch with others.
 
         Raises RamifyError if the function failed for this batch.
         """
@@ -93,7 +93,7 @@ class BatchedReward:
         return future.result()
 
     def of_step(self, answered: Sequence[tuple[Any, Item]]) -> list[Any]:
-        """Call the reward function once for all given answers, and return their rewards.
+        """Score all answers of a training step with one call, and return their rewards.
 
         Errors of the function are raised.
 
@@ -115,9 +115,7 @@ class BatchedReward:
             return len(self._waiting)
 
     def _run_batches(self) -> None:
-        """Score batches in this thread until no answer is waiting, or until enough other threads
-        are scoring.
-        """
+        """Score waiting batches of answers in this thread until no more can be started."""
         while True:
             with self._lock:
                 if not self._waiting or self._running == self._concurrency:

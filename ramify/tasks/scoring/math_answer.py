@@ -134,7 +134,7 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _read_line(worker: subprocess.Popen[str], timeout_s: float) -> str:
-    """Return the next line from a worker process, or an empty string if none arrives in time."""
+    """Return the next line that a worker process prints, or an empty string after a timeout."""
     assert worker.stdout is not None
     # select() does not support descriptors above 1023, which a host with many sessions exceeds.
     poll = select.poll()
@@ -147,7 +147,7 @@ _workers = HelperProcessPool(_start_worker)
 
 
 def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
-    """Compare two expressions in a separate process, and return True if their values are equal.
+    """Return True if two expressions have equal values, comparing them in a separate process.
 
     Returns False on a time-out. Raises ConfigError if math-verify is not installed, and RamifyError
     if the process does not start.

@@ -22,8 +22,9 @@ MEMORY_BYTES = 2 << 30
 
 
 def _latex_forms(text: str) -> list[str]:
-    r"""Return a mathematical expression in both forms that the parser accepts: between dollar
-    signs, and in a LaTeX box.
+    r"""Return a mathematical expression in both forms that the parser accepts.
+
+    One form has dollar signs, the other a LaTeX box.
     """
     return [f"${text}$", f"\\boxed{{{text}}}"]
 

@@ -1,4 +1,4 @@
-r"""Lets a judge model grade an answer by a rubric, criterion by criterion.
+r"""Grades answers by a rubric with a judge model, criterion by criterion.
 
     rubric.messages(item, answer) ──> judge model ──> "… \boxed{1, 0, 2}" ──rubric.read──> 0.5
 

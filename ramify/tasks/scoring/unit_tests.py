@@ -154,7 +154,7 @@ async def _no_host_calls(name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Bench:
-    """An event loop in a background thread that holds the sandboxes of all tests.
+    """Runs the sandboxes of all unit tests on one event loop in a background thread.
 
     Many threads share these sandboxes, because opening one takes 0.1 s.
     """
@@ -208,4 +208,4 @@ class _Bench:
 _bench = _Bench()
 close = _bench.close
 unit_tests = UnitTestScorer()
-"""Scores 1 if all tests pass, with ten seconds for each."""
+"""Scores 1 if an answer passes all tests, with a time limit of ten seconds per test."""

@@ -1,7 +1,7 @@
-"""The conformance suite for sandbox providers, with one small test per guarantee of
+"""The conformance suite for sandbox providers: small tests of the guarantees in
 ``sandbox/base.py``.
 
-Every provider must pass it before it is documented.
+There is one test for each guarantee. Every provider must pass it before it is documented.
 
 The suite ships with the package: ``python -m ramify.testing sandbox NAME``.
 

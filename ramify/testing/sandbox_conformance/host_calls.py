@@ -1,6 +1,4 @@
-"""Conformance checks of the exchange between a session and its host: the values that are passed,
-and calls from the session to the host.
-"""
+"""Conformance checks of the values and calls that a session and its host exchange."""
 
 from __future__ import annotations
 

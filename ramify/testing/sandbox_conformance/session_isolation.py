@@ -1,5 +1,6 @@
-"""Conformance checks of isolation: what sessions share (contexts and forks), and which resources of
-the host they must not reach.
+"""Conformance checks of isolation: what sessions share, and which host resources they cannot reach.
+
+Sessions share contexts and forks.
 """
 
 from __future__ import annotations

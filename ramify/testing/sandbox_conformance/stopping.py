@@ -1,6 +1,5 @@
-"""Conformance checks of stopping: a running cell can be interrupted, and a session can be killed
-without harm to others.
-"""
+"""Conformance checks of stopping: cells can be interrupted, and killing one session harms no
+other."""
 
 from __future__ import annotations
 

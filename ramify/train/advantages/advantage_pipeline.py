@@ -1,5 +1,4 @@
-"""Computes advantages in the way that nearly all RL estimators share: compare the rollouts of one
-task item, give each call an advantage, and give each token a loss weight.
+"""Compute advantages as most RL estimators do: compare rollouts, credit calls, weight tokens.
 
     RlStage.assign_credit                                     (../stages.py)
     └── assign_advantages         the steps below, in this order
@@ -86,17 +85,18 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gamma_tree: float = 1.0
     """Share of its parent's return that a call receives, in addition to its own reward."""
     children: bool = True
-    """Train the tokens of calls below the root."""
+    """Train on the replies of calls below the root."""
     llm_calls: bool = False
-    """Train ``llm_query`` calls that the policy itself answered."""
+    """Train on the replies of ``llm_query`` calls that the policy itself answered."""
     reduction: Reduction = "constant"
     """How much each token counts in the loss; see ``token_loss_weights.py``. With ``rollout``,
     which divides by the number of tokens of a rollout, wide trees count less."""
     rollout_tokens: int | None = None
     """The constant L by which ``reduction=constant`` divides the loss, in tokens per rollout. None:
-    a running mean over the steps before (in a run's first step, its own mean)."""
+    the running mean over previous steps (in a run's first step, its own mean)."""
     share: Share = "token"
-    """How a rollout's weight is divided among its calls."""
+    """How a rollout's weight is divided. ``token``: evenly among its tokens. ``call``: evenly among
+    its calls, so that tokens of long calls count less."""
     kl_reduction: Reduction | None = None
     """How much each token counts in the KL penalty in the loss (``loss.kl_beta``). None: the same
     as ``reduction``."""
@@ -128,7 +128,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     KL. β times this estimate is subtracted from the advantages of the token and of the tokens
     before it in its call. ``loss.kl_beta`` is the KL penalty in the loss."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
-    """State from the steps before; kept in checkpoints."""
+    """State carried over from previous steps, such as running means; stored in checkpoints."""
 
     def __post_init__(self) -> None:
         _credit_of(self.credit)
@@ -160,7 +160,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         )
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
-        """Return the advantage of each of n attempts at the same thing.
+        """Return the advantages of n comparable attempts, computed from their returns.
 
         Each estimator overrides this method with its own formula.
 
@@ -194,9 +194,10 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TurnCredit(NamedTuple):
-    """The advantage and the weight of one turn, that is, of one model reply.
+    """The advantage of one turn, and the factor by which the turn's loss weight is multiplied.
 
-    Used by estimators that give the turns of a call different advantages.
+    A turn is one model reply. Used by estimators that give the turns of a call different
+    advantages.
     """
 
     advantage: float
@@ -223,7 +224,7 @@ class _Rollout(NamedTuple):
 
 @dataclasses.dataclass
 class ScoredRolloutGroup:
-    """The usable rollouts of one task item, with their rewards.
+    """The usable rollouts of one task item, and their rewards.
 
     The estimator fills in their advantages.
     """
@@ -396,8 +397,7 @@ def _usable_rollouts(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Return messages about the rollouts that were left out, one for each reason, with their number
-    and the name of one of them.
+    """Return one message per reason for leaving out rollouts, with a count and an example.
 
     The first few reasons are given.
 
@@ -432,7 +432,7 @@ def _short_name(id: str) -> str:
 def _score_group(
     group: Group, task_weights: Mapping[str, float], options: GroupOptions
 ) -> ScoredRolloutGroup:
-    """Return the usable rollouts of ``group`` with the rewards to compare.
+    """Return the usable rollouts of ``group`` and the rewards by which they are compared.
 
     These include the length penalties.
     """
@@ -455,8 +455,9 @@ def _score_group(
 def _for_length(
     rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions
 ) -> list[float]:
-    """Apply the length penalty and the soft overlong penalty to ``rewards``, if the options request
-    them.
+    """Return ``rewards`` after the length penalties that the options request.
+
+    These are the length penalty and the soft overlong penalty.
     """
     if options.length_weight and lengths:
         longest = LengthPenaltyScale(
@@ -513,7 +514,7 @@ def _loss_token_counts(rollout: _Rollout, options: GroupOptions) -> dict[str, fl
 def _per_token(
     rollout: _Rollout, counts: Mapping[str, float], gamma: float
 ) -> dict[str, list[float]]:
-    """Return the advantages of the tokens that may carry loss, as a list for each call id."""
+    """Return the advantages of the tokens that may carry loss, as one list per call id."""
     numbers = rollout.numbers
     if (turns := rollout.turns) is not None:
         return {
@@ -542,10 +543,10 @@ def _assign_advantages(
     shares: Mapping[str, Weights],
     every_token: bool,
 ) -> RolloutAdvantages:
-    """Return the advantages and weights of the tokens of each turn that has a weight and a non-zero
-    advantage.
+    """Return the advantages and loss weights of the tokens in a rollout's turns.
 
-    With ``every_token``, a weight is enough.
+    Only turns with a weight and a non-zero advantage are included. With ``every_token``, a weight
+    is enough.
 
     ``shares`` has the weights of each call's tokens in other terms of the loss, by the name of the
     term's stream.

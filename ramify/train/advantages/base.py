@@ -31,9 +31,7 @@ T = TypeVar("T")
 
 
 class TokenCredit(msgspec.Struct, omit_defaults=True):
-    """The advantages, loss weights and other per-token numbers of one turn, in which N tokens were
-    sampled.
-    """
+    """The advantages, loss weights and other values of the N tokens sampled in one turn."""
 
     advantages: list[float] = msgspec.field(default_factory=list)
     """[N] advantages; an empty list if there are none."""
@@ -66,7 +64,7 @@ class TokenCredit(msgspec.Struct, omit_defaults=True):
             raise ValueError("a turn has policy-gradient weights but no advantages")
 
     def __len__(self) -> int:
-        """Return N, the number of tokens sampled in the turn, or 0 if all streams are empty."""
+        """Return N, the number of tokens sampled in the turn, or 0 if the turn has no values."""
         streams: list[Sized] = [self.advantages, self.rl, self.ce, self.kd, *self.streams.values()]
         return max(len(values) for values in streams)
 
@@ -76,7 +74,7 @@ Stamps = dict[tuple[str, int], TokenCredit]
 
 
 class RolloutAdvantages(msgspec.Struct):
-    """A rollout with the advantages and loss weights of its turns."""
+    """A rollout, and the advantages and loss weights of its turns."""
 
     trajectory: Trajectory
     credits: Stamps
@@ -157,10 +155,9 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
 
 
 def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
-    """Complete a step's advantages after the trainer has added values that the algorithm needs,
-    such as log-probabilities, to the token sequences ``rows``.
+    """Complete a step's advantages once the trainer has added the values the algorithm needs.
 
-    Returns metrics.
+    These values, such as log-probabilities, are in the token sequences ``rows``. Returns metrics.
 
     The rows stay unchanged if the algorithm needs no such values.
     """
@@ -190,11 +187,11 @@ def with_saved_state(algorithm: T, memory: Mapping[str, float]) -> T:
 
 
 def with_reduction(algorithm: T, reduction: str | None) -> T:
-    """Return a copy of an algorithm that weights tokens by another reduction, which a policy loss
-    may prescribe (``LossSpec.reduction``).
+    """Return a copy of the algorithm with the token reduction that a policy loss requires.
 
-    Nested algorithms are changed in the same way. The algorithm is returned unchanged if
-    ``reduction`` is None, or if it imitates demonstrations instead of following a policy gradient.
+    ``LossSpec.reduction`` gives this reduction. Nested algorithms are changed in the same way. The
+    algorithm is returned unchanged if ``reduction`` is None, or if it imitates demonstrations
+    instead of following a policy gradient.
     """
     if reduction is None or getattr(algorithm, "imitates", False):
         return algorithm
@@ -221,10 +218,10 @@ _BY_TRAINER = ("ref_logprobs",)
 
 
 def fill_missing_streams(rollouts: Sequence[RolloutAdvantages]) -> None:
-    """Give every ``TokenCredit`` the same named streams, since all sequences of a step must have
-    the same ones.
+    """Give all turns of a step the same named per-token values (streams).
 
-    Missing streams are filled with values that have no effect.
+    All sequences of a step must have the same streams. Missing streams are filled with values that
+    have no effect.
     """
     widths: dict[str, int | None] = {}
     for rollout in rollouts:

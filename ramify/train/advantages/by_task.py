@@ -120,7 +120,7 @@ class PerTaskAlgorithm(
             )
 
     def of(self, part: str) -> Algorithm:
-        """Return the algorithm for one part of the task mixture, with its saved state."""
+        """Return the algorithm for one part of the task mixture, including its saved state."""
         algorithm = self.tasks.get(part, self.other)
         prefix = f"{part}/"
         own = {
@@ -200,8 +200,10 @@ class PerTaskAlgorithm(
         return means | _by_name(found)
 
     def _num_learnt(self, part: str, groups: Sequence[Group], step: StepAdvantages) -> int:
-        """Return how many groups of a mixture part count in the loss: those with a signal, or all
-        if the part's algorithm keeps groups without one.
+        """Return how many groups of one task in the mixture contribute to the loss.
+
+        These are the groups with a signal, or all groups if the task's algorithm keeps groups
+        without one.
         """
         if getattr(self.of(part), "drop_zero_variance", True) is False:
             return sum(any(each.rewards for each in group.trajectories) for group in groups)
@@ -258,8 +260,10 @@ def _combine_metrics(
 
 
 def _means(found: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int]) -> dict[str, float]:
-    """Average each metric over the tasks that report it, weighted by ``sizes``, the number of
-    rollouts of each task."""
+    """Return the mean of each metric over the tasks that report it, weighted by rollouts per task.
+
+    ``sizes`` holds the number of rollouts of each task.
+    """
     means = {}
     for name in dict.fromkeys(name for metrics in found.values() for name in metrics):
         having = [(found[part][name], sizes[part]) for part in found if name in found[part]]

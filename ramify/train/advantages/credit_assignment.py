@@ -104,7 +104,7 @@ def root_credit(
 
 
 def _by_agent(trees: Sequence[Tree], baseline: AdvantageFunction) -> list[Numbers]:
-    """Compare all agents of all trees with each other.
+    """Return each call's advantage, computed by comparing all agents of all call trees.
 
     Agents are calls that the task rewards separately.
 
@@ -147,9 +147,8 @@ def per_role_credit(
 def subtask_credit(
     trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float = 1.0
 ) -> list[Numbers]:
-    """Compare each call's own reward with those of attempts at the same sub-task (the same question
-    over the same context) in other trees of the group, and add the difference to the parent's
-    advantage.
+    """Compare each call's reward with attempts at the same sub-task (same question and context) in
+    other trees, and add the difference to the parent's advantage.
 
     This has less variance than ``per_role`` if parents split their work alike.
 
@@ -254,8 +253,7 @@ the call's own tree is the call's own reward.
 def _advantages(
     trees: Sequence[Tree], baseline: AdvantageFunction, gamma: float, own_rewards: OwnRewards
 ) -> list[Numbers]:
-    """Compute the advantage of each call by comparing its return with one return from every other
-    tree of the group.
+    """Compute each call's advantage by comparing its return with one return from every other tree.
 
     A call's return is its own reward plus γ times its parent's return. In the other trees,
     ``own_rewards`` gives the reward that replaces the call's own.
@@ -264,7 +262,8 @@ def _advantages(
     and its advantage has the same scale as the root's. With ``rloo``, a call's advantage is γ times
     the parent's advantage plus the difference between its own reward and the mean of the others.
     With ``dr_grpo`` this difference is multiplied by (n-1)/n. Trees with several agents are
-    compared as by ``root``, since agents make no calls."""
+    compared as by ``root``, since agents make no calls.
+    """
     if any(len(compared_call_ids(tree)) > 1 for tree in trees):
         return _by_agent(trees, baseline)
     rewards = [tree[_root(tree)].reward for tree in trees]
@@ -295,7 +294,7 @@ def _advantages(
 def validate_advantages(
     baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
 ) -> Sequence[float]:
-    """Return ``advantages`` unchanged if there is one finite number for each of ``returns``.
+    """Return ``advantages`` after checking that there is one finite value per return.
 
     Raises ConfigError otherwise. The check is needed because ``baseline``, which computed them, may
     come from a plug-in.
@@ -313,10 +312,10 @@ def own_advantages(
     trees: Sequence[Tree],
     compare: Callable[[Sequence[float], Sequence[int]], Sequence[float]],
 ) -> list[Numbers]:
-    """Return an advantage for each call below a root that depends on its own reward and not on its
-    parent's advantage.
+    """Return an advantage for each non-root call that does not depend on its parent's advantage.
 
-    The reward is compared with those of calls of the same role and depth in other trees.
+    It depends on the call's own reward. The reward is compared with those of calls of the same role
+    and depth in other trees.
     """
     by_role = _Peers(trees, _role)
     numbers: list[Numbers] = []
@@ -353,8 +352,7 @@ class _Peers:
         }
 
     def across(self, index: int, id: str) -> list[float] | None:
-        """Return one reward per tree: the call's own in its own tree, and the mean reward of its
-        peers in each other tree.
+        """Return one reward per tree: the call's own, and its peers' mean in each other tree.
 
         A tree without peers gets the mean over the other trees that have some. Returns None if no
         other tree has any.
@@ -370,8 +368,7 @@ class _Peers:
         return by_tree
 
     def within(self, index: int, id: str, spread: _Peers) -> list[float] | None:
-        """Compare a call with its peers in the same tree, by constructing a reward for each other
-        tree.
+        """Compare a call with its peers in its own tree, and construct rewards for the other trees.
 
         Returns one reward per tree, with the call's own reward for its own tree. The constructed
         rewards average to the mean reward of the peers in the call's tree. Their variation is that
@@ -400,11 +397,11 @@ class _Peers:
 
 
 def _single_tree(tree: Tree, gamma: float, key: Callable[[CreditNode], Hashable]) -> Numbers:
-    """Return the advantages for a group with only one tree, in which the root has nothing to be
-    compared with and gets 0.
+    """Return the advantages of the calls in a group with only one tree.
 
-    Each other call gets γ times its parent's advantage, plus the difference between its own reward
-    and the mean of its peers in the tree.
+    The root's advantage is 0. The root has nothing to be compared with. Each other call gets γ
+    times its parent's advantage, plus the difference between its own reward and the mean of its
+    peers in the tree.
     """
     peers, numbers = _Peers([tree], key), dict[str, float]()
     for id, node in tree.items():
@@ -431,7 +428,7 @@ class RolloutLength(NamedTuple):
 
 
 class LengthPenaltyScale(NamedTuple):
-    """The greatest numbers of sampled tokens, prompt tokens and turns in a group.
+    """The maximum numbers of sampled tokens, prompt tokens and turns in a group.
 
     The length penalty measures each rollout relative to them.
     """
@@ -592,9 +589,7 @@ def was_cut_off(call: Call) -> bool:
 
 
 def ends_in_cut_reply(call: Call) -> bool:
-    """Return True if the call's last reply was cut at its token limit, and no limit of the run
-    ended the call.
-    """
+    """Return True if the call's last reply hit its token limit and no run limit ended the call."""
     by_limit = call.stop is not None and call.stop.is_truncated()
     return bool(call.turns) and call.turns[-1].reply.finish == "length" and not by_limit
 

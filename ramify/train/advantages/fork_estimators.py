@@ -113,10 +113,10 @@ class TurnAdvantageEstimator(RLOO, frozen=True, kw_only=True):
     def _with_children(
         self, trajectory: Trajectory, roots: dict[tuple[str, int], TurnCredit], own: Numbers
     ) -> TurnCredits:
-        """Extend the credit of the root's turns (``roots``) to the turns of all calls below.
+        """Propagate the credit of the root's turns to the turns of all descendant calls.
 
-        The turns of a call get the advantage of the turn that made the call, times ``gamma_tree``,
-        plus the call's own advantage in ``own``.
+        ``roots`` holds the credit of the root's turns. The turns of a call get the advantage of the
+        turn that made the call, times ``gamma_tree``, plus the call's own advantage in ``own``.
         """
         credits: TurnCredits = dict(roots)
         of_call: dict[str, TurnCredit] = {}
@@ -196,8 +196,7 @@ class BranchEstimator(
         advantage: float,
         share: float,
     ) -> Iterator[tuple[tuple[str, int], TurnCredit]]:
-        """Yield the advantage and loss weight of each turn in ``segment`` and in all segments after
-        it.
+        """Yield the advantage and loss weight of each turn from ``segment`` onwards.
 
         A segment is what was sampled between two forks.
 
@@ -226,16 +225,18 @@ class BranchEstimator(
         return self._compare_values(values)
 
     def _share(self, place: int, num: int) -> float:
-        """Return the fraction of a segment's loss weight that continuation number ``place`` of the
-        ``num`` that follow it gets.
+        """Return the fraction of a segment's loss weight that one of its continuations gets.
+
+        ``place`` is the continuation's number among the ``num`` that follow the segment.
         """
         return 1 / num
 
 
 class VineEstimator(BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="vine"):
-    """Estimate the value of a state from continuations sampled at that state (VinePPO 2410.01679,
-    SPO 2505.23564): a turn's advantage is the value after the turn minus the value before it, and
-    only the first continuation of each fork is trained on.
+    """Estimate state values from sampled continuations (VinePPO 2410.01679, SPO 2505.23564): a
+    turn's advantage is the value after it minus the value before it.
+
+    Only the first continuation of each fork is trained on.
 
         A = V(state after) - V(state before)    V: mean reward of continuations from that state
 
@@ -260,8 +261,9 @@ class EntropyBranchEstimator(
     BranchEstimator, frozen=True, kw_only=True, tag_field="name", tag="entropy_branch"
 ):
     """Fork where the policy is uncertain (ARPO 2507.19849, AEPO 2510.14545): a turn's advantage is
-    its value minus the mean value of the group's other rollouts, so a turn before a fork gets the
-    mean advantage of the branches after it.
+    its value minus the mean value of the group's other rollouts.
+
+    So a turn before a fork gets the mean advantage of the branches after it.
 
         A = V - mean over other rollouts    rollouts of value 1/2 and 0; the first forked into 1, 0:
                                             its turns before the fork 1/2, its two branches 1 and 0
@@ -288,9 +290,10 @@ class EntropyBranchEstimator(
 class StateGroupEstimator(
     TurnAdvantageEstimator, frozen=True, kw_only=True, tag_field="name", tag="state_group"
 ):
-    """Compare rollouts that were in equal states (GiGPO 2505.10978): a turn's advantage is the
-    rollout's reward minus the mean reward of the others in the same state, or of the group's others
-    if there are none.
+    """Compare rollouts in equal states (GiGPO 2505.10978): a turn's advantage is the rollout's
+    reward minus the mean reward of the others in the same state.
+
+    If there are no others in that state, the group's other rollouts are used.
 
         A = R - mean of those in the same state     rewards 1, 0, 0; after the first turn the first
                                                     two are in the same state:
@@ -356,7 +359,10 @@ class _Values:
     """
 
     def __init__(self, rewards: Mapping[str, float]) -> None:
-        """``rewards`` maps the last call of each branch to the reward at the end of that branch."""
+        """Create the values of a forked rollout from the reward at the end of each branch.
+
+        ``rewards`` is keyed by the last call of each branch.
+        """
         self._rewards = rewards
 
     def of(self, segment: ForkSegment) -> float:

@@ -83,7 +83,7 @@ class GDPO(GRPO, frozen=True, kw_only=True, tag_field="name", tag="gdpo"):
 
 
 def _reward_names(group: Group) -> list[str]:
-    """Return the sorted names of all rewards in a group, of whole rollouts and of single calls."""
+    """Return the sorted names of all rewards in a group, both rollout-level and call-level."""
     return sorted(
         {
             name

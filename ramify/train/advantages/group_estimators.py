@@ -157,13 +157,14 @@ class MaxRL(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="maxr
 
 
 class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
-    """OPO (2505.23585): the advantage is a rollout's reward minus the mean of its group, in which
-    each rollout is weighted by its length.
+    """OPO (2505.23585): the advantage is a rollout's reward minus the length-weighted mean reward
+    of its group.
 
         A_i = R_i - sum(len · R) / sum(len)
 
     rewards 1, 0 of 1 and 3 tokens: advantages 0.75, -0.25. Long rollouts have large gradients, so
-    the baseline of least variance gives them more weight."""
+    the baseline of least variance gives them more weight.
+    """
 
     def compare(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
         centred = subtract_mean(returns)
@@ -175,8 +176,8 @@ class OPO(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="opo"):
 
 
 class PassAtK(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="pass_at_k"):
-    """GRPO for pass@k: only the best rollout of a group gets an advantage, which is its margin
-    over the second best divided by the group's standard deviation.
+    """GRPO for pass@k: only a group's best rollout gets an advantage, its margin over the second
+    best divided by the group's standard deviation.
 
         A = (best - second) / (std(R) + 1e-6) for the best, 0 for the others
 

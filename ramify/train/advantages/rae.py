@@ -1,5 +1,7 @@
-"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): the advantage of a call is its
-return minus a running mean of its role's returns, which is kept across steps.
+"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): a call's return minus a running
+mean of its role's returns.
+
+The running mean is kept across steps.
 
     A = R(call) - b(role, depth)        b <- decay b + (1 - decay) mean of R over the step
 

@@ -1,5 +1,5 @@
-"""REINFORCE++ (2501.03262): a call's return, discounted backwards along its tokens and normalised
-over all tokens of the step.
+"""REINFORCE++ (2501.03262): a call's return, discounted per token and normalised over all tokens of
+the step.
 
 A call of 3 tokens with return 1, another of 1 token with return 0, γ = 0.5: token returns
 0.25, 0.5, 1 | 0, mean 0.4375, standard deviation 0.427, advantages -0.439, 0.146, 1.317, -1.024.

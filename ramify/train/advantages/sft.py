@@ -57,7 +57,8 @@ class SFT(
     reduction: Reduction = "token"
     """How much each token weighs; see ``token_loss_weights.py``."""
     share: Share = "token"
-    """How a rollout's weight is divided among its calls."""
+    """How a rollout's weight is divided. ``token``: evenly among its tokens. ``call``: evenly among
+    its calls, so that tokens of long calls count less."""
 
     @property
     def has_group_baseline(self) -> bool:

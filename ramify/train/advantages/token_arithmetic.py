@@ -1,9 +1,9 @@
-"""Arithmetic on the tokens of an optimizer step: discounted returns within a call, statistics over
-all tokens, and normalisation of per-turn numbers within a group.
+"""Token-level arithmetic for an optimizer step: discounted returns, statistics and normalisation.
 
-The sampled tokens of a call are treated as one sequence. Observations and later prompts between
-them are skipped, and so are the boundaries of the rows that hold them. Discounting steps from one
-sampled token to the next.
+Returns are discounted within a call, statistics cover all tokens, and per-turn numbers are
+normalised within a group. The sampled tokens of a call are treated as one sequence. Observations
+and later prompts between them are skipped, and so are the boundaries of the rows that hold them.
+Discounting steps from one sampled token to the next.
 
     row a                            . . x x . .
     row b, same call, history cut    . . x            one series of three tokens: x x x
@@ -50,19 +50,18 @@ class SampledCallTokens(NamedTuple):
     """Pairs of a token sequence and the indices of its sampled tokens."""
 
     def stream_values(self, name: str) -> Doubles:
-        """Return the values [N] of a named stream, or of ``advantages``.
+        """Return the values [N] of the stream (per-token array) ``name`` at this call's tokens.
 
-        Raises TrainError if a token sequence lacks the stream.
+        ``name`` may be ``advantages``. Raises TrainError if a token sequence lacks the stream.
         """
         return np.concatenate(
             [_column(row, name)[tokens].astype(np.float64) for row, tokens in self.parts]
         )
 
     def write_stream(self, name: str, values: Doubles) -> None:
-        """Write ``values`` [N] for this call's tokens to the stream ``name``, or to the advantages
-        if it is ``advantages``.
+        """Write ``values`` [N] to the stream (per-token array) ``name`` at this call's tokens.
 
-        A new stream is 0 at all other tokens.
+        ``name`` may be ``advantages``. A new stream is 0 at all other tokens.
         """
         start = 0
         for row, tokens in self.parts:
@@ -74,7 +73,7 @@ class SampledCallTokens(NamedTuple):
 
 
 def tokens_by_call(rows: Sequence[TokenSequence]) -> Iterator[SampledCallTokens]:
-    """Group the sampled tokens of ``rows``, which are token sequences, by call.
+    """Group the sampled tokens of the token sequences ``rows`` by call.
 
     The calls are in order of first appearance.
     """

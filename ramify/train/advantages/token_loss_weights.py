@@ -1,4 +1,4 @@
-"""Weight each sampled token in the loss.
+"""Compute the loss weight of each sampled token.
 
 The module implements the reductions by which RL trainers average a loss: over tokens, rollouts,
 calls or groups.
@@ -78,8 +78,7 @@ def weights(
     share: Share = "token",
     rollout_tokens: float = 1.0,
 ) -> tuple[list[list[Weights]], float]:
-    """Return the loss weight of each sampled token of a step, and the number by which the step's
-    loss is divided.
+    """Return the loss weight of each sampled token of a step, and the divisor of the step's loss.
 
     The weights are nested by group, rollout and call id. All tokens of a call weigh the same, and
     rollouts without tokens are not counted.
@@ -113,7 +112,7 @@ StepWeights = tuple[list[list[Weights]], float]
 
 
 def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
-    """Compare two weightings of the same step.
+    """Return the ratios of each call's token weights under ``other`` to those under ``base``.
 
     For each call, return the factor by which one of its tokens counts more in the loss under
     ``other`` than under ``base``. The factor is 1 if both count the token the same.
@@ -165,7 +164,7 @@ class RolloutTokenDivisor(NamedTuple):
         return self.value if self.steps else self.updated_with_step(groups).value
 
     def updated_with_step(self, groups: Sequence[Sequence[Counts]]) -> RolloutTokenDivisor:
-        """Return the running mean updated with the rollouts of one more step, ``groups``."""
+        """Return the running mean after one more step, whose rollouts are ``groups``."""
         sizes = [_size(group) for group in groups]
         num = sum(size.rollouts for size in sizes)
         if not num:
@@ -177,8 +176,10 @@ class RolloutTokenDivisor(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """The size of a rollout group: the number of rollouts with at least one token that carries
-    loss, and the number of such tokens."""
+    """The size of a rollout group: its number of rollouts and its number of tokens that carry loss.
+
+    Rollouts without such a token are not counted.
+    """
 
     rollouts: int
     tokens: float

@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 
 def activation_room(memory: int) -> int:
-    """Return the number of bytes that activations may occupy.
+    """Return the number of bytes of memory that a training step's activations may occupy.
 
     ``memory`` is the memory of the GPU in bytes, or 0 on a CPU.
     """
@@ -40,7 +40,7 @@ def max_logit_elements(is_cuda: bool) -> int:
 def activation_bytes_per_token(
     width: int, mlp: int, layers: int, recompute: bool, itemsize: int
 ) -> int:
-    """Estimate how many bytes of activations one token needs until its backward pass.
+    """Estimate the activation memory in bytes that one token needs until its backward pass.
 
     Each layer stores about ten vectors of the model's width and four of the MLP's. With activation
     checkpointing (``recompute``), a layer stores only one vector.
@@ -151,8 +151,7 @@ def _configure_malloc(mmap_threshold: int, trim_threshold: int, top_pad: int) ->
 
 
 class _Speed(NamedTuple):
-    """Rough speeds of a device, used to decide whether computing a shared prefix only once pays
-    off.
+    """Approximate device speeds, used to decide when computing a shared prefix once pays off.
 
     CPU speeds were measured on one core. GPU speeds come from data sheets, and assume that
     attention launches one kernel for each level of the prefix tree.

@@ -1,5 +1,4 @@
-"""Define the interface of a training backend, whose operations follow the Tinker API, and the
-options of training backends.
+"""Define the training backend interface, which follows the Tinker API, and its options.
 
     batches = pack(sequences, backend.packing, denominators)   the whole optimizer step
     backend.forward_backward(batches, loss)                    add to the gradient, batch by batch
@@ -49,8 +48,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Options of the optimizer and its learning-rate schedule."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """``muon`` orthogonalizes the momentum of matrices (2502.16982); embeddings, the output matrix
-    and norms use AdamW."""
+    """``muon`` orthogonalizes the momentum of weight matrices (arXiv 2502.16982), and uses AdamW
+    for embeddings, the output matrix and norms. ``adamw`` uses AdamW for all weights."""
     lr: float | None = None
     """Peak learning rate, also for Muon's matrices, whose updates are scaled to the size of
     AdamW's. None: for a pretrained checkpoint the usual rate of the stage
@@ -180,7 +179,7 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             raise ConfigError(f"compute.shard.port={self.port} must be at most 65535")
 
     def mesh(self, num_ranks: int) -> DeviceMeshSizes:
-        """Return the sizes of the device mesh that ``num_ranks`` ranks form.
+        """Return the device mesh sizes for ``num_ranks`` ranks.
 
         Raises ConfigError if the number of ranks does not fit the options.
         """
@@ -188,7 +187,7 @@ class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of the trainer's computation, such as precision and batch size.
+    """Options for how the trainer computes, such as precision and batch size.
 
     They affect speed and memory, and change the loss only by rounding.
     """
@@ -213,7 +212,8 @@ class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     startup. Supports Llama, Mistral, Qwen2 and Qwen3 on a GPU.
     """
     max_logits: int | None = None
-    """Number of logits held at once; None: 4 million on a CPU, 64 million on a GPU."""
+    """Maximum number of logits held in memory at once; lower it if the loss runs out of memory.
+    None: 4 million on a CPU, 64 million on a GPU."""
     share: bool = True
     """Compute each prefix that several sequences share only once."""
     deterministic: bool = False
@@ -303,7 +303,7 @@ class TrainedModel(Protocol):
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe every weight without computing or gathering it.
+        """Yield each weight and its adapter without merging or gathering them.
 
         Yields its name, a tensor of its shape, and a function that returns the weight with its
         adapters merged. The function is None if the tensor already is the weight.
@@ -375,7 +375,7 @@ class Backend(Protocol):
         ...
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        """Return the critic's estimates of the return, one array of shape [E] per batch.
+        """Return the critic's value estimates, as one array of shape [E] per batch.
 
         E is the batch's number of tokens that carry loss. Each estimate is for the state just
         before its token. Raises ConfigError if the backend has no critic.
@@ -414,7 +414,7 @@ class Backend(Protocol):
 
 
 def resolve_precision(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
-    """Replace ``precision="auto"`` in ``compute`` with a definite precision.
+    """Replace ``precision="auto"`` in ``compute`` with bf16 or fp32.
 
     It is bf16 if the policy was loaded in a 16-bit ``dtype`` and the device supports bf16.
     Otherwise it is fp32.

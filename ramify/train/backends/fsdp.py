@@ -72,7 +72,7 @@ class FsdpRanks:
 
     @property
     def rank_models(self) -> Any:
-        """The shards that this process holds, one of each model."""
+        """The model shards that this process holds, one per model."""
         return self._joined.rank
 
     def shard_model(

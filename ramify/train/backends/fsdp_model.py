@@ -196,7 +196,8 @@ class FsdpBackend:
         return self._run_on_ranks("logprobs", batches, base)
 
     def _run_on_ranks(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """Distribute the batches over the ranks and call the method ``verb`` on each rank.
+        """Run the method ``verb`` on every rank with its share of the batches, and collect the
+        results.
 
         Returns one result per batch, in the order of ``batches``.
         """
@@ -244,9 +245,7 @@ class FsdpBackend:
 
 
 class ShardedReference:
-    """A reference model with the initial weights of a sharded model: the trained model with its
-    adapters disabled.
-    """
+    """A reference model with a sharded model's initial weights, made by disabling its adapters."""
 
     def __init__(self, trained: FsdpBackend) -> None:
         self._trained = trained
@@ -366,7 +365,7 @@ class FsdpModel:
     def base_tensors_and_adapters(
         self,
     ) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-        """Describe every weight without gathering it from the ranks.
+        """Yield each weight and its adapter without gathering them from the ranks.
 
         Yields its name, a tensor of its shape, and a function that gathers the weight. For a frozen
         weight that this process holds, the tensor is the weight itself and the function is None.
@@ -405,7 +404,7 @@ class FsdpModel:
         yield from self._gather_tensors(list(trained), gradients=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights on all ranks with full tensors of this process.
+        """Replace the weights on all ranks with this process's full tensors.
 
         The tensors are sent one at a time. Raises ConfigError if the model has adapters.
         """

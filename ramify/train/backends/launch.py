@@ -73,8 +73,8 @@ class RankSettings(msgspec.Struct, frozen=True):
 
 
 def run_follower_rank() -> None:
-    """Execute rank 0's commands until the run ends, then exit, if torchrun started this process as
-    another rank.
+    """If torchrun started this process as a non-zero rank, follow rank 0 until the run ends, then
+    exit.
 
     Otherwise do nothing.
     """
@@ -84,9 +84,8 @@ def run_follower_rank() -> None:
 
 
 def is_restarted() -> bool:
-    """Return True if this process is rank 0 and torchrun has restarted it after an attempt that
-    passed its checks and began.
-    """
+    """Return True if this is rank 0, restarted by torchrun after an attempt that passed its
+    checks."""
     world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
@@ -107,7 +106,7 @@ def num_ranks(shard: ShardSpec, device: str) -> int:
 
 
 def check_ranks(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
-    """Check that the configured ranks can be started, and return their number.
+    """Return the number of ranks after checking that they can be started.
 
     ``elsewhere`` means that some ranks run on other machines, so that the number of local GPUs does
     not matter. Raises ConfigError if the ranks cannot be started.
@@ -263,7 +262,7 @@ def stop_ranks(joined: JoinedRanks) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's cache of sharding decisions.
+    """Make torch forget the meshes in its cache of sharding decisions.
 
     If this process later forms a mesh of the same shape, torch would otherwise use process groups
     that no longer exist.
@@ -334,7 +333,7 @@ _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 def _start_rank(
     hosts: Launcher | None, rank: int, size: int, listener: ConnectBackListener, stacks: Path
 ) -> ProcessHandle:
-    """Start the process of one rank and return it.
+    """Start the process of one rank and return its handle.
 
     It runs on this machine, or where the launcher ``hosts`` places it. That machine then exposes
     only the GPUs assigned to the rank.

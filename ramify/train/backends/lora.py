@@ -86,7 +86,7 @@ def attach(
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each weight of a model with adapters.
+    """Yield the name and the merged tensor of each weight of a model with adapters.
 
     Each adapter is merged into the weight that it adapts.
     """
@@ -101,8 +101,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def base_tensors_and_adapters(
     model: nn.Module,
 ) -> Iterator[tuple[str, Tensor, LoraMatrix | None]]:
-    """Yield the name of each weight, its tensor without the adapter, and a function that merges the
-    adapter into the tensor.
+    """Yield each weight's name, base tensor, and a function that merges in its adapter.
 
     The function is None for a weight without an adapter.
     """

@@ -77,13 +77,13 @@ class DeviceMeshSizes(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """Number of different batches that the ranks compute at the same time."""
+        """Number of different batches that the ranks process in parallel."""
         return self.replicas * self.shard
 
     @property
     def splits_layers(self) -> bool:
-        """True if several ranks compute each layer together, instead of only sharing the storage of
-        its weights."""
+        """True if several ranks compute each layer jointly rather than only sharding its
+        weights."""
         return self.tensor > 1 or self.experts > 1
 
     def rank_coordinates(self, rank: int) -> str:

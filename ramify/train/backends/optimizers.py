@@ -93,7 +93,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class CombinedOptimizer:
-    """The optimizer of a whole model.
+    """A model's optimizer, which can combine Muon and AdamW.
 
     It uses AdamW for all parameters, or Muon for the matrices inside layers and AdamW for the rest.
     """
@@ -181,14 +181,14 @@ T = TypeVar("T")
 
 
 class ShardedWeights(Protocol):
-    """The interface through which one rank accesses the weights of a model.
+    """Interface for one rank's access to a model's weights.
 
     The rank may hold only a shard of them.
     """
 
     @property
     def muon_class(self) -> type[Muon]:
-        """The version of the Muon optimizer that can update weights sharded in this way."""
+        """The Muon optimizer class that supports this kind of sharding."""
         ...
 
     @property
@@ -197,7 +197,7 @@ class ShardedWeights(Protocol):
         ...
 
     def run_with_weights(self, work: Callable[[], T]) -> T:
-        """Call the function ``work``, which uses the weights, and return its result.
+        """Call ``work``, a function that uses the weights, and return its result.
 
         All ranks must make this call together, because the weights may have to be gathered first.
         """
@@ -212,7 +212,7 @@ class ShardedWeights(Protocol):
         ...
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        """Return the norm of all tensors taken together.
+        """Return the joint norm of all tensors.
 
         The shards on other ranks are included.
         """

@@ -1,4 +1,4 @@
-"""The code of one rank, a process of a distributed training run.
+"""Define the code that each rank (process) of a distributed training run executes.
 
 The rank holds its shard of each model and executes operations that all ranks run together. The
 verbs are called in this order:
@@ -55,7 +55,7 @@ class ModelConfigText(msgspec.Struct, frozen=True):
     """
 
     text: str
-    """JSON, as in ``config.json``."""
+    """The configuration as JSON, as in ``config.json``."""
     attention: str | None
     """The implementation of attention, which ``config.json`` does not store."""
 
@@ -170,7 +170,7 @@ class RankModelShards:
         return self._pending
 
     def backend_of(self, key: str) -> SingleBackend:
-        """Return the backend with which this rank trains the model ``key``."""
+        """Return the backend that trains the model ``key`` on this rank."""
         return self._models[key].backend
 
     # --- verbs: models
@@ -322,8 +322,8 @@ class RankModelShards:
     def logprobs(
         self, key: str, batches: list[Batch | None], idle: Batch, base: bool
     ) -> list[Floats]:
-        """Return the log-probabilities of the tokens that carry loss, one array of shape [E] for
-        each batch with E such tokens.
+        """Return each batch's log-probabilities of its E loss-carrying tokens, as arrays of shape
+        [E].
 
         Where the list has None, the rank computes the batch ``idle`` to stay in step with the
         others, and returns nothing for it. ``base`` disables the model's adapters.
@@ -336,7 +336,8 @@ class RankModelShards:
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
-        """Return the critic's values [E] at the E tokens with loss of each batch.
+        """Return the critic's values at each batch's E loss-carrying tokens, as arrays of shape
+        [E].
 
         Batches that are None give no result.
         """
@@ -390,7 +391,8 @@ class RankModelShards:
             sharded_checkpoint.set_random_state(self.device, random[self.index])
 
     def _base_tensor_names(self, made: _Model) -> list[str]:
-        """Return the names of the tensors of the model without its adapters and value head."""
+        """Return the names of the base model's tensors, without those of adapters and the value
+        head."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
         return [
             name
@@ -408,7 +410,7 @@ def is_of_critic(name: str) -> bool:
 
 
 def idle_batch(batch: Batch) -> Batch:
-    """Return a batch of one token without loss weight.
+    """Return a dummy batch for an idle rank: one token without loss weight.
 
     A rank computes it when it has no batch left, to stay in step with other ranks. It has streams
     and denominators of the same names as ``batch``.
@@ -433,7 +435,7 @@ def idle_batch(batch: Batch) -> Batch:
 
 
 def distribute_batches(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
-    """Distribute batches over ranks, and return the indices of each rank's batches.
+    """Assign batches to ranks, and return the indices of each rank's batches.
 
     Batches are assigned greedily, the longest first, each to the rank with the fewest tokens so
     far.

@@ -22,12 +22,13 @@ from torch import Tensor
 from ramify.models.stored_weights import lazy_disk_tensors, to_checkpoint_tensors
 
 _MAX_BYTES = 5_000_000_000
-"""Maximum size of one file in bytes."""
+"""Default maximum size in bytes of one exported weight file; larger models are split into several
+files."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class TensorManifest(NamedTuple):
-    """The names, shapes and precision of the weights of an export.
+    """The names, shapes and precision of the weights to export.
 
     They must be known before the first value is written.
     """
@@ -85,7 +86,7 @@ def export_model(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a checkpoint with the tensor names and the layout of the model's published checkpoints.
+    """Write a checkpoint with the tensor names and layout of the published model.
 
     ``tensors`` yields the weights under the names that the loaded model uses, and they are renamed
     here. ``shapes`` has the shape of each tensor, in the same order. ``model`` may be on the meta

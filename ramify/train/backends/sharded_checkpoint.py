@@ -51,7 +51,7 @@ class ShardedTrainingState(NamedTuple):
 
 
 class PendingCheckpointWrite:
-    """A write of a checkpoint that may continue in the background."""
+    """A checkpoint write that may still be running in the background."""
 
     def __init__(self, work: Callable[[], object], in_background: bool) -> None:
         self._work = work
@@ -250,7 +250,7 @@ def _stored_tensors(name: str, tensor: Any, packed: int | None) -> dict[str, Any
 
 
 def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the CPU, so that later updates of the weights do not change the copy."""
+    """Return a CPU copy of a tensor, which later updates of the weights do not change."""
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
 
 

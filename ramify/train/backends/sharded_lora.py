@@ -45,8 +45,7 @@ def need_peft() -> None:
 
 
 def target_module_names(model: nn.Module, lora: AdapterSpec) -> list[str]:
-    """Return the names of the linear modules that ``lora.targets`` selects for an adapter, in the
-    model's order.
+    """Return the names of the linear modules that ``lora.targets`` selects, in model order.
 
     Raises ConfigError if no module matches.
     """

@@ -181,7 +181,7 @@ class FsdpWeightSharding:
     # --- when weights are gathered
 
     def announce_last_backward(self, is_last: bool) -> None:
-        """Announce whether the next backward pass is the last one over the current list of batches.
+        """Announce whether the next backward pass is the last one for the current batches.
 
         With the option ``gather="step"``, gradients are summed over ranks only after the last pass.
         """
@@ -313,9 +313,7 @@ def _local_row_range(parameter: DTensor) -> slice:
 
 
 def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
-    """Group the local shards of tensors by the number of ranks that hold a copy of the
-    same shard.
-    """
+    """Group local tensor shards by the number of ranks that hold a copy of each."""
     found: dict[int, list[Tensor]] = {}
     for each in tensors:
         parts = 1
@@ -329,7 +327,7 @@ def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
 
 
 def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Restore the ties between parameters that were tied before layers were split over ranks.
+    """Re-tie parameters that were tied before layers were split over ranks.
 
     Splitting replaces the parameter under only one of its names.
     """

@@ -246,12 +246,14 @@ class SingleBackend:
         return found
 
     def top_logprobs(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return named arrays of log-probabilities for each batch.
+        """Return each batch's token log-probabilities, and optionally those of the likeliest
+        tokens.
 
-        ``logprobs`` [E] has those of the E tokens that carry loss. If ``top`` is above 0,
-        ``top_ids`` and ``top`` [E, top] hold the likeliest tokens at each position and their
-        log-probabilities. If the batch has a stream ``teacher_ids``, ``candidates`` [E, k] has the
-        log-probabilities of the k tokens that it lists at each position.
+        The result for a batch is a dict of named arrays. ``logprobs`` [E] has those of the E tokens
+        that carry loss. If ``top`` is above 0, ``top_ids`` and ``top`` [E, top] hold the likeliest
+        tokens at each position and their log-probabilities. If the batch has a stream
+        ``teacher_ids``, ``candidates`` [E, k] has the log-probabilities of the k tokens that it
+        lists at each position.
         """
         results = []
         with torch.no_grad(), self.trunk.forward_context():
@@ -392,10 +394,12 @@ class SingleBackend:
         )
 
     def _top_logprobs(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Return log-probabilities at each token with loss, at its sampling temperature.
+        """Return log-probabilities at each loss token, including those of the ``num`` likeliest
+        tokens.
 
-        They are those of the token itself, of the ``num`` likeliest tokens at its position, and of
-        its candidate tokens if the batch has any.
+        The logits are divided by the token's sampling temperature. They are those of the token
+        itself, of the ``num`` likeliest tokens at its position, and of its candidate tokens if the
+        batch has any.
         """
         temperature, targets = (
             self._tensor(batch.streams["temperature"]),
@@ -441,8 +445,9 @@ class SingleBackend:
     def _raise_non_finite(
         self, batch: Batch, entries: BatchLossInputs, loss: LossSpec, is_finite: bool
     ) -> NoReturn:
-        """Write a batch with a non-finite loss to a file, and raise TrainError, which names the
-        first affected sequence.
+        """Write a batch with a non-finite loss to a file, and raise TrainError.
+
+        The error names the first affected sequence.
         """
         self.trained_modules.zero_grad(set_to_none=True)
         if is_finite:

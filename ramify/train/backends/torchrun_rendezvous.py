@@ -1,4 +1,4 @@
-"""Find rank 0 among the processes that ``torchrun`` started, in each attempt of the run.
+"""Let the ranks that ``torchrun`` started find rank 0, also after a restart.
 
 No other process can join the group.
 
@@ -39,8 +39,7 @@ _STORE_S = 120.0
 
 
 class RankInfo(NamedTuple):
-    """The rank and the meeting point that torchrun assigned to this process: its rank, the number
-    of ranks, and the address of torchrun's store."""
+    """A process's rank, the number of ranks and the address of the store, as torchrun set them."""
 
     rank: int
     size: int
@@ -66,8 +65,7 @@ class RankInfo(NamedTuple):
 
 
 class TorchrunRendezvous:
-    """Publishes the address of rank 0, and finds it for the other ranks that the same torchrun
-    started."""
+    """Publishes rank 0's address so that the ranks started by the same torchrun can find it."""
 
     def __init__(self, world: RankInfo) -> None:
         """Prepare to publish or find the address of rank 0.
@@ -122,9 +120,10 @@ class TorchrunRendezvous:
         return ConnectBackTicket(address, self._key, "") if address else None
 
     def has_earlier_attempt(self) -> bool:
-        """Return True if rank 0 of an earlier attempt passed its checks and began to wait for the
-        other ranks. torchrun's restart count does not show this, because it differs between
-        machines.
+        """Return True if rank 0 of an earlier attempt began to wait for the other ranks.
+
+        By then it had passed its checks. torchrun's restart count does not show this, because it
+        differs between machines.
         """
         is_restarted = os.environ.get(_RESTARTS, "0") not in ("", "0")
         if self._world.is_local:

@@ -103,7 +103,7 @@ class LocalTrainedModel:
 
 
 class AdapterFreeReference:
-    """A reference model that computes with the trained model while its adapters are disabled.
+    """A reference model that is the trained model with its adapters disabled.
 
     No second model is needed. Call it only in the training thread.
     """
@@ -185,8 +185,7 @@ class PolicyWithSeparateCritic:
 
     @contextlib.contextmanager
     def _both_or_none(self) -> Iterator[None]:
-        """Clear the gradients of both models if the ``with`` block raises TrainError because of one
-        of them."""
+        """Clear both models' gradients if the ``with`` block raises TrainError."""
         try:
             yield
         except TrainError:

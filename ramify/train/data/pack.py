@@ -162,8 +162,7 @@ def copy_to_sequences(
 
 
 def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
-    """Return a mask [E] of the entries of ``batch`` that have policy-gradient or distillation
-    weight.
+    """Return a mask [E] of the batch's loss tokens with policy-gradient or distillation weight.
 
     Only for such entries do log-probabilities follow the sampling temperature and truncation.
     """
@@ -194,7 +193,7 @@ def packing_statistics(batches: Many[Batch], sequences: Many[TokenSequence]) -> 
 
 
 class _Tree(NamedTuple):
-    """One tree of the prefix forest, not yet cut to the size of a batch."""
+    """One tree of the prefix forest, before it is cut to batch size."""
 
     stretches: list[PrefixForestNode]
     """The tree's nodes, each a stretch of tokens, in preorder. A node's ``sequence`` is an index
@@ -205,8 +204,7 @@ class _Tree(NamedTuple):
 
 
 def _build_shared_trees(radix_forest: PrefixForest, packing: PackingSpec) -> list[_Tree]:
-    """Return the trees of the prefix forest, in which only those prefixes are shared for which
-    sharing saves computation.
+    """Return the trees of the prefix forest, sharing a prefix only where that saves computation.
 
     If sharing a node does not pay, its tokens are repeated in each of its children.
     """
@@ -237,7 +235,7 @@ def _build_shared_trees(radix_forest: PrefixForest, packing: PackingSpec) -> lis
 def _split_trees(
     radix_forest: PrefixForest, keeps: list[bool], owner: list[int], begin: list[int]
 ) -> list[_Tree]:
-    """Split the forest where nodes are not shared.
+    """Split the prefix forest into trees at the nodes that are not shared.
 
     Nodes that stay shared are marked in ``keeps``, and each one without such an ancestor becomes
     the root of a tree. The tokens of any other node are repeated in the nodes below it. A sequence
@@ -268,7 +266,7 @@ def _split_trees(
 
 
 def _first_kept(radix_forest: PrefixForest, keeps: list[bool]) -> list[int]:
-    """For each node, return the first node at or below it that is marked in ``keeps``.
+    """Return, for each node, the first node at or below it that is marked in ``keeps``.
 
     The tokens of a node without a mark are repeated in the nodes below it. A node without children
     is always marked.
@@ -335,8 +333,10 @@ def _cut(
 def _missing_nodes(
     tree: _Tree, leaves: list[tuple[int, int]], present: set[int]
 ) -> tuple[set[int], int]:
-    """Return the nodes on the paths from ``leaves`` to the root that the current piece
-    (``present``) does not contain yet, and their total number of tokens.
+    """Return the nodes between ``leaves`` and the root that ``present`` lacks, and their token
+    count.
+
+    ``present`` holds the nodes of the current piece.
     """
     missing: set[int] = set()
     for _, stretch in leaves:
@@ -347,7 +347,7 @@ def _missing_nodes(
 
 
 def _side_by_side(pieces: list[PackablePrefixTree]) -> PackablePrefixTree:
-    """Combine pieces of different trees into one piece without sharing any tokens between them."""
+    """Combine pieces of different trees into one piece that shares no tokens between them."""
     stretches: list[PrefixForestNode] = []
     leaves: list[tuple[int, int]] = []
     for piece in pieces:
@@ -364,8 +364,7 @@ def _side_by_side(pieces: list[PackablePrefixTree]) -> PackablePrefixTree:
 def _extract_piece(
     tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: PackingCostModel
 ) -> PackablePrefixTree:
-    """Return a part of ``tree`` as a separate tree, with the nodes whose indices are in
-    ``present``.
+    """Return the part of ``tree`` whose node indices are in ``present`` as a separate tree.
 
     A node with only one child left is merged with that child. ``leaves`` holds the sequences of the
     part, each with the node in which it ends.

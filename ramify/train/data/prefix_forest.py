@@ -1,7 +1,7 @@
-"""Arrange token sequences as prefix trees, in which a shared prefix is stored once, and write parts
-of these trees as batches.
+"""Arrange token sequences as prefix trees, and write parts of the trees as batches.
 
-A batch has tokens, segments, and one entry for each token that carries loss.
+A prefix tree stores a shared prefix once. A batch has tokens, segments, and one entry for each
+token that carries loss.
 
     1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]     node: a stretch of tokens, its parent,
     1 2 3 7 8 5             │         └──── [5]      and one sequence that passes through it
@@ -45,7 +45,7 @@ from ramify.types.training_sequences import (
 
 
 class PrefixForestNode(NamedTuple):
-    """A node of a prefix tree: a stretch of tokens that the same sequences have in common.
+    """A node of a prefix tree: a run of tokens that the same sequences share.
 
     It covers positions ``begin`` to ``end`` (exclusive), counted from the root.
     """
@@ -117,7 +117,7 @@ class NodeComputationCounts:
                 self._num[node] += 1
 
     def inverse_computation_counts(self, stretch: PrefixForestNode) -> Floats:
-        """Return a weight for each of the n tokens in ``stretch``.
+        """Return 1 / (number of times computed) for each token of ``stretch``, a run of tokens.
 
         A token that is computed c times in the step has weight 1 / c, so that copies do not count
         twice.
@@ -128,7 +128,8 @@ class NodeComputationCounts:
         return weights.repeat(sizes)
 
     def _nodes_in_stretch(self, stretch: PrefixForestNode) -> list[int]:
-        """Return the indices of the nodes that ``stretch`` covers, from the last to the first."""
+        """Return the indices of the nodes that ``stretch``, a run of tokens, covers, last node
+        first."""
         found, node = [stretch.last], self._nodes[stretch.last]
         while node.begin > stretch.begin:
             found.append(node.parent)
@@ -211,7 +212,7 @@ class _GrowingForest:
 
 
 def _common_prefix_length(a: Ints, b: Ints) -> int:
-    """Return the length of the common prefix of ``a`` and ``b``."""
+    """Return the length of the common prefix of two arrays of token ids."""
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -222,7 +223,7 @@ COMPONENTS = ("rl", "ce", "kd")
 
 
 class PackablePrefixTree(NamedTuple):
-    """A prefix tree that goes into one batch as a whole.
+    """A prefix tree that fits into one batch as a whole.
 
     It may be a piece of a larger tree, together with the path from the root to that piece.
     """
@@ -237,7 +238,7 @@ class PackablePrefixTree(NamedTuple):
 
 
 def loss_token_indices(sequence: TokenSequence) -> Ints:
-    """Return the indices of the n tokens of ``sequence`` that carry loss, [n].
+    """Return the indices [n] of the n tokens of ``sequence`` that carry loss.
 
     Raises ValueError if the first token has a weight, since nothing predicts that token.
     """
@@ -307,7 +308,7 @@ class BatchBuilder:
         return self._batch(columns, segments, present)
 
     def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
-        """Add one entry for each token of a sequence that carries loss.
+        """Add one batch entry for each token of a sequence that carries loss.
 
         ``places`` maps positions in the sequence to positions in the batch. It has two arrays with
         one element per stretch: the position where the stretch begins, and the offset to add to
@@ -372,7 +373,7 @@ class _Columns:
     def add_kept(
         self, kept: SamplingMask | None, tokens: Ints, plain: npt.NDArray[np.bool_]
     ) -> None:
-        """For each of ``tokens``, add the ids that top-p or top-k sampling could have chosen there.
+        """Add, for each of ``tokens``, the ids that top-p or top-k sampling could have chosen.
 
         The list is empty for tokens that ``plain`` marks, which carry cross-entropy. It is empty
         for all tokens if sampling was not truncated.
@@ -399,8 +400,7 @@ class _Columns:
 def _position_map(
     piece: PackablePrefixTree, leaf: int, segments: list[PackedTokenSegment]
 ) -> tuple[Ints, Ints]:
-    """Map positions in a sequence to positions in the batch, given the last node of its path
-    (``leaf``).
+    """Map positions in the sequence that ends at node ``leaf`` to positions in the batch.
 
     Returns two arrays with one element per node on the path: the position where the node begins,
     and the offset to add to positions in it. ``segments`` holds the batch segment of each node of
@@ -438,7 +438,10 @@ def _weights(
 
 
 def _non_ce_mask(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
-    """Return a mask [T] of the tokens with policy-gradient or distillation weight."""
+    """Return a mask [T] of the tokens with a loss weight other than that of cross-entropy.
+
+    These have a policy-gradient or distillation weight.
+    """
     return np.not_equal(sequence.rl, 0) | (
         False if sequence.kd is None else np.not_equal(sequence.kd, 0)
     )

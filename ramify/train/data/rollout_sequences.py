@@ -78,8 +78,7 @@ def _of_rollout(
 
 
 def _check_lengths(rollout: RolloutAdvantages) -> None:
-    """Raise ValueError if the number of a turn's per-token values differs from its number of
-    sampled tokens.
+    """Raise ValueError if a turn's per-token values differ in number from its sampled tokens.
 
     The error shows both lengths.
     """
@@ -173,12 +172,12 @@ def _add_observed_weights(
     credits: list[tuple[SampledTokenSpan, TokenCredit]],
     path: CallTokenIds,
 ) -> Floats | None:
-    """Add the cross-entropy weights of observed tokens, such as prompts and tool output, to the
-    weights [T] in ``column``.
+    """Add the cross-entropy weights of observed tokens to ``column``, an array [T] of weights.
 
-    A turn with such a weight (``credit.given``) applies it to the tokens between the previously
-    sampled token and its own first token. The first token of a path gets none, since nothing
-    predicts it. Returns None if no token has a weight.
+    Observed tokens are those that were not sampled, such as prompts and tool output. A turn with
+    such a weight (``credit.given``) applies it to the tokens between the previously sampled token
+    and its own first token. The first token of a path gets none, since nothing predicts it. Returns
+    None if no token has a weight.
     """
     for span, credit in credits:
         if not credit.given:
@@ -194,7 +193,7 @@ def _add_observed_weights(
 def _named_columns(
     length: int, credits: list[tuple[SampledTokenSpan, TokenCredit]]
 ) -> dict[str, Floats]:
-    """Return the additional named per-token arrays of a path, each of shape [T] or [T, k].
+    """Return the named per-token arrays (streams) of a token path, each of shape [T] or [T, k].
 
     Tokens outside the given turns have 0.
     """

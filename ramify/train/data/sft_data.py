@@ -1,5 +1,6 @@
-"""Prepare training data that needs no rollouts: random strings for the warm-up, and tokenized
-trajectories, divided into steps, for supervised fine-tuning.
+"""Prepare training data without rollouts: random strings for warm-up, and tokenized demonstrations.
+
+Demonstrations are trajectories, divided into steps for supervised fine-tuning.
 
     demonstrations of a task            ┐
     trajectories in a file or a store   ┴─ tokenized by the policy's renderer
@@ -58,8 +59,11 @@ class ConversationRenderer(Protocol):
 
 
 class DemonstrationConversation(Protocol):
-    """The conversation of one call in a demonstration, such as those that the scripted demonstrator
-    of the ledger task (``tasks.ledger``) produces."""
+    """The conversation of one call in a demonstration.
+
+    For example, the scripted demonstrator of the ledger task (``tasks.ledger``) produces such
+    conversations.
+    """
 
     @property
     def item(self) -> str: ...
@@ -75,11 +79,11 @@ class DemonstrationConversation(Protocol):
 
 
 def trajectory_of(conversations: Sequence[DemonstrationConversation]) -> Trajectory:
-    """Convert a demonstration to a trajectory like those that the engine records, with one call per
-    conversation.
+    """Convert a demonstration to a trajectory that has one call for each conversation.
 
-    The rewards say whether each call answered its question correctly. Executed code cells are
-    dropped, since nothing is learned from them.
+    It resembles the trajectories that the engine records. The rewards say whether each call
+    answered its question correctly. Executed code cells are dropped, since nothing is learned from
+    them.
     """
     root = conversations[0]
     calls = [_conversation_to_call(each) for each in conversations]
@@ -114,8 +118,9 @@ def _conversation_to_call(conversation: DemonstrationConversation) -> Call:
 
 
 class TrajectoryTokenizer:
-    """Adds token ids to trajectories that the policy did not sample: the ids that it would have
-    read and sampled to produce the same text.
+    """Adds the policy's token ids to trajectories that it did not sample.
+
+    These are the ids that the policy would have read and sampled to produce the same text.
     """
 
     def __init__(
@@ -190,11 +195,10 @@ class TrajectoryTokenizer:
         return turns
 
     def _is_own(self, call: Call) -> bool:
-        """Return True if a call's token ids come from this policy, i.e. if they decode to the
-        recorded prompt and replies.
+        """Return True if a call's token ids decode to its recorded prompt and replies.
 
-        Such ids are kept, because the tokens that a policy samples for a text may differ from those
-        that its tokenizer produces.
+        If so, the ids come from this policy. Such ids are kept, because the tokens that a policy
+        samples for a text may differ from those that its tokenizer produces.
         """
         if not call.turns or call.turns[0].reused_ids:
             return False
@@ -310,7 +314,7 @@ def append_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def rows_by_step(
     rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
 ) -> list[list[int]]:
-    """Return the rows that each training step uses, as indices.
+    """Return the indices of the token sequences (rows) that each fine-tuning step trains on.
 
     Every epoch uses each row once, in a newly shuffled order. A step has at most ``batch_tokens``
     tokens, and a longer row is a separate step.
@@ -339,8 +343,9 @@ DEMOS = PluginRegistry(
 
 
 def prompt_format(scaffold: Scaffold) -> DemonstrationPromptFormat:
-    """Return the text that a scaffold adds around the replies in a demonstration: the first
-    message, reports of cell results, the system prompt and the native tools.
+    """Return the prompt parts that a scaffold adds around the replies of a demonstration.
+
+    They are the first message, the reports of cell results, the system prompt and the native tools.
     """
     return DemonstrationPromptFormat(
         scaffold.first_message, scaffold.report, scaffold.system_prompt(), scaffold.native_tools

@@ -42,10 +42,10 @@ def key_of(config: Any) -> str:
 
 
 def write_rows(path: Path, rows: Sequence[TokenSequence], key: str) -> None:
-    """Write token sequences to a NumPy archive at ``path``, together with ``key``, the hash of the
-    settings that they depend on.
+    """Write token sequences to a NumPy archive at ``path``, together with a hash of their settings.
 
-    An existing file is replaced atomically.
+    ``key`` is this hash of the settings that the sequences depend on. An existing file is replaced
+    atomically.
     """
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(row, name) for row in rows]) for name in _STREAMS

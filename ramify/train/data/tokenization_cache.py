@@ -1,5 +1,6 @@
-"""Cache the token ids of stored conversations next to the conversations, so that later runs need
-not tokenize them again.
+"""Cache the token ids of stored conversations, so that later runs need not tokenize them again.
+
+The cache is kept next to the conversations.
 
     STORE/tokenized/2f9c….npz       one file per tokenizer, with an entry per call
         name of the file            digest of the tokenizer, its chat template and native tools
@@ -41,7 +42,7 @@ FORMAT = 1
 messages."""
 _log = ComponentLogger("train")
 _OWN = np.array([-1], np.int64)
-"""Cache entry which says that a call's recorded token ids are kept as they are."""
+"""Cache entry that marks a call whose recorded token ids are kept as they are."""
 _HEAD = 3
 """Number of integers before the ids of a turn: the counts of reused ids, prompt ids and reply
 ids."""
@@ -66,8 +67,7 @@ class TokenizedCallCache:
         self.num_new = 0
 
     def turns(self, call: Call) -> list[Turn] | None:
-        """Return the turns of ``call`` with their cached token ids, or None if the cache does not
-        have the call."""
+        """Return the turns of ``call`` with cached token ids, or None if the call is not cached."""
         entry = self._entries.get(_digest(call))
         if entry is None:
             return None

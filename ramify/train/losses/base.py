@@ -67,19 +67,23 @@ class SequenceSums(NamedTuple):
     """Mask [E] of the entries with policy-gradient weight. Other entries are ignored."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over each entry's sequence, as a tensor with one number for
-        each of the E entries of the batch."""
+        """Return the sum of ``values`` over each entry's sequence, as a tensor of shape [E].
+
+        E is the number of entries (tokens with loss) in the batch.
+        """
         weighed = values.masked_fill(~self.weighs, 0.0)
         sums = weighed.new_zeros(self.num).index_add(0, self.owner, weighed)
         return sums[self.owner]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean of ``values`` over each entry's sequence, as a tensor with one number for
-        each of the E entries of the batch."""
+        """Return the mean of ``values`` over each entry's sequence, as a tensor of shape [E].
+
+        E is the number of entries (tokens with loss) in the batch.
+        """
         return self.sum(values) / self.sum(self.weighs.to(values.dtype)).clamp(min=1.0)
 
     def any(self, flags: Tensor) -> Tensor:
-        """Return True for each entry whose sequence has an entry that is set in ``flags``.
+        """Return, for each entry, whether ``flags`` is set anywhere in its sequence.
 
         Both tensors have one value for each of the E entries of the batch.
         """
@@ -116,7 +120,7 @@ class PolicyLossInputs(NamedTuple):
 
 
 class TokenSelectionInputs(NamedTuple):
-    """The values by which a loss selects tokens.
+    """The per-token values that a loss uses to select tokens.
 
     Each array has shape [N], with one fp64 number for each of the N tokens of an optimizer step
     that carry policy-gradient weight.
@@ -142,7 +146,7 @@ class PolicyLoss(Protocol):
         ...
 
     def clipped(self, tokens: PolicyLossInputs) -> Tensor:
-        """Return a mask [E] of the tokens whose policy gradient the formula cuts off.
+        """Return a mask [E] of the tokens whose policy gradient the loss clips away.
 
         The mask itself has no gradient.
         """
@@ -206,7 +210,7 @@ fractions.
 
 
 def check_bounds(options: Any, where: str) -> None:
-    """Raise ConfigError if an option of a loss is a negative bound or an empty range.
+    """Raise ConfigError if a loss has a negative bound or an empty range.
 
     No token could lie within such bounds, so training would silently learn nothing.
     """

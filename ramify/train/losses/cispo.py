@@ -31,12 +31,12 @@ class Cispo(BaseLossFormula, frozen=True, kw_only=True, tag="cispo"):
     clip_low: float = 0.2
     clip_high: float = 0.28
     cap: float | None = None
-    """Upper bound of the importance weight, in place of ``clip_low`` and ``clip_high``; the weight
-    then has no lower bound. ScaleRL (2510.13786) calls it epsilon_max and sets it to 5. None: use
-    ``clip_low`` and ``clip_high``.
-    """
+    """Upper bound of the importance weight, replacing ``clip_low`` and ``clip_high``; the weight
+    then has no lower bound. ScaleRL (arXiv 2510.13786) calls it epsilon_max and sets it to 5. None:
+    use ``clip_low`` and ``clip_high``."""
     anchor: str = "old"
-    """Policy that r is computed against: ``old`` or ``sampler``."""
+    """Policy in the denominator of the importance ratio r: ``old`` (see ``rl.loss.old``) or
+    ``sampler``."""
 
     def __post_init__(self) -> None:
         if self.anchor not in ("old", "sampler"):

@@ -77,8 +77,8 @@ class SequenceTis(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_tis"
 
 
 class SequenceMask(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_mask"):
-    """Masks sequences whose probability ratio between trainer and sampler, exp(sum of gap), is out
-    of bounds, and weights the others by it.
+    """Masks sequences whose trainer-to-sampler probability ratio, exp(sum of gap), is out of
+    bounds, and weights the others by that ratio.
 
     The gap of a token is the trainer's log-probability minus the sampler's.
 
@@ -161,10 +161,11 @@ class WorstTokenMask(BaseLossFormula, frozen=True, kw_only=True, tag="worst_toke
 
 
 class Opsm(BaseLossFormula, frozen=True, kw_only=True, tag="opsm"):
-    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with negative advantage
-    in sequences from which the policy has moved away since sampling (mean of m - l > delta).
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): masks tokens with A < 0 in sequences
+    the policy has moved away from (mean of m - l > delta).
 
-    Here m and l are a token's log-probabilities under the sampler and the current policy.
+    A is the advantage. Here m and l are a token's log-probabilities under the sampler and the
+    current policy.
 
     It does not use o - l, which is 0 in a step of one minibatch, and reflects neither the sampler's
     numerics nor the age of its weights.

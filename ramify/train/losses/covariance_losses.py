@@ -36,9 +36,8 @@ if TYPE_CHECKING:
 
 
 class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
-    """PPO's clipped loss, with some of the tokens that reduce entropy most left out (Clip-Cov,
-    2505.22617): as ``ppo_clip``, but a random ``share`` of all tokens, chosen from those with cov
-    in (cov_low, cov_high), contributes no loss.
+    """Clip-Cov (2505.22617): ``ppo_clip`` without a random ``share`` of all tokens, drawn from
+    those that reduce entropy most (cov in (cov_low, cov_high)).
 
     Here cov is a token's contribution to the covariance of advantage and log-probability.
     """
@@ -85,12 +84,11 @@ class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
 
 
 class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
-    """Policy gradient with a penalty at the tokens that reduce entropy most (KL-Cov, 2505.22617):
-    -r A, plus beta |l - o| at the ``share`` of all tokens that add most to the covariance of
-    advantage and log-probability.
+    """KL-Cov (2505.22617): policy gradient -r A, plus beta |l - o| at the ``share`` of all tokens
+    that add most to the covariance of advantage and log-probability.
 
-    Here r is the importance ratio, A the advantage, and l and o are a token's new and old
-    log-probabilities.
+    These tokens reduce entropy most. Here r is the importance ratio, A the advantage, and l and o
+    are a token's new and old log-probabilities.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})

@@ -21,9 +21,9 @@ class CriticLossInputs(NamedTuple):
     """
 
     now: Tensor
-    """V, the predicted value, with gradient."""
+    """Predicted value V, with gradient."""
     old: Tensor
-    """V at the start of the step."""
+    """Predicted value V at the start of the step."""
     returns: Tensor
 
 

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
-    """Decoupled PPO (AReaL, 2505.24298): min(exp(o - m), cap) · ppo_clip(r = exp(l - o)), where l,
-    o and m are a token's log-probabilities under the current policy, the policy at the start of the
-    step, and the sampler.
+    """Decoupled PPO (AReaL, 2505.24298), clipped PPO with a capped importance weight: min(exp(o -
+    m), cap) · ppo_clip(r = exp(l - o)).
 
-    Updates are clipped around the policy at the start of the step. The first factor corrects for
-    the sampler.
+    Here l, o and m are a token's log-probabilities under the current policy, the policy at the
+    start of the step, and the sampler. Updates are clipped around the policy at the start of the
+    step. The first factor corrects for the sampler.
 
     Example:
         train.LossSpec(policy=train.Decoupled(cap=2.0))

@@ -29,9 +29,10 @@ logarithm is finite even if the candidates are the whole vocabulary.
 
 
 def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the forward KL divergence from the teacher to the policy at each of E positions, [E].
+    """Return the forward KL divergence, KL(teacher, policy), at each of E positions.
 
-    Both inputs are log-probabilities of k candidate tokens per position, [E, k].
+    The result has shape [E]. Both inputs are log-probabilities of k candidate tokens per position,
+    [E, k].
 
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.373386
@@ -40,11 +41,11 @@ def forward_kl(teacher: Tensor, now: Tensor) -> Tensor:
 
 
 def reverse_kl(teacher: Tensor, now: Tensor) -> Tensor:
-    """Return the reverse KL divergence from the policy to the teacher at each of E positions, [E].
+    """Return the reverse KL divergence, KL(policy, teacher), at each of E positions.
 
-    Both inputs are log-probabilities of k candidate tokens per position, [E, k]; all other tokens
-    together count as one more candidate. The KL is differentiated directly, without a policy
-    gradient.
+    The result has shape [E]. Both inputs are log-probabilities of k candidate tokens per position,
+    [E, k]; all other tokens together count as one more candidate. The KL is differentiated
+    directly, without a policy gradient.
 
     Example:
         p_T = (0.2, 0.7, 0.1), p = (0.6, 0.3, 0.1)    # 0.404978

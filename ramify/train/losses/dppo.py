@@ -30,8 +30,8 @@ class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     delta: float = 0.2
     """Bound on the change of a token's probability."""
     pull: float = 1e-3
-    """Weight of the penalty (l - m)², which pulls a token's log-probability back to the sampler's.
-    """
+    """Weight of the squared difference between the current and the sampler's log-probability of a
+    token, which keeps the policy close to the sampler."""
 
     def per_token(self, tokens: PolicyLossInputs) -> Tensor:
         rho = importance_ratio(tokens.now, tokens.sampler)

@@ -73,8 +73,8 @@ Old = Literal["auto", "pass", "now", "sampler"]
 
 
 class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The loss that training minimizes: the policy loss with its corrections, KL, entropy and value
-    terms, and the options of distillation."""
+    """The training loss: policy loss with corrections, and KL, entropy, value and distillation
+    terms."""
 
     policy: Any = DppoTv()
     """The policy loss; implements ``PolicyLoss``. In a configuration: a name in ``POLICY_LOSSES``,
@@ -108,9 +108,8 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     checkpoint's configuration (``router_aux_loss_coef``, if ``output_router_logits`` is set).
     """
     kd_pull: float = 1e-3
-    """For distillation on sampled tokens: weight of the penalty (l - m)², which pulls the policy
-    towards the sampler.
-    """
+    """For distillation on sampled tokens: weight of the squared difference between policy and
+    sampler log-probabilities, which keeps the policy close to the sampler."""
     kd: KdKind = "forward"
     """For distillation on several candidate tokens per position: the form of the loss; see
     ``distil_losses.py``.
@@ -142,9 +141,11 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def reads(self) -> frozenset[str]:
-        """The extra per-token inputs that the policy loss and its corrections need:
-        ``old_logprobs``, ``staleness``, and ``fresh_old`` if the sampler's log-probabilities cannot
-        serve as the old ones."""
+        """The names of the extra per-token inputs that the policy loss and its corrections need.
+
+        These can be ``old_logprobs``, ``staleness``, and ``fresh_old`` if the sampler's
+        log-probabilities cannot serve as the old ones.
+        """
         reads = (frozenset(getattr(part, "reads", ())) for part in (self.policy, *self.corrections))
         return frozenset[str]().union(*reads)
 
@@ -156,7 +157,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def reduction(self) -> SequenceUnit | None:
-        """The unit within which the policy loss must be averaged, ``call`` or ``rollout``.
+        """The unit, ``call`` or ``rollout``, within which the policy loss is averaged.
 
         None if ``rl.algorithm.reduction`` decides how tokens are averaged.
         """
@@ -164,8 +165,9 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def needs_zero_advantage(self) -> bool:
-        """True if tokens with advantage 0 must stay in the loss, because a term acts on every
-        token or compares a token with others.
+        """True if some loss term needs the tokens with advantage 0.
+
+        Such a term acts on every token or compares a token with others.
         """
         return bool(
             self.kl_beta
@@ -196,10 +198,10 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.convert(data, cls)
 
     def for_minibatches(self, num: int) -> LossSpec:
-        """Return a copy of this loss for training steps with ``num`` optimizer steps each.
+        """Return a copy of this loss for training steps split into ``num`` minibatches.
 
-        The copy replaces ``old="auto"`` with the source of old log-probabilities that is right for
-        that number.
+        Each minibatch is one optimizer step. The copy replaces ``old="auto"`` with the source of
+        old log-probabilities that is right for that number.
         """
         if self.old != "auto":
             return self
@@ -259,10 +261,10 @@ def loss_per_entry(loss: LossSpec, entries: BatchLossInputs) -> Tensor:
 def _components(
     loss: LossSpec, entries: BatchLossInputs, tally: LossTally
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name of each loss component (``rl``, ``ce`` or ``kd``), with the contribution of
-    each token to it.
+    """Yield the name of each loss component, and the contribution of each token to the component.
 
-    A token without weight contributes 0, whatever its log-probability.
+    The names are ``rl``, ``ce`` and ``kd``. A token without weight contributes 0, whatever its
+    log-probability.
     """
     for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
         if name in entries.denominators:
@@ -431,8 +433,7 @@ class LossTally:
     def add_policy_metrics(
         self, tokens: PolicyLossInputs, clipped: Tensor, has_weight: Tensor
     ) -> None:
-        """Add metrics of how far off-policy the tokens with weight are, such as the clip
-        fraction."""
+        """Add metrics of how off-policy the weighted tokens are, such as the clip fraction."""
         now = tokens.now.detach()
         mismatch = (
             tokens.old - tokens.sampler
@@ -467,7 +468,7 @@ class LossTally:
             self.add_experts(ExpertLoad(ExpertRoutingCounts(*counts), weight))
 
     def _update_maximum(self, name: str, value: Tensor | float) -> None:
-        """Update the recorded maximum of a metric with ``value``.
+        """Raise the recorded maximum of a metric to ``value`` if ``value`` is larger.
 
         Once a NaN occurs, the maximum stays NaN. Tensors stay on their device, since copying them
         would wait for the batch to finish.
@@ -517,7 +518,7 @@ class LossTally:
 
 
 def selects_tokens(loss: LossSpec) -> bool:
-    """Return True if the loss selects tokens from the whole step.
+    """Return True if the loss chooses some tokens of a step to treat them differently.
 
     If so, call ``mark_selected_tokens`` on the step's batches before training on them.
     """
@@ -595,7 +596,7 @@ def _concatenate_parts(parts: Iterator[Floats]) -> npt.NDArray[np.float64]:
 
 
 def _random_token_keys(batch: Batch) -> npt.NDArray[np.uint64]:
-    """Return a pseudorandom number for each token with loss.
+    """Return a reproducible pseudorandom number for each token with loss.
 
     It depends only on the name of the token's sequence and on its position there.
     """

@@ -122,7 +122,7 @@ def _group_slots(
 
 
 def _side_by_side(gpus: float, largest: float, num: int) -> int:
-    """Return how many processes that need ``gpus`` GPUs each fit into one slot of ``largest`` GPUs.
+    """Return how many processes with ``gpus`` GPUs each fit into one slot of ``largest`` GPUs.
 
     There are ``num`` such processes.
     """
@@ -174,7 +174,7 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 def _place_slots(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
-    """Assign the slots of one pool to its machines, and return the placed slots by index.
+    """Place the slots of one pool on its machines, and return the placed slots by index.
 
     The largest slots are placed first. If the pool's order is ``pack``, each goes to the first
     machine with enough room; if it is ``spread``, to the one with the most room. Raises ConfigError
@@ -206,8 +206,8 @@ def _place_slots(
 
 
 def _roles_of(members: Sequence[RoleInstanceId]) -> str:
-    """Describe the roles in a placement slot with their counts, as in ``trainer and inference`` or
-    ``2 trainer and inference``."""
+    """Describe the roles in a placement slot and their counts, as in ``2 trainer and
+    inference``."""
     num = Counter(member.role for member in members)
     return " and ".join(f"{count} {role}" if count > 1 else role for role, count in num.items())
 

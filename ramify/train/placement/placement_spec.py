@@ -1,5 +1,6 @@
-"""Define the section ``placement`` of a recipe, which describes as plain data where a run's
-processes are placed.
+"""Define a recipe's ``placement`` section, which says where a run's processes are placed.
+
+The section is plain data.
 
     PlacementSpec(
         pools={"gpus": NodePool(nodes=2, gpus=8, cpus=64), "cpus": NodePool(nodes=1, cpus=32)},
@@ -48,8 +49,10 @@ class NodePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class RoleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The placement of one kind of process (a role): its pool, its number of processes, and the
-    resources of each."""
+    """The placement of one role: its pool, process count and resources per process.
+
+    A role is one kind of process.
+    """
 
     pool: str = ""
     """Name of a pool in ``pools``; optional if there is only one."""
@@ -80,10 +83,11 @@ class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_on
     """
 
     command: tuple[str, ...]
-    """Command that starts it; ``{host}`` and ``{port}`` are replaced by its listening address."""
+    """Command that starts the service; ``{host}`` and ``{port}`` are replaced by the address that
+    it must listen on."""
     variable: str
-    """Environment variable that the run sets to its address, such as ``VLLM_BASE_URL`` for a judge
-    named vllm:NAME."""
+    """Environment variable that the run sets to the service's address, such as ``VLLM_BASE_URL``
+    for a judge named vllm:NAME."""
     path: str = "/v1"
     """URL path that is appended to the service's address."""
     start_s: float = 600.0
@@ -100,8 +104,10 @@ class RewardServiceSpec(RoleSpec, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The placement of a run: the pools of machines, the kinds of processes that run there, and
-    which of them share GPUs."""
+    """The placement of a run: its pools of machines, its roles, and which roles share GPUs.
+
+    A role is one kind of process, such as the trainer.
+    """
 
     kind: Literal["local", "ray"] = "local"
     """What starts the processes: this machine, or Ray. ``ramify train --placement`` sets it."""
@@ -120,7 +126,8 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Address of a running Ray cluster; empty: ``RAY_ADDRESS``, or, if that is not set, a cluster
     that is started here and ends with the run."""
     start_s: float = 120.0
-    """Seconds that a cluster may take to provide the slots, or to replace a lost one."""
+    """Time limit in seconds for a cluster to provide the slots (machines and devices), or to
+    replace a lost one."""
     restarts: int = 3
     """How many times in a row a rollout worker or service that ended is restarted. A completed
     rollout, or a service's ``start_s`` seconds of uptime, resets the count. 0: the run continues

@@ -117,7 +117,7 @@ class RewardServices:
 
 
 class _RunningService:
-    """One running service, possibly on another machine."""
+    """A running service of the run, which may be on another machine."""
 
     def __init__(self, hosts: Launcher, name: str, spec: RewardServiceSpec, out: Path) -> None:
         self._hosts = hosts

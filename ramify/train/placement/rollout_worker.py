@@ -45,7 +45,7 @@ from ramify.types.message import Message
 
 
 class RolloutWorkerSpec(msgspec.Struct, frozen=True, tag=True):
-    """The part of a run's configuration that a rollout worker needs.
+    """The part of a run's configuration that is sent to a rollout worker.
 
     It is the first message to the worker.
     """
@@ -134,7 +134,7 @@ class RolloutRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class AvailableEnginesMessage(msgspec.Struct, frozen=True, tag="AvailableEngines"):
-    """A message that tells a worker which engines it may call from now on."""
+    """A message with the list of engines that a worker may call from now on."""
 
     urls: tuple[str, ...]
 

@@ -313,8 +313,10 @@ class RolloutWorkers:
         task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
-        """Send workers the current list of available engines, and detect workers that ended
-        without a message, for example because their machine failed.
+        """Keep workers informed of the available engines, and detect workers that ended without a
+        message.
+
+        A worker ends without a message if, for example, its machine fails.
         """
         while True:
             urls = self._engines.up_to_date_urls

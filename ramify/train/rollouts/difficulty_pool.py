@@ -1,5 +1,4 @@
-"""Reduce how often training samples items that currently give no training signal, because they are
-too easy or too hard.
+"""Sample task items less often while they are too easy or too hard to give a training signal.
 
     groups.jsonl of this run ──> items, and parts of a mixture, whose attempts all did equally well
                              ──> each is sampled in a fraction ``share`` of its turns, else skipped
@@ -35,7 +34,7 @@ _DECIDED = (RolloutGroupOutcome.LEARNT, RolloutGroupOutcome.NO_SIGNAL)
 
 
 class DifficultyPool:
-    """A record of which items recently gave no training signal.
+    """A record of the task items that recently gave no training signal.
 
     It decides when such items are skipped.
     """
@@ -58,13 +57,13 @@ class DifficultyPool:
         """Outcomes of the latest groups of each task in the mixture, by name."""
 
     def load(self) -> None:
-        """Read the outcomes of all earlier groups from the run's folder."""
+        """Read the outcomes of all earlier rollout groups from the run's folder."""
         self._items = {}
         self._parts = defaultdict(lambda: deque(maxlen=_LATEST))
         self.record_outcomes(GROUPS.read(self._folder))
 
     def record_outcomes(self, records: Iterable[RolloutGroupRecord]) -> None:
-        """Record the outcomes of groups, in the order in which they occurred."""
+        """Record the outcomes of rollout groups, in the order in which they occurred."""
         for record in records:
             if record.outcome in _DECIDED:
                 self._items[record.item] = record.outcome
@@ -72,14 +71,15 @@ class DifficultyPool:
                     self._parts[item_part_name(record.item)].append(record.outcome)
 
     def should_skip(self, number: int, item: str) -> bool:
-        """Return True if the item with this number and id should be skipped this time."""
+        """Return True if the task item should be passed over this time it comes up."""
         if not self.has_no_signal(item):
             return False
         digest = hashlib.blake2b(f"{self._seed}/settled/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >= self._share * 2**64
 
     def has_no_signal(self, item: str) -> bool:
-        """Return True if the item with this id currently gives no training signal.
+        """Return True if the task item with this id is settled: it currently gives no training
+        signal.
 
         Either its latest group had none, or nearly all of the latest groups of its task had none.
         """

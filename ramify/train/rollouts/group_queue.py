@@ -78,9 +78,8 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Index of the first item in the training split. After a stage with demonstrations, the default
     is the first item that was not demonstrated."""
     max_items: int | None = None
-    """Dynamic sampling: how many items a step may try to find ``items`` with a training signal;
-    None: no dynamic sampling.
-    """
+    """Dynamic sampling: maximum number of items that a step may start until ``items`` of them give
+    a training signal. None: no dynamic sampling."""
     minibatches: int = 1
     """Number of optimizer steps into which a step's rollouts are split."""
     max_staleness: int = 0
@@ -98,11 +97,10 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     waits for nothing else; None: never.
     """
     settled_share: float | None = None
-    """Difficulty pool: fraction of their turns in which settled items are still sampled. An item
-    is settled if its last group gave no signal, since all attempts or none solved it; a part of a
-    mixture, if nearly all of its latest groups gave none. Needs an algorithm that drops groups
-    without signal. None: every item is sampled in each of its turns.
-    """
+    """Difficulty pool: fraction of the times a settled item comes up in which it is still sampled.
+    An item is settled if its last group gave no signal, since all attempts or none solved it; a
+    part of a mixture, if nearly all of its latest groups gave none. Needs an algorithm that drops
+    groups without signal. None: every item is always sampled."""
     pause: bool = False
     """Pause new rollouts while the policy is evaluated, so that only rollouts in progress compete
     with the evaluation."""
@@ -177,8 +175,7 @@ class QueuedRolloutGroup(msgspec.Struct, eq=False):
 
 
 class StepRolloutGroups(msgspec.Struct):
-    """The rollout groups that one training step learns from, and the records of groups that were
-    given up."""
+    """The rollout groups that one training step learns from, and records of abandoned groups."""
 
     groups: list[Numbered]
     given_up: list[RolloutGroupRecord]
@@ -208,7 +205,7 @@ class RolloutGroupQueue:
         has_no_signal: Callable[[Group], bool] = lambda group: False,
         pool: DifficultyPool | None = None,
     ) -> None:
-        """Create a queue.
+        """Create the queue for the rollout groups of one training stage.
 
         Rollouts begin when ``take`` or ``note_new_weights`` is called.
 
@@ -246,7 +243,7 @@ class RolloutGroupQueue:
     # --- for the stage
 
     async def take(self, step: int) -> StepRolloutGroups:
-        """Wait until the groups of the given step are complete, and return them.
+        """Wait until the rollout groups of the given step are complete, and return them.
 
         Raises unexpected errors of rollouts.
         """
@@ -273,24 +270,28 @@ class RolloutGroupQueue:
         return self._choose_groups()
 
     def note_new_weights(self, step: int) -> None:
-        """Begin the groups that are allowed once the engine has the weights after ``step`` steps.
+        """Start the rollout groups that may begin once the engine has the weights of step ``step``.
 
-        Does nothing if ``max_staleness`` is 0.
+        These are the weights after ``step`` training steps. Does nothing if ``max_staleness`` is 0.
         """
         if self._sample.max_staleness:
             self._set_step(step)
             self._begin_groups()
 
     def resume_position(self) -> tuple[int, list[int]]:
-        """Return the state that a resumed run needs: the index of the first item that has never
-        begun, and the indices of the items with open groups."""
+        """Return the queue's state for a resume: the next new task item and those in progress.
+
+        Both are given as item indices.
+        """
         return self._next_item, sorted(
             [*self._pending, *(entry.number for entry in self.open_groups)]
         )
 
     def take_skipped_records(self) -> list[RolloutGroupRecord]:
-        """Return the records of the items that were skipped since the last step or the last call of
-        this method."""
+        """Return and clear the records of recently skipped task items.
+
+        They cover the time since the last step or the last call of this method.
+        """
         records, self._skipped = self._skipped, []
         return records
 
@@ -322,7 +323,7 @@ class RolloutGroupQueue:
     # --- beginning groups
 
     def _set_step(self, step: int) -> None:
-        """Record that the engine now has the weights after ``step`` training steps."""
+        """Record that the engine now has the weights after training step ``step``."""
         self._note_begun()
         if step != self._step:
             self._step, self._begun_in_step = step, 0
@@ -350,7 +351,7 @@ class RolloutGroupQueue:
             )
 
     def _take_next_item(self) -> tuple[int, Item]:
-        """Return the next item to roll out, with its number.
+        """Return the number of the next task item to roll out, and the item itself.
 
         Items that the difficulty pool skips are recorded as skipped.
         """
@@ -387,8 +388,9 @@ class RolloutGroupQueue:
         self._report_progress()
 
     def _report_progress(self) -> None:
-        """Report how many rollouts have ended, counting only as many groups as the step takes,
-        those nearest to completion.
+        """Report how many rollouts have ended in the groups that are nearest to completion.
+
+        Only as many groups as the step takes are counted.
         """
         if self._work is not None:
             over = sorted(
@@ -403,7 +405,7 @@ class RolloutGroupQueue:
         return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
-        """Find the groups that have become complete, and store their results."""
+        """Find newly completed rollout groups and store their results."""
         self._note_begun()
         for entry in self.open_groups:
             if entry.group is None and entry.task.done():
@@ -412,14 +414,13 @@ class RolloutGroupQueue:
                     self._note_scored(entry)
 
     def _note_scored(self, entry: QueuedRolloutGroup) -> None:
-        """Note that the rollouts of a complete group have rewards, and whether the group has a
-        training signal."""
+        """Record that a complete rollout group is scored, and whether it has a training signal."""
         assert entry.group is not None
         entry.is_scored = True
         entry.has_no_signal = bool(self._sample.max_items) and self._has_no_signal(entry.group)
 
     def _groups_to_score(self) -> list[QueuedRolloutGroup]:
-        """Return the complete groups that still have to be scored.
+        """Return the complete rollout groups that still have to be scored.
 
         If rollouts run ahead of the steps, only the groups that the next step will take are
         returned.
@@ -445,7 +446,7 @@ class RolloutGroupQueue:
         )
 
     def _give_up_slow_ones(self) -> float | None:
-        """Give up slow rollouts if the step waits for nothing else.
+        """Give up slow rollouts if they are all that the step is waiting for.
 
         If nothing is given up, return how many seconds to wait before checking again, or None if no
         running rollout can become slow.
@@ -471,7 +472,7 @@ class RolloutGroupQueue:
         attempt.give_up(why)
 
     def _choose_groups(self) -> StepRolloutGroups:
-        """Choose the groups that the step learns from.
+        """Choose the complete rollout groups that the step learns from.
 
         Close them, and the groups that no step can take any more.
         """
@@ -522,10 +523,10 @@ def _unfinished_attempts(group: QueuedRolloutGroup) -> list[RolloutAttempt]:
 
 
 def _time_left(group: QueuedRolloutGroup, bound: float) -> float | None:
-    """Return the seconds until all running rollouts of the group have taken more than ``bound``
-    seconds.
+    """Return the seconds until all running rollouts of a group count as slow.
 
-    Returns None if no rollout is running, or if one has not begun yet.
+    A rollout counts as slow after ``bound`` seconds. Returns None if no rollout is running, or if
+    one has not begun yet.
     """
     began = [attempt.began_at for attempt in _unfinished_attempts(group)]
     if not began or None in began:
@@ -537,8 +538,7 @@ def _time_left(group: QueuedRolloutGroup, bound: float) -> float | None:
 
 
 class RolloutAdmissionOptions(Protocol):
-    """The interface of the options that limit how many groups may be in progress and how old their
-    tokens may become.
+    """Interface of options that limit the rollout groups in progress and their tokens' staleness.
 
     Training and the simulator both provide them.
     """
@@ -563,12 +563,13 @@ class StartedRolloutGroup(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """True if all rollouts of the group are complete and their signals are computed."""
+        """True if all rollouts of the group are complete and their training signals are
+        computed."""
         ...
 
     @property
     def has_no_signal(self) -> bool:
-        """True if the group is complete and nothing can be learned from it."""
+        """True if the group of rollouts is complete but gives no training signal."""
         ...
 
 
@@ -578,8 +579,10 @@ G = TypeVar("G", bound=StartedRolloutGroup)
 def num_groups_to_begin(
     rules: RolloutAdmissionOptions, begun: Sequence[StartedRolloutGroup], step: int, num_steps: int
 ) -> int:
-    """Return how many more groups may begin while the engine has the weights after ``step`` of the
-    ``num_steps`` training steps.
+    """Return how many more rollout groups may begin while the engine has the weights of step
+    ``step``.
+
+    These are the weights after ``step`` of the ``num_steps`` training steps.
     """
     num_zero_variance = sum(group.has_no_signal for group in begun)
     ahead = min(rules.max_staleness, num_steps - step - 1)
@@ -600,7 +603,7 @@ def has_enough_groups(
     whole: Sequence[StartedRolloutGroup],
     step: int,
 ) -> bool:
-    """Return True if step ``step`` can start with the complete groups in ``whole``.
+    """Return True if the complete rollout groups in ``whole`` suffice to start step ``step``.
 
     ``begun`` holds all groups that have begun, complete or not.
     """
@@ -629,8 +632,7 @@ def has_enough_groups(
 def groups_to_give_up(
     rules: RolloutAdmissionOptions, begun: Sequence[G], left_s: Sequence[float | None], step: int
 ) -> tuple[list[G], float | None]:
-    """Find the groups whose slow rollouts should be given up, because the step waits for nothing
-    else.
+    """Find the rollout groups whose slow rollouts are all that the training step is waiting for.
 
     ``left_s`` holds, for each group in ``begun``, the seconds until all its running rollouts count
     as slow. The value is None if no rollout is running or one has yet to begin.

@@ -1,5 +1,6 @@
-"""Roll out items: sample several attempts at each item with the shared engine, and let the task
-score them.
+"""Roll out task items: sample several attempts at each, and let the task score them.
+
+All attempts share one engine.
 
     item ── group attempts, as slots become free ──> ``evaluate.attempt``: prepare, RLM, score
          ── once all are complete ──> Group
@@ -88,7 +89,8 @@ class RolloutConcurrencyLimiter:
 
     @property
     def is_adaptive(self) -> bool:
-        """True if the limit adapts to the engine's cache, False if it is fixed."""
+        """True if the concurrency limit follows the engine's cache pressure, False if it is
+        fixed."""
         return self._gauge is not None
 
     async def __aenter__(self) -> None:
@@ -106,7 +108,7 @@ class RolloutConcurrencyLimiter:
         self._leave()
 
     def pause(self) -> None:
-        """Admit no more rollouts until ``resume`` is called.
+        """Stop admitting rollouts until ``resume`` is called.
 
         Running rollouts continue.
         """
@@ -117,7 +119,7 @@ class RolloutConcurrencyLimiter:
         self._let_in()
 
     async def adjust_limit(self) -> None:
-        """Measure the pressure on the engine's cache, and adjust the limit accordingly."""
+        """Look at the pressure on the engine's cache, and adjust the concurrency limit to it."""
         pressure = None if self._gauge is None else await self._gauge()
         if pressure is None:
             return
@@ -165,9 +167,10 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     temperature: float = 1.0
     """Temperature at which rollouts are sampled."""
     top_p: float | None = None
-    """Sample only from the likeliest tokens with this total probability; None: from all."""
+    """Nucleus sampling: sample only from the most likely tokens whose probabilities add up to this
+    value; None: from all tokens."""
     top_k: int | None = None
-    """Sample only from this many of the likeliest tokens; None: from all."""
+    """Sample only from this number of most likely tokens; None: from all tokens."""
     grace_s: float = GRACE_S
     """Seconds that a rollout may exceed its deadline (``limits.max_seconds``) before it counts as
     stalled. The same limit applies to each call of a task's ``prepare`` and ``score``, and to
@@ -212,7 +215,7 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class RolloutAttempt:
-    """One rollout of an item, from its request until it has ended or was given up."""
+    """One rollout of a task item, from its request until it ends or is given up."""
 
     def __init__(
         self,
@@ -222,7 +225,7 @@ class RolloutAttempt:
         run: Callable[[], Coroutine[Any, Any, Trajectory]],
         over: Callable[[RolloutAttempt], None],
     ) -> None:
-        """Request a rollout, which starts when a slot is free.
+        """Request a rollout, which starts as soon as the concurrency limit allows it.
 
         ``over`` is called with this attempt once the rollout has ended or was given up.
         """
@@ -302,7 +305,7 @@ class RolloutAttempt:
 
 
 class RolloutGroupInProgress:
-    """All attempts at one item, while they are in progress."""
+    """A group of rollouts in progress: all attempts at one task item."""
 
     def __init__(
         self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None
@@ -312,7 +315,7 @@ class RolloutGroupInProgress:
         self._greedy = greedy
 
     async def wait_for_group(self) -> Group:
-        """Wait for all attempts, and return them as a group.
+        """Wait for all attempts, and return the whole group.
 
         Attempts that were given up are left out. An unexpected error of an attempt is raised as
         soon as it occurs.
@@ -352,7 +355,7 @@ class RolloutGroupInProgress:
 
     @property
     def num_ended(self) -> int:
-        """The number of rollouts in the group that have ended."""
+        """The number of the group's rollouts that have ended."""
         return sum(attempt.result.done() for attempt in self.attempts)
 
     @property
@@ -362,8 +365,8 @@ class RolloutGroupInProgress:
 
 
 class Rollouter:
-    """Rolls out the items of one task with one ``RLM``, so that all rollouts share a sandbox and a
-    client.
+    """Rolls out one task's items with a single ``RLM``, whose sandbox and client all rollouts
+    share.
 
     The owner keeps the ``RLM`` open with ``async with rlm``.
     """
@@ -379,7 +382,7 @@ class Rollouter:
         gauge: Gauge | None = None,
         rollout_worker: RolloutWorkers | None = None,
     ) -> None:
-        """Create a rollouter.
+        """Create a rollouter for the items of ``task``.
 
         ``greedy`` adds one rollout of each item at temperature 0 (``Group.greedy``). ``gauge``
         measures the pressure on the engine's cache, which limits concurrency; None: concurrency is
@@ -404,7 +407,7 @@ class Rollouter:
     def begin(
         self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None
     ) -> RolloutGroupInProgress:
-        """Begin a group of attempts at ``item``.
+        """Begin a group of rollouts that all attempt the task item ``item``.
 
         Each attempt starts when a slot is free. ``over`` is called after each attempt. The attempts
         must be ended with ``close_attempts``.
@@ -429,8 +432,7 @@ class Rollouter:
         )
 
     def is_scored_by_step(self, item: Item) -> bool:
-        """Return True if rollouts of ``item`` get their rewards only when a whole step is
-        scored."""
+        """Return True if rollouts of ``item`` are scored together with all rollouts of the step."""
         return is_scored_by_step(self._task, item)
 
     async def score(self, groups: Sequence[RolloutGroupInProgress]) -> None:
@@ -450,7 +452,7 @@ class Rollouter:
                 await asyncio.to_thread(self._rlm.store.append, run, events)
 
     async def count_planned_modes(self, items: Sequence[Item]) -> RootModeCounts:
-        """Count how many root calls of ``items`` will be plain calls, and how many will have a
+        """Count how many root calls of ``items`` will be plain calls and how many will have a
         session.
 
         No model is called.
@@ -479,9 +481,9 @@ class Rollouter:
         what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
     ) -> list[Group]:
-        """Roll out one group per item, and return the groups in order, including failed rollouts.
+        """Roll out each task item as a group, and return the groups in the order of the items.
 
-        Only unexpected errors and cancellations are raised.
+        The groups include failed rollouts. Only unexpected errors and cancellations are raised.
 
         ``what`` is the label of this work in progress reports. ``after`` is applied to each group
         as soon as it is complete, while others continue.
@@ -543,10 +545,9 @@ class Rollouter:
         return rollout
 
     def _unless_cut(self, rollout: Trajectory) -> Trajectory:
-        """Mark ``rollout`` as failed and remove its rewards if it was cut off at a deadline, so
-        that the load of a machine never influences a reward.
+        """Mark ``rollout`` as failed and remove its rewards if a deadline cut it off.
 
-        Other rollouts are returned unchanged.
+        So the load of a machine never influences a reward. Other rollouts are returned unchanged.
         """
         stops = [rollout.stop, *(call.stop for call in rollout.calls)]
         if (rollout.rewards or rollout.awaits_score) and Stop.DEADLINE in stops:
@@ -572,8 +573,9 @@ counted.
 
 
 class RootModeCounts(msgspec.Struct, frozen=True):
-    """Counts of how the root calls of a run's first items will be answered: by one plain call, or
-    by a recursive root call, which has a session and may call children.
+    """Counts of how a run's first root calls will be answered: by one plain call or recursively.
+
+    A recursive root call has a session and may call children.
     """
 
     items: int
@@ -589,7 +591,8 @@ class RootModeCounts(msgspec.Struct, frozen=True):
 
     @property
     def num_recursive(self) -> int:
-        """The number of items whose root call has a session and may call children."""
+        """The number of task items whose root call gets a sandboxed session and may call
+        children."""
         is_other = self.is_conducted or self.is_recorded
         return self.items - self.direct if self.depth and not is_other else 0
 
@@ -620,7 +623,7 @@ class RootModeCounts(msgspec.Struct, frozen=True):
 
 
 def next_items(items: Sequence[Item], first: int) -> list[Item]:
-    """Return the items that a run rolls out first, beginning with number ``first``.
+    """Return the task items that a run rolls out first, beginning with item number ``first``.
 
     After the last item, the run starts over with item 0.
     """

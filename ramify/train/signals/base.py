@@ -1,4 +1,4 @@
-"""Define the interface of signals: sources of numbers for the turns and tokens of rollouts.
+"""Define the interface of signals, which assign numbers to the turns and tokens of rollouts.
 
 Advantages are computed from these numbers.
 
@@ -33,7 +33,7 @@ TurnId = tuple[str, int]
 
 
 class TopKCandidates(msgspec.Struct, eq=False):
-    """The k candidate tokens at each of the N positions of one turn, with their log-probabilities.
+    """The k candidate tokens at each of the N positions of one turn, and their log-probabilities.
 
     These are normalised over the whole vocabulary.
     """
@@ -85,7 +85,7 @@ class SignalScore(msgspec.Struct, eq=False):
 
 
 class JudgeTurnView(msgspec.Struct, frozen=True):
-    """One turn of a call as a judge sees it: the reply, and what was observed after it.
+    """One turn of a call as a judge sees it: the reply and the observation that followed.
 
     Example:
         JudgeTurnView(("0", 1), reply="FINAL(2)", observed="", error="")  # call 0, turn 1
@@ -219,7 +219,7 @@ class TokenScorer(Protocol):
     async def score(
         self, rows: Sequence[TokenScoringRequest], *, top: int = 0
     ) -> list[TokenScores]:
-        """Return one result for each requested sequence, in order.
+        """Return the log-probabilities of the requested tokens of each sequence, in order.
 
         ``top`` is the number of most likely tokens to return at each position. Raises RamifyError
         if the tokens cannot be scored. A missing score is never replaced by zero.
@@ -264,7 +264,7 @@ class SignalContext(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Signal(Protocol):
-    """The interface of a signal, a source of numbers for the turns and tokens of rollouts.
+    """The interface of a signal, which assigns numbers to the turns and tokens of rollouts.
 
     A recipe names its signals under ``signals``.
     """

@@ -75,7 +75,7 @@ def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
 
 
 class HintVote(NamedTuple):
-    """One vote of a judge on whether a hint is worth giving, together with the hint."""
+    """A hint from a judge, and the judge's vote on whether the hint is worth giving."""
 
     vote: int
     hint: str
@@ -97,8 +97,8 @@ def read_hint(text: str) -> HintVote | None:
 
 
 def transcript(view: JudgeView, *, max_chars: int = 24_000) -> str:
-    """Return the trajectory up to the judged turn as text of about ``max_chars`` characters at
-    most.
+    """Return the trajectory up to the judged turn as text of at most about ``max_chars``
+    characters.
 
     Long parts are shortened in the middle.
     """
@@ -138,9 +138,9 @@ class _ModelJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Options shared by all judges that ask a model, such as the model and the number of votes."""
 
     model: str
-    """``provider:model``, or ``policy`` for the policy being trained."""
+    """The judge's model as ``provider:model``, or ``policy`` for the policy being trained."""
     votes: int = 1
-    """Replies to request for each judgement, each with a different seed."""
+    """Number of replies requested for each judgement, each with a different seed."""
     sampling: Sampling = Sampling(2048, temperature=0.6)
     max_chars: int = 24_000
     """Maximum number of characters of the trajectory that the judge is shown."""
@@ -371,7 +371,7 @@ class ProcessRewardSignal(
 
 
 async def verdict_or_invalid(judge: Judge, view: JudgeView) -> JudgeVerdict:
-    """Return the verdict of ``judge``.
+    """Return the verdict of ``judge``, or an invalid verdict if its model fails.
 
     If the judge's model fails, return a verdict that counts one invalid vote and names the error.
     """

@@ -41,7 +41,7 @@ them.
 
 
 class JudgeModelAccess:
-    """Give the judges of a run access to models, with a shared budget and cache.
+    """Gives a run's judges access to models, with a shared budget and cache.
 
     Use it from one event loop only.
     """
@@ -67,7 +67,7 @@ class JudgeModelAccess:
     def trajectory_caller(
         self, trajectory: Trajectory, signal: str, reading: SignalScore
     ) -> ModelCaller:
-        """Return a function with which judges ask models about one trajectory for one signal.
+        """Return a function that lets judges ask models about one trajectory for one signal.
 
         It records its calls in ``reading``, the signal's score.
         """
@@ -94,7 +94,7 @@ class JudgeModelAccess:
 
 
 class _TrajectoryCaller:
-    """Ask models about one trajectory for one signal, and record the calls.
+    """Asks models about one trajectory for one signal, and records the calls.
 
     Implements ``ModelCaller``.
     """
@@ -137,7 +137,7 @@ class _TrajectoryCaller:
 
 
 class JudgeRequestReservation:
-    """Reserve the budget of one request in one or more ledgers.
+    """A budget reservation for one request in one or more ledgers.
 
     The worst case is reserved before the request is sent. The actual use is charged when the reply
     has arrived.
@@ -210,7 +210,7 @@ def attach_signals_to_tree(trajectory: Trajectory, readings: Mapping[str, Signal
 
 
 def _marks(trajectory: Trajectory, signal: str, reading: SignalScore) -> Iterator[RunAnnotation]:
-    """Yield the annotations of one signal.
+    """Yield the annotations that show one signal's scores in a trajectory.
 
     Numbers that are not finite are left out.
     """

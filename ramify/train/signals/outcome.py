@@ -67,7 +67,7 @@ class ToolUseSignal(
     tag_field="name",
     tag="tools",
 ):
-    """A signal that scores each turn that used a tool, by whether an error followed.
+    """A signal that scores each tool-using turn by whether an error followed.
 
     Implements ``Signal``.
 
@@ -104,7 +104,7 @@ WORST, PER_CALL, FREE, CAP = -1.0, 0.05, 2, -0.6
 
 
 def tool_shaped_outcome(right: bool, num_calls: int) -> float:
-    """Return the outcome of a rollout, shaped by its number of tool observations (``num_calls``).
+    """Return a rollout's outcome, adjusted for its number of tool observations (``num_calls``).
 
     A right answer gets 1. A wrong one gets a negative number, which rises by 0.05 with each
     observation up to -0.6.

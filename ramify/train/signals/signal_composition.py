@@ -67,7 +67,7 @@ class Hybrid(
     is averaged over the observed tokens of trained turns.
     """
     passed: float = 0.5
-    """For ``route``: minimum reward at which a trajectory counts as passed."""
+    """For ``HybridTerm.route``: minimum reward at which a trajectory counts as passed."""
 
     def __post_init__(self) -> None:
         from ramify.train.advantages import ALGORITHMS
@@ -113,7 +113,7 @@ class Hybrid(
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> HybridAlgorithmForStep:
-        """Return this algorithm for one step.
+        """Return this algorithm combined with one step's readings, which are the signals' scores.
 
         It combines the outcome with the scores (``readings``) that the signals gave in that step.
         """
@@ -187,8 +187,8 @@ class HybridAlgorithmForStep:
         )
 
     def _with_outcomes(self, group: Group) -> Group:
-        """Return a copy of ``group`` whose rewards are those of the signal named ``outcome``
-        instead of the task's.
+        """Return a copy of ``group`` whose rewards come from the ``outcome`` signal, not from the
+        task.
 
         A rollout to which that signal gave no outcome gets no reward. If the signal did not run,
         the group is returned unchanged.
@@ -262,7 +262,8 @@ class HybridAlgorithmForStep:
         return RolloutAdvantages(trajectory, credits)
 
     def _reference_logprobs(self, id: str) -> dict[TurnId, list[float]]:
-        """Return the log-probabilities of a trajectory under the reference policy, by turn.
+        """Return the log-probabilities of a trajectory's tokens under the reference policy, by
+        turn.
 
         They cover all turns of a call or none. Returns an empty dict if no signal has computed any.
         """
@@ -273,7 +274,7 @@ class HybridAlgorithmForStep:
 
 
 def _keeping_zero_variance(algorithm: Algorithm) -> Algorithm:
-    """Return a copy of ``algorithm`` that keeps zero-variance groups.
+    """Return a copy of ``algorithm`` that keeps groups in which all rollouts have equal rewards.
 
     They were already filtered out here.
     """
@@ -299,7 +300,8 @@ def _num_observed(rollout: RolloutAdvantages) -> int:
 
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
-    """Return metrics of one signal: how often it abstained, by reason, and the sums of its counts.
+    """Return metrics of one signal: its abstentions by reason and the totals of its scores'
+    ``counts``.
 
     ``readings`` holds its scores by trajectory.
     """

@@ -55,8 +55,8 @@ _log = ComponentLogger("train")
 
 
 class TrainingSignalSet:
-    """The training signals of one run, with the resources that they share: client pool, call cache
-    and teachers."""
+    """The training signals of one run, and the client pool, call cache and teachers that they
+    share."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class TrainingSignalSet:
 
     @property
     def checkpoint_state(self) -> Mapping[str, TeacherModels]:
-        """State that a checkpoint must store, by name.
+        """The parts of the signals' state that a checkpoint must store, by name.
 
         It holds the teachers if they have state that cannot be recomputed, and is otherwise empty.
         """
@@ -107,7 +107,7 @@ class TrainingSignalSet:
 
     @contextlib.asynccontextmanager
     async def open_runner(self) -> AsyncIterator[SignalRunner]:
-        """Open a ``SignalRunner`` as a context manager.
+        """Return a context manager that opens a ``SignalRunner``.
 
         Its resources are closed when the context ends.
         """
@@ -133,7 +133,7 @@ class TrainingSignalSet:
 
 
 class SignalRunner:
-    """Run the signals on groups of rollouts and keep the scores from step to step.
+    """Runs the training signals on groups of rollouts, and keeps their scores between steps.
 
     A group may be scored in one training step and used in a later one.
     """
@@ -154,7 +154,8 @@ class SignalRunner:
         self._teachers = teachers
         self._judges = judges
         self._active: dict[str, Signal] = {}
-        """Signals to read in this step: those with non-zero weight, and those without a term."""
+        """Signals to compute in this step: those whose terms have a non-zero weight, and those that
+        no ``HybridTerm`` uses."""
         self._running: dict[str, tuple[int, float]] = {}
         """For each signal that is running: the number of groups being scored, and the start
         time."""
@@ -186,7 +187,7 @@ class SignalRunner:
         self._complete_at = self._read_at = time.perf_counter()
 
     async def score_group(self, group: Group) -> None:
-        """Have every active signal score ``group``.
+        """Let every active signal score the rollouts in ``group``.
 
         A signal that has already scored all of its rollouts is skipped.
         """
@@ -236,8 +237,11 @@ class SignalRunner:
                 )
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the signals' metrics for the training step that uses ``groups``: how many rollouts
-        each signal scored, why others have no score, and how long scoring took."""
+        """Return the signals' metrics for the training step that uses ``groups``.
+
+        They show how many rollouts each signal scored, why others have no score, and how long
+        scoring took.
+        """
         ids = {trajectory.id for group in groups for trajectory in group.trajectories}
         wait_s = max(0.0, self._read_at - self._complete_at)
         metrics: dict[str, float] = {"signals_wait_s": wait_s}
@@ -254,7 +258,7 @@ class SignalRunner:
         }
 
     def _report_without_judge(self, name: str, scores: Sequence[SignalScore]) -> None:
-        """Warn if a judge gave no usable verdict on any rollout of the training step."""
+        """Warn if a judge returned no usable verdict for any rollout of the training step."""
         reasons = {score.abstained for score in scores}
         if not scores or not reasons <= {"unanswered", "outside the format"}:
             return
@@ -318,10 +322,9 @@ SIGNALS = PluginRegistry(
         "tools": "ramify.train.signals.outcome:ToolUseSignal",
     },
 )
-"""Maps a name to the class that implements ``base.Signal``. A checkpoint can restore a user's
-signal if the tag of its struct is the name under which it is registered, or the path in the
-configuration (``my_judges:Strict``).
-"""
+"""Maps a name to the class that implements ``base.Signal``. To restore a user-defined signal from a
+checkpoint, its struct tag must equal its registered name or its path in the configuration
+(``my_judges:Strict``)."""
 
 
 def build_signals(specs: Mapping[str, Any]) -> dict[str, Signal]:

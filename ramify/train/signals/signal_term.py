@@ -79,15 +79,14 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     norm: Norm = "none"
     """How numbers of turns are normalised (see ``token_arithmetic.py``)."""
     plus_outcome: float = 0.0
-    """Coefficient c of the outcome's reward o, which is added to a turn's number p before
-    ``norm``: R = p + c·o. For step-wise advantages that replace the outcome's (with ``w_rl=0``).
-    """
+    """Factor c by which the outcome's reward o is added to a turn's number p before ``norm``: R = p
+    + c·o. Use it with ``w_rl=0``, if step-wise advantages replace those of the outcome."""
     clip: float | None = None
-    """Numbers are clipped to ±clip; None: no clipping. Without clipping, teachers' numbers made
-    replies grow to their length limit.
-    """
+    """Clip the signal's numbers to the range from -``clip`` to ``clip``. None: no clipping, which
+    for teachers made replies grow to their length limit."""
     route: Literal["all", "failed", "hinted"] = "all"
-    """Which trajectories the term applies to."""
+    """Trajectories that the term applies to. ``failed``: those with a reward below
+    ``Hybrid.passed``. ``hinted``: those for which the signal has notes, such as a hint."""
     early: float = 0.0
     """Strength γ of the emphasis on early tokens. 0: all tokens weigh the same."""
     into: Literal["advantage", "loss"] = "advantage"
@@ -105,7 +104,7 @@ class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ScoredTrajectory(NamedTuple):
-    """A trajectory with its reward and the score that a signal gave to it."""
+    """A trajectory, its reward, and the score that one signal gave to it."""
 
     trajectory: Trajectory
     reading: SignalScore
@@ -113,8 +112,7 @@ class ScoredTrajectory(NamedTuple):
 
 
 class HybridAdvantageTermValues:
-    """The values of one hybrid term at one training step: one number per sampled token, or inputs
-    of the loss."""
+    """The values of one hybrid term at one training step: per-token numbers or loss inputs."""
 
     def __init__(self, term: HybridTerm, weight: float) -> None:
         self.term = term
@@ -226,7 +224,7 @@ class HybridAdvantageTermValues:
         return by_turn
 
     def _check_effect(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
-        """Raise TrainError if the term is 0 for all tokens that a teacher scored after a hint.
+        """Raise TrainError if the term is 0 on every token that a teacher scored after a hint.
 
         The cause is then an error in the hint, a mask or an option of the term.
         """
@@ -243,7 +241,7 @@ class HybridAdvantageTermValues:
 def _normalise_in_group(
     term: HybridTerm, scored: Sequence[ScoredTrajectory]
 ) -> list[dict[TurnId, float]]:
-    """Add the outcome's reward to each turn's number and normalise the sums within the group.
+    """Return each turn's score plus the outcome reward, normalised within the group.
 
     A turn is compared with the same turn of the same call in the other trajectories.
     """
@@ -255,7 +253,7 @@ def _normalise_in_group(
 
 
 def broadcast_to_tokens(trajectory: Trajectory, numbers: Mapping[TurnId, float]) -> Numbers:
-    """Repeat the number of each turn for every token that was sampled in it."""
+    """Repeat each turn's value for every token that was sampled in it."""
     by_turn: Numbers = {}
     for call in trajectory.calls:
         for index, _, num in sampled_turns(call):
@@ -277,7 +275,7 @@ def check_length(trajectory: Trajectory, place: TurnId, signal: str, num: int, w
 
 
 def first_non_finite(reading: SignalScore) -> str:
-    """Describe the first number in ``reading`` that is not finite, with its turn.
+    """Describe the first number in a signal's score that is not finite, and name its turn.
 
     Returns an empty string if all numbers are finite.
     """

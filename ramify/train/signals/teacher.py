@@ -75,11 +75,10 @@ class TeacherSignal(
     template: str = TEMPLATE
     """Text appended to the last message before the reply. It must contain ``{hint}``."""
     student: Literal["sampler", "recomputed"] = "sampler"
-    """Source of the policy's log-probabilities ℓ_o. ``sampler``: those reported by the sampler.
-    ``recomputed``: a pass over the sequence without the hint, by the code that also scores the
-    teacher. This is exact even if sampler and trainer round differently (bf16), but costs an
-    additional half of a forward pass.
-    """
+    """Source of the policy's log-probabilities ℓ_o. ``sampler``: those recorded during sampling.
+    ``recomputed``: those of a pass over the sequence without the hint, by the code that also scores
+    the teacher. This is exact even if sampler and trainer round differently (bf16), but adds half a
+    forward pass."""
     top: int | None = None
     """Candidates per position, for losses over more than the sampled token. -1: the whole
     vocabulary. None: no candidates."""
@@ -96,10 +95,9 @@ class TeacherSignal(
     towards an older teacher. Needs one more teacher pass. None: all tokens count.
     """
     turns: Literal["all", "named"] = "all"
-    """Which turns are scored. ``all``: the turn with the hint and all later ones. ``named``: these
-    turns up to the one that the hint is about, since later turns have already seen what the hint
-    says.
-    """
+    """Which turns are scored. ``all``: the turn where the teacher sees the hint and all later ones.
+    ``named``: only up to the turn that the hint is about, since later turns have already seen what
+    the hint says."""
     cut_off: bool = False
     """Also score trajectories that were cut off by a limit."""
     ema_decay: float = 0.05
@@ -126,8 +124,8 @@ class TeacherSignal(
 
     @property
     def scorer_names(self) -> tuple[str, ...]:
-        """Names of the models that this signal needs: its teacher, and ``live`` if the policy must
-        score too."""
+        """The names of the models that this signal needs: its teacher, and ``live`` if the policy
+        scores too."""
         needs_student = (
             self.student == "recomputed"
             or self.choose == "overlap"
@@ -179,7 +177,7 @@ class TeacherSignal(
         hints: HintsForTrajectory,
         writing: ConversationTokenizer | None,
     ) -> list[_HintedRow]:
-        """Return one token sequence to score for each turn and candidate hint.
+        """Return one token sequence for the teacher to score for each turn and candidate hint.
 
         If a hint cannot be inserted into a prompt, the failure is counted and the turn gets no
         score.
@@ -211,7 +209,7 @@ class TeacherSignal(
     def _spans(
         self, path: CallTokenIds, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[SampledTokenSpan]:
-        """Return the token spans to score for a hint at turn ``place``.
+        """Return the token spans to score for a hint that was given at turn ``place``.
 
         If several turns have hints, each hint applies only to its own turn.
         """
@@ -348,7 +346,7 @@ class TeacherSignal(
 
     @property
     def _num_support(self) -> int:
-        """Number of the policy's most likely tokens that serve as candidates at each position.
+        """The number of the policy's most likely tokens that are candidates at each position.
 
         It is 0 if the candidates are the teacher's.
         """
@@ -357,7 +355,7 @@ class TeacherSignal(
     async def _student_scores(
         self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext
     ) -> list[TokenScores]:
-        """Return the policy's scores of the token sequences without hints.
+        """Return the scores of the policy (the student) for the token sequences without hints.
 
         If they are not needed, nothing is computed and all results are empty.
         """
@@ -375,8 +373,7 @@ class TeacherSignal(
         return list(await context.scorers["live"].score(plain, top=top))
 
     def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
-        """Yield scoring requests for the group's root calls without a hint, if the loss also has a
-        KL term to this teacher.
+        """Yield scoring requests for unhinted root calls if the loss has a KL term to this teacher.
 
         They save training the pass that this term would need.
 
@@ -481,7 +478,7 @@ class _CannotInsert(Exception):
 
 
 class _HintedRow(NamedTuple):
-    """One token sequence for the teacher to score, together with the hint that was inserted."""
+    """A token sequence with an inserted hint, for the teacher to score."""
 
     number: int
     """Index of the trajectory in its group."""
@@ -518,7 +515,7 @@ def _first_candidates(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
 def _by_place(
     spans: Sequence[SampledTokenSpan], values: Sequence[float]
 ) -> dict[TurnId, list[float]]:
-    """Group ``values`` by turn.
+    """Group per-token values by the turn in which the tokens were sampled.
 
     There is one value for each scored token.
     """
@@ -530,7 +527,7 @@ def _by_place(
 
 
 def _sampler_logprobs(row: _HintedRow, group: Group) -> list[float]:
-    """Return the sampler's log-probabilities (ℓ_o) of the scored tokens of ``row``."""
+    """Return the sampler's log-probabilities of the scored tokens of ``row``."""
     turns = {
         (c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)
     }
@@ -546,8 +543,7 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 
 def needed_scorers(signals: Mapping[str, Any]) -> dict[str, float]:
-    """Return the teachers that ``signals`` need, by name, each with the decay of its moving
-    average.
+    """Return the moving-average decay of each teacher that ``signals`` need, by the teacher's name.
 
     Only ``ema``, an average of the policy's weights, uses the decay.
     """

@@ -49,7 +49,7 @@ CHUNK = 64
 
 
 class LocalModelScorer:
-    """Score tokens with a model that is loaded in this process.
+    """A token scorer that uses a model loaded in this process.
 
     Implements ``TokenScorer``.
     """
@@ -168,10 +168,9 @@ class LocalModelScorer:
 
 
 class EngineLogprobScorer:
-    """Score tokens with an inference engine that returns log-probabilities of prompts
-    (``InferenceClient.logprobs``).
+    """A token scorer that asks an inference engine for log-probabilities of prompts.
 
-    Implements ``TokenScorer``.
+    It calls ``InferenceClient.logprobs``. Implements ``TokenScorer``.
     """
 
     def __init__(self, client: Any) -> None:
@@ -274,7 +273,7 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
 
 
 class TeacherModels:
-    """Manage the teachers of one run, which are models that score the policy's tokens.
+    """The teachers of one run, which are models that score the policy's tokens.
 
     Their weights are loaded when a step first needs them, and then kept up to date.
     """
@@ -333,8 +332,10 @@ class TeacherModels:
         return self._scorers
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of all teachers since the run began: compute time in seconds, tokens to
-        score, and tokens actually computed."""
+        """Return metrics of all teachers since the run began: compute time and token counts.
+
+        The time is in seconds; the tokens are those to score and those actually computed.
+        """
         names = {
             "busy_s": "teacher_s",
             "row_tokens": "teacher_row_tokens",
@@ -382,7 +383,7 @@ class TeacherModels:
         self.models["ema"] = load_policy(folder, None, self._policy.device)
 
     def _prepare(self, step: int) -> None:
-        """Update the moving average and create teachers that do not exist yet.
+        """Prepare the teachers for a step: update the moving average and create missing teachers.
 
         Runs in the teachers' thread.
         """
@@ -417,10 +418,11 @@ class TeacherModels:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def _policy_for(self, name: str, step: int) -> Policy:
-        """Return the policy behind a teacher's name: the current policy or a copy of it, the run's
-        initial policy (``reference``), or an untrained model (``random``).
+        """Return the policy that a teacher's name refers to.
 
-        Raises ConfigError if the initial policy is needed and its folder is missing.
+        This is the current policy or a copy of it, the run's initial policy (``reference``), or an
+        untrained model (``random``). Raises ConfigError if the initial policy is needed and its
+        folder is missing.
         """
         from ramify.models.load import from_config, load_policy
 

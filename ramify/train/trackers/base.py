@@ -230,8 +230,7 @@ def send_folder(
     config: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> str:
-    """Upload ``folder`` as an artefact to the tracker ``name``, under the tracker's run that
-    belongs to the training run in ``run_folder``.
+    """Upload ``folder`` to the tracker ``name`` as an artefact of the run in ``run_folder``.
 
     ``title`` is the training run's name. Returns ``name``. Raises ConfigError if the upload fails.
     """

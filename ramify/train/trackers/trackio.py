@@ -54,7 +54,8 @@ class TrackioTracker:
 
 
 def _suppress_output() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that suppresses Trackio's usage hints, since standard output is
-    reserved for the command's own output.
+    """Return a context manager that suppresses Trackio's usage hints.
+
+    Standard output is reserved for the command's own output.
     """
     return contextlib.redirect_stdout(io.StringIO())

@@ -1,4 +1,4 @@
-"""A task of writing small programs from named operations.
+"""A task in which the policy writes small programs made of named operations.
 
 Policies with under a million parameters can learn tool use on it.
 """

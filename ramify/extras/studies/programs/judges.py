@@ -48,7 +48,7 @@ class RuleJudge(
     tag_field="name",
     tag="ramify.train.signals.programs:RuleJudge",
 ):
-    """A judge whose hints repeat the rules that error messages revealed.
+    """A judge that writes hints from the rules that error messages revealed.
 
     It uses only what the policy itself saw. Implements ``Judge``.
 
@@ -104,8 +104,7 @@ class StepRules(
     tag_field="name",
     tag="ramify.train.signals.programs:StepRules",
 ):
-    """A judge of single turns: it votes +1 if the turn's program ran, and -1 if the program raised
-    an error.
+    """A judge that votes +1 for a turn whose program ran and -1 for one that raised an error.
 
     A wrong program that runs also gets +1, so this signal alone helps little. Implements ``Judge``.
 
@@ -131,11 +130,10 @@ class ShuffledHints(
     tag_field="name",
     tag="ramify.train.signals.programs:ShuffledHints",
 ):
-    """A control experiment that replaces each hint from another source with a hint about a
-    different problem.
+    """A control experiment in which every hint is about a different problem.
 
-    The number, length and correctness of the hints stay the same, but they are irrelevant.
-    Implements ``HintSource``.
+    The hints of another source are replaced. The number, length and correctness of the hints stay
+    the same, but they are irrelevant. Implements ``HintSource``.
 
     Example:
         train.TeacherSignal(hints=train.ShuffledHints(source=hints))
@@ -157,7 +155,7 @@ class ShuffledHints(
 
 
 def _about_another(item: Item, hint: str, rng: random.Random) -> str:
-    """Return a hint about another item, with as many rules as the given hint has."""
+    """Return a hint about a different task item, with as many rules as the given hint."""
     problem = ToyProgramExercise.parse(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]

@@ -69,7 +69,7 @@ class ProgramInterpreterSession:
         return CellResult(Cell(code, value=value, error=error), {"prelude": {"cell": self._cells}})
 
     def _work_out(self, code: str) -> tuple[str | None, str | None]:
-        """Evaluate a program.
+        """Evaluate a program in the toy language, and return its value or its error.
 
         Returns its value and its error. One of the two is None.
         """

@@ -1,4 +1,4 @@
-"""A scripted demonstrator for the task ``programs``.
+"""A scripted demonstrator that writes example solutions of the task ``programs``.
 
 It is weak on purpose: it knows only part of the vocabulary, corrects what an error message names,
 and follows every hint.
@@ -60,8 +60,10 @@ _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
 class RuleInHint(msgspec.Struct, frozen=True):
-    """One rule in a hint: either which function a word means, or that a function must be
-    imported."""
+    """One rule of the task ``programs``, as stated in a hint.
+
+    It says which function a word means, or that a function must be imported.
+    """
 
     word: int | None
     """The word, or None for a rule that ``function`` must be imported."""
@@ -78,9 +80,9 @@ class RuleInHint(msgspec.Struct, frozen=True):
 
 
 def hint_text(rules: Iterable[RuleInHint]) -> str:
-    """Format rules as a hint for a policy: rules about words first, then rules about imports.
+    """Return the text of a hint that states the given rules.
 
-    Without rules, the hint is empty.
+    Rules about words come first, then rules about imports. Without rules, the hint is empty.
 
     >>> hint_text([RuleInHint(None, 10), RuleInHint(3, 9)])
     'use @w3@f9from ops import f10;'
@@ -90,8 +92,10 @@ def hint_text(rules: Iterable[RuleInHint]) -> str:
 
 
 def rules_from_errors(observed: Iterable[str]) -> list[RuleInHint]:
-    """Return the rules named in error messages, in order of appearance and at most
-    ``MAX_RULES``."""
+    """Return the rules that error messages reveal, at most ``MAX_RULES``.
+
+    They are the first ones, in order.
+    """
     rules: dict[RuleInHint, None] = {}
     for text in observed:
         for word, function in _MISTAKEN.findall(text):
@@ -127,14 +131,14 @@ MAX_CODE_TURNS = 2
 
 
 class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
-    """How weak the demonstrator is, such as the fraction of words that it knows.
+    """Settings of the demonstrator's skill, such as the fraction of words that it knows.
 
     All values are between 0 and 1.
     """
 
     knows: float = 0.5
-    """Fraction of words whose function it knows, drawn independently for each problem. Any other
-    word is mistaken for one of three wrong functions."""
+    """Fraction of words whose function the demonstrator knows, drawn independently for each
+    problem. It mistakes any other word for one of three wrong functions."""
     remembers_import: float = 0.5
     hinted: float = 0.5
     """Fraction of demonstrations that come with a hint."""
@@ -143,7 +147,7 @@ class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
 
 
 class ProgramTaskDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration of one item.
+    """A demonstration conversation for one task item.
 
     It has the fields of ``train.sft.Conversation``.
     """
@@ -160,7 +164,7 @@ def demonstrations(
     seed: int,
     texts: DemonstrationPromptFormat,
 ) -> Iterator[list[ProgramTaskDemonstration]]:
-    """Yield one demonstration per item, each in a separate list."""
+    """Yield a list with a single demonstration for each task item."""
     return ([demonstrate(item, habits, seed, texts)] for item in items)
 
 
@@ -179,14 +183,15 @@ def program_demos(
 def demonstrate(
     item: Item, habits: ProgramDemonstratorHabits, seed: int, texts: DemonstrationPromptFormat
 ) -> ProgramTaskDemonstration:
-    """Demonstrate one item: return the conversation in which the demonstrator solves it or
-    fails."""
+    """Write a demonstration conversation for one task item, which may end in failure."""
     return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), texts).run()
 
 
 class _Demonstration:
-    """The state of one demonstration: the problem, and which function the demonstrator believes
-    each word to mean."""
+    """A demonstration in progress: its problem and the demonstrator's beliefs about the words.
+
+    A belief is the function that the demonstrator takes a word to mean.
+    """
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
 
 
 class _InstallLibrary:
-    """A hook that installs the library of functions in every new session."""
+    """A session hook that installs the task's function library in every new session."""
 
     def __init__(self, ops: WordFunctionMap) -> None:
         self._source = ops.python_module_source()
@@ -88,7 +88,7 @@ class _InstallLibrary:
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
-    """Score a rollout: reward ``correct`` is 1 for the right number.
+    """Return the score of a rollout: the reward ``correct`` is 1 if its number is right, else 0.
 
     Metrics describe its turns and programs.
     """

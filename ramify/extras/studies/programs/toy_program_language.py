@@ -1,5 +1,4 @@
-"""The toy language of the task ``programs``: words, the functions that they mean, and the error
-messages for wrong calls.
+"""The toy language of the task ``programs``: its words, their functions, and its errors.
 
     50@w3@5@w9@2            a problem: start with 50, apply w3 with operand 5, then w9 with operand
                             2
@@ -44,8 +43,10 @@ _PROBLEM = re.compile(r"(\d{1,2})((?:@w\d{1,2}@\d)+)")
 
 
 class ToyProgramOperation(msgspec.Struct, frozen=True):
-    """One operation of a program: a word from the problem, the function called for it, and the
-    operand."""
+    """One operation of a program in the toy language.
+
+    It consists of a word from the problem, the function called for it, and the operand.
+    """
 
     word: int
     function: int
@@ -53,7 +54,10 @@ class ToyProgramOperation(msgspec.Struct, frozen=True):
 
 
 class ToyProgram(msgspec.Struct, frozen=True):
-    """A program written by a policy: a start value, operations and imports."""
+    """A program that a policy writes in the toy language.
+
+    It consists of a start value, operations and imports.
+    """
 
     start: int
     steps: tuple[ToyProgramOperation, ...]
@@ -86,7 +90,10 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
 
 class ToyProgramExercise(msgspec.Struct, frozen=True):
-    """A problem for the policy to solve with a program: a start value, and words with operands."""
+    """A problem that the policy solves by writing a program.
+
+    It consists of a start value, and words with operands.
+    """
 
     start: int
     steps: tuple[tuple[int, int], ...]
@@ -111,7 +118,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
     def build_program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
-        """Return a program for this problem.
+        """Return a program for this problem that uses the given meanings of its words.
 
         ``functions`` says which function to call for each word.
         """
@@ -125,8 +132,10 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
 
 class BrokenRule(msgspec.Struct, frozen=True):
-    """The first rule that a program broke: it called a wrong function for a word, or lacked an
-    import."""
+    """A rule that a program broke: a wrong function for a word, or a missing import.
+
+    It is the first such rule.
+    """
 
     word: int | None
     """The word for which a wrong function was called, or None if an import is missing."""
@@ -174,15 +183,17 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def error_message(self, program: ToyProgram, broken: BrokenRule) -> str:
-        """Return the error message for a broken rule, which is equal to the last line of Python's
-        traceback."""
+        """Return the error message for a program that broke a rule.
+
+        It looks like the last line of Python's traceback.
+        """
         if broken.word is None:
             return f"ImportError: from ops import f{broken.function};"
         used = next(s.function for s in program.steps if s.word == broken.word)
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
     def decoy_functions(self, word: int) -> tuple[int, ...]:
-        """Return the three wrong functions that a demonstrator may confuse a word with.
+        """Return the three wrong functions that a demonstrator may take a word to mean.
 
         They never change.
         """
@@ -190,8 +201,10 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return tuple(random.Random(f"programs/friends/{word}").sample(others, 3))
 
     def python_module_source(self) -> str:
-        """Return the source code of a Python module ``ops`` that implements the library in any
-        sandbox."""
+        """Return the source code of a Python module ``ops`` that implements the function library.
+
+        The module works in any sandbox.
+        """
         return _SOURCE.format(
             secret=self.secret,
             right=self.right,
@@ -203,7 +216,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
     @staticmethod
     def from_source(source: str) -> WordFunctionMap:
-        """Return the library that generated this source code.
+        """Return the function library from which ``source`` was generated.
 
         Raises ValueError for any other text.
         """
@@ -313,5 +326,5 @@ Example:
 
 
 def answer_reply(number: int) -> str:
-    """Return the reply in which a policy gives a number as its answer."""
+    """Return a policy's reply that answers with the given number."""
     return f"FINAL({number})"

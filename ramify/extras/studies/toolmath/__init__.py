@@ -1,2 +1,4 @@
-"""Math problems for an agent with a Python tool, read from public datasets in their own formats,
-and the demonstrations of ReTool."""
+"""Math problems from public datasets for an agent with a Python tool, and ReTool's demos.
+
+The datasets are read in their own formats.
+"""

@@ -63,7 +63,7 @@ class ToolMathDemonstration(msgspec.Struct, frozen=True):
 def retool_demos(
     task: Task, num: int, seed: int, texts: DemonstrationPromptFormat, source: str = ""
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """Yield the demonstrations in the first ``num`` rows of a ReTool file.
+    """Yield demonstrations from the first ``num`` rows of a ReTool file, for fine-tuning.
 
     A recipe selects this function by ``sft.demos=retool``. Raises ConfigError if ``source`` names
     no file.
@@ -80,10 +80,10 @@ def demonstrations(
     texts: DemonstrationPromptFormat,
     num: int | None = None,
 ) -> Iterator[list[ToolMathDemonstration]]:
-    """Yield the demonstrations in the first ``num`` rows of a ReTool file, or in all rows if
-    ``num`` is None.
+    """Yield the demonstrations in a ReTool file.
 
-    Rows in another format are skipped and logged. Raises ConfigError if no row fits.
+    Only the first ``num`` rows are read, or all rows if None. Rows in another format are skipped
+    and logged. Raises ConfigError if no row fits.
     """
     rows = rows_of(source)
     num_rows = len(rows) if num is None else min(num, len(rows))
@@ -137,7 +137,7 @@ def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def extract_problem(text: str) -> str:
-    """Extract the math problem from a demonstration's first message.
+    """Return the math problem that the first message of a demonstration poses.
 
     The instructions around it are dropped.
     """
@@ -175,7 +175,7 @@ def _round_messages(
 
 
 def _check_tags(text: str) -> str:
-    """Return ``text`` unchanged.
+    """Return ``text`` unchanged after checking that every tag in it has a matching tag.
 
     Raises ValueError if it contains a tag without its partner.
     """

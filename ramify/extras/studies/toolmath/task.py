@@ -1,4 +1,4 @@
-r"""A task of math problems for an agent with a Python session.
+r"""A task of solving math problems with a Python session.
 
 Problems come from files, and the answer is the last ``\boxed{}`` of a reply.
 
@@ -79,7 +79,7 @@ def row_to_item(row: Mapping[str, Any]) -> Item:
 
 
 def bare_question(text: str) -> str:
-    """Remove a dataset's instructions about the format of the answer from a problem.
+    """Remove a dataset's instructions on the answer format from the text of a problem.
 
     >>> bare_question("What is 1+1? Put your final answer within \\\\boxed{}.")
     'What is 1+1?'
@@ -109,7 +109,7 @@ def _gold(row: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_answer(gold: str) -> str:
-    """Return a wrong answer, for checking an item's scoring."""
+    """Return a wrong answer to a math problem, for testing how answers are scored."""
     return str(int(gold) + 1) if re.fullmatch(r"[-+]?\d{1,18}", gold) else f"{gold} + 1"
 
 
@@ -162,7 +162,7 @@ class _ToolMathScorer:
 
 
 def tool_usage_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Return metrics of how a rollout used the Python tool.
+    """Return metrics of a rollout's use of the Python tool.
 
     ``tool_calls`` is the number of cells that ran. ``tool_errors`` and ``tool_silent`` are the
     shares of cells that raised an error and that showed nothing. ``used_tool`` is 1 if any cell
@@ -187,12 +187,12 @@ def tool_usage_metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _has_answered(turns: Sequence[Turn]) -> bool:
-    """Return True if the last reply gave an answer instead of running code."""
+    """Return True if the last turn ran no code, which means that it gave the answer."""
     return bool(turns) and not turns[-1].cells
 
 
 def score_auto(answer: Any, item: Item) -> float:
-    """Return 1.0 for a right answer and 0.0 otherwise.
+    """Return the score of an answer to a math problem: 1.0 if it is right and 0.0 otherwise.
 
     An answer is right if it is the expected text or integer. If math-verify is installed, an equal
     mathematical value is right, too.
@@ -220,7 +220,7 @@ def parse_integer(value: Any) -> int | None:
 
 
 def _deduplicate_problems(split: str, rows: Sequence[Any]) -> DatasetItems:
-    """Return the problems of a split without duplicates.
+    """Return the math problems of a split without duplicates.
 
     The first occurrence of each is kept.
     """
@@ -232,7 +232,7 @@ def _deduplicate_problems(split: str, rows: Sequence[Any]) -> DatasetItems:
 
 
 def _split_validation(train: DatasetItems) -> dict[str, DatasetItems]:
-    """Split off part of the training problems for validation.
+    """Divide the training problems into a training split and a validation split.
 
     Returns both splits.
     """

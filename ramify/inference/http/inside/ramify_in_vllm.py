@@ -1,4 +1,4 @@
-"""The only module that vLLM itself loads.
+"""The vLLM plugin for weight transfer, and the only module of Ramify that vLLM itself loads.
 
 It adds a weight transfer engine named ``ramify``, through which vLLM receives new weights from a
 Ramify trainer.
@@ -33,7 +33,7 @@ PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def _find_ramify() -> None:
-    """Make ``import ramify`` find the package that contains this file.
+    """Make Ramify's package importable in a vLLM process that does not have it installed.
 
     Other packages in the same folder do not become importable.
     """
@@ -60,8 +60,10 @@ class RamifyWeightTransferInit(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The message about one chunk of new weights: which tensors it contains, and how vLLM gets
-    their bytes."""
+    """The message to vLLM that announces one chunk of new weights.
+
+    It describes the tensors and how to get their bytes.
+    """
 
     info: dict[str, Any]
 
@@ -69,7 +71,10 @@ class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc
 class RamifyWeightTransferEngine(
     WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]  # type: ignore[misc]
 ):
-    """Receives new weights inside vLLM. vLLM's worker calls its methods."""
+    """The part of a weight update that runs inside a vLLM worker: it receives new weights.
+
+    vLLM's worker calls its methods.
+    """
 
     init_info_cls = RamifyWeightTransferInit
     update_info_cls = RamifyWeightTransferUpdate
@@ -122,7 +127,7 @@ class RamifyWeightTransferEngine(
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack output matrices that share their weights with the embeddings.
+    """Repack output matrices that share the embedding's weights after a weight update.
 
     On a CPU, vLLM computes with a packed copy, which it does not renew when weights are reloaded.
     Without this, it would keep answering with old weights.
@@ -136,7 +141,7 @@ def _pack_again(model: torch.nn.Module) -> None:
 
 
 class RamifyWorkerExtension:
-    """An empty class that vLLM mixes into its worker.
+    """An empty mixin for vLLM's worker class.
 
     Its only purpose is that vLLM's processes import this module.
     """
