@@ -31,7 +31,7 @@ _FACTS = {
 
 
 def parse_hops(question: str) -> tuple[str, list[str]]:
-    """Split a question into the description of its first person and the relations that follow."""
+    """Return the description of the first person, and the relations from there to the answer."""
     forms = {
         "book": r"What is the title of the first book by (.+)\?.*",
         "bridge": r"What is the name of the only bridge of (.+)\?.*",
