@@ -300,7 +300,11 @@ class EvalMatrixCommand:
                 runs = cell_attempt_maker(cell.plan, rlm)
                 makes[key] = on_ray or meters.attempt_maker(cell, rlm, runs)
             yield EvaluationSetup(
-                cell.plan, tasks.of(cell.plan), opened.get(cell.record), makes[key], progress
+                cell.plan,
+                tasks.get_or_create(cell.plan),
+                opened.get(cell.record),
+                makes[key],
+                progress,
             )
 
     def _on_ray(self, plan: EvalMatrixPlan, tools: Any) -> AttemptRunner:

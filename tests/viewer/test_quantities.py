@@ -18,7 +18,13 @@ CASES: dict[str, list[tuple[float, str]]] = json.loads(
 )
 
 
-PYTHON_NAMES = {"count": "format_count", "ticking": "format_growing_duration"}
+PYTHON_NAMES = {
+    "count": "format_count",
+    "ticking": "format_growing_duration",
+    "dollars": "format_dollars",
+    "seconds": "format_duration",
+    "plain": "format_plain_number",
+}
 """Function of the page -> the function of Python that writes the same words."""
 
 
