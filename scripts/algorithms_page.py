@@ -162,7 +162,7 @@ def losses() -> Iterator[Sequence[str]]:
             f"`{name}`",
             _numbers(value),
             _numbers(slope),
-            _first_sentence(kind.__doc__),
+            _summary_and_formula(kind.__doc__),
             _options(kind),
         )
 
@@ -401,6 +401,15 @@ def _estimator_doc(kind: Any) -> str | None:
     """The docstring of the class in the table of estimators, and otherwise of the file."""
     home = sys.modules[kind.__module__]
     return kind.__doc__ if home in (fork_estimators, group_estimators) else home.__doc__
+
+
+def _summary_and_formula(doc: str | None) -> str:
+    """Return the summary of a loss and, if the next paragraph begins with its formula, that
+    formula, escaped for a table."""
+    begins = "The loss of a token is "
+    summary, *details = (doc or "").strip().split("\n\n")
+    formula = _first_sentence(details[0]) if details and begins in details[0] else ""
+    return _first_sentence(summary) + (f": {formula.removeprefix(begins)}" if formula else "")
 
 
 def _first_sentence(doc: str | None) -> str:

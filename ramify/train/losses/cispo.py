@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Cispo(BaseLossFormula, frozen=True, kw_only=True, tag="cispo"):
-    """CISPO's loss, which weights each token by a bounded importance ratio (2506.13585):
-    -sg(clip(r, 1 - low, 1 + high)) A l, or with ``cap`` -sg(min(r, cap)) A l.
+    """CISPO's loss, which weights each token by a bounded importance ratio (2506.13585).
 
-    Here sg stops the gradient, r is the importance ratio, A the advantage and l the
+    The loss of a token is -sg(clip(r, 1 - low, 1 + high)) A l, or with ``cap`` -sg(min(r, cap)) A
+    l. Here sg stops the gradient, r is the importance ratio, A the advantage and l the
     log-probability. Every token keeps a gradient.
 
     The paper sets no effective lower bound, as ``cap`` does.

@@ -84,11 +84,11 @@ class ClipCov(BaseLossFormula, frozen=True, kw_only=True, tag="clip_cov"):
 
 
 class KlCov(BaseLossFormula, frozen=True, kw_only=True, tag="kl_cov"):
-    """KL-Cov (2505.22617): policy gradient -r A, plus beta |l - o| at the ``share`` of all tokens
-    that add most to the covariance of advantage and log-probability.
+    """KL-Cov: policy gradient with a penalty on the tokens that reduce entropy most (2505.22617).
 
-    These tokens reduce entropy most. Here r is the importance ratio, A the advantage, and l and o
-    are a token's new and old log-probabilities.
+    The loss of a token is -r A, plus beta |l - o| for the ``share`` of all tokens that add most to
+    the covariance of advantage and log-probability. Here r is the importance ratio, A the
+    advantage, and l and o are a token's new and old log-probabilities.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
-    """Decoupled PPO (AReaL, 2505.24298), clipped PPO with a capped importance weight: min(exp(o -
-    m), cap) · ppo_clip(r = exp(l - o)).
+    """Decoupled PPO: clipped PPO with a capped importance weight (AReaL, 2505.24298).
 
-    Here l, o and m are a token's log-probabilities under the current policy, the policy at the
-    start of the step, and the sampler. Updates are clipped around the policy at the start of the
-    step. The first factor corrects for the sampler.
+    The loss of a token is min(exp(o - m), cap) · ppo_clip(r = exp(l - o)). Here l, o and m are a
+    token's log-probabilities under the current policy, the policy at the start of the step, and the
+    sampler. Updates are clipped around the policy at the start of the step. The first factor
+    corrects for the sampler.
 
     Example:
         train.LossSpec(policy=train.Decoupled(cap=2.0))
@@ -71,12 +71,12 @@ class Decoupled(BaseLossFormula, frozen=True, kw_only=True, tag="decoupled"):
 
 
 class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
-    """Decoupled PPO with one importance ratio per sequence (AReaL's
-    importance_sampling_level=sequence): as ``decoupled``, but with r = exp(mean over the sequence
-    of (l - o)) and with the sequence's mean advantage.
+    """Decoupled PPO with one importance ratio per sequence, as AReaL's
+    importance_sampling_level=sequence.
 
-    Tokens of weight 0 are left out of both means. Here l and o are a token's log-probabilities now
-    and at the start of the step.
+    The loss of a token is that of ``decoupled``, but with r = exp(mean over the sequence of (l -
+    o)) and with the sequence's mean advantage. Tokens of weight 0 are left out of both means. Here
+    l and o are a token's log-probabilities now and at the start of the step.
 
     Example:
         train.LossSpec(policy=train.DecoupledGspo(clip_low=0.4, clip_high=0.4, drop=True))
@@ -108,11 +108,11 @@ class DecoupledGspo(Decoupled, frozen=True, kw_only=True, tag="decoupled_gspo"):
 
 
 class ProxApprox(BaseLossFormula, frozen=True, kw_only=True, tag="prox_approx"):
-    """Decoupled PPO without recomputed old log-probabilities: as ``decoupled``, but o is replaced
-    by the interpolation x = m + a (sg(l) - m), with a = staleness / (staleness + 1).
+    """Decoupled PPO without recomputed old log-probabilities.
 
-    Here m and l are the token's log-probabilities under the sampler and the current policy, and sg
-    stops the gradient.
+    The loss of a token is that of ``decoupled``, but o is replaced by the interpolation x = m + a
+    (sg(l) - m), with a = staleness / (staleness + 1). Here m and l are the token's
+    log-probabilities under the sampler and the current policy, and sg stops the gradient.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset({"staleness"})

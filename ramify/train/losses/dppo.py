@@ -16,11 +16,11 @@ _EDGE = 1e-6
 
 class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     """DPPO's loss, which stops pushing a token once its probability has moved by delta
-    (2602.04879): -rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull
-    (l - m)².
+    (2602.04879).
 
-    Here p and l are the token's probability and log-probability under the policy, q and m those
-    under the sampler, rho = p / q, and A is the advantage.
+    The loss of a token is -rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)]
+    + pull (l - m)². Here p and l are the token's probability and log-probability under the policy,
+    q and m those under the sampler, rho = p / q, and A is the advantage.
 
     A token is no longer pushed once its probability has moved by delta in that direction. A rare
     token may still change by a large factor, which a bound on the ratio would forbid. Needs no
@@ -46,12 +46,12 @@ class DppoTv(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
 
 
 class DppoCapped(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
-    """DPPO's loss with a capped importance ratio as a weight, as in verl: -sg(min(r, cap)) A l, or
-    0 at tokens that DPPO masks.
+    """DPPO's loss with a capped importance ratio as a weight, as in verl.
 
-    Which ones it masks is decided as by ``dppo_tv`` (or ``dppo_kl``), but relative to o instead of
-    the sampler. The gradient flows only through l, the token's log-probability. Here o is its
-    log-probability at the start of the step, r the importance ratio of l to o, and A the advantage.
+    The loss of a token is -sg(min(r, cap)) A l, or 0 if DPPO masks it. Which tokens are masked is
+    decided as by ``dppo_tv`` (or ``dppo_kl``), but relative to o instead of the sampler. The
+    gradient flows only through l, the token's log-probability. Here o is its log-probability at the
+    start of the step, r the importance ratio of l to o, A the advantage, and sg stops the gradient.
 
     Example:
         train.LossSpec(policy=train.DppoCapped(cap=20.0))
@@ -73,9 +73,10 @@ class DppoCapped(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_capped"):
 
 
 class DppoKl(BaseLossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
-    """DPPO's loss with a KL bound: as ``dppo_tv`` without ``pull``, but masking tokens that have
-    moved in the direction of A until their binary KL q log(q/p) + (1-q) log((1-q)/(1-p)) > delta.
+    """DPPO's loss with a bound on each token's KL divergence.
 
+    The loss of a token is that of ``dppo_tv`` without ``pull``, but it masks a token that has moved
+    in the direction of A once its binary KL, q log(q/p) + (1-q) log((1-q)/(1-p)), exceeds delta.
     Here A is the advantage, and p and q are the token's probabilities under the policy and the
     sampler.
 

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 
 class Gmpo(BaseLossFormula, frozen=True, kw_only=True, tag="gmpo"):
-    """GMPO's loss with a clipped geometric mean of importance ratios (2507.20673): -Ā exp(mean over
-    the sequence of c), where c = min(l - o, high) if Ā > 0, else max(l - o, -low). Ā is the mean
-    advantage of the sequence, and l and o are a token's new and old log-probabilities.
+    """GMPO's loss, with a clipped geometric mean of a sequence's importance ratios (2507.20673).
+
+    The loss of a token is -Ā exp(mean over the sequence of c), where c = min(l - o, high) if Ā > 0,
+    else max(l - o, -low). Ā is the mean advantage of the sequence, and l and o are a token's new
+    and old log-probabilities.
 
     Every token of the sequence gets this value.
 

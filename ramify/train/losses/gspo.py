@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class Gspo(BaseLossFormula, frozen=True, kw_only=True, tag="gspo"):
-    """GSPO's loss with one importance ratio s per sequence (2507.18071): -min(s A, clip(s, 1 - low,
-    1 + high) A), where s = exp(mean over the sequence of (l - o)).
+    """GSPO's loss, a clipped loss with one importance ratio per sequence (2507.18071).
 
-    A is the advantage, and l and o are a token's new and old log-probabilities.
+    The loss of a token is -min(s A, clip(s, 1 - low, 1 + high) A), where s = exp(mean over the
+    sequence of (l - o)). A is the advantage, and l and o are a token's new and old
+    log-probabilities.
 
     Computed per token as log s_t = l - sg(l) + sg(log s), so advantages may differ within a
     sequence. The bounds apply to a mean, so they are about a thousand times tighter than those of

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class ImportanceSampling(BaseLossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
-    """Policy gradient with an unbounded importance ratio: -rho A, where rho is the ratio to the
-    sampler and A the advantage.
+    """Policy gradient with an unbounded importance ratio to the sampler.
 
-    As long as the policy equals the sampler, it is the plain policy gradient.
+    The loss of a token is -rho A, where rho is the ratio and A the advantage. As long as the policy
+    equals the sampler, it is the plain policy gradient.
 
     Example:
         train.LossSpec(policy=train.ImportanceSampling())

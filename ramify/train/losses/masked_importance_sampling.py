@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 
 
 class RolloutIs(BaseLossFormula, frozen=True, kw_only=True, tag="rollout_is"):
-    """Policy gradient weighted by rho, the importance ratio to the sampler (2602.15763): -sg(rho
-    1[1 - low < rho < 1 + high]) A l, so a token with rho out of bounds has no gradient.
+    """Policy gradient weighted by the importance ratio to the sampler, without the tokens whose
+    ratio is out of bounds (2602.15763).
 
-    Here sg stops the gradient, A is the advantage and l the log-probability. Needs no recomputed
-    old log-probabilities.
+    The loss of a token is -sg(rho 1[1 - low < rho < 1 + high]) A l, where rho is the ratio, so a
+    token with rho out of bounds has no gradient. Here sg stops the gradient, A is the advantage and
+    l the log-probability. Needs no recomputed old log-probabilities.
     """
 
     clip_low: float = 0.2

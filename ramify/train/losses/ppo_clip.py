@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class PpoClip(BaseLossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
-    """PPO's clipped surrogate loss (1707.06347): -min(r A, clip(r, 1 - low, 1 + high) A), where r
-    is the importance ratio and A the advantage.
+    """PPO's clipped surrogate loss (1707.06347).
 
-    DAPO (2503.14476) sets a higher upper bound.
+    The loss of a token is -min(r A, clip(r, 1 - low, 1 + high) A), where r is the importance ratio
+    and A the advantage. DAPO (2503.14476) sets a higher upper bound.
 
     Example:
         train.LossSpec(policy=train.PpoClip(clip_low=0.2, clip_high=0.28))
@@ -49,9 +49,9 @@ class PpoClip(BaseLossFormula, frozen=True, kw_only=True, tag="ppo_clip"):
 
 
 class DualClip(BaseLossFormula, frozen=True, kw_only=True, tag="dual_clip"):
-    """PPO's clipped loss with a bound for tokens with A < 0 (1912.09729): as ``ppo_clip``, but such
-    a token adds at most -bound A, however large r is.
+    """PPO's clipped loss, also bounded for tokens with a negative advantage (1912.09729).
 
+    The loss of a token is that of ``ppo_clip``, but at most -bound A if A < 0, however large r is.
     Here A is the advantage and r the importance ratio.
 
     Example:

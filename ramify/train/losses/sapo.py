@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Sapo(BaseLossFormula, frozen=True, kw_only=True, tag="sapo"):
-    """SAPO's loss, in which a sigmoid replaces PPO's clip (2511.20347): -(4/tau) sigmoid(tau (r -
-    1)) A, where tau depends on the sign of A.
+    """SAPO's loss, in which a sigmoid replaces PPO's clip (2511.20347).
 
-    Here r is the importance ratio and A the advantage.
+    The loss of a token is -(4/tau) sigmoid(tau (r - 1)) A, where tau depends on the sign of A. Here
+    r is the importance ratio and A the advantage.
 
     Example:
         train.LossSpec(policy=train.Sapo(tau_negative=1.1))

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 
 class SequenceClip(BaseLossFormula, frozen=True, kw_only=True, tag="sequence_clip"):
-    """PPO's clipped loss with one importance ratio s per sequence, as in TRL's ``RLOOTrainer``:
-    -min(s Ā, clip(s, 1 - low, 1 + high) Ā), where s = exp(sum over the sequence of (l - o)). Ā is
-    the mean advantage of the sequence, and l and o are a token's new and old log-probabilities.
+    """PPO's clipped loss with one importance ratio per sequence, as in TRL's ``RLOOTrainer``.
+
+    The loss of a token is -min(s Ā, clip(s, 1 - low, 1 + high) Ā), where s = exp(sum over the
+    sequence of (l - o)). Ā is the mean advantage of the sequence, and l and o are a token's new and
+    old log-probabilities.
 
     Every token of the sequence gets this value.
 
