@@ -58,7 +58,7 @@ class RamifyError(Exception):
     """
 
     def __init__(self, *args: object) -> None:
-        """Create an error with a message.
+        """Create an error whose message is safe to print on a terminal.
 
         Control characters are removed, because the message may quote text from a server.
         """
@@ -414,7 +414,8 @@ else:
 
 
 class StrictKeywordsMeta(StructMeta):
-    """Metaclass that rejects unknown keyword arguments in structs that users create.
+    """Metaclass that rejects unknown keyword arguments of structs that users create, such as
+    ``Sampling``.
 
     An unknown field raises an error with the nearest known name, as in ``unknown keyword
     'temprature' of Sampling: did you mean 'temperature'?``

@@ -188,7 +188,7 @@ class _ComponentLogHandler(logging.Handler):
     """A log handler with a separate log level for each logger of the package."""
 
     def __init__(self, levels: Mapping[str, int]) -> None:
-        """Create a handler.
+        """Create a handler with the log level of each logger in ``levels``.
 
         ``levels`` maps a logger name, such as ``engine``, to its log level, with ``""`` for all
         others.
@@ -212,7 +212,7 @@ class FileLogHandler(_ComponentLogHandler):
     """
 
     def __init__(self, path: Path, *, waits: bool = False) -> None:
-        """Create a handler for the file at ``path``.
+        """Create a handler that appends log records to the file at ``path``.
 
         The first record creates the file, which only its owner can read. With ``waits``, records
         stay in memory until ``release_held_records`` is called.
@@ -261,7 +261,7 @@ class ConsoleLogHandler(_ComponentLogHandler):
     def __init__(
         self, show: Callable[[str], None], levels: Mapping[str, int] | None = None
     ) -> None:
-        """Create a handler that prints each line with ``show``."""
+        """Create a handler that passes each formatted log line to the function ``show``."""
         super().__init__(levels or {})
         self.show = show
         self.hidden: set[str] = set()

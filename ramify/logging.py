@@ -273,7 +273,7 @@ class ComponentLogger:
         error: BaseException | None = None,
         depth: int = 1,
     ) -> str:
-        """Pass a record to all handlers, and return its message with secrets removed.
+        """Pass a log record to all handlers, and return its message with secrets removed.
 
         ``depth`` is the number of stack frames between this class and the code that logs.
         """
@@ -356,7 +356,7 @@ def log_to_outermost_run() -> contextlib.AbstractContextManager[None]:
 
 
 def hold_warnings_for_run() -> None:
-    """Start to collect warnings that are logged outside any run.
+    """Collect warnings that are logged outside any run, so that the next run can record them.
 
     The next run that starts in this context receives them.
     """

@@ -255,7 +255,7 @@ class PluginEntry(NamedTuple):
 
 
 class PluginRegistry(Mapping[str, Any]):
-    """Maps names to classes, functions or other objects, and loads them at their first use.
+    """Maps plug-in names to classes, functions or other objects, and loads them at their first use.
 
     Iterating over it yields the built-in names, those that a recipe registered, and those of
     installed packages.
@@ -329,12 +329,11 @@ class PluginRegistry(Mapping[str, Any]):
         return put
 
     def resolve(self, name: str) -> Any:
-        """Return the entry with this name, or the object at a location such as ``module:name`` or
-        ``file.py:name``.
+        """Return the plug-in with this name, or the object at a location such as ``file.py:name``.
 
-        Raises ConfigError. The error for an unknown name suggests the nearest name. An entry that
-        cannot be imported is reported with its package and its own error, and if two packages have
-        an entry with the same name, both are named.
+        A location may also be ``module:name``. Raises ConfigError. The error for an unknown name
+        suggests the nearest name. An entry that cannot be imported is reported with its package and
+        its own error, and if two packages have an entry with the same name, both are named.
         """
         name = self.canonical(name)
         if name in self._table:
@@ -352,7 +351,7 @@ class PluginRegistry(Mapping[str, Any]):
         return self._loaded[name]
 
     def check_known_name(self, name: str) -> None:
-        """Raise ConfigError with the nearest name if a name is unknown.
+        """Raise ConfigError, suggesting the nearest known name, if no plug-in has the given name.
 
         The entry is not imported.
         """
@@ -366,7 +365,7 @@ class PluginRegistry(Mapping[str, Any]):
         return ConfigError(f"unknown {self.kind} '{name}': {advice}")
 
     def canonical(self, name: str) -> str:
-        """Return the built-in name for an alias.
+        """Return the built-in plug-in name that an alias refers to.
 
         Any other name is returned unchanged.
         """
@@ -402,12 +401,12 @@ class PluginRegistry(Mapping[str, Any]):
             ) from error
 
     def reset(self) -> None:
-        """Remove the entries that recipes registered, and forget those loaded from packages."""
+        """Remove the plug-ins that recipes registered, and forget those loaded from packages."""
         self._table = {name: each for name, each in self._table.items() if name in self.ours}
         self._loaded.clear()
 
     def entries(self) -> Iterator[PluginEntry]:
-        """Yield every name of the registry with its origin.
+        """Yield an entry for every name of the registry, which says where the plug-in comes from.
 
         Entries of installed packages are imported, so that a broken entry is listed with its error.
         """
@@ -459,7 +458,7 @@ class PluginRegistry(Mapping[str, Any]):
 
 
 def registries() -> Iterator[PluginRegistry | PluginEntry]:
-    """Yield all registries.
+    """Yield all plug-in registries of Ramify.
 
     If a registry needs a package that is not installed, an entry with that error is yielded
     instead.
@@ -664,7 +663,7 @@ def _entry_location(entry: Any) -> str:
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Return True if two entries refer to the same object in the same file.
+    """Return True if two registry entries refer to the same object in the same file.
 
     A file may be imported twice, as a module and as ``file.py:name``.
     """
@@ -679,7 +678,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _first_doc_sentence(entry: Any) -> str:
-    """Return the first sentence of an entry's docstring.
+    """Return the first sentence of the docstring of a registry entry.
 
     For a location within Ramify, it is read from the source text, because importing the module may
     require a missing package.

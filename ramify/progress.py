@@ -40,7 +40,7 @@ _pulses: tuple[Callable[[], object], ...] = ()
 
 
 class ProgressState(msgspec.Struct, frozen=True):
-    """The progress of one task at one moment, which listeners receive."""
+    """The progress of one long task at one moment, as passed to progress listeners."""
 
     id: int
     """Number of the task, in order of creation."""
@@ -103,7 +103,7 @@ class ProgressReporter:
         self._recorded_at = -math.inf
 
     def set_progress(self, done: float, note: str | None = None) -> None:
-        """Report how much of the task's work is done.
+        """Report how much of the work on a long task is done.
 
         If ``note`` is given, it replaces the previous note.
         """

@@ -87,7 +87,7 @@ class SecretRedactor:
         ]
 
     def contains_secret(self, line: bytes) -> bool:
-        """Return True if an encoded line of JSON contains a secret.
+        """Return True if a line of encoded JSON contains a known secret of this process.
 
         The line is searched once for each secret, which is fast.
         """

@@ -71,7 +71,7 @@ class StepTimeAccount:
     """
 
     def __init__(self, children_s: Callable[[], float] | None = None) -> None:
-        """Create an account that starts to measure time when it is opened.
+        """Create an account of step times, which starts to measure when it is opened.
 
         ``children_s`` returns the CPU seconds of all sessions so far. Pass None if there are other
         child processes, whose time it would include.

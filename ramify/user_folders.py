@@ -21,7 +21,7 @@ _XDG = {
 
 
 def user_folder(kind: Literal["config", "data", "cache"]) -> Path:
-    """Return this user's folder for files of one kind.
+    """Return the folder for this user's configuration, data or cache files.
 
     The folder need not exist.
     """

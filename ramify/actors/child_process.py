@@ -483,7 +483,7 @@ class ForegroundProcess:
         return code
 
     def sleep_until_interrupted(self, seconds: float) -> None:
-        """Sleep for a number of seconds.
+        """Sleep for ``seconds``, unless this process receives a signal first.
 
         Raises KeyboardInterrupt if this process has received a signal, either before or during the
         sleep.

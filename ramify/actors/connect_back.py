@@ -39,7 +39,7 @@ class ConnectBackTicket(msgspec.Struct, frozen=True):
 
 
 class ConnectBackListener(ChannelListener):
-    """Accepts connections from processes that present one of its tickets.
+    """Accepts connections from newly started processes that present one of the listener's tickets.
 
     A ticket holds the listener's address, a secret key, and the name of the process.
     """
@@ -89,7 +89,7 @@ class MissedHeartbeatDetector:
     """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
-        """Create a detector with a limit of ``limit_s`` seconds.
+        """Create a detector that reports a process after ``limit_s`` seconds without a message.
 
         The caller must then call ``is_overdue`` every ``look_s`` seconds.
         """

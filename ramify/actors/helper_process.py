@@ -48,7 +48,7 @@ def start_python_process(serve: str, *, is_bare: bool = False) -> subprocess.Pop
 
 
 def ask(process: subprocess.Popen[bytes], request: Sequence[bytes], limit_s: float) -> list[bytes]:
-    """Send a request to a helper process, and return the response.
+    """Send a request to a helper process, and return the helper's answer.
 
     Raises TimeoutError if the answer does not begin within ``limit_s`` seconds, and EOFError or
     OSError if the process ends before the answer is complete.

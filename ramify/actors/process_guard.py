@@ -265,7 +265,7 @@ class ProcessGuard:
             time.sleep(0.01)
 
     def _await_left(self) -> int:
-        """Wait a limited time for processes that outlived the command, and count those still
+        """Wait a limited time for processes left over by the command, and count those still
         running."""
         began = time.monotonic()
         while True:

@@ -62,7 +62,7 @@ class RankMethodCall(msgspec.Struct, tag=True, frozen=True):
 
 
 class EndRankGroupRequest(msgspec.Struct, tag="EndGroupRequest", frozen=True):
-    """A message from rank 0 that ends the group.
+    """A message from rank 0 that ends the group of ranks.
 
     No method call follows it.
     """
@@ -93,7 +93,7 @@ class RankGroup:
         timeout_s: float,
         stacks: Path,
     ) -> None:
-        """Create the group on rank 0, and start to monitor the other ranks.
+        """Create the group of ranks on rank 0, and start to monitor the other ranks.
 
         ``own`` is rank 0's own object, whose methods run on all ranks together. If no rank makes
         progress for ``timeout_s`` seconds, the group is stuck. The stack traces of its ranks are
@@ -141,7 +141,7 @@ class RankGroup:
         return self._watch.rank_stack_traces()
 
     def close(self) -> None:
-        """Shut down the other ranks, and kill those that do not exit in time."""
+        """Shut down the group's other ranks, and kill those that do not exit in time."""
         self._watch.close()
         for connection in self.connections:
             with contextlib.suppress(OSError):

@@ -46,7 +46,8 @@ class AuthenticatedGroupFactory:
         self._is_local = is_local
 
     def create_group(self, form: Callable[[], Any], *devices: str) -> Any:
-        """Create a torch.distributed group with ``form``, and verify that all members have the key.
+        """Create a process group by calling ``form``, and verify that every member has the run's
+        key.
 
         The members exchange this proof over the group's own connections, separately for each of the
         ``devices`` (``cpu``, ``cuda``).
@@ -58,7 +59,7 @@ class AuthenticatedGroupFactory:
         return group
 
     def create_mesh(self, form: Callable[[], Any], device: str) -> Any:
-        """Create a device mesh with ``form``, and verify that all members have the key.
+        """Create a device mesh by calling ``form``, and verify that every member has the run's key.
 
         The proof is repeated within the group of each mesh axis.
         """

@@ -101,7 +101,7 @@ class KeyValueStoreServer:
     def __init__(
         self, channels: Sequence[AuthenticatedChannel], look: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the server, with one thread per channel.
+        """Start the server of the key-value store, with one thread per connected rank.
 
         Each thread answers the requests of one rank.
 

@@ -66,7 +66,7 @@ class RayClusterConnection:
         """Reverts the changes that this class made to Ray's settings in this process."""
 
     def leave(self) -> None:
-        """Leave the cluster.
+        """Disconnect this process from the Ray cluster.
 
         If it was started here, shut it down. Calling this again has no effect.
         """

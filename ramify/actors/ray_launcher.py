@@ -150,7 +150,7 @@ class RayLauncher:
         return int(self._call_agent(self._slot_of(member), "free_port"))
 
     def ensure_slot(self, member: RoleInstanceId) -> None:
-        """Ensure that a process still has a slot.
+        """Ensure that a process still has a slot, which is its share of a machine.
 
         If the slot's node agent does not answer, kill the agent and start another one, perhaps on
         another machine. Raises ConfigError if no node has room.

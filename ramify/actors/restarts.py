@@ -34,7 +34,8 @@ class ProcessRestartLimiter:
     """
 
     def __init__(self, restarts: int, log: ComponentLogger, kind: str) -> None:
-        """Allow each process ``restarts`` restarts in a row before giving up on it.
+        """Create a limiter that allows each process ``restarts`` restarts in a row before giving up
+        on it.
 
         The count begins again when the process succeeds. ``kind`` says in log records what the
         processes are: ``worker``, ``service``, …

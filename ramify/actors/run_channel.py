@@ -253,7 +253,7 @@ class ChannelListener:
 
 
 class _Proof:
-    """The authentication of one connected peer by the listener.
+    """The handshake in which a listener checks that a connected peer has the run's key.
 
     It ends with the peer's first message.
     """

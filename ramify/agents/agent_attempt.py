@@ -42,8 +42,8 @@ _QUOTED = 400
 
 
 class RunningAgent(Protocol):
-    """An agent that is working on one item, either as a separate process or as a function in
-    this process."""
+    """An agent at work on one task item, either as a separate process or as a function in this
+    process."""
 
     ended: asyncio.Future[None]
     """Completed when the agent has ended. The other fields are final from then on."""
@@ -92,7 +92,7 @@ class AgentAttempt:
     """One rollout of an agent on one item of a task."""
 
     def __init__(self, where: str, item: Item, start: StartAgent, limits: AgentTimeLimits) -> None:
-        """Prepare a rollout.
+        """Prepare one rollout of an agent on the task item ``item``.
 
         ``where`` names the task and the item at the start of every error message. ``start`` starts
         the agent.
@@ -105,7 +105,7 @@ class AgentAttempt:
         self._remove: weakref.finalize[Any, Any] | None = None
 
     async def run(self, conversations: RunModelClient) -> Any:
-        """Run the agent on the item until it ends, and return its answer.
+        """Run the agent on its task item until it ends, and return its answer.
 
         Raises RamifyError if the agent crashes, exceeds a time limit, or never calls a model.
         """

@@ -126,7 +126,7 @@ class AgentCommandTemplate:
 
 
 def parse_task_environment(names: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that a task defines for its agent.
+    """Parse the environment variables that a task sets for its agent.
 
     Each entry of ``names`` is ``NAME=value``, or the name of a variable of this process.
 
@@ -197,7 +197,7 @@ async def start_command(
 
 
 def _run_quietly(command: Sequence[str]) -> None:
-    """Run a command until it ends, without raising an error.
+    """Run a command until it ends or times out, and suppress any error.
 
     Its output and its result are ignored.
     """

@@ -50,7 +50,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hide_answer_fields(item: Item) -> Item:
-    """Return a copy of an item without the fields that the agent must not see, such as the gold
+    """Return a copy of a task item without the fields that the agent must not see, such as the gold
     answer."""
     return msgspec.structs.replace(item, gold=None, right=None, wrong=None, metadata={})
 
@@ -66,7 +66,7 @@ def create_rollout_folder() -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete the folder of a rollout.
+    """Delete the temporary folder of an agent's rollout.
 
     Files that cannot be deleted are ignored. Calling this again has no effect.
     """
@@ -74,7 +74,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_item_file(item: Item, folder: Path) -> Path:
-    """Write an item as JSON into the folder of a rollout, and return the path of the file.
+    """Write a task item as JSON into the folder of a rollout, and return the file's path.
 
     Raises RamifyError if the item's context cannot be written as JSON.
     """

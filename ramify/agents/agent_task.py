@@ -170,7 +170,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def splits(self) -> Mapping[str, Sequence[Item]]:
-        """Load the items of each split.
+        """Load the task items of each dataset split.
 
         Returns a dict from the split's name to its items. Raises ConfigError or SourceError if they
         cannot be read.
@@ -236,7 +236,7 @@ class AgentTask(TaskSpec, frozen=True, forbid_unknown_fields=True, kw_only=True,
 
     @functools.cached_property
     def _start(self) -> StartAgent:
-        """Return the function that starts the agent for one rollout.
+        """Return the function that starts the task's agent for one rollout.
 
         Raises ConfigError if the agent cannot be loaded.
         """
@@ -370,7 +370,7 @@ def _to_score(worth: Any, trajectory: Trajectory) -> Score:
 
 
 def _means(by_call: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Average each named reward over the calls that report it.
+    """Average each named reward of a rollout over the model calls that report it.
 
     Raises RamifyError if a value is not a number.
     """

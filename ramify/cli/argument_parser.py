@@ -1,4 +1,4 @@
-"""The part of the command line that needs the standard library's ``argparse``.
+"""Command-line parsing that needs the standard library's ``argparse``.
 
 These are ``--help``, usage errors, and arguments that ``parser.py`` does not parse itself.
 

@@ -283,8 +283,8 @@ def ask(
 def _check_mode(
     mode: str | None, resume: str | None, is_dry_run: bool, given: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError if the value of ``--mode`` is unknown, or if another option contradicts
-    it."""
+    """Raise UsageError if ``--mode`` is unknown or conflicts with ``--resume`` or another
+    option."""
     if mode is None:
         return
     if resume is not None:
@@ -470,7 +470,7 @@ def connect_mcp_tools(
 
 
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
-    """Start slow setup in the background while this thread imports modules and reads files.
+    """Start the sandbox and load TLS certificates in the background, so that the run starts sooner.
 
     The sandbox server starts in its own process. A thread loads the certificate authorities, which
     mostly runs without the GIL.
@@ -646,7 +646,7 @@ def check_api_keys(settings: Mapping[str, Any]) -> None:
 
 
 def note_offline_models(settings: Mapping[str, Any], notes: StderrMessageWriter) -> None:
-    """Print a notice for each chosen model that is only simulated."""
+    """Print a notice for each chosen model whose replies are only simulated."""
     for name in dict.fromkeys(_model_names(settings)):
         if name.startswith("offline:"):
             notes.say(

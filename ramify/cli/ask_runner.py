@@ -86,7 +86,7 @@ def continue_run(
     models: dict[str, Any],
     fork: tuple[int, dict[str, str | None]] | None,
 ) -> ExitCode:
-    """Continue a stored run.
+    """Continue or fork a stored run, and return the command's exit code.
 
     If the run has already ended, print its recorded answer. A run that was ended by a limit
     continues if that limit is now higher.

@@ -602,7 +602,7 @@ def plan_with_split(plan: EvaluationPlan, task: Task, given: str | None) -> Eval
 
 
 def validate_task_scoring(task: Task, plan: EvaluationPlan, notes: StderrMessageWriter) -> None:
-    """Check a few items of the task before the evaluation.
+    """Check on a few task items that the task tells correct answers from wrong ones.
 
     Correct answers must score 1, and wrong ones must not.
     """

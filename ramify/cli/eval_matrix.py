@@ -109,7 +109,7 @@ class EvalMatrixCommand:
         """Settings -> the RLM that answers with them."""
 
     def begin(self, axes: EvalMatrixAxes, validates: bool) -> ExitCode:
-        """Begin a new matrix and run it to its end.
+        """Begin a new evaluation matrix and run it to its end.
 
         If ``validates`` is True, first check that correct answers to some items score 1.
         """
@@ -382,7 +382,7 @@ class EvalMatrixCommand:
     def _show_money(
         self, plan: EvalMatrixPlan, outcomes: Mapping[str, Sequence[AttemptOutcome]]
     ) -> None:
-        """Print how well each system of the matrix scores at different budgets per attempt."""
+        """Print how well each compared system scores at different cost budgets per attempt."""
         from ramify.evaluate.score_budget_curves import (
             format_budget_tables,
             matrix_score_by_budget,
@@ -413,7 +413,7 @@ def _is_confirmed() -> bool:
 
 
 def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptRunner:
-    """Return a factory for the attempts of one cell (combination) of the evaluation matrix.
+    """Return a runner for the attempts of one cell (combination) of the evaluation matrix.
 
     Each attempt uses ``rlm`` with the cell's mode and temperature.
     """
@@ -429,7 +429,8 @@ def cell_attempt_maker(plan: EvaluationPlan, rlm: RLM) -> RlmAttemptRunner:
 
 
 def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAttemptRunner:
-    """Return a factory for the attempts of one matrix cell, inside a worker process.
+    """Return a runner for the attempts of one cell of an evaluation matrix, inside a worker
+    process.
 
     The RLM is created in that process, with the API keys of its environment.
     """
@@ -438,7 +439,7 @@ def attempt_maker_in_worker(plan: EvaluationPlan, store: Store | None) -> RlmAtt
 
 
 def _settings_of(plan: EvaluationPlan) -> dict[str, Any]:
-    """Return the RLM settings for one cell (combination) of the matrix.
+    """Return the ``RLM`` settings for one cell (combination) of an evaluation matrix.
 
     The setting ``direct`` is cleared, because each mode decides whether a plain call may answer the
     question.

@@ -58,7 +58,7 @@ class EvalMatrixMeteringProxies:
     def attempt_maker(
         self, cell: EvalMatrixCell, rlm: RLM, runs: RlmAttemptRunner
     ) -> AttemptRunner:
-        """Return a factory for the attempts of one cell (combination) of the evaluation matrix.
+        """Return a runner for the attempts of one cell (combination) of the evaluation matrix.
 
         Attempts are made by an external system or by Ramify. If external systems take part, every
         attempt is metered and has the same budget.
@@ -83,7 +83,7 @@ class EvalMatrixMeteringProxies:
 async def open_meters(
     plan: EvalMatrixPlan, root: Path | None
 ) -> AsyncIterator[EvalMatrixMeteringProxies]:
-    """Open a metering endpoint for each model during a ``with`` block.
+    """Open a metering proxy for each model of an evaluation matrix during a ``with`` block.
 
     There are none if the evaluation has no external systems. Requests are recorded in the store's
     folder ``root``, unless it is None.

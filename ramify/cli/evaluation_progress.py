@@ -58,7 +58,7 @@ class EvaluationProgressReporter:
         num: int,
         earlier: Sequence[AttemptOutcome] = (),
     ) -> None:
-        """Create a reporter for ``num`` attempts in total.
+        """Create a progress reporter for an evaluation of ``num`` attempts.
 
         ``earlier`` holds the outcomes of attempts that an earlier run of the command made.
         """

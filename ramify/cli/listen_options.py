@@ -108,7 +108,7 @@ def client_access_key(
 
 
 def print_server_address(name: str, url: str, address: ListenAddress, new_key: str) -> None:
-    """Print a server's address.
+    """Print the address of a server that has just started, and how to stop it.
 
     If a key was generated for this start, also print the key.
     """

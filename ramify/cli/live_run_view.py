@@ -166,7 +166,7 @@ class CallTreeRowBuilder:
             self.nodes[call.id] = CallTreeRow(call)
 
     def _tally(self, call: RunCallNode) -> SubcallTally | None:
-        """Return the tally, on the parent's row, that counts a call.
+        """Return the tally that counts a call on the row of its parent call.
 
         Returns None if no row counts the call.
         """

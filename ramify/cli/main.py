@@ -210,7 +210,7 @@ _EXTRAS = {
 
 
 def _missing_extra(error: Exception) -> str:
-    """Return the optional extra whose absence caused ``error``.
+    """Return the optional extra that must be installed if ``error`` reports a missing module.
 
     Empty if ``error`` has another cause.
     """

@@ -214,7 +214,7 @@ def run(
 def _until_the_end(
     map_run: TableMapRun | RayMapRun, notes: StderrMessageWriter, screen: ProgressDisplay
 ) -> tuple[MapResult | None, ExitCode]:
-    """Run a map over a table until it ends or the user stops it.
+    """Run a map (one question per table row) until it ends or the user stops it.
 
     Returns the result, which is None if the map was cancelled, and the exit code if the map was
     stopped.
@@ -369,7 +369,7 @@ def _failed_rows(result: MapResult) -> str:
 
 
 def format_map_summary(result: MapResult) -> str:
-    """Summarise a finished map in one line of text.
+    """Summarise a finished map (one question per table row) in one line of text.
 
     For example ``10,000 rows · 9,990 answered, 10 failed · 10,004 requests · 1.2M tokens · $0.41 ·
     52 s``.

@@ -105,7 +105,7 @@ def _show_costs(
 
 
 def _first_turn(preview: PromptPreview, num_tokens: int) -> tuple[float | None, float | None]:
-    """Estimate the cost in dollars of the first request.
+    """Estimate the dollar cost of the first request of the previewed call.
 
     Returns the cost with a short reply and with the longest possible reply.
     """

@@ -333,7 +333,7 @@ def _cells(summary: RunSummary, width: int) -> list[str]:
 
 
 def _draw_folded(summaries: list[RunSummary]) -> None:
-    """Print the newest runs that a user started, and one line per task with evaluation runs.
+    """Print the newest runs started by a user, and one line for each task with evaluation runs.
 
     If there are no directly started runs, print the newest of all.
     """
@@ -354,7 +354,7 @@ def _draw_folded(summaries: list[RunSummary]) -> None:
 
 
 class _GroupRow(NamedTuple):
-    """Statistics for a group of runs that share the value of one field."""
+    """Statistics for a group of stored runs that share the value of one field."""
 
     value: str
     runs: int

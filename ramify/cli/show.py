@@ -491,7 +491,7 @@ def _call_differences(old: Call, new: Call) -> Iterator[str]:
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    """Return True if two answers have the same JSON form.
+    """Return True if two answers are equal when written as JSON.
 
     A tuple becomes a list, and NaN becomes null.
     """

@@ -83,8 +83,8 @@ def watch_run_deadlines(
 
 
 class SignalResponseWatchdog:
-    """Checks that the event loop reacts to a signal in time, and interrupts the main thread if the
-    loop does not.
+    """Checks that the event loop reacts to a signal in time, and otherwise interrupts the main
+    thread.
 
     Use it only in the main thread.
     """

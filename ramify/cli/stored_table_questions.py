@@ -46,12 +46,12 @@ _SHOWN_ROWS = 20
 
 
 def is_map_id(name: str) -> bool:
-    """Return True if a name looks like the id of a map, or of one question of a map."""
+    """Return True if a name looks like the id of a map over a table, or of one of its questions."""
     return _MARK in name
 
 
 def find_map(store: RunStore, name: str) -> StoredTableMap:
-    """Open the stored map with the given id.
+    """Open the stored map (one question asked about each table row) with the given id.
 
     Raises StoreError if the store has no such map.
     """
@@ -93,7 +93,7 @@ def trajectory_from_events(events: Iterable[AnyEvent]) -> Trajectory:
 
 
 def print_maps(store: RunStore, *, as_json: bool) -> None:
-    """Print a line for each stored map, newest first."""
+    """Print a line for each stored map (one question per table row), newest first."""
     from ramify.maps.map_journal import TableMapStore
     from ramify.maps.stored_maps import open_map_table
 

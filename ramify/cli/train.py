@@ -257,7 +257,7 @@ def _end_with_a_record(folder: Path) -> None:
 
 
 def _end_soon(why: str) -> None:
-    """Kill this process after a delay.
+    """Exit this process with the error message ``why`` after a delay.
 
     A stalled run might otherwise never end.
     """
@@ -332,7 +332,7 @@ def _create_curve_drawer(
 
 
 def _say(measured: StepMetrics, notes: StderrMessageWriter) -> None:
-    """Print the metrics of a step as one line.
+    """Print the metrics of a training step as one line.
 
     In stages without sampling, only one in ``EVERY`` steps is printed.
     """

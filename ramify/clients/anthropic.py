@@ -253,7 +253,7 @@ def _text_block(text: str) -> dict[str, Any]:
 
 
 def _mark_for_cache(fields: dict[str, Any]) -> None:
-    """Add cache markers after the system prompt and after the conversation.
+    """Add prompt-cache markers after the system prompt and after the conversation.
 
     The next request can then reuse everything before them.
     """

@@ -52,7 +52,7 @@ _decoder = msgspec.json.Decoder(AnthropicMessageResponse)
 
 
 def decode(body: bytes) -> AnthropicMessageResponse:
-    """Decode the JSON body of a response.
+    """Decode the JSON body of a response from Anthropic's messages API.
 
     Raises msgspec.DecodeError if the body has another form.
     """
@@ -140,7 +140,7 @@ class AnthropicReplyAssembler:
         return (text if field == "text" else ""), (text if field == "thinking" else "")
 
     def _update_usage(self, usage: Any) -> None:
-        """Update the reply's token counts from an event of the stream.
+        """Update the reply's token counts with the counts in a stream event.
 
         Each count is a running total, and unchanged counts may be missing.
         """

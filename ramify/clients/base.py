@@ -196,7 +196,7 @@ def _reply_bound(tokens: int, token_bytes: int, prompt_ids: int) -> ReplySizeLim
 
 @functools.lru_cache(64)
 def _plain_bound(tokens: int) -> ReplySizeLimit:
-    """Return the size limit of a single-choice reply without log-probabilities."""
+    """Return the largest plausible size of a reply with one choice and no log-probabilities."""
     return _reply_bound(tokens, _TOKEN_BYTES, 0)
 
 
@@ -312,7 +312,7 @@ class Client(Protocol):
 
 
 class RequestBudgetReservation(Protocol):
-    """Reserves the budget for one request.
+    """Reserves budget for one model request before each attempt to send it.
 
     The engine's ledger, which tracks a run's spending, implements this protocol. ``reserve`` is
     called before every attempt.
@@ -429,7 +429,7 @@ def _check_token_count(reported: Any) -> int | None:
 
 
 def _is_consistent(usage: Usage) -> bool:
-    """Return True if all token counts of a usage are valid and no part exceeds its total."""
+    """Return True if all token counts of a ``Usage`` are valid and no part exceeds its total."""
     figures = msgspec.structs.astuple(usage)
     if set(map(type, figures)) != {int} or min(figures) < 0:
         return False

@@ -202,7 +202,7 @@ class ChatReplyAssembler:
 
     @property
     def is_whole(self) -> bool:
-        """True if a finish reason has arrived.
+        """True if the streamed reply is complete, that is, if a finish reason has arrived.
 
         This is needed because some servers end a stream without ``[DONE]``.
         """
@@ -507,7 +507,7 @@ def _split_content(parts: list[Any]) -> tuple[str, str | None]:
 
 
 def text_field(part: dict[str, Any], field: str) -> str:
-    """Return the text of the field ``field`` in a part of a reply.
+    """Return the string that a part of a model's reply has in ``field``.
 
     It is empty if the field is null or missing. Raises ValueError if the field has another type.
     """
@@ -524,7 +524,7 @@ def _finish_reason(choice: _Choice, model: str) -> Finish:
 
 
 def _refusal(wire: _Message) -> str:
-    """Return the model's refusal message.
+    """Return the refusal message in a model's reply.
 
     It is empty if the model answered.
     """

@@ -61,7 +61,7 @@ class FunctionClient:
 
 
 def count(text: str | None) -> int:
-    """Count the tokens of ``text`` for a model without a tokenizer, at four characters each.
+    """Estimate the number of tokens in ``text`` without a tokenizer, at four characters each.
 
     The number is rounded up.
     """
@@ -69,7 +69,7 @@ def count(text: str | None) -> int:
 
 
 def estimate_message_tokens(message: Message) -> int:
-    """Count the tokens of a message for a model without a tokenizer.
+    """Estimate the number of tokens in a message for a model without a tokenizer.
 
     These are the tokens of its text and its tool calls, and one token for each 32 × 32 pixels of
     its pictures.

@@ -87,14 +87,14 @@ def status_of_error(body: bytes) -> int:
 
 
 class StreamedReplyAssembler(Protocol):
-    """Assembles a reply from the events of a stream.
+    """Assembles a model's reply from the events of a streamed response.
 
     Each provider's format implements this protocol.
     """
 
     @property
     def is_done(self) -> bool:
-        """True once the event that ends the stream has arrived."""
+        """True once the event that ends the streamed response has arrived."""
         ...
 
     @property
@@ -108,14 +108,15 @@ class StreamedReplyAssembler(Protocol):
         ...
 
     def add(self, event: bytes) -> tuple[str, str]:
-        """Process one event, and return the text and the reasoning that it adds to the reply.
+        """Process one event of the stream, and return the text and the reasoning that it adds to
+        the reply.
 
         Raises msgspec.DecodeError if the event has another form.
         """
         ...
 
     def body(self) -> bytes:
-        """Return the body that the server would have sent without streaming."""
+        """Return the response body that the server would have sent without streaming."""
         ...
 
 
@@ -202,7 +203,7 @@ class JsonApiClient:
         return error
 
     def error_from_response(self, answer: HttpResponse) -> ModelError:
-        """Return the ModelError to raise for a response whose status is not 2xx."""
+        """Return the ModelError to raise for a response whose HTTP status is not 2xx."""
         if 300 <= answer.status < 400:
             moved = self._malformed_response(
                 f"moved to {answer.headers.get('location', '?')}; use that as the base URL",

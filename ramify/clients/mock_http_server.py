@@ -76,7 +76,7 @@ class PendingMockRequest:
         self._connection.write(head.encode("latin-1"))
 
     def send_piece(self, data: bytes) -> None:
-        """Send a piece of the response's body.
+        """Send the next piece of the body of a response.
 
         Does nothing if the client has disconnected.
         """
@@ -97,7 +97,7 @@ class PendingMockRequest:
 
 
 class MockHttpServer:
-    """A small HTTP server that passes each request to the function ``handle``."""
+    """A small HTTP server for tests that passes each request to the function ``handle``."""
 
     def __init__(
         self,
@@ -198,14 +198,14 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _read(self) -> None:
-        """Pass complete requests to the handler in order until one is not answered at once."""
+        """Read the requests received so far, in order, until one is not answered at once."""
         self._is_reading = True
         while self._received and not self._busy and self._read_request():
             pass
         self._is_reading = False
 
     def _read_request(self) -> bool:
-        """Pass one complete request to the handler.
+        """Read one complete request from the received bytes, and pass it to the handler.
 
         Returns False if no complete request has arrived yet.
         """

@@ -100,7 +100,7 @@ def _cells(width: int, height: int, side: int) -> int:
 
 
 def _num_tiles(width: int, height: int) -> int:
-    """Count the tiles of a picture by OpenAI's rule.
+    """Count the tiles into which OpenAI splits a picture to compute its token cost.
 
     The picture is first shrunk to fit 2048 × 2048 pixels, and then further until its shorter side
     is at most 768 pixels.
@@ -111,7 +111,7 @@ def _num_tiles(width: int, height: int) -> int:
 
 
 def _gemini_tokens(width: int, height: int) -> int:
-    """Return an upper bound on the tokens of a picture with Gemini.
+    """Return an upper bound on the tokens that a picture costs with a Gemini model.
 
     Gemini 2 counts 258 tokens per tile. Gemini 3 counts at most 2,240 in its highest resolution.
     """

@@ -591,7 +591,7 @@ class AdaptiveConcurrencyLimiter:
         )
 
     def try_acquire(self) -> bool:
-        """Take a slot for a request if one is free.
+        """Admit a request if it may be sent now, and return True if it was admitted.
 
         If it returns False, the caller must wait with ``acquire``.
         """
@@ -601,7 +601,7 @@ class AdaptiveConcurrencyLimiter:
         return True
 
     async def acquire(self) -> int:
-        """Wait for a slot for a request.
+        """Wait until a request may be sent under the concurrency limit.
 
         Returns the number of the current round. The caller passes it to ``slow_down`` if the
         request hits a rate limit.
@@ -622,7 +622,7 @@ class AdaptiveConcurrencyLimiter:
             self._allowed = min(self._most, self._allowed + self._step / self._allowed)
 
     def slow_down(self, round: int, pause_s: float) -> None:
-        """Record that a request hit a rate limit.
+        """Send fewer requests at a time, after a request hit a rate limit.
 
         This halves the number of concurrent requests, once per round, and starts no request for
         ``pause_s`` seconds.

@@ -72,7 +72,7 @@ _decoder = msgspec.json.Decoder(ResponsesApiResponse)
 
 
 def decode(body: bytes) -> ResponsesApiResponse:
-    """Decode the JSON body of a response.
+    """Decode the JSON body of a response from OpenAI's responses API.
 
     Raises msgspec.DecodeError if the body has another form.
     """
@@ -100,7 +100,7 @@ _REASONING = ("response.reasoning_summary_text.delta", "response.reasoning_text.
 
 
 class ResponsesReplyAssembler:
-    """Assembles a reply from the events of a stream of the responses API.
+    """Assembles a model's reply from the events of a stream of the responses API.
 
     The last event contains the whole response.
     """

@@ -90,7 +90,7 @@ class AnswerModeChoiceCall(msgspec.Struct, frozen=True):
 
 
 def _kinds_of_sources(question: Question) -> set[str]:
-    """Return the kinds of the question's sources, such as ``csv``.
+    """Return the kinds of the question's data sources, such as ``csv``.
 
     The set is empty if the record lists only some of the sources.
     """

@@ -43,7 +43,7 @@ class BranchSearch(Protocol):
         ...
 
     def choose(self, answers: Sequence[Any]) -> int:
-        """Return the index of the answer to choose.
+        """Choose the best of the continuations' answers, and return its index.
 
         An entry of ``answers`` is None if that continuation ended without an answer.
         """

@@ -94,7 +94,7 @@ class DirectModelCaller:
     def __init__(
         self, setup: RlmSetup, models: ModelsByDepth, budget: BudgetLedger, mode: Mode | None = None
     ) -> None:
-        """Prepare to answer questions with the root model of ``models``.
+        """Prepare to answer small questions with the root model of ``models``.
 
         ``budget`` limits all questions together, and the limits of ``setup`` apply to each one.
         ``mode`` is the mode in which the questions are answered, or None for the default.
@@ -218,7 +218,8 @@ class DirectModelCaller:
         return fits and limit.calls >= 1
 
     def prepare_for_record(self, reply: Reply, request: Request, price: Price | None) -> Reply:
-        """Complete the usage and cost of a reply that did not come from ``send``.
+        """Prepare a reply that did not come from ``send`` for recording, by completing its usage
+        and cost.
 
         Such a reply comes, for example, from a batch API. This adds the cost at ``price``, and
         assumes the maximum usage of the request if the server reported none.

@@ -78,14 +78,15 @@ class ExternallyDrivenCall(msgspec.Struct):
         return self.turns[num_turns - 1].num_messages if num_turns else self.num_inherited
 
     def can_continue_after(self, num_turns: int) -> bool:
-        """Return True if a new request may continue the conversation after ``num_turns`` turns.
+        """Return True if a new request may continue the conversation after its first ``num_turns``
+        turns.
 
         This requires that the call has no later turn, and that no request is waiting for its reply.
         """
         return num_turns == len(self.turns) and self.asked is None
 
     def prompt_after(self, num_turns: int) -> Sequence[Message] | None:
-        """Return the messages that were added to the conversation to request turn ``num_turns``.
+        """Return the messages that the request for turn ``num_turns`` added to the conversation.
 
         Turns are indexed from 0. Returns None if no such request has been sent.
         """
@@ -167,7 +168,7 @@ def _sent_before(
     tools: tuple[Tool, ...],
     may_differ: bool,
 ) -> ConversationMatch:
-    """Find the call and turn whose conversation is the longest prefix of ``messages``.
+    """Find the recorded conversation that is the longest prefix of a request's ``messages``.
 
     Only messages are compared, not token ids.
     """
@@ -201,7 +202,7 @@ def _is_repeated(place: ConversationMatch, messages: Sequence[Message]) -> bool:
 
 
 def _num_common(ours: Sequence[Message], theirs: Sequence[Message], may_differ: bool) -> int:
-    """Count the equal messages at the start of two conversations.
+    """Count the equal messages at the start of a recorded and a received conversation.
 
     If ``may_differ`` is True, ``theirs`` may lack the reasoning of a reply.
     """
@@ -249,7 +250,7 @@ def _by_ids(
     rendering: PromptRenderer,
     sent: ConversationMatch,
 ) -> ConversationMatch:
-    """Find the turn that a request continues by comparing token ids.
+    """Find, by comparing token ids, the earlier turn that a request continues.
 
     It is the recorded turn whose prompt and reply form the longest prefix of the request's ids.
     ``sent`` is the result of comparing messages instead.
@@ -372,7 +373,7 @@ def _replies_like(
 
 
 def _is_on_path(each: ExternallyDrivenCall, turn: AgentTurn) -> bool:
-    """Return True if ``turn`` is part of the call's current token sequence.
+    """Return True if ``turn`` still belongs to the call's current token sequence.
 
     It does not if the chat template later rewrote earlier messages, because that begins a new
     sequence.
@@ -423,7 +424,7 @@ def _cause(
 
 
 def _is_reply_at(index: int, each: ExternallyDrivenCall, messages: Sequence[Message]) -> bool:
-    """Return True if the message at ``index`` is an assistant reply in both conversations."""
+    """Return True if message ``index`` is an assistant reply both in the call and in a request."""
     ours = each.call.messages
     return (
         0 < index < min(len(ours), len(messages))
@@ -494,7 +495,7 @@ def _canonical_arguments(arguments: str) -> str:
 
 
 def _is_joined(parts: Sequence[_Gist], whole: Sequence[_Gist]) -> bool:
-    """Return True if joining the first messages of ``parts`` gives the first message of ``whole``.
+    """Return True if the first message of ``whole`` was split into several messages in ``parts``.
 
     At least two messages are joined.
     """

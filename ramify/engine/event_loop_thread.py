@@ -1,4 +1,4 @@
-"""Manage the engine's threads.
+"""Manage the engine's threads: the event loop of the synchronous API, and the watchdog of runs.
 
 One runs the event loop of the synchronous API, and each call of a user's function gets another. A
 watchdog ends runs whose event loop is blocked past their deadline.
@@ -191,8 +191,8 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 
 def _discard_loop() -> None:
-    """Discard the event loop in a child process after a fork, for example in a worker of
-    ``multiprocessing``.
+    """Discard the synchronous API's event loop in a forked child, such as a ``multiprocessing``
+    worker.
 
     The loop's thread does not exist there, so the next call starts another loop.
     """
@@ -301,7 +301,7 @@ class SyncApiResources:
     def __init__(
         self, pin: Callable[[], object], unpin: Callable[[], Coroutine[Any, Any, object]]
     ) -> None:
-        """Store the functions that open (``pin``) and close (``unpin``) the resources.
+        """Store the functions that open (``pin``) and close (``unpin``) the event loop's resources.
 
         Both functions are called on the event loop.
         """
@@ -310,7 +310,7 @@ class SyncApiResources:
         self._pinned: asyncio.AbstractEventLoop | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` on the event loop and return its result.
+        """Run ``work`` on the event loop of the synchronous API, and return its result.
 
         The resources are opened first if they are not yet open on this loop.
         """
@@ -327,7 +327,7 @@ class SyncApiResources:
         self._pinned = asyncio.get_running_loop()
 
     def close(self, *, waits: bool = True) -> bool:
-        """Close the resources, and return True if they were open.
+        """Close the resources kept open between calls, and return True if they were open.
 
         If ``waits`` is False or the loop is blocked, they are closed in the background.
         """

@@ -118,7 +118,7 @@ class RunModelClient:
         learns: bool = True,
         sampling: Sampling | None = None,
     ) -> Reply:
-        """Send ``messages`` to the model and return its reply.
+        """Send ``messages`` to one of the run's models, and return its reply.
 
         The options are those of ``request_replies``, which returns several replies to the same
         messages.
@@ -146,7 +146,8 @@ class RunModelClient:
         num_replies: int = 1,
         sampling: Sampling | None = None,
     ) -> tuple[Reply, ...]:
-        """Send ``messages`` to the model, and return ``num_replies`` independent replies.
+        """Send ``messages`` to one of the run's models, and return ``num_replies`` independent
+        replies.
 
         ``thread`` names the agent: only its own conversations are continued. ``depth`` chooses the
         model: 0 is the root's. With ``learns=False``, replies are recorded without token ids, so no
@@ -232,7 +233,8 @@ class RunModelClient:
         num_turns: int,
         cause: NewCallReason,
     ) -> ExternallyDrivenCall:
-        """Fork ``origin`` after its first ``num_turns`` turns, and return the new call."""
+        """Fork the recorded call ``origin`` after its first ``num_turns`` turns, and return the new
+        call."""
         # If none of a fork's own turns is shared, continue from the call that it was forked from.
         while not num_turns and origin.origin is not None:
             origin, num_turns = origin.origin
@@ -305,7 +307,7 @@ class RunModelClient:
         )
 
     def end_calls(self, outcome: CallOutcome) -> None:
-        """Record the end of every call that the run's agents began.
+        """Record the end of every call that the run's external agents began.
 
         ``outcome`` is the outcome of the run.
         """
@@ -324,7 +326,7 @@ class RunModelClient:
 
 
 def _shift_prefix(known: KnownPrefix | None, by: int) -> KnownPrefix | None:
-    """Adjust a known prefix of token ids to ``by`` messages inserted at the conversation's start.
+    """Adjust a known prompt prefix after ``by`` messages were inserted at the conversation's start.
 
     The token ids stay the same.
     """

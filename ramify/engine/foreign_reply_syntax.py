@@ -130,7 +130,7 @@ def syntax_hint(code: str, error: str) -> str | None:
 
 
 def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedAction:
-    """Add tool calls that the model wrote as text to the parsed ``action``.
+    """Extend the parsed ``action`` with the tool calls that the model wrote as text.
 
     ``calls`` holds the name and the arguments of each.
     """
@@ -158,7 +158,7 @@ def _of_calls(action: ParsedAction, calls: list[tuple[str, Any]]) -> ParsedActio
 
 
 def _of_text(action: ParsedAction, text: str, is_cut: bool) -> ParsedAction:
-    """Return the action of a message whose code is not in a marked fence.
+    """Find the action that a message asks for if its code is not in a marked code fence.
 
     Unmarked fences are run if they contain Python. Otherwise, the action gets a note that names the
     model's mistake.
@@ -215,7 +215,7 @@ def _strip_prompts(code: str) -> str:
 
 
 def _without_harmony(message: Message, is_cut: bool) -> tuple[Message, list[tuple[str, Any]]]:
-    """Parse a message in OpenAI's Harmony format into plain text and tool calls.
+    """Extract the text and the tool calls from a message in OpenAI's Harmony format.
 
     Returns ``message`` with the text of all its channels except the reasoning, and a list of the
     tool calls in it.

@@ -72,7 +72,7 @@ class JsonSchema:
     """A compiled JSON schema, against which values can be checked."""
 
     def __init__(self, schema: dict[str, Any], *, trusted: bool = True) -> None:
-        """Compile ``schema``.
+        """Compile the JSON schema ``schema``, so that values can be checked against it.
 
         Raises ConfigError if the schema is invalid. If not ``trusted``, the schema must also stay
         within the limits for untrusted schemas.

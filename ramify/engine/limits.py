@@ -122,7 +122,7 @@ class Limits(msgspec.Struct, metaclass=StrictKeywordsMeta, frozen=True, forbid_u
         return min(self.max_reply_tokens, 4096)
 
     def retry_patience_s(self, last_word: Stop | None) -> float:
-        """Return how many seconds a failing request is retried.
+        """Return for how many seconds a failing request is retried.
 
         The time is short for the final request after the user asked the run to finish, because the
         user is waiting. ``last_word`` is the reason for the final request, or None for other
@@ -284,7 +284,8 @@ class BudgetLedger:
         return self._first_exceeded(self._committed_amount().plus(amount))
 
     def record_turn_refusal(self, exceeded: Stop, turn: BudgetAmount, final: BudgetAmount) -> None:
-        """Record why ``turn`` is refused: with the final request, it would exceed a limit.
+        """Record that a turn is refused, because the turn and the final request would exceed a
+        limit.
 
         ``exceeded`` is that limit, and ``final`` is the final request that may follow ``turn``.
         """
@@ -380,7 +381,7 @@ class BudgetLedger:
         return is_dear and math.isfinite(self.limit.cost)
 
     def settle(self, reserved: BudgetAmount, usage: Usage, cost: float | None) -> None:
-        """Replace a reservation with the amount that was actually used.
+        """Replace the budget reserved for a request with the amount that it actually used.
 
         If the reservation was too small, others may be too, so no request is admitted until all
         outstanding ones are settled.
@@ -409,7 +410,7 @@ class BudgetLedger:
         self._admit()
 
     def release(self, reserved: BudgetAmount) -> None:
-        """Release a reservation whose request cost nothing."""
+        """Release the budget reserved for a request that cost nothing."""
         if self.shared is not None:
             self.shared.release(reserved)
         self._free(reserved)
@@ -530,7 +531,7 @@ class BudgetReservation:
         return self.amount.cost if self._price is not None or self.amount.cost else None
 
     def recompute(self) -> bool:
-        """Update the reserved amount if the model's observed overrun has grown.
+        """Recompute the reserved amount if the model's observed overrun has grown.
 
         Return True if the amount has changed.
         """

@@ -68,7 +68,7 @@ class LiveReplyWriter:
 
 
 def join_pieces(call: str, turn: int, pieces: Sequence[ReplyPiece]) -> ArrivingReply:
-    """Join the pieces of an unfinished reply.
+    """Join the pieces of an unfinished reply that have arrived so far.
 
     Return the end of its text and the end of its reasoning, without the reasoning if a long text
     follows it.

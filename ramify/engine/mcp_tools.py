@@ -98,7 +98,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         return len(self._functions)
 
     def close(self) -> None:
-        """Disconnect from all servers.
+        """Disconnect from the MCP servers that provide the tools.
 
         Calling it again has no effect.
         """
@@ -137,7 +137,7 @@ class _McpConnection:
         self._stop: asyncio.Event | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect to the server and return its list of tools.
+        """Connect to the MCP server and return the list of its tools.
 
         Raises ConfigError on failure.
         """
@@ -178,7 +178,7 @@ class _McpConnection:
             self._task.cancel()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call ``tool`` on the server and return its result.
+        """Call the MCP tool ``tool`` on the server and return its result.
 
         Must run on the event loop of the connection.
         """
@@ -272,7 +272,7 @@ def _client(server: str, errors: Any) -> Client:
 
 
 async def _all_tools(client: Client) -> list[Tool]:
-    """Return all tools of a server, which lists them in pages."""
+    """Return all tools of an MCP server, which lists them in pages."""
     tools: list[Tool] = []
     cursor: str | None = None
     for _ in range(100):

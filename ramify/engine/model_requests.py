@@ -72,11 +72,12 @@ class ModelRequestSender:
         cache: ReusableReplies | None,
         read_picture: Callable[[str], bytes] | None = None,
     ) -> None:
-        """Prepare to send the requests of one run.
+        """Prepare to send the model requests of one run.
 
         ``cache`` finds replies of earlier runs to equal requests. ``read_picture`` returns the
         bytes of one of the run's pictures, given its digest. ``under_way`` is a set shared with the
-        caller: the requests that may have been sent and whose outcome is not recorded yet."""
+        caller: the requests that may have been sent and whose outcome is not recorded yet.
+        """
         clients = models.all
         self.setup = setup
         self.models = models
@@ -207,7 +208,7 @@ class ModelRequestSender:
         return sampling
 
     def partial_replies(self) -> list[ArrivingReply]:
-        """Return the replies that have arrived only in part."""
+        """Return what has arrived so far of each unfinished reply."""
         return [
             join_pieces(turn.call.id, turn.call.turn, turn.arrived)
             for turn in self.under_way
@@ -223,7 +224,7 @@ class ModelRequestSender:
         self.ending.finish_suspension_if_idle()
 
     def note_overrun(self, call: LiveCall, text: str) -> None:
-        """Record that a reply used more than was reserved for it.
+        """Record that a reply used more of the budget than was reserved for it.
 
         Only the first such record is a warning, because some models exceed every reservation.
         """
@@ -409,7 +410,7 @@ class ModelRequestSender:
             self.ledger.held = BudgetAmount()
 
     def _complete_reply(self, turn: TurnRequester, reply: Reply) -> tuple[Reply, int]:
-        """Prepare a reply that has just arrived for recording, and add it to the cache.
+        """Prepare a newly arrived reply for recording, and add it to the reply cache.
 
         Return the reply without the token ids that are already stored, and the number of those ids.
         """
@@ -464,7 +465,8 @@ class TurnRequester:
         """A warning if the reply used more than was reserved, or an empty string."""
 
     def use_recorded_prompt(self, recording: RunEventIndex) -> None:
-        """Use the recorded prompt if it differs from the new one only in the limits it states.
+        """Use the recorded prompt if the new prompt differs from it only in the limits that it
+        states.
 
         If these limits have changed, system messages are not compared, because the rest of their
         text depends only on settings that were already compared.
@@ -501,7 +503,7 @@ class TurnRequester:
         )
 
     def record_reply(self, reply: Reply, reused_ids: int, is_cached: bool) -> None:
-        """Record ``reply`` and finish the turn.
+        """Record ``reply`` as the model's reply in this turn, and finish the turn.
 
         ``reused_ids`` is the number of token ids at the start of the prompt that are already stored
         with earlier turns.
@@ -670,7 +672,7 @@ def truncation_error(model: str, limit: int, setting: str, text: str) -> ReplyCu
 def prepare_for_record(
     reply: Reply, stop: tuple[str, ...], most: tuple[Usage, float | None]
 ) -> Reply:
-    """Prepare a reply for recording.
+    """Repair a reply's text and complete its usage, so that the reply can be recorded.
 
     Replace characters that cannot be encoded, and restore a closing tag that the server removed as
     a stop string. If the server reported no usage, use the upper bounds in ``most``.

@@ -39,7 +39,7 @@ class ParsedReply(msgspec.Struct, array_like=True):
 
 
 async def read_reply(scaffold: Scaffold, message: Message, is_cut: bool = False) -> ParsedReply:
-    """Parse a model's reply.
+    """Parse a model's reply into code to run or a final answer, without blocking the event loop.
 
     A long reply is parsed in a helper process. If that fails or takes too long, the result has an
     empty action that states the error.

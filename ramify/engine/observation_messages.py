@@ -83,8 +83,7 @@ CONTINUE = "Summary of the work so far (the session and its variables are as you
 
 
 def cut(text: str, max_chars: int, length: int, where: str) -> str:
-    """Truncate a long text in the middle, and state how many characters were cut and where the
-    whole text is.
+    """Cut the middle out of a long string, leaving a note on how much was cut and where to find it.
 
     A text of at most ``max_chars`` characters is returned unchanged. ``length`` is the original
     length, in case ``text`` itself is already incomplete.
@@ -105,7 +104,7 @@ def shorten_message(message: Message, share: int, terse_chars: int) -> Message:
     The head and the tail remain, with a note on the original length. If ``terse_chars`` is not 0,
     only the head remains.
 
-    >>> shortened(Message("user", "abcdefgh"), 4, 90).content
+    >>> shorten_message(Message("user", "abcdefgh"), 4, 90).content
     'ab'
     """
     text = message.content
@@ -292,7 +291,7 @@ def _amount(value: float) -> str:
 
 
 def count_text_chars(value: Any) -> int:
-    """Return the total number of characters of all texts in a context."""
+    """Return the number of characters in all values of a context, such as its strings."""
     if isinstance(value, str | bytes | MappedText):
         return len(value)
     if isinstance(value, Mapping):
@@ -325,6 +324,6 @@ def render_context(value: Any) -> str:
 
 
 def plain_prompt(question: str, value: Any) -> str:
-    """Return one message that contains both the context and the question."""
+    """Return the prompt of a plain model call, which contains both the context and the question."""
     text = render_context(value) if value is not None else ""
     return f"{text}\n\nQuestion: {question}" if text.strip() else question

@@ -85,7 +85,7 @@ class PersistentSession:
             self.run.ending.register_session(self._session)
 
     async def fork(self, call: LiveCall) -> PersistentSession:
-        """Return a copy of this session and its cell history for ``call``.
+        """Fork this session and its cell history for ``call``, and return the fork.
 
         Raises SandboxError if the session cannot be forked.
         """
@@ -339,7 +339,7 @@ class CellHistory:
         return CellHistory(self._cells)
 
     def add(self, ran: CellResult, answers: Sequence[RecordedHostCall]) -> None:
-        """Add a cell, which is a piece of code that has been run.
+        """Add a cell, that is, a piece of code that has been run, to the history of the session.
 
         ``answers`` holds the results of its calls to models and tools, in the order in which they
         were given.

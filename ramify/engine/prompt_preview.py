@@ -103,7 +103,7 @@ class _PreviewEnd(ModelError):
 
 
 class _PreviewPool(RateLimitedClientPool):
-    """A client pool that sends nothing.
+    """A client pool that captures a call's first request instead of sending it.
 
     It keeps the first request of a call at a given depth.
     """

@@ -776,7 +776,7 @@ _COMBINE = (
 
 
 def _mapped_parts(context: ContextFacts, parts: _Parts) -> list[str]:
-    """Return lines of example code that extract the text around each match of a word.
+    """Return example code that cuts parts around each match of a word out of memory-mapped text.
 
     The texts that are searched may be larger than memory.
     """

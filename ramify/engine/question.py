@@ -178,7 +178,7 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _place_of(name: str, more: Iterable[str]) -> str:
-    """Return a hint for an unknown option: which similar option or field may be meant.
+    """Return a hint for an unknown option: the option or field that the user may have meant.
 
     It names the option with the nearest name, or the option that has a field of that name.
     """
@@ -394,7 +394,8 @@ class _SourceFacts(NamedTuple):
     sources: Mapping[str, Any] = {}
 
     def around(self, inner: _SourceFacts) -> _SourceFacts:
-        """Merge these facts with those of ``inner``, the wrapped source."""
+        """Merge the facts of a wrapping source with those of ``inner``, the source that it
+        wraps."""
         return _SourceFacts(
             f"{self.about}\n{inner.about}".strip(),
             {**inner.tools, **self.tools},

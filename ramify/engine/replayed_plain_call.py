@@ -102,7 +102,7 @@ def _record(
     replied: ReplyReceived,
     outcome: CallOutcome,
 ) -> None:
-    """Charge a replayed call, and add it to the run's record.
+    """Charge the budget for a replayed call, and add the call to the run's record.
 
     Events are emitted one by one only if a listener receives them, since the journal already has
     them.

@@ -487,7 +487,7 @@ def _json_answer(code: str) -> FinalAnswerText | None:
 
 
 def _parse_tool_call(call: ToolCall) -> tuple[str | None, FinalAnswerText | None, str | None]:
-    """Parse one native tool call.
+    """Parse a native tool call into code to run or a final answer.
 
     Returns the code to run, the final answer, and an explanation if the call is invalid. Exactly
     one of the three is set.

@@ -43,7 +43,7 @@ class ReusableReplies:
     """The replies recorded by the runs of a store, for reuse by later runs."""
 
     def __init__(self, store: Store) -> None:
-        """Open the cache of replies.
+        """Open the cache of model replies that belongs to ``store``.
 
         Add the replies from journals that have grown since it was last opened.
         """
@@ -135,7 +135,7 @@ class _RepliesOfRun:
         the first turn."""
 
     def add(self, event: Any) -> Iterator[str]:
-        """Process the next event.
+        """Process the next event of the run whose replies are collected.
 
         For a reusable reply, yield the keys under which it can be found.
         """

@@ -178,7 +178,7 @@ def is_conversation(recording: RunEventIndex) -> bool:
 
 
 def recorded_limits(recording: RunEventIndex) -> Limits:
-    """Return the limits that applied when the run was last started or resumed."""
+    """Return the limits that applied when the recorded run was last started or resumed."""
     fields = recording.limits or recording.started.config.get("limits", {})
     return msgspec.convert(fields, Limits)
 

@@ -45,7 +45,7 @@ _log = ComponentLogger("engine")
 
 
 class ModelsByDepth:
-    """The models of one run.
+    """The models of one run, chosen by a call's depth in the call tree.
 
     This class chooses the model that answers at each depth of the call tree.
 
@@ -156,7 +156,7 @@ class RunModelInfo(msgspec.Struct, frozen=True):
 
 
 def _aliases(clients: Sequence[Client], bound: Mapping[int, Model]) -> dict[int, str]:
-    """Return a short name for each client, keyed by the client's ``id()``.
+    """Return a short name of each client's model, keyed by the client's ``id()``.
 
     The user's alias is preferred, then the shortest unique part of the model's name. Clients with
     the same full name share it.
@@ -201,7 +201,7 @@ MakePool = Callable[[int], "RateLimitedClientPool"]
 
 
 def open_pool(max_in_flight: int) -> RateLimitedClientPool:
-    """Open a connection pool with a maximum number of requests in flight."""
+    """Open a client pool that limits the number of model requests in flight."""
     from ramify.clients.rate_limited_requests import RateLimitedClientPool
 
     return RateLimitedClientPool(max_in_flight)
@@ -272,7 +272,7 @@ class RefCountedLoopResources:
     def __init__(
         self, max_in_flight: int, spec: SandboxSpec, make_pool: MakePool = open_pool
     ) -> None:
-        """Store how to create the shared resources of an event loop.
+        """Store how to create the resources that all runs on an event loop share.
 
         ``make_pool`` creates the connection pool of an event loop from the maximum number of
         requests in flight.
@@ -504,7 +504,7 @@ def _model_settings(*models: Sequence[Model | Client]) -> list[dict[str, Any]]:
 
 
 def require_store(store: RunStore | None, what: str) -> RunStore:
-    """Return ``store``, or raise ConfigError if it is None.
+    """Return ``store``, or raise ConfigError if the ``RLM`` has no store.
 
     ``what`` names the operation that needs a store.
     """

@@ -59,7 +59,7 @@ _XML = lazy_pattern(
 
 
 def parse_reply(message: Message, is_cut: bool = False) -> ParsedAction:
-    """Parse a reply into code blocks or a final answer.
+    """Parse a reply in the ReTool format into code blocks or a final answer.
 
     A boxed answer counts only if no code follows it. If ``is_cut`` is True, the reply was
     truncated, and unclosed code is not run.

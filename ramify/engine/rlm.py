@@ -258,7 +258,7 @@ class RLM:
         options: RunOptions | None = None,
         **changes: Unpack[RunKeywordOptions],
     ) -> AsyncIterator[AnyEvent]:
-        """Start a run and yield its events as they happen.
+        """Start a run that answers a question, and yield its events as they happen.
 
         The last event is ``RunEnded``. If the caller stops iterating early, the run is cancelled.
         """

@@ -114,7 +114,7 @@ class RlmCall:
     def __init__(
         self, run: SharedRunState, call: LiveCall, previous: RlmCall | None = None
     ) -> None:
-        """Prepare the call without sending a request.
+        """Create a call that works in a Python session, without sending a request yet.
 
         In a conversation, ``previous`` is the call of the previous question, and its session is
         continued.
@@ -251,8 +251,8 @@ class RlmCall:
         return outcome
 
     async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
-        """Send the pending messages and ``after``, and shorten code output if the window is too
-        small.
+        """Send the pending messages and ``after``, shortening code output if the model's window is
+        too small.
 
         Return the reply. If the output of the last code does not fit the model's window, shorten it
         and try again.

@@ -1,4 +1,4 @@
-"""Fork stored runs.
+"""Fork stored runs: repeat a run up to a turn, and then continue it differently.
 
 A fork is a new run that repeats a stored run up to a chosen turn of one of its calls, and then
 continues differently.

@@ -253,7 +253,7 @@ class RunHandle:
         return self._result(outcome, run)
 
     def _check_scope(self) -> None:
-        """Warn if the model was not trained for questions of the kind that this run asks."""
+        """Warn if the run's question is of a kind for which the model was not trained."""
         question, setup = self._question, self._setup
         if self._conversation is None and (
             warning := scope_warning(setup.model[0], question.text, question.context, setup.config)
@@ -304,7 +304,7 @@ class RunHandle:
             _engine_log.error("blocked", f"run {self.id}: {error}", shown=True)
 
     async def _context(self, resources: EventLoopResources) -> SharedContextValue | None:
-        """Return the encoded context of the question, or None if there is none.
+        """Return the encoded context of the question, or None if it has no context.
 
         It is encoded once, in a thread if it is large. If there is a store, the context is stored.
         """
@@ -408,7 +408,7 @@ class RunHandle:
         )
 
     def _reason(self, outcome: CallOutcome, run: SharedRunState | None) -> str:
-        """Return the reason why the run ended, as its answering call states it.
+        """Return the reason why the run ended, as stated by the call that answered.
 
         If the run failed outside calls, that failure is the reason.
         """

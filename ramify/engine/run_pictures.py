@@ -39,7 +39,7 @@ class RunPictures:
     """The pictures of one run, each with the location of its bytes."""
 
     def __init__(self, blobs: RunBlobs | None, given: Mapping[str, PictureSource]) -> None:
-        """Start with the pictures of the question's context.
+        """Create the collection with the pictures of the question's context.
 
         ``given`` maps the digest of each picture to its bytes or to the file that contains them.
         """

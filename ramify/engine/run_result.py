@@ -131,8 +131,11 @@ def raise_if_failed(result: Result, resume: Callable[[str], Result]) -> Result:
 
 @contextlib.contextmanager
 def convert_blocked_error(resume: Callable[[str], Result]) -> Iterator[None]:
-    """Provide a context manager that turns EventLoopBlockedError into Suspended if the run is
-    stored, so that the caller can continue the run with ``resume``."""
+    """Turn EventLoopBlockedError in a ``with`` block into Suspended, so that the run can be
+    resumed.
+
+    This applies only to a stored run. The caller can then continue it with ``resume``.
+    """
     try:
         yield
     except EventLoopBlockedError as error:

@@ -63,7 +63,7 @@ window."""
 
 
 class CellHostCallHandler:
-    """Serves one cell, a piece of code that a model runs in its Python session.
+    """Serves the host calls of one cell, a piece of code that a model runs in its Python session.
 
     It answers the calls that the code makes to models, child calls and tools.
     """
@@ -147,7 +147,7 @@ class CellHostCallHandler:
     def _pictures(
         self, images: Any, num_prompts: int, client: Client
     ) -> Sequence[tuple[Picture, ...]]:
-        """Return the pictures that go with each prompt of a batch.
+        """Return the pictures that session code attached to each prompt of a batch.
 
         Raises HostCallError if the model cannot read pictures, before anything is sent.
         """
@@ -624,7 +624,7 @@ def _prefix_with_name(title: str, text: str) -> str:
 
 
 def _all_failed(num: int, why: str, kind: str) -> dict[str, Any]:
-    """Return the data of a SubcallError for a batch whose ``num`` calls were not made."""
+    """Return the data of a SubcallError for a batch of ``num`` calls of which none was made."""
     numbers = range(num)
     failures, kinds = dict.fromkeys(numbers, why), dict.fromkeys(numbers, kind)
     return {"results": [None] * num, "failures": failures, "kinds": kinds}
@@ -683,7 +683,8 @@ def _check_texts(prompts: Any) -> None:
 
 @contextlib.contextmanager
 def _arguments_of(name: str) -> Iterator[None]:
-    """Report errors about the arguments of the host function ``name`` to the code that called it.
+    """Raise errors about the arguments of host function ``name`` in the session code that called
+    it.
 
     Session code chose the arguments, so they must not make the run itself fail.
     """

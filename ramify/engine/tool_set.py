@@ -84,7 +84,7 @@ else:
 
 
 class ToolSet:
-    """A validated set of tools.
+    """A validated set of the tools that session code can use.
 
     The host executes functions when session code calls them, and sends other values to the session
     once.
@@ -232,7 +232,7 @@ class ToolSet:
         return "\n".join([_CALL, *parts, f"__all__ = {reserved!r}\n{bound}"])
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Execute a tool and return its result.
+        """Execute a tool that session code has called, and return its result.
 
         If the tool raises an exception, raise HostCallError with the exception's type and text.
         """

@@ -110,7 +110,7 @@ class AnswerSchema(msgspec.Struct, frozen=True):
 
     @property
     def enforceable_schema(self) -> dict[str, Any] | None:
-        """The schema that a provider can enforce for a plain reply, or None."""
+        """The JSON schema that a provider can enforce for a plain reply, or None."""
         return self.schema
 
     def instruction(self) -> str:

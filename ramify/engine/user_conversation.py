@@ -62,7 +62,7 @@ class UserConversation:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The record of all questions asked so far."""
+        """The recorded trajectory of all questions asked so far in this conversation."""
         return self._require_open().recorder.trajectory
 
     def ask(

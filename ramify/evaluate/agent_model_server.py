@@ -50,7 +50,7 @@ _WRONG_KEY = (
 
 
 class AgentModelAccess(msgspec.Struct):
-    """One agent's access to a model during an episode.
+    """An agent's access to one of the models of a run.
 
     It names the run that records the agent's requests, and says how they are answered.
     """
@@ -71,7 +71,7 @@ class AgentModelAccess(msgspec.Struct):
 
 
 class AgentFacingModel:
-    """The model that one agent reaches through the endpoint.
+    """The model that an agent reaches through an ``AgentModelServer``.
 
     The agent's requests are recorded as turns in its run.
     """
@@ -140,11 +140,11 @@ class AgentModelServer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP headers that every request must contain."""
+        """The HTTP headers that every request to the server must contain."""
         return {KEY_HEADER: self._key}
 
     def url(self, seat: str = "") -> str:
-        """Return the base URL of the API.
+        """Return the base URL of the API through which agents call models.
 
         With ``seat``, the URL identifies one agent's access to a model. Without it, each request
         must name its seat in a header.
@@ -153,7 +153,7 @@ class AgentModelServer:
 
     @contextmanager
     def register_model_access(self) -> Iterator[dict[str, AgentModelAccess]]:
-        """Yield a dict of seats, in which a run registers the access of its agents to models.
+        """Yield a dict in which a run registers the access (seat) of each of its agents to a model.
 
         Each seat gives one agent access to a model. When the ``with`` block ends, the endpoint no
         longer accepts them.
@@ -253,7 +253,7 @@ class AgentModelServer:
 
 
 class _Seats(dict[str, AgentModelAccess]):
-    """A dict from name to seat for the agents of one run.
+    """A dict that maps names to the seats of one run's agents.
 
     A seat gives one agent access to a model. Adding a seat also registers it at the endpoint.
     """

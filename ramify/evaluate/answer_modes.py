@@ -120,7 +120,7 @@ MODES: Mapping[str, AttemptFunction] = {
 
 
 def mode_function(name: str) -> AttemptFunction:
-    """Return the function of the mode called ``name``.
+    """Return the function that attempts a task item in the answer mode ``name``.
 
     Raises ConfigError for an unknown name.
     """

@@ -183,7 +183,7 @@ async def attempt(
 async def _score(
     task: Task, item: Item, trajectory: Trajectory, grace_s: float, *, every_line: bool
 ) -> None:
-    """Score a finished attempt at an item with the item's task.
+    """Let the task score a finished attempt at one of its items.
 
     If the attempt has forked and ``every_line`` is true, score each path through it separately.
     """

@@ -71,7 +71,7 @@ class CostBudget:
             await self._freed.wait()
 
     def was_reservation_reduced(self, held: float) -> bool:
-        """Return True if an attempt reserved less than the usual amount.
+        """Return True if less than the usual amount of dollars was reserved for an attempt.
 
         If it was then stopped for reaching that amount, its result says nothing about the model.
         """

@@ -71,7 +71,7 @@ def parse_length(text: str) -> int:
 
 
 def format_length(num: int) -> str:
-    """Return the short name of a number of tokens.
+    """Format a length in tokens in its short form.
 
     For example, 8192 tokens are ``8k``.
     """
@@ -82,7 +82,7 @@ def format_length(num: int) -> str:
 
 
 class EvalMatrixAxes(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices of suite, length, model, mode and so on that a matrix combines."""
+    """The suites, lengths, models, modes and so on that an evaluation matrix combines."""
 
     suites: tuple[str, ...]
     """Names of the task suites to evaluate."""
@@ -129,8 +129,7 @@ class EvalMatrixCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EvalMatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The plan of a matrix: one evaluation for each combination of suite, length, model and so
-    on."""
+    """The plan of a matrix: one evaluation per combination of suite, length, model and so on."""
 
     id: str
     cells: tuple[EvalMatrixCell, ...]
@@ -145,7 +144,7 @@ class EvalMatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def first_plan(self) -> EvaluationPlan:
-        """The plan of the first cell.
+        """The evaluation plan of the matrix's first cell.
 
         All cells have the same split, number of items and number of attempts.
         """
@@ -153,7 +152,7 @@ class EvalMatrixPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def make_matrix_plan(axes: EvalMatrixAxes, tasks: EvalMatrixTaskCache) -> EvalMatrixPlan:
-    """Plan one evaluation for each combination of the axes.
+    """Plan the evaluations of a matrix, one for each combination of the axes' values.
 
     Tasks that must be created for this are stored in ``tasks`` for later use. Raises ConfigError
     for a suite, family, length, mode or system that does not exist.
@@ -284,7 +283,7 @@ def _parameters(suite: str) -> Mapping[str, inspect.Parameter]:
 
 
 class EvalMatrixTaskCache:
-    """A cache of the tasks of a matrix.
+    """A cache of the tasks that the cells of an evaluation matrix use.
 
     Cells that differ only in model, mode or scaffold share one task object.
     """
@@ -348,14 +347,14 @@ def estimate_remaining_cost(
 
 
 class EvaluationMatrixStore:
-    """The matrices recorded in a store, a folder of runs and evaluations."""
+    """The evaluation matrices recorded in a store, a folder of runs and evaluations."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
         self.evaluations = EvaluationStore(root)
 
     def create(self, plan: EvalMatrixPlan) -> None:
-        """Write the plan of a new matrix to its file, before any of its attempts begins."""
+        """Write the plan of a new evaluation matrix to its file, before any attempt begins."""
         make_folder(self._folder)
         path, part = self.path(plan.id), self._folder / f".{plan.id}.part"
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
@@ -376,7 +375,7 @@ class EvaluationMatrixStore:
         return EvaluationFileWriter(path, None if self.has_cell_record(cell) else cell.plan)
 
     def find(self, id: str) -> EvalMatrixPlan | None:
-        """Find a recorded matrix by its id or a unique prefix of it.
+        """Find a recorded evaluation matrix by its id or a unique prefix of it.
 
         ``last`` finds the matrix that was evaluated last, but only if no other evaluation is newer.
         Returns None if there is no such matrix.
@@ -402,7 +401,7 @@ class EvaluationMatrixStore:
         return read_matrix(self.path(matches[0])) if matches else None
 
     def paths(self) -> list[Path]:
-        """Return the files of all recorded matrices, oldest first."""
+        """Return the files of all recorded evaluation matrices, oldest first."""
         return sorted(self._folder.glob(f"*{MATRIX}"))
 
     def path(self, id: str) -> Path:
@@ -410,7 +409,7 @@ class EvaluationMatrixStore:
 
 
 def read_matrix(path: Path) -> EvalMatrixPlan:
-    """Read the plan of a matrix from its file.
+    """Read the plan of an evaluation matrix from its file.
 
     Raises StoreError if the file cannot be read or is damaged.
     """

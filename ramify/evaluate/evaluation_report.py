@@ -96,7 +96,7 @@ class EvaluationReport(msgspec.Struct, frozen=True):
 def report(
     evaluation: EvaluationResult, *, k: int | None = None, seed: int = 0
 ) -> EvaluationReport:
-    """Compute the report of an evaluation.
+    """Compute the report of an evaluation: its rewards, metrics, failures and costs.
 
     ``k`` is the k of pass@k and majority@k, by default the number of attempts per item; ``seed`` is
     the seed of the bootstrap. Raises ConfigError if there are fewer than k attempts per item, or if
@@ -147,7 +147,7 @@ def check_k(k: int, attempts: int) -> None:
 def difference(
     ours: EvaluationResult, theirs: EvaluationResult, *, seed: int = 0
 ) -> tuple[MeanEstimate, int]:
-    """Return how much higher the mean reward of one evaluation is than that of another.
+    """Return how much higher the mean reward of ``ours`` is than that of ``theirs``.
 
     The second value is the number of items compared. These are the items that both evaluations have
     scored. Raises ConfigError if they evaluate different tasks or have no scored item in common.
@@ -180,7 +180,7 @@ def flipped_items(ours: EvaluationResult, theirs: EvaluationResult) -> dict[str,
 
 
 def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
-    """Raise ConfigError if two evaluations do not use the same items.
+    """Raise ConfigError if two evaluations do not use the same task items.
 
     The message names the difference, such as another split or other task options.
     """
@@ -193,7 +193,7 @@ def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
 
 
 def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcome]]:
-    """Group the scored attempts by item, keeping their order."""
+    """Group the scored attempts of an evaluation by task item, keeping their order."""
     attempts: dict[str, list[AttemptOutcome]] = {}
     for outcome in outcomes:
         if outcome.reward is not None:
@@ -328,7 +328,7 @@ def _format_estimate(figure: MeanEstimate | None) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], numbers: Collection[int] = (1,)) -> list[str]:
-    """Format rows of cells as the aligned lines of a text table.
+    """Format rows of table cells as lines of text in which the columns are aligned.
 
     Columns whose index is in ``numbers`` are right-aligned.
     """

@@ -113,7 +113,7 @@ Outcomes = Mapping[str, Sequence[AttemptOutcome]]
 def matrix_report(
     plan: EvalMatrixPlan, outcomes: Outcomes, *, k: int | None = None, seed: int = 0
 ) -> EvalMatrixReport:
-    """Compute the report of a matrix.
+    """Compute the report of an evaluation matrix: the scores and costs of each table row.
 
     ``k`` is the number of attempts for pass@k, by default all of them. ``seed`` is the bootstrap
     seed.
@@ -143,7 +143,7 @@ def matrix_report(
 
 
 class _RowGroup(NamedTuple):
-    """The attempts that one row of the report summarises."""
+    """The attempts that one row of a matrix report summarises."""
 
     place: dict[str, str]
     records: tuple[str, ...]
@@ -153,7 +153,7 @@ class _RowGroup(NamedTuple):
     is_kind: bool = False
 
     def by_item(self) -> dict[str, list[AttemptOutcome]]:
-        """Group the scored attempts by item, keeping their order.
+        """Group the scored attempts of this row by task item, keeping their order.
 
         Items of different evaluations stay separate, because items of several families may have the
         same ids.
@@ -303,7 +303,7 @@ def failure_reason(outcome: AttemptOutcome) -> str:
 
 
 def matrix_table(report: EvalMatrixReport) -> str:
-    """Format the report as text: one line with the values that all rows share, then a table."""
+    """Format a matrix report as text: a line with the values that all rows share, then a table."""
     plan, rows = report.plan.first_plan, report.rows
     values = {axis: [row.place.get(axis, "") for row in rows] for axis in AXES}
     varied = [axis for axis in AXES if len({*values[axis]}) > 1]
@@ -384,7 +384,7 @@ def _format_difference(figure: MeanEstimate | None) -> str:
 def _format_short_number(num: int) -> str:
     """Return a large number in a short form, rounded to three digits.
 
-    For example, 1234567 becomes ``1.2M``.
+    For example, 1234567 becomes ``1.23M``.
     """
     for size, unit in ((1_000_000_000, "G"), (1_000_000, "M"), (1_000, "k")):
         if num >= size:

@@ -105,7 +105,7 @@ class EvaluationWorker:
         self._lock = threading.Lock()
 
     def attempt(self, sent: bytes) -> Iterator[bytes]:
-        """Run one attempt.
+        """Run one attempt at a task item, as the encoded request ``sent`` describes it.
 
         Yield the id of the run as soon as it has begun, and finally the outcome of the attempt.
         Both are encoded as JSON.
@@ -160,7 +160,7 @@ class EvaluationWorker:
 
 
 class RemoteAttemptRequest(msgspec.Struct, frozen=True):
-    """A message that asks a worker to run one attempt of an evaluation."""
+    """A message that asks a Ray worker to run one attempt of an evaluation."""
 
     plan: EvaluationPlan
     index: int
@@ -282,7 +282,7 @@ class RayAttemptRunner:
         raise RamifyError("a worker ended an attempt without reporting its outcome")
 
     def _worker_for(self, job: EvaluationSetup, which: PlannedAttempt) -> int:
-        """Choose the worker for an attempt.
+        """Choose the Ray worker that runs an attempt.
 
         Prefer the worker that has already cached the item, if it has room, and otherwise take the
         one with the fewest attempts in progress.

@@ -201,7 +201,7 @@ class RewardModel:
         return rewards
 
     def _parse_reward(self, row: Any) -> float:
-        """Return the score of the chosen label for one text."""
+        """Return the score of the chosen label from the server's result for one text."""
         if self._form == "predict":  # [{"label": "good", "score": 0.9}, …]
             if isinstance(self._label, int):
                 return float(row[self._label]["score"])
@@ -212,7 +212,7 @@ class RewardModel:
 
 
 def _in_order(reply: Any) -> list[Any]:
-    """Return a reward server's scores in the order in which the texts were sent.
+    """Sort the entries of a reward server's reply by the order in which the inputs were sent.
 
     The replies of vLLM and SGLang are supported.
     """

@@ -270,7 +270,8 @@ class AttemptRunner(Protocol):
         ...
 
     async def __aenter__(self) -> object:
-        """Open the resources that all attempts share, such as a client or a cluster.
+        """Open the resources that the attempts of all evaluations share, such as a client or a
+        cluster.
 
         This is done before the first attempt begins.
         """
@@ -512,17 +513,19 @@ _decoder = msgspec.json.Decoder(Entry)
 
 
 class EvaluationStore:
-    """The evaluations recorded in a store, which is a folder of runs.
+    """The records of all evaluations in a run store, so that interrupted ones can resume.
 
-    Each evaluation is one file.
+    A store is a folder of runs. Each evaluation is one file.
     """
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
 
     def create(self, plan: EvaluationPlan) -> EvaluationFileWriter:
-        """Start the record of a new evaluation under a new id, and return the writer of its
-        file."""
+        """Create the file that records a new evaluation, and open it for writing.
+
+        The evaluation gets a new id.
+        """
         make_folder(self._folder)
         words = "-".join(filter(None, (plan.task.partition(":")[0].rpartition("/")[2], plan.split)))
         id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}-{words}"
@@ -580,16 +583,15 @@ class EvaluationStore:
 
 
 class EvaluationFileWriter:
-    """The file of one evaluation, open for writing.
+    """The open file in which one evaluation records its attempts.
 
     It is locked, so that no other process can write to it.
     """
 
     def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
-        """Create the file of a new evaluation with its plan, or open an existing file if no plan is
-        given.
+        """Open the file that records an evaluation, and create it if ``plan`` is given.
 
-        Raises StoreError if another process is writing to it.
+        A new file begins with the plan. Raises StoreError if another process is writing to it.
         """
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if plan is not None else 0)

@@ -96,7 +96,7 @@ def _point(attempts: Sequence[AttemptOutcome], budget: float) -> ScoreBudgetPoin
 
 
 class ScoreBudgetCurve(msgspec.Struct, frozen=True):
-    """The score of one system in a matrix as a function of the budget per attempt."""
+    """The score of one system in an evaluation matrix as a function of the budget per attempt."""
 
     place: dict[str, str]
     """Suite, length, model, mode and scaffold. All families of questions are combined."""
@@ -108,7 +108,8 @@ def matrix_score_by_budget(
     outcomes: Mapping[str, Sequence[AttemptOutcome]],
     num_points: int = NUM_POINTS,
 ) -> list[ScoreBudgetCurve]:
-    """Compute the curve of score against budget for each system of a matrix.
+    """Compute how the score of each system in an evaluation matrix depends on the budget per
+    attempt.
 
     Systems that answered the same items with the same model are compared at the same budgets.
     ``outcomes`` maps the id of each cell's evaluation to its attempts.
@@ -134,7 +135,7 @@ def matrix_score_by_budget(
 
 
 class ScoreByBudgetTable(msgspec.Struct, frozen=True):
-    """The scores of several systems on the same items, at a few budgets."""
+    """The scores of several systems on the same task items within a few budgets per attempt."""
 
     items: str
     """Suite, length and model of the items."""
@@ -165,7 +166,7 @@ def score_by_budget_tables(rows: Sequence[ScoreBudgetCurve]) -> list[ScoreByBudg
 
 
 def format_budget_tables(tables: Sequence[ScoreByBudgetTable]) -> list[str]:
-    """Format the tables of scores by budget as lines of text."""
+    """Format tables of the scores that systems reach within given budgets as lines of text."""
     lines: list[str] = []
     for table in tables:
         lines.append(f"{table.items}: score with a budget per attempt")

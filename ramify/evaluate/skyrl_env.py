@@ -49,7 +49,7 @@ def text_env(
     sub_model: ModelSpec | None = None,
     base: type = object,
 ) -> type[TaskEnv]:
-    """Return a text environment class, each instance of which attempts one item of a split.
+    """Return a text environment class for RL trainers, whose instances each attempt one task item.
 
     The class inherits from ``base``, because trainers such as SkyRL require a certain base class
     (``BaseTextEnv``). No method of the base class is used.
@@ -101,7 +101,7 @@ class TaskEnv:
         self.max_turns = rlm.limits.max_turns
 
     def init(self, prompt: Sequence[Said] = ()) -> tuple[list[Said], dict[str, Any]]:
-        """Start the run.
+        """Start the attempt at the environment's task item.
 
         Return the first messages for the model, and a dict with the item's id.
         """
@@ -111,7 +111,7 @@ class TaskEnv:
         return self._next_messages(), {"item": self._item.id}
 
     def step(self, action: str) -> dict[str, Any]:
-        """Pass the model's reply to the run.
+        """Pass the model's reply to the attempt, and continue it until the next reply is needed.
 
         Return the next messages and whether the run has ended, with the reward if it has.
         """
@@ -133,7 +133,7 @@ class TaskEnv:
         }
 
     def close(self) -> None:
-        """Cancel the run if it has not ended.
+        """Cancel the attempt at the task item if it has not ended yet.
 
         Calling it twice is harmless.
         """
@@ -164,7 +164,7 @@ class TaskEnv:
         return [{"role": message.role, "content": message.content} for message in new]
 
     async def _await_request(self) -> Sequence[Message]:
-        """Wait for the next request of the run and return its messages.
+        """Wait for the attempt's next request to the model, and return the messages in it.
 
         If the run ends instead, store its trajectory and return no messages.
         """
@@ -184,7 +184,7 @@ class TaskEnv:
 
 
 class _Driver:
-    """Relays requests and replies between a run and the caller of its environment."""
+    """Relays an attempt's model requests to the caller of its environment, and the replies back."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[Request] = asyncio.Queue()
@@ -199,7 +199,7 @@ class _Driver:
         return await self._requests.get()
 
     def reply(self, text: str) -> None:
-        """Answer the pending request of the run.
+        """Answer the model request for which the attempt is waiting.
 
         This method may be called from any thread.
         """

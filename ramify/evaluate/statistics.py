@@ -30,7 +30,7 @@ items."""
 
 
 class MeanEstimate(msgspec.Struct, frozen=True):
-    """A mean over items with its 95 % confidence interval.
+    """A mean over task items with its 95 % confidence interval.
 
     >>> evaluate.MeanEstimate(0.5, low=0.3, high=0.7).high
     0.7
@@ -114,10 +114,10 @@ def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def share_with_interval(num: int, of: int) -> MeanEstimate:
-    """Return the success rate of independent attempts with its 95 % Wilson interval (1927).
+    """Return the share of successful attempts with its 95 % Wilson score interval (1927).
 
-    ``num`` of the ``of`` attempts succeeded. If fewer than five attempts succeeded or failed, the
-    interval is the exact one of Clopper and Pearson (1934).
+    The attempts are independent. ``num`` of the ``of`` attempts succeeded. If fewer than five
+    attempts succeeded or failed, the interval is the exact one of Clopper and Pearson (1934).
 
     >>> share_with_interval(0, 10).high        # 1 - 0.025 ** (1 / 10)
     0.30849...
@@ -185,7 +185,7 @@ def score_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
 
 
 def _is_at_an_end(values: Sequence[float]) -> bool:
-    """Return True if nearly all scores are 0 or nearly all are 1.
+    """Return True if nearly all scores are at the same end of the scale, which is 0 or 1.
 
     At most four scores may differ from that value by more than 1 %.
     """
@@ -193,7 +193,7 @@ def _is_at_an_end(values: Sequence[float]) -> bool:
 
 
 def _floor_and_ceiling(total: float) -> tuple[int, int]:
-    """Return the whole numbers on both sides of a sum of scores.
+    """Round a sum of scores both down and up to whole numbers.
 
     If the sum is a whole number up to rounding errors, both are that number.
     """
@@ -236,7 +236,10 @@ def paired_difference(
 
 
 def _widen_interval(figure: MeanEstimate, other: MeanEstimate) -> MeanEstimate:
-    """Return the first estimate with its interval widened to include the second interval."""
+    """Widen the confidence interval of an estimate to include another estimate's interval.
+
+    The value remains that of the first estimate.
+    """
     return MeanEstimate(figure.value, min(figure.low, other.low), max(figure.high, other.high))
 
 
@@ -245,7 +248,7 @@ def _are_scores(*sides: Sequence[float]) -> bool:
 
 
 def _estimate_change(better: int, worse: int, num: int) -> MeanEstimate:
-    """Return the mean change per task item if each item is either right or wrong.
+    """Estimate the mean change in score per task item if each item is either right or wrong.
 
     The result includes a confidence interval. ``better`` counts the items that became right,
     ``worse`` those that became wrong, and ``num`` all items.

@@ -40,10 +40,12 @@ def register_chat_harness() -> str:
     program = compile(launch.CHAT_PROGRAM_SOURCE, "<chat program of verifiers>", "exec")
 
     class InProcessChatHarness(null.NullHarness):  # type: ignore[misc,name-defined]
-        """A harness that runs the library's chat program in this process, not in a new process."""
+        """A harness that runs the chat program of ``verifiers`` in this process, not in a new
+        one."""
 
         async def setup(self, runtime: Any) -> None:
-            """Do nothing: the chat program needs no setup in the runtime."""
+            """Do nothing, because the chat program needs no setup in the runtime of
+            ``verifiers``."""
 
         async def launch(
             self,

@@ -58,7 +58,7 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
     size = len(items) if num is None else min(num, len(items))
 
     class Data(vf.TaskData):  # type: ignore[misc,name-defined]
-        """The task data from which ``verifiers`` identifies a Ramify task item.
+        """The fields of a ``verifiers`` task that identify a Ramify task item.
 
         Its fields are the task, its options, the split and the index of the item.
         """
@@ -69,7 +69,7 @@ def taskset(name: str, /, *, split: str = "train", num: int | None = None, **opt
         ramify_index: int
 
     class Row(vf.Task[Data]):  # type: ignore[misc,name-defined]
-        """A Ramify task item in the form of a ``verifiers`` task."""
+        """A Ramify task item, wrapped as a task of the ``verifiers`` library."""
 
         @vf.reward  # type: ignore[untyped-decorator]
         async def task_rewards(self, trace: Any) -> dict[str, float]:
@@ -113,8 +113,7 @@ def harness(
     sandbox: SandboxSpec | None = None,
     window: int = 128_000,
 ) -> type:
-    """Return a ``Harness`` class with which the ``verifiers`` library runs Ramify's tasksets in
-    Ramify's engine.
+    """Return a ``Harness`` class that lets ``verifiers`` run Ramify's tasksets in Ramify's engine.
 
     ``window`` is the context window of the model, in tokens.
     """

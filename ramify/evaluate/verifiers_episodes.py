@@ -107,7 +107,7 @@ def verifiers_task(
 
 
 class VerifiersSplit(LazySequence[Item]):
-    """The items of one split (train, validation or test) of a taskset."""
+    """The task items in one split of a ``verifiers`` taskset: train, validation or test."""
 
     def __init__(self, runner: EpisodeRunner, split: str, kept: Sequence[int]) -> None:
         """Create one split of the ``verifiers`` taskset that ``runner`` runs.
@@ -184,7 +184,7 @@ class EpisodeRunner:
             raise ConfigError(f"taskset '{self.name}' has no tasks")
 
     def split_positions(self) -> dict[str, Sequence[int]]:
-        """Return which positions of each block of tasks belong to which split.
+        """Return the positions within each block of tasks that belong to each split.
 
         The taskset is divided into blocks of ``period`` tasks, usually ten.
         """
@@ -235,7 +235,7 @@ class EpisodeRunner:
         return "" if found == "bash" else found
 
     def _make(self, max_turns: int) -> Any:
-        """Create a ``verifiers`` environment whose agents may each take at most ``max_turns``
+        """Create a ``verifiers`` environment that limits each of its agents to ``max_turns``
         turns."""
         agents = importlib.import_module("verifiers.v1.configs.agent")
         seats = {
@@ -255,7 +255,8 @@ class EpisodeRunner:
     # --- one attempt ------------------------------------------------------------------------------
 
     async def prepare(self, item: Item) -> TaskStart:
-        """Prepare an attempt at a task item that runs inside the ``verifiers`` environment.
+        """Prepare an attempt at a task item, which runs as an episode of the ``verifiers``
+        environment.
 
         The environment holds the conversations, not Ramify's engine.
         """
@@ -272,7 +273,7 @@ class EpisodeRunner:
         return Score(record["rewards"], record["calls"], record["metrics"])
 
     async def run_episode(self, item: Item, conversations: RunModelClient) -> tuple[Any, Any]:
-        """Run one episode.
+        """Run one episode of the ``verifiers`` environment on a task item.
 
         Return the library's episode object, and the rewards and metrics to record for it.
         """
@@ -327,7 +328,7 @@ class EpisodeAttempt:
         self._record: dict[str, Any] | None = None
 
     async def run_episode(self, conversations: RunModelClient) -> str:
-        """Run the episode, and return the last reply of an agent as the answer.
+        """Run the episode, and return an agent's last reply as the answer.
 
         It is the first trained agent, or the first agent if none is trained.
         """
@@ -389,7 +390,7 @@ def _means(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _failure(episode: Any) -> str:
-    """Return one line that says why an episode failed."""
+    """Describe in one line why a ``verifiers`` episode failed."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not errors:
         return "its episode did not end well, and gives no reason"
@@ -402,7 +403,7 @@ def _one_line(error: Any) -> str:
 
 
 def _with_judges(vf: Any, config: Any, update: Mapping[str, Any]) -> Any:
-    """Return a copy of an environment's configuration with changed fields in all of its judges.
+    """Return an environment's configuration with the given fields changed in all of its judges.
 
     Judges are found however deeply they are nested.
     """

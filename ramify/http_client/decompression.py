@@ -36,7 +36,7 @@ class HttpBodyDecompressor:
         self._zlib = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS)  # recognizes gzip and zlib
 
     def feed(self, data: bytes) -> bytes:
-        """Decompress the next bytes of the body.
+        """Decompress the next bytes of the response body.
 
         Raises MalformedResponse if they are damaged or the body exceeds the size limit.
         """

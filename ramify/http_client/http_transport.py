@@ -192,7 +192,7 @@ class HttpConnectionPool:
         max_body_bytes: int = 64 << 20,
         choose_addresses: ChooseAddresses | None = None,
     ) -> None:
-        """Create an empty pool.
+        """Create a pool that has no open connections yet.
 
         ``connect_s`` limits the seconds to connect, including proxy and TLS. Connections idle for
         ``keepalive_s`` seconds are not reused, because common servers close them after five
@@ -215,7 +215,7 @@ class HttpConnectionPool:
         *,
         upgrades: bool = False,
     ) -> HttpExchange:
-        """Prepare an HTTP exchange, which is sent when its ``async with`` block is entered.
+        """Prepare an HTTP exchange, whose request is sent on entering its ``async with`` block.
 
         ``where`` names the server in errors. ``max_body_bytes`` lowers the pool's limit for this
         response. ``upgrades`` allows status 101, after which the caller takes over the connection.
@@ -347,7 +347,7 @@ def _unreachable_error(message: str, reason: str) -> Unreachable:
 
 
 def _reason(error: OSError) -> str:
-    """Return why a connection failed, in words.
+    """Describe in words why a connection to a server failed.
 
     If several addresses were tried, the error number is read from the text, because the error then
     has no ``errno``.
@@ -426,7 +426,7 @@ class HttpExchange:
         return self._reader.is_complete
 
     async def read(self) -> HttpResponse:
-        """Wait for the whole body, then return the complete response."""
+        """Wait until the whole response body has arrived, and return the complete response."""
         connection, reader = self._connection, self._reader
         assert connection is not None
         try:
@@ -504,7 +504,7 @@ class HttpExchange:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection to a server.
+    """A network connection of the HTTP client to a server.
 
     It handles one request at a time.
     """
@@ -579,7 +579,7 @@ class _Connection(asyncio.Protocol):
             raise self._error
 
     def streams(self) -> None:
-        """Switch to reading the response body as a stream.
+        """Switch from reading the response body as a whole to reading it as a stream.
 
         Before, the body is read as a whole. From now on, the number of unread bytes is limited
         instead of the size of the whole body.
@@ -589,7 +589,7 @@ class _Connection(asyncio.Protocol):
             self._reader.is_streamed = True
 
     def finish(self) -> bool:
-        """End the exchange.
+        """End the HTTP exchange on this connection.
 
         Returns True if the connection can be reused for another request.
         """
@@ -634,7 +634,7 @@ class _Connection(asyncio.Protocol):
             raise _ProxyRefused(f"the proxy answered {status}", transient=status >= 500)
 
     def replaced(self) -> None:
-        """Give up the transport, which another protocol uses from now on."""
+        """Give up the connection's transport, because another protocol now uses it."""
         self._all.discard(self)
         self._transport = None
 
@@ -689,7 +689,7 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpResponseParser:
-    """A parser for one HTTP response.
+    """An incremental parser for a single HTTP response.
 
     It is fed with bytes as they arrive.
     """
@@ -770,7 +770,7 @@ class HttpResponseParser:
         self._parser = None
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes from the server.
+        """Parse the next bytes of the response from the server.
 
         Raises MalformedResponse if they are not valid HTTP or exceed a limit.
         """

@@ -67,7 +67,7 @@ class AcceptedApiKeys:
     """
 
     def __init__(self, digests: Mapping[str, str]) -> None:
-        """Create the set of API keys that a server accepts.
+        """Create a set of accepted API keys from their digests.
 
         ``digests`` maps each caller's name to the SHA-256 digest of its key in hexadecimal.
         """
@@ -106,7 +106,7 @@ def new_key() -> str:
 
 
 def digest_of(key: str) -> str:
-    """Return the SHA-256 digest of a key in hexadecimal.
+    """Return the SHA-256 digest of an API key in hexadecimal.
 
     Surrogate escapes in the key stand for bytes that are not UTF-8.
     """
@@ -132,7 +132,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_of(netloc: str) -> str:
-    """Return the host in a network location such as ``localhost:8765``.
+    """Return the host part of a network location such as ``localhost:8765``.
 
     >>> host_of("[::1]:8765")
     '::1'

@@ -126,7 +126,7 @@ class AnthropicReplyWriter:
     num_replies = 1
 
     def __init__(self, parsed: AnthropicMessagesRequest, model: ServedModel) -> None:
-        """Prepare to answer a parsed request.
+        """Prepare to answer a parsed request to the messages API.
 
         Raises Refused or RequestRejected if it cannot be answered.
         """
@@ -200,7 +200,8 @@ class AnthropicReplyWriter:
         return b"event: error\ndata: " + error.anthropic_error_body() + b"\n\n"
 
     def _in_block(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """Start a content block of the given kind in the stream, unless such a block is open.
+        """Start a content block of the given kind in the streamed reply, unless one is already
+        open.
 
         Returns the events to send: the end of the previous block and the start of this one.
         """
@@ -235,7 +236,7 @@ class AnthropicReplyWriter:
         }
 
     def _stop_fields(self, reply: Reply) -> dict[str, Any]:
-        """Return the response fields that say why the reply ended."""
+        """Return the fields of the response that say why the model's reply ended."""
         reason = _STOP_REASONS.get(reply.finish, "end_turn")
         stop = self._stop_sequence(reply) if reason == "end_turn" else None
         return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
@@ -254,7 +255,7 @@ class AnthropicReplyWriter:
 
 
 def parse_request(body: bytes, model: ServedModel) -> AnthropicReplyWriter:
-    """Parse the body of a messages API request.
+    """Parse the body of a messages API request, and return the writer of its response.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
     """
@@ -362,7 +363,7 @@ def _parse_assistant_turn(turn: _Turn) -> list[Message]:
 
 
 def _parse_user_turn(turn: _Turn) -> list[Message]:
-    """Convert a turn that the model did not write to messages for the engine.
+    """Convert a turn of the messages API that the model did not write to messages for the engine.
 
     Each tool result becomes a message, and so does any text between tool results.
     """

@@ -55,7 +55,7 @@ _log = ComponentLogger("serve")
 
 @asynccontextmanager
 async def receive_body(http: web.Request) -> AsyncIterator[bytes]:
-    """Receive a request's body, and yield it to the ``async with`` block.
+    """Receive a request's body, for use within an ``async with`` block.
 
     Until the block ends, the body counts against the server's memory limit. Raises RequestRejected
     if it is too large or arrives too slowly.
@@ -82,7 +82,7 @@ class AiohttpServer:
         key_help: str = "send the server's key as Authorization: Bearer KEY",
         on_response: Callable[[str, int], None] = lambda path, status: None,
     ) -> None:
-        """Create a server that is not listening yet.
+        """Create an HTTP server that does not listen yet.
 
         ``keys`` are the accepted keys, or None if the address needs none. Web pages can send
         ``token`` instead of a key, in a URL or a cookie. Paths in ``public`` need no key.
@@ -143,7 +143,7 @@ class AiohttpServer:
         ]
 
     async def close(self) -> None:
-        """Stop listening and close every connection.
+        """Stop listening, and close every connection to the server.
 
         A second call has no effect.
         """
@@ -209,7 +209,7 @@ class AiohttpServer:
             return bug.response(http)
 
     def _check(self, http: web.Request) -> None:
-        """Check a request's host, origin, key and content type.
+        """Check the host, origin, key and content type of an incoming request.
 
         Raises RequestRejected if one is not acceptable.
         """

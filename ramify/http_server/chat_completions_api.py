@@ -142,7 +142,7 @@ class ChatCompletionsReplyWriter:
     """
 
     def __init__(self, parsed: ChatCompletionRequest, model: ServedModel) -> None:
-        """Prepare to answer a parsed request.
+        """Prepare to answer a parsed chat completion request.
 
         Raises Refused or RequestRejected if it cannot be answered.
         """
@@ -227,7 +227,7 @@ class ChatCompletionsReplyWriter:
 
 
 def parse_request(body: bytes, model: ServedModel) -> ChatCompletionsReplyWriter:
-    """Parse a chat completion request, and return its handler.
+    """Parse the body of a chat completion request, and return the writer of its response.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
     """
@@ -270,7 +270,7 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
 
 
 def opening_chunk(id: str, model: str) -> dict[str, Any]:
-    """Return the first event of a streamed completion.
+    """Return the first event of a streamed chat completion.
 
     It names the role and has no text.
     """
@@ -289,7 +289,7 @@ def chunk(
 
 
 def common_fields(id: str, model: str, kind: str, created: int | None = None) -> dict[str, Any]:
-    """Return the first fields of every chat completion body and stream event.
+    """Return the fields with which every chat completion and every stream event begins.
 
     ``created`` is a Unix time in seconds, by default now.
     """

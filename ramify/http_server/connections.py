@@ -66,7 +66,7 @@ class IncomingConnections:
         return len(self.all) > self.most * 3 // 4
 
     async def accept(self, listener: socket.socket, web_server: web.Server) -> None:
-        """Accept connections on a listening socket until cancelled."""
+        """Accept connections on a listening socket until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             while len(self.all) >= self.most:
@@ -94,7 +94,7 @@ class IncomingConnections:
             )
 
     async def sweep(self) -> None:
-        """Close connections that have waited too long for a request.
+        """Close connections whose clients take too long to send a request.
 
         Runs until cancelled.
         """
@@ -156,11 +156,11 @@ class HttpServerConnection(web.RequestHandler):
 
     @property
     def is_idle(self) -> bool:
-        """True between two requests, until the first byte of the next one arrives."""
+        """True while the connection is between two requests and no byte of the next has arrived."""
         return self._has_asked and not self._num_head_bytes
 
     def mark_busy(self) -> None:
-        """Mark the connection as busy.
+        """Mark the connection as busy with a request.
 
         Called once a request's head has been read.
         """
@@ -226,7 +226,8 @@ class HttpServerConnection(web.RequestHandler):
         return answer
 
     def _count_head_bytes(self, data: bytes) -> bool:
-        """Count received bytes of a request's head, and return whether its size is still allowed.
+        """Count the received bytes of a request's head, and return True if they are within the
+        limit.
 
         Returns False if the head is too large.
         """

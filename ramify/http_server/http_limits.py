@@ -26,7 +26,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_arriving_bytes(self) -> int:
-        """The maximum total size of all request bodies that are arriving at one time, in bytes.
+        """The maximum number of bytes of request bodies that may be arriving at the same time.
 
         It applies to all API keys together.
         """

@@ -55,7 +55,7 @@ def max_connections() -> int:
 
 
 def max_runs() -> int:
-    """Return how many concurrent runs this machine can hold, capped at ``MOST_RUNS``."""
+    """Return the number of runs that this machine can execute at once, at most ``MOST_RUNS``."""
     descriptors = descriptor_limit() - _RESERVE - max_connections()
     bounds = [MOST_RUNS, descriptors // DESCRIPTORS_OF_A_RUN]
     if memory := free_memory():
@@ -94,7 +94,7 @@ def _available_memory() -> int | None:
 
 
 def _unused_limit(folder: Path, most: str, current: str) -> int | None:
-    """Return how much of a control group's limit is unused, or None if it is unlimited.
+    """Return how much of a cgroup limit is unused, or None if it is unlimited.
 
     ``most`` and ``current`` name the files with the limit and the current use.
     """
@@ -104,7 +104,7 @@ def _unused_limit(folder: Path, most: str, current: str) -> int | None:
 
 
 def _num_own_processes() -> int:
-    """Return how many threads the current user has in all processes, or 0 if unknown.
+    """Return the number of the current user's processes, counting each thread, or 0 if unknown.
 
     Threads are counted because the system's process limit counts them.
     """

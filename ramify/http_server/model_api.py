@@ -41,7 +41,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class ServedModel(Protocol):
-    """A model that answers the requests of one caller."""
+    """Interface of a model that answers the requests of one caller."""
 
     name: str
     """Model name shown in responses."""
@@ -58,7 +58,7 @@ class ServedModel(Protocol):
     def stream(
         self, request: Request, num_replies: int
     ) -> AsyncGenerator[tuple[int, Message | Reply], None]:
-        """Yield the replies to a request as they grow.
+        """Yield several replies to one request while the model generates them.
 
         Each value is the index of a reply, with the message so far or, at its end, with the whole
         reply. Raises RamifyError or RequestRejected on failure.
@@ -124,7 +124,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     """False if a reply with more than one tool call is an error."""
 
     def check_reply(self, reply: Reply) -> None:
-        """Raise RequestRejected if the tool calls in a reply violate this rule."""
+        """Raise RequestRejected if the tool calls in a reply violate this tool choice."""
         called = [call.name for call in reply.message.tool_calls]
         others = [name for name in called if self.names and name not in self.names]
         problem = ""
@@ -152,7 +152,7 @@ def unmet_reply_requirement_error(problem: str, code: str, reply: Reply) -> Requ
 
 
 def check_tool_choice(choice: ToolChoice, tools: Sequence[Tool], field: str) -> ToolChoice:
-    """Check that a tool choice is possible with the given tools, and return it unchanged.
+    """Check that a request's tool choice is possible with its tools, and return it unchanged.
 
     Raises RequestRejected if it names or requires a tool that is not offered.
     """
@@ -199,7 +199,7 @@ def parse_openai_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
 
 
 def decode_request(decoder: msgspec.json.Decoder[T], body: bytes, kind: str) -> T:
-    """Decode the JSON body of a request.
+    """Decode the JSON body of a request to a model API.
 
     Raises Refused with the reason if it is invalid. ``kind`` names the requested object in the
     error.
@@ -222,7 +222,10 @@ def refuse_unsupported(parsed: msgspec.Struct, harmless: Mapping[str, Sequence[A
 
 
 def check_sampling(temperature: float | None, top_p: float | None) -> None:
-    """Raise Refused unless ``temperature >= 0`` and ``0 < top_p <= 1``."""
+    """Check a request's sampling options: ``temperature >= 0`` and ``0 < top_p <= 1``.
+
+    Raises Refused otherwise.
+    """
     if not (temperature or 0) >= 0 or not 0 < (1 if top_p is None else top_p) <= 1:
         raise Refused(
             f"temperature={temperature} must be at least 0, top_p={top_p} above 0 and at most 1"
@@ -348,7 +351,7 @@ def logprob_entries(reply: Reply, text_of: Callable[[int], str]) -> list[dict[st
 
 
 class _TokenTexts:
-    """A cache of the texts of tokens, so that each token is looked up only once."""
+    """A cache of the strings of token ids, so that each token is looked up only once."""
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self._text_of = text_of

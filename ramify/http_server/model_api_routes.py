@@ -44,7 +44,7 @@ Recorder = Callable[[str, int, Request, Reply], Awaitable[None]]
 
 
 class ModelForCaller(msgspec.Struct, frozen=True):
-    """A model for one caller, and the stored responses of that caller."""
+    """A model as served to one caller, and the stored responses of that caller."""
 
     model: ServedModel
     stored: RecentResponseStore
@@ -77,7 +77,7 @@ class ModelApiRoutes:
         self._admit = admit
 
     def add_to(self, app: web.Application, prefix: str = "") -> None:
-        """Add the routes to an aiohttp application.
+        """Add the routes of the model APIs to an aiohttp application.
 
         Their paths start with ``prefix``.
         """
@@ -152,7 +152,7 @@ class ModelApiRoutes:
 
 @contextlib.contextmanager
 def errors_as_rejections() -> Iterator[None]:
-    """Return a context manager that turns errors in request handling into error responses."""
+    """Turn errors in the handling of a request into error responses, within a ``with`` block."""
     try:
         yield
     except RamifyError as error:

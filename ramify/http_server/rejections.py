@@ -51,7 +51,7 @@ class RequestRejected(Exception):
         retry_after_s: float | None = None,
         run: str | None = None,
     ) -> None:
-        """Create a rejection.
+        """Create an exception for a request that the server rejects.
 
         ``param`` names the request's wrong field, and ``run`` is the id of a failed run.
         """
@@ -69,7 +69,7 @@ class RequestRejected(Exception):
         return error_body(str(self), self.kind, self.code, self.param, **self.more)
 
     def anthropic_error_body(self) -> bytes:
-        """Return the error body in the format of Anthropic's API.
+        """Return the body of this error response in the format of Anthropic's API.
 
         The message for an overlong prompt begins with "prompt is too long", as in that API.
         """
@@ -118,7 +118,7 @@ def openai_error_type(status: int) -> str:
 def error_body(
     text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any
 ) -> bytes:
-    """Return an error body in the format of OpenAI's API.
+    """Return the body of an error response in the format of OpenAI's API.
 
     ``param`` names the request's wrong field, and ``more`` adds fields.
     """

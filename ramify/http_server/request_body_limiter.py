@@ -78,7 +78,7 @@ class RequestBodyLimiter:
 
 
 class _Upload:
-    """A request body while it is received, and the memory reserved for it."""
+    """A request body that is being received, and the memory reserved for it."""
 
     def __init__(self, uploads: RequestBodyLimiter, caller: str) -> None:
         self._uploads = uploads

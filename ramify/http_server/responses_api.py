@@ -77,7 +77,7 @@ class RecentResponseStore:
         return self._stored.get(id)
 
     def keep(self, id: str, response: StoredResponse) -> None:
-        """Store a response.
+        """Store a finished response, so that a later request can continue from it.
 
         If there are then too many, or their total size is too large, the oldest ones are removed.
         """
@@ -87,7 +87,7 @@ class RecentResponseStore:
             self.forget(next(iter(self._stored)))
 
     def forget(self, id: str) -> bool:
-        """Remove a stored response.
+        """Remove the stored response with the given id.
 
         Returns False if there is none with this id.
         """
@@ -165,7 +165,7 @@ class ResponsesApiReplyWriter:
         stored: RecentResponseStore,
         num_bytes: int,
     ) -> None:
-        """Prepare to answer a parsed request with a body of ``num_bytes`` bytes.
+        """Prepare to answer a parsed responses API request, whose body had ``num_bytes`` bytes.
 
         Raises Refused or RequestRejected for a request that cannot be answered.
         """
@@ -266,7 +266,7 @@ class ResponsesApiReplyWriter:
         return self._event("failed", response=response)
 
     def _finish_response(self, reply: Reply, output: list[dict[str, Any]]) -> bytes:
-        """Return the body of the finished response.
+        """Complete the response to a request, and return its body.
 
         Unless the request says ``store: false``, the response is stored, so that a later request
         can continue from it.
@@ -312,7 +312,7 @@ class ResponsesApiReplyWriter:
         return {"type": kind, "id": f"{prefix}_{self._key}", **fields}
 
     def _text_delta(self, kind: str, text: str) -> bytes:
-        """Return the stream events that add text to the current item of the response.
+        """Return the stream events that append text to the response's current output item.
 
         The item is opened if necessary.
         """
@@ -340,7 +340,7 @@ class ResponsesApiReplyWriter:
         return events
 
     def _close(self, at: int, item: dict[str, Any]) -> bytes:
-        """Return the stream events that complete an item of the response.
+        """Return the stream events that complete an output item of the response.
 
         It is a reasoning item or a message.
         """
@@ -427,7 +427,7 @@ class _StreamedItem(msgspec.Struct, frozen=True):
 def parse_request(
     body: bytes, model: ServedModel, stored: RecentResponseStore
 ) -> ResponsesApiReplyWriter:
-    """Parse the body of a responses API request.
+    """Parse the body of a responses API request, and return the writer of its response.
 
     Raises Refused or RequestRejected with the reason if it is invalid.
     """
@@ -465,7 +465,7 @@ def _tools(offered: Sequence[_Tool]) -> tuple[Tool, ...]:
 
 
 def _messages(input: str | list[_Item]) -> list[Message]:
-    """Convert a request's input items to messages.
+    """Convert the input items of a responses API request to messages for the engine.
 
     Consecutive items from one reply of the model become one message.
     """

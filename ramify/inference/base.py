@@ -66,7 +66,7 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def update(self, weights: object, version: int) -> None:
-        """Load version ``version`` of the weights into the engine, and clear its caches.
+        """Load new weights with the version number ``version``, and clear the engine's caches.
 
         A reply in progress continues under the new weights. Its ``versions`` records which version
         sampled which tokens.
@@ -83,7 +83,7 @@ class InferenceClient(Client, Protocol):
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probability, at temperature 1, of each token after the first.
+        """Return the log-probability at temperature 1 of each token of a sequence after the first.
 
         Each is conditioned on the tokens before it.
         """

@@ -45,7 +45,7 @@ def _path_of(out: str | Path | None) -> Path | None:
 
 
 def make_worker_rlm_factory(model: Any, options: dict[str, Any]) -> Callable[[], RLM]:
-    """Return a function that creates the RLM of a worker on another machine.
+    """Return a function that creates the RLM of a map's worker on another machine.
 
     Raises ConfigError unless the model is given by name: a model object may hold a key, so it
     cannot be sent to another process.

@@ -105,7 +105,7 @@ class BatchQuestion(msgspec.Struct, frozen=True):
 
 
 class MapBatchJobs:
-    """The batch jobs of one map at the provider's batch API.
+    """The batch jobs with which one map asks its questions at the provider's batch API.
 
     It uploads new batches, and collects those that an earlier invocation of the map uploaded.
     """
@@ -123,7 +123,7 @@ class MapBatchJobs:
         retry_failed: bool,
         max_rows: int | None,
     ) -> None:
-        """Prepare to upload and download batches.
+        """Prepare to upload batches of a map's questions and to download their results.
 
         If ``uploads`` is False, only the results of earlier batches are downloaded. Raises
         ConfigError if the model has no batch API.
@@ -333,7 +333,7 @@ class MapBatchJobs:
         )
 
     async def _create(self, batch: UnfinishedBatch, lines: list[bytes]) -> None:
-        """Upload a batch, and record its id.
+        """Upload a batch to the provider, and record the id that the provider gives it.
 
         If the provider's reply is lost, search for the batch, because the upload may have
         succeeded.
@@ -356,7 +356,7 @@ class MapBatchJobs:
         self._record_acceptance(batch)
 
     async def _find(self, batch: UnfinishedBatch) -> None:
-        """Look for a batch at the provider after its upload was interrupted.
+        """Search for a batch at the provider after its upload was interrupted.
 
         If it is found, its id is set.
         """
@@ -628,7 +628,7 @@ class MapBatchJobs:
 
 
 class _Collected(msgspec.Struct):
-    """Problems that were found among the results of one downloaded batch."""
+    """Problems found among the results of one downloaded batch of questions."""
 
     num_cancelled: int = 0
     cause: Refused | None = None
@@ -637,7 +637,7 @@ class _Collected(msgspec.Struct):
 
 
 def batch_client(calls: DirectModelCaller) -> BatchCapableClient:
-    """Return the client of a map's model.
+    """Return the client of a map's model, which must support a batch API.
 
     Raises ConfigError if the client does not support a batch API.
     """

@@ -168,7 +168,7 @@ def _seconds(
 
 
 def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float) -> EstimatedAmount:
-    """Estimate the time to answer all questions from the rate in the sample.
+    """Estimate the time to answer all questions of a map from the rate in the sample.
 
     ``rows`` holds the sampled questions that were answered at full concurrency.
     """
@@ -190,7 +190,7 @@ def _by_rate(rows: Sequence[MeasuredRowCost], num_questions: int, read_s: float)
 
 
 def _quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution.
+    """Return the 97.5 % quantile of Student's t distribution with ``degrees`` degrees of freedom.
 
     It is a series expansion around the normal quantile.
     """

@@ -368,7 +368,7 @@ class TableMapJournal:
         """Number of question numbers that have been assigned."""
 
     def assign_question_number(self, number: int) -> int:
-        """Assign a number to a question and return it.
+        """Assign the next free number to a question of the map, and return it.
 
         A number other than -1 is kept as it is.
         """
@@ -425,7 +425,7 @@ class TableMapStore:
     """The folder of a run store that contains the journals of maps."""
 
     def __init__(self, root: Path, fsync: Fsync = os.fsync) -> None:
-        """Open the map store in the folder ``root``.
+        """Open the map journals of the run store in the folder ``root``.
 
         ``fsync`` is the function that flushes an open file to disk.
         """
@@ -476,7 +476,7 @@ class TableMapStore:
         return sorted(self.folder.glob("*.jsonl"), reverse=True)
 
     def headers(self) -> Iterator[tuple[Path, MapJournalHeader]]:
-        """Yield the path and the header of each journal in the store, newest first.
+        """Yield the path and the header of each map journal in the store, newest first.
 
         Unreadable journals are skipped.
         """
@@ -485,7 +485,7 @@ class TableMapStore:
                 yield path, header
 
     def find_journal_path(self, name: str) -> Path | None:
-        """Return the path of a map's journal.
+        """Find the journal of a map by the map's id, and return its path.
 
         ``name`` is the map's id or its first characters. Returns None if no map matches, and raises
         UnknownRun if several do.

@@ -101,7 +101,7 @@ class MapJournalState:
 
     @classmethod
     def read(cls, path: Path) -> MapJournalState:
-        """Read a whole journal, and return the state of its map.
+        """Read a whole map journal, and return the state of its map.
 
         Each request without a reply is charged with the most that it may have cost.
         """
@@ -177,7 +177,7 @@ class MapJournalState:
         self._prepared = {}
 
     def _mark_collected(self, number: int) -> bool:
-        """Record the result of a question, and return True if the question was part of a batch."""
+        """Record that a question has its result, and return True if it was part of a batch."""
         part = self._batch_of.pop(number, None)
         if part is not None:
             del self.batches[part].waiting[number]
@@ -203,7 +203,7 @@ class MapJournalState:
             self.last_row = max(self.last_row, row)
 
     def _reopen_question(self, number: int) -> UnfinishedQuestion:
-        """Return the entry of an unanswered question.
+        """Reopen a question of the map, and return its entry among the unanswered ones.
 
         A question that was answered is reopened. If it had an answer, that reply is kept as one of
         its earlier replies.

@@ -39,7 +39,7 @@ class AnswerColumns:
     """The answer and error columns that a map adds to its table."""
 
     def __init__(self, kind: AnswerSchema | None, prefix: str, taken: Sequence[str]) -> None:
-        """Derive the names and types of the new columns from the type of the answer.
+        """Derive the names and types of a map's new columns from the type of its answers.
 
         Each new name begins with ``prefix``, and ``taken`` lists the existing columns. Raises
         ConfigError if a new name is already taken.
@@ -67,7 +67,7 @@ class AnswerColumns:
                 )
 
     def row_values(self, answer: Any, error: str | None) -> dict[str, Any]:
-        """Return the answer and error of one table row as values of the new columns.
+        """Return one row's values for the answer and error columns that the map adds.
 
         They are keyed by column name.
         """
@@ -80,7 +80,7 @@ class AnswerColumns:
         return {**columns, self.error: error}
 
     def arrow_array(self, name: str, values: Sequence[Any]) -> Any:
-        """Return the values of a new column as an Arrow array.
+        """Return the values of an answer or error column as an Arrow array.
 
         Its type comes from the JSON schema of the answer, even if all values are missing. Values
         other than text, numbers and booleans become JSON text.
@@ -96,7 +96,7 @@ class AnswerColumns:
 
 
 class MapOutput(abc.ABC):
-    """The destination of a map's rows, which are written in table order.
+    """The destination to which a map writes the rows of its table, in order.
 
     It is either a file or a table in memory.
     """
@@ -106,24 +106,24 @@ class MapOutput(abc.ABC):
 
     @abc.abstractmethod
     def write_row(self, row: dict[str, Any], number: int) -> None:
-        """Write one row at position ``number`` of the table.
+        """Write the row at position ``number`` of the table to the map's output.
 
         Raises StoreError if the row cannot be written.
         """
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Complete the output after the last row has been written."""
+        """Complete the map's output after the last row has been written."""
 
     def discard(self) -> None:  # noqa: B027 -- a table in memory leaves nothing
-        """Delete what has been written so far.
+        """Delete the output that has been written so far.
 
         The output must still be closed.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close all open files.
+        """Close all open files of the map's output.
 
         The output file keeps its temporary name if ``finish`` has not been called.
         """
@@ -323,7 +323,7 @@ class _Parquet(_File):
 
 
 def open_output(out: Path | None, source: RowSource, added: AnswerColumns) -> MapOutput:
-    """Open the output of a map.
+    """Open the destination to which a map writes its output rows.
 
     The extension of the file name ``out`` determines the format. Without a file name, rows are
     collected in memory. Raises ConfigError if the extension is unknown or the file cannot be

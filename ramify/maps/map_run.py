@@ -190,7 +190,7 @@ class _Pending:
 
 
 class TableMapRun:
-    """A run of one question over every row of a table.
+    """A run that asks one question about every row of a table.
 
     It records each step in a journal and writes the rows with their answers. A new ``TableMapRun``
     with the same request continues an interrupted one.
@@ -199,7 +199,7 @@ class TableMapRun:
     def __init__(
         self, rlm: RLM, source: RowSource, request: TableMapSpec, budget: BudgetLedger | None = None
     ) -> None:
-        """Prepare to ask about the rows in ``source``.
+        """Prepare to ask the question about the table rows in ``source``.
 
         ``rlm`` answers the rows, and its limits apply to each row separately. If this map is part
         of a larger one, ``budget`` replaces the budget of the request. Raises ConfigError if the
@@ -269,7 +269,7 @@ class TableMapRun:
         return 0.0 if self._open_calls is None else self._open_calls.pause_remaining_s
 
     async def run(self) -> MapResult:
-        """Answer all rows and write the output.
+        """Answer all rows of the table, and write the map's output.
 
         Raises ConfigError before any row is asked if the settings are invalid, and StoreError if
         the output cannot be written.
@@ -420,7 +420,8 @@ class TableMapRun:
         )
 
     def _continue(self, calls: DirectModelCaller) -> None:
-        """Record that an earlier map continues, and charge what it has spent to the budget."""
+        """Record that an interrupted map continues, and charge its earlier spending to the
+        budget."""
         recorded, ledger, store = self._recorded, calls.budget, self.rlm.store
         cost = recorded.cost if recorded.is_priced else None
         if recorded.usage.calls:
@@ -563,7 +564,7 @@ class TableMapRun:
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     async def _worker(self, num: int | None = None) -> None:
-        """Answer rows of the table one after another.
+        """Answer rows of the table one after another, as one of the map's concurrent workers.
 
         The worker ends when none is left, or after ``num`` rows.
         """

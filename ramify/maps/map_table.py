@@ -81,7 +81,7 @@ class MapQuestionRow(msgspec.Struct, omit_defaults=True):
 
     @property
     def state(self) -> str:
-        """Return ``answered``, ``failed`` or ``open``.
+        """Return whether the question is ``answered``, ``failed`` or ``open``.
 
         An open question is in progress or was interrupted.
         """
@@ -139,7 +139,7 @@ class StoredTableMap:
 
     @property
     def rows(self) -> list[MapQuestionRow]:
-        """Return all questions in the order in which they were first asked."""
+        """Return all questions of the map in the order in which they were first asked."""
         return self._rows
 
     @property
@@ -163,7 +163,7 @@ class StoredTableMap:
         return self
 
     def store_files(self) -> list[Path]:
-        """Return the files in the store that belong to this map."""
+        """Return the files in the run store that belong to this map."""
         return [self.path]
 
     def summary(self) -> TableMapSummary:
@@ -187,7 +187,7 @@ class StoredTableMap:
         )
 
     def row_at(self, number: int) -> MapQuestionRow:
-        """Return the row for the question with this number.
+        """Return the table row for the map question with this number.
 
         Raises StoreError if the map has no such question.
         """
@@ -257,7 +257,6 @@ class StoredTableMap:
 
 
 def _next_line_offset(path: Path, offset: int) -> int:
-    """Return the byte offset at which the next journal line begins."""
     with open(path, "rb") as file:
         file.seek(offset)
         return offset + len(file.readline())
@@ -269,7 +268,7 @@ class DirectRowAsRun:
     path = None
 
     def __init__(self, table: StoredTableMap, number: int) -> None:
-        """Open the question with this number as a run.
+        """Open the map question with this number as a run.
 
         Raises StoreError if the map has no such question.
         """

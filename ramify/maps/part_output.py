@@ -40,7 +40,7 @@ def is_part(name: str) -> bool:
 
 
 def open_output_folder(out: str) -> PartedOutputFolder:
-    """Open the output folder at a path or URL.
+    """Open the output folder of a map at a path or URL.
 
     The extension of the folder's name determines the format of its files. Raises ConfigError if the
     extension is unknown or the path is a file, and SourceError if the URL cannot be opened.
@@ -78,7 +78,7 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
         return self.read_file_rows(name) if name else []
 
     def read_file_rows(self, name: str) -> list[dict[str, Any]]:
-        """Read the rows of the file with this name in the folder."""
+        """Read the rows of one file in the map's output folder."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             with self.filesystem.open_input_file(f"{self.folder}/{name}") as file:
@@ -86,7 +86,7 @@ class PartedOutputFolder(msgspec.Struct, frozen=True):
             return [row for row in open_paths([str(path)]).values() if isinstance(row, dict)]
 
     def encode(self, rows: list[dict[str, Any]], source: RowSource, added: AnswerColumns) -> bytes:
-        """Encode rows as the bytes of one file in the folder's format."""
+        """Encode rows as the contents of one file in the folder's format."""
         with tempfile.TemporaryDirectory(prefix="ramify-part-") as folder:
             path = Path(folder) / f"part{self.ending}"
             output = open_output(path, source, added)

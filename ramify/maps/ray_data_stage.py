@@ -53,7 +53,7 @@ class Asker:
         max_cost: float | None = None,
         **options: Any,
     ) -> None:
-        """Create a stage that asks this question.
+        """Create a Ray Data stage that asks the given question.
 
         The arguments are those of ``ramify.map``, and the limits apply to all workers together.
         Starts or joins Ray if this process is not connected yet. Raises ConfigError if an argument

@@ -74,7 +74,7 @@ _SETTINGS = (
 
 
 class MapOutputManifest(msgspec.Struct, frozen=True):
-    """The contents of ``_map.json`` in an output folder.
+    """The contents of the file ``_map.json`` in a map's output folder.
 
     They identify the map that wrote the answers.
     """
@@ -103,7 +103,7 @@ class RayMapRun:
         workers: int | None = None,
         address: str = "",
     ) -> None:
-        """Prepare a map of the files at ``urls`` on a cluster.
+        """Prepare to run a map on a Ray cluster over the files at ``urls``.
 
         Workers create their RLM with ``make_rlm``, which must not contain keys. ``out`` is the path
         or URL of the output folder, and its extension determines the file format. Raises
@@ -134,14 +134,14 @@ class RayMapRun:
         self._schema = kind.schema if kind else None
 
     def stop(self, reason: str = "it was stopped", stop: str = "stopped") -> None:
-        """Stop starting new rows.
+        """Stop the map before it starts any new rows.
 
         Requests in flight are finished first.
         """
         self._stops.append((stop, reason))
 
     async def run(self) -> MapResult:
-        """Answer all rows and write the output folder.
+        """Answer all rows on the cluster, and write the map's output folder.
 
         Raises ConfigError before any row is asked if the settings are invalid.
         """

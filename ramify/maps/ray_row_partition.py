@@ -56,7 +56,7 @@ class RowFile(msgspec.Struct, frozen=True):
 
 
 class RowFiles(msgspec.Struct, frozen=True):
-    """The input files of a map.
+    """The files that contain the input rows of a map.
 
     They have the same columns and are on the same filesystem.
     """
@@ -76,7 +76,7 @@ class RowFiles(msgspec.Struct, frozen=True):
 
     @property
     def empty_row_source(self) -> RowSource:
-        """Return a table without rows that has the columns of these files."""
+        """Return an empty table that has the columns of the input files."""
         if self.is_texts:
             shown, kept = ("text",), ("file",)
             return RowSource(self.name, self.columns, None, lambda: iter(()), shown, kept)
@@ -225,7 +225,7 @@ class RowPartition(msgspec.Struct, frozen=True):
     """Format of the rows, as in ``RowFile``."""
 
     def row_source(self, files: RowFiles) -> RowSource:
-        """Return the rows of this part as a table."""
+        """Return the input rows of this part as a table."""
         if self.kind == "parquet":
             import pyarrow
 
@@ -258,7 +258,7 @@ def part_name(file: int, number: int) -> str:
 
 
 def read_row_partitions(file: Any, row_file: RowFile, number: int) -> Iterator[RowPartition]:
-    """Yield the rows of an open file in parts of at most 500 rows.
+    """Yield the rows of an open input file in parts of at most 500 rows.
 
     ``number`` is the index of the file among the map's files.
     """
@@ -302,7 +302,7 @@ def _arrow_parts(file: Any, number: int) -> Iterator[RowPartition]:
 
 
 def partition_text_paths(files: RowFiles) -> Iterator[RowPartition]:
-    """Divide a folder of text files into parts.
+    """Divide the files of a text folder into parts for workers on a Ray cluster.
 
     Each part contains only paths, because the workers read the files themselves.
     """

@@ -25,7 +25,7 @@ class RowPartitionDatasource(FileBasedDatasource):
     """
 
     def __init__(self, files: RowFiles, skipped: frozenset[str]) -> None:
-        """Create a source for these files.
+        """Create a Ray Data source that reads the input files of a map.
 
         It omits the parts named in ``skipped``, which are already answered.
         """
@@ -64,7 +64,7 @@ class PartFileDatasink(Datasink[None]):
     """
 
     def __init__(self, output: PartedOutputFolder, budget: Any) -> None:
-        """Create a sink that writes to the folder ``output``.
+        """Create a Ray Data sink that writes to the folder ``output``.
 
         ``budget`` is the Ray actor handle of the ``SharedBudget``, which is notified of each
         written file.

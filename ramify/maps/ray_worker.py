@@ -58,7 +58,7 @@ class RowAnsweringEngine:
     """The engine of a worker process, which answers rows with one RLM that serves all parts."""
 
     def __init__(self, task: MapWorkerConfig, budget: Any) -> None:
-        """Start this worker's RLM.
+        """Start the RLM with which this worker answers rows.
 
         ``budget`` is the Ray actor handle of the ``SharedBudget``. Raises ConfigError if the worker
         has a different version of Ramify.
@@ -80,7 +80,7 @@ class RowAnsweringEngine:
         return event_loop_thread.run(self._answer(part, source, known))
 
     def report_answered_part(self, part: str, known: RowOutcomeCounts) -> None:
-        """Add a part whose rows are all answered to the totals of the map."""
+        """Report a part whose rows are all answered, so that it counts in the map's totals."""
         event_loop_thread.run(self._skip(part, known))
 
     async def _answer(
@@ -150,7 +150,7 @@ class MapPartWorker:
         *,
         retries: bool,
     ) -> None:
-        """Start this worker's engine.
+        """Start the engine with which this worker answers rows.
 
         If ``retries`` is set, rows with an earlier error are asked again.
         """

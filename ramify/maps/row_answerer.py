@@ -98,14 +98,14 @@ class RowOutcome(msgspec.Struct, frozen=True):
 
 
 class RowAnsweringMethod(abc.ABC):
-    """A method of answering a row, such as a direct call or a Python session."""
+    """A way of answering a table row, such as a direct call or a Python session."""
 
     name: str
     """``plain call`` or ``session``."""
 
     @abc.abstractmethod
     def can_answer(self, question: Question) -> bool:
-        """Return True if this method can answer the question."""
+        """Return True if this method can answer the given question."""
 
     @abc.abstractmethod
     async def answer(self, asked: QuestionInProgress) -> RowOutcome:
@@ -116,7 +116,7 @@ class RowAnsweringMethod(abc.ABC):
 
 
 class DirectCallRowAnswerer(RowAnsweringMethod):
-    """Answers a row with one request to the model, without a Python session."""
+    """Answers a table row with one request to the model, without a Python session."""
 
     name = "plain call"
 
@@ -265,7 +265,7 @@ class _DirectRow:
 
 
 class SessionRowAnswerer(RowAnsweringMethod):
-    """Answers a row with a complete run of the RLM, which may use a Python session."""
+    """Answers a table row with a complete run of the RLM, which may use a Python session."""
 
     name = "session"
 

@@ -50,7 +50,7 @@ class RowQuestionMaker:
         question: Question,
         settings: bytes,
     ) -> None:
-        """Prepare the question for the rows of a table.
+        """Prepare to make the question for each row of a table.
 
         ``text`` is a question, or a template with column names in braces. Raises ConfigError for a
         column that the table does not have.
@@ -84,7 +84,7 @@ class RowQuestionMaker:
     def question_and_digest(
         self, values: Mapping[str, Any], max_chars: int
     ) -> tuple[Question, bytes]:
-        """Return the question about a row, and the digest that identifies equal questions.
+        """Return the question about a table row, and the digest that identifies equal questions.
 
         If the filled-in template would exceed ``max_chars`` characters, the columns become the
         context instead. Raises InvalidRowError for a row without content.
@@ -99,7 +99,7 @@ class RowQuestionMaker:
         return question, key.digest()
 
     def make_question(self, text: str, context: Any) -> Question:
-        """Return the map's question with this text and context."""
+        """Return the map's question with the given text and context."""
         return msgspec.structs.replace(self._question, text=text, context=context)
 
     def _fill_question(self, values: Mapping[str, Any], max_chars: int) -> tuple[str, Any]:

@@ -53,8 +53,10 @@ if it is refused."""
 
 
 class RowOutcomeCounts(msgspec.Struct, frozen=True):
-    """Number of rows with each outcome (answered, failed, not asked) in one or more parts of a
-    map."""
+    """The number of a map's rows with each outcome: answered, failed or not asked.
+
+    They are the rows of one or more parts of the map.
+    """
 
     answered: int = 0
     failed: int = 0
@@ -140,7 +142,7 @@ class SharedBudget:
         counts_again: bool = False,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Create the budget of a map.
+        """Create the budget that all workers of a map share.
 
         ``record`` is the file that stores the spending of all invocations of the map; it is empty
         if nothing is stored. With ``counts_again``, the row counts start at 0, because all parts
@@ -237,7 +239,7 @@ class SharedBudget:
         return self._take_grants(found), self._reason
 
     async def end_part_attempt(self, attempt: str, counts: RowOutcomeCounts) -> None:
-        """End a worker's attempt to answer a part.
+        """End a worker's attempt to answer a part of the rows.
 
         ``counts`` gives the part's rows by outcome, including rows that were not asked because the
         map stopped.
@@ -253,7 +255,7 @@ class SharedBudget:
         self._write_spending()
 
     async def mark_written(self, part: str) -> None:
-        """Record that a part's output file is complete."""
+        """Record that the output file of a part is completely written."""
         found = self._unwritten.pop(part, None)
         if found is not None and found[2]:
             done, counts = self._finished, found[1]
@@ -375,7 +377,7 @@ def _subtract_counts(counts: RowOutcomeCounts, other: RowOutcomeCounts) -> RowOu
 
 
 def _open_record(path: str) -> int:
-    """Open and lock the file that records spending, and return its file descriptor.
+    """Open and lock the file that records a map's spending, and return its file descriptor.
 
     A locked file is retried for up to a minute, because a killed process may hold the lock for a
     few more seconds. Raises RunInUse if it stays locked.
@@ -457,7 +459,7 @@ class RemoteBudget(BudgetLedger):
         return reason
 
     async def end_part_attempt(self, counts: RowOutcomeCounts) -> None:
-        """Send the remaining operations, and end the attempt."""
+        """Send the worker's remaining budget operations, and end its attempt."""
         await self.close()
         if self._operations:
             operations, self._operations = self._operations, []

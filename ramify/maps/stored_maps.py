@@ -28,7 +28,7 @@ def open_map_table(path: Path) -> StoredTableMap:
 
 
 class StoredMapCache:
-    """A cache of opened maps.
+    """A cache of stored maps that were opened as tables.
 
     Each journal is read once, and afterwards only its new lines.
     """

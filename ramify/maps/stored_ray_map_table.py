@@ -45,7 +45,7 @@ class RayMapOutputTable(StoredTableMap):
 
     @property
     def rows(self) -> list[MapQuestionRow]:
-        """Return the rows in the output so far, at most 100,000.
+        """Return the rows that the map has written so far, at most 100,000.
 
         Raises StoreError if the output cannot be read.
         """
@@ -101,7 +101,6 @@ class RayMapOutputTable(StoredTableMap):
         )
 
     def _spending_path(self) -> Path:
-        """Return the path of the file with this map's spending."""
         _, parts = self._header_and_parts()
         return self.path.parents[1] / RAY_MAPS / parts.record
 

@@ -55,7 +55,7 @@ class AttentionBlockKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the queries, keys and values."""
+        """Return the gradients of a block's queries, keys and values."""
         ...
 
 
@@ -189,7 +189,7 @@ class VarlenAttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the queries, keys and values."""
+        """Return the gradients of the queries, keys and values of all blocks."""
         ...
 
 

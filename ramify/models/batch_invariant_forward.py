@@ -196,7 +196,7 @@ class _ForestKeys:
         """(layer, block) -> keys and values, [n, K, d] each."""
 
     def pieces(self, layer: int, block: int, run: RowBlockSpan) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values that a run of tokens attends to, in pieces.
+        """Return the keys and values to which a run of tokens attends, as a list of pieces.
 
         They are ordered from the root of the tree to the last token of the run.
         """

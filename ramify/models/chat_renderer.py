@@ -205,7 +205,7 @@ class ChatMarkerRenderer:
         )
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to a reply message.
+        """Parse the token ids of a sampled reply into a message.
 
         The token that ended the reply is dropped.
         """
@@ -255,7 +255,7 @@ class ChatMarkerRenderer:
         yield from self._split_markers(self._format.closes["assistant"])
 
     def _tool_result(self, messages: Sequence[Message], index: int) -> Iterator[Part]:
-        """Render the result of a tool call.
+        """Yield the parts of a rendered tool result.
 
         Consecutive results share one user message.
         """
@@ -272,7 +272,7 @@ class ChatMarkerRenderer:
         return message.content.strip() if self._trims else message.content
 
     def _split_markers(self, text: str) -> Iterator[Part]:
-        """Split a text of the chat template into plain text and the ids of special markers.
+        """Split a chat template's text into plain text and the ids of special markers.
 
         The text may also come from the chat format. Do not use this for the text of messages, in
         which markers are ordinary text.
@@ -403,7 +403,7 @@ class ChatRenderer(Protocol):
         ...
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to a reply message.
+        """Parse the token ids of a sampled reply into a message.
 
         If ``tool_calls`` is false, tool calls in the text stay text.
         """
@@ -425,7 +425,7 @@ def prompt_ids(renderer: ChatRenderer, request: Request) -> list[int]:
 def make_prompt_renderer(
     renderer: ChatRenderer, tokenizer: PreTrainedTokenizerFast
 ) -> PromptRenderer:
-    """Return what a client needs to render prompts and to decode single tokens.
+    """Return what a model client needs to render prompts and to decode single tokens.
 
     It consists of a function from a request to token ids, a function from a token id to text, and
     whether a longer conversation always begins with the same ids.
@@ -440,7 +440,7 @@ def make_prompt_renderer(
 def parse_reply(
     renderer: ChatRenderer, sampled: Sequence[int], stop: Sequence[str] = (), *, tool_calls: bool
 ) -> Message:
-    """Convert sampled token ids to a reply.
+    """Parse the token ids of a sampled reply into a message.
 
     Its text ends before the first occurrence of any of the ``stop`` sequences.
 

@@ -68,7 +68,7 @@ class MarkerAwareTokenizer:
         return list(self._marked.encode(text, add_special_tokens=False).ids) if text else []
 
     def encode_parts(self, parts: Iterable[Part]) -> list[int]:
-        """Return the token ids of a sequence of texts and ids.
+        """Return the token ids of a sequence that mixes strings and token ids.
 
         Adjacent strings are encoded together.
         """
@@ -85,7 +85,7 @@ class MarkerAwareTokenizer:
         return ids + self.encode_literal("".join(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some token ids, with special markers written out.
+        """Decode token ids to text, with special markers written out.
 
         An incomplete character at either end becomes U+FFFD.
         """
@@ -176,7 +176,7 @@ def streamable_reply(message: Message, stop: Sequence[str], *, tool_calls: bool)
 
 
 def _without_beginning(text: str, marks: Sequence[str]) -> str:
-    """Remove an incomplete character or marker from the end of a text."""
+    """Remove an incomplete character or the beginning of a marker from the end of a text."""
     text = text.rstrip("\ufffd")
     num_held = max(
         (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0
@@ -224,7 +224,7 @@ than that is not detected."""
 
 
 def _long_talk(thought: str) -> tuple[Message, ...]:
-    """Return a test conversation in which each of many replies begins with ``thought``."""
+    """Return a long test conversation in which each reply begins with ``thought``."""
     turns = (
         (Message("user", f"Line {number}?"), Message("assistant", f"{thought}It has {number}."))
         for number in range(_NUM_REPLIES)
@@ -273,7 +273,7 @@ class ChatTemplate:
     """Applies a tokenizer's chat template to Ramify's messages."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, thinking: bool | None) -> None:
-        """Use the chat template of a tokenizer.
+        """Use the chat template of the given tokenizer.
 
         ``thinking`` is passed to the template as ``enable_thinking`` unless it is None.
         """
@@ -285,7 +285,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()
     ) -> str:
-        """Render a conversation as text.
+        """Render a conversation as text with the chat template.
 
         If ``generate`` is true, the text ends with the beginning of the next reply.
 
@@ -365,7 +365,7 @@ class ChatTemplateRenderer:
         return added[1:] if added and after and after[-1] == added[0] else added
 
     def parse(self, ids: Sequence[int], *, tool_calls: bool = True) -> Message:
-        """Convert sampled token ids to a reply message.
+        """Parse the token ids of a sampled reply into a message.
 
         Tool calls in the text are not parsed.
         """
@@ -431,7 +431,7 @@ class ChatTemplateRenderer:
 
 
 def _source(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the source of a tokenizer's chat template.
+    """Return the source code of a tokenizer's chat template.
 
     If there are several, return the default one.
     """

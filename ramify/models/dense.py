@@ -147,7 +147,7 @@ class DenseModelConfig(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Any) -> DenseModelConfig:
-        """Read the shape from a Hugging Face ``PretrainedConfig``.
+        """Read a model's sizes and settings from a Hugging Face ``PretrainedConfig``.
 
         Raises ConfigError with the first feature that ``DenseModel`` does not support.
         """
@@ -240,7 +240,7 @@ class DenseModel(nn.Module):
         return cast(Tensor, self.lm_head(h_ND)).float()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters as any PyTorch module does.
+        """Load the model's parameters as any PyTorch module does.
 
         The output matrix may be missing if it shares the weights of the embedding, as in Hugging
         Face's files.
@@ -318,7 +318,7 @@ class _Layer(nn.Module):
         return self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d)
 
     def after_attention(self, h_ND: Tensor, o_NHd: Tensor) -> Tensor:
-        """Complete a layer after its attention has been computed.
+        """Complete a layer's forward pass after its attention has been computed.
 
         The output projection and the MLP are added to the residual stream. Returns the hidden
         states of the tokens that the next layer needs.
@@ -385,7 +385,7 @@ class _Embedding(nn.Embedding):
 
 
 class _Norm(nn.Module):
-    """RMS normalization: x / sqrt(mean(x²) + eps) · weight."""
+    """A layer that applies RMS normalization: x / sqrt(mean(x²) + eps) · weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ class ForestAttentionPlan(NamedTuple):
     def for_segments(
         cls, segments: Many[PackedTokenSegment], rows: Many[int] | None = None
     ) -> ForestAttentionPlan:
-        """Plan the attention blocks for a packed forest.
+        """Plan the attention blocks for the segments of a packed forest.
 
         ``rows`` lists the tokens whose output is needed, in ascending order, and defaults to all. A
         segment's causal block begins at its first needed token and includes all later tokens of the
@@ -162,7 +162,7 @@ class ForestAttention:
         kernel: Kernel | None = None,
         needed: LayerOutputRows | None = None,
     ) -> None:
-        """Plan the attention for the segments of a batch.
+        """Plan the attention computation for the segments of a packed batch.
 
         The default kernel is the fastest one for the device and precision of the queries.
         ``needed`` names a layer in which only some output rows are used. Its other rows may have
@@ -217,7 +217,7 @@ class _Walk(Protocol):
     def backward(
         self, do_THd: Tensor, saved: tuple[Tensor, ...], more: list[Tensor], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of the queries, keys and values.
+        """Return the gradients of the queries, keys and values of all tokens.
 
         ``saved`` holds the queries, keys, values, output and log-sum-exp of the forward pass.
         """

@@ -102,7 +102,7 @@ class Policy:
 
     @property
     def num_parameters(self) -> int:
-        """Return the number of parameters.
+        """Return the number of parameters of the model.
 
         A matrix that is used twice is counted once.
         """
@@ -163,7 +163,7 @@ def from_config(
     *,
     device: torch.device | str = "cpu",
 ) -> Policy:
-    """Create a policy with random weights.
+    """Create a policy with random weights from a Hugging Face configuration.
 
     The same seed gives the same weights on every device.
 

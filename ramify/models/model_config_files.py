@@ -28,7 +28,7 @@ WINDOWS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def local_model_folder(path_or_name: str | Path) -> Path:
-    """Return a model's folder on disk.
+    """Return the folder on disk that contains a model's files.
 
     The model is a path, or a Hugging Face name in the local cache. Raises ConfigError if it is not
     on disk.

@@ -99,7 +99,7 @@ class ExpertLoad(NamedTuple):
         return ExpertLoad(self.counts.plus(other.counts), self.weight)
 
     def to_cpu(self) -> ExpertLoad:
-        """Return a copy whose tensors are on the CPU."""
+        """Return a copy of the expert load whose tensors are on the CPU."""
         return ExpertLoad(ExpertRoutingCounts(*(each.cpu() for each in self.counts)), self.weight)
 
     def metrics(self) -> dict[str, float]:
@@ -122,7 +122,7 @@ class ExpertLoad(NamedTuple):
 
 
 def mixture_shape(model: Any) -> MoeShape | None:
-    """Return the number of experts of a transformers model, and the layers that contain them.
+    """Return how many experts a transformers model has, and which layers contain them.
 
     Returns None if the model has no routers of a known kind.
     """
@@ -141,7 +141,7 @@ class MoeRouters:
     """
 
     def __init__(self, routers: list[nn.Module], layers: tuple[int, ...]) -> None:
-        """Attach hooks to the routers of a model.
+        """Attach hooks to the routers of a mixture-of-experts model.
 
         ``layers`` holds each router's layer index.
         """
@@ -163,7 +163,7 @@ class MoeRouters:
 
     @classmethod
     def of_model(cls, model: Any) -> MoeRouters | None:
-        """Return the routers of a transformers model.
+        """Return the mixture-of-experts routers of a transformers model.
 
         Every call for the same model returns the same object. Returns None if the model has no
         routers of a known kind.
@@ -329,7 +329,7 @@ class MoeRouters:
 
 
 def _counts(logits_RE: Tensor, experts_Rk: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how often each expert was chosen, and the sum of its probabilities.
+    """Return how often each expert was chosen, and the sum of its routing probabilities.
 
     Each row counts with its weight.
     """
@@ -385,7 +385,7 @@ class RouterLoadBalancingLoss:
     """The load-balancing loss for a model's routers, computed for one optimizer step at a time."""
 
     def __init__(self, routers: MoeRouters, total: Callable[[Tensor], Tensor]) -> None:
-        """Create the loss for a model's routers.
+        """Create the load-balancing loss for a model's routers.
 
         ``total`` sums a tensor over the data-parallel ranks.
         """
@@ -418,8 +418,7 @@ class RouterLoadBalancingLoss:
 
     @contextmanager
     def batch_pass(self, batch: Batch, device: torch.device) -> Iterator[None]:
-        """Return a context manager for a batch's passes in which expert choices are counted and
-        replayed.
+        """Count and replay the expert choices of a batch's passes, within a ``with`` block.
 
         Within it, the routers count the batch's tokens, and use the experts that an engine reported
         for them, if any.

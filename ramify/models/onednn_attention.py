@@ -75,7 +75,7 @@ class TiledAttention:
     def __init__(
         self, causal: Many[Span], below: Many[tuple[Span, Span]], rows_N: Tensor | None
     ) -> None:
-        """Prepare to compute the given attention blocks.
+        """Prepare to compute attention over the given causal and unmasked blocks.
 
         ``causal`` lists the causal blocks, and ``below`` the (keys, queries) range pairs of the
         blocks without a mask. If ``rows_N`` is given, only these rows of the output are needed, and

@@ -55,7 +55,7 @@ def _vendor() -> str:
 
 
 def rounded_rows(num: int) -> int:
-    """Round a number of rows up to one of a few sizes.
+    """Round a number of matrix rows up to one of a few sizes.
 
     Sizes below 1,024 become multiples of 64, and larger ones multiples of 128. Sizes below
     ``LEAST_ROWS`` are unchanged.

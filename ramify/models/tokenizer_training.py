@@ -100,7 +100,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def _add_chat_template(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer for conversations, with the special markers and a chat template."""
+    """Wrap a tokenizer for conversations by adding special markers and a chat template."""
     wrapped = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -55,14 +55,14 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class ModelWithoutLoss(Protocol):
-    """A language model without its loss.
+    """A language model as the trainer uses it, without the loss.
 
     It computes hidden states and logits for packed batches.
     """
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Return True if sequences of a batch may share prefixes."""
+        """Return True if the sequences of a batch may share their common prefixes."""
         ...
 
     def forward_context(self) -> AbstractContextManager[None]:
@@ -310,7 +310,8 @@ class TransformersTrunk:
 
 
 class _CurrentAttention:
-    """The attention function of the current batch, stored for all layers of a model to find."""
+    """The attention function for the current batch, stored where all layers of a model can find
+    it."""
 
     attend: CausalAttentionKernel | None = None
 
@@ -521,7 +522,7 @@ def _entropy(z_nV: Tensor, total_n1: Tensor, request: LmHeadRequest) -> Tensor:
 
 
 def _outside_support(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
-    """Return a mask [entries, ids] of the ids that the sampling settings ruled out.
+    """Return a mask [entries, ids] of the token ids that the sampling settings ruled out.
 
     Rows of unrestricted entries are all False.
     """

@@ -52,7 +52,7 @@ class AskingStep(PlanStep, frozen=True):
     def estimate_bounds(
         self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
-        """Return size bounds on this step's result, before the plan runs.
+        """Estimate the size bounds of this step's result before the plan runs.
 
         The step's model calls are added to ``sheet``. ``shape`` gives the bounds of the input, and
         ``given`` its type.
@@ -60,7 +60,7 @@ class AskingStep(PlanStep, frozen=True):
         raise NotImplementedError
 
     async def run(self, value: Any, flow: PlanLeafRunner, shape: ValueSizeBounds) -> Any:
-        """Apply the step to a value and return the result.
+        """Apply this plan step to a value and return the result.
 
         ``shape`` gives the bounds of the value that were computed before the plan ran.
         """

@@ -74,7 +74,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
     @property
     def type(self) -> PlanValueType:
-        """Return the type of the answer.
+        """Return the type of the answer to this question.
 
         With ``each``, this is the type of one value.
         """
@@ -82,7 +82,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
 
     @property
     def max_answer_bytes(self) -> int:
-        """Return the maximum size of the answer in bytes.
+        """Return the maximum size of the answer to this question in bytes.
 
         With ``each``, this is the maximum size of one value.
         """
@@ -94,7 +94,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return BYTES_PER_TOKEN * self.tokens
 
     def answer_type_for(self, given: PlanValueType, step: str) -> PlanValueType:
-        """Return the type of the answer for an input of type ``given``.
+        """Return the type of this question's answer for an input of type ``given``.
 
         Raises ConfigError if the question cannot be asked about such an input. The error names the
         plan step ``step``.
@@ -143,7 +143,7 @@ class Leaf(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="b
         return self.reply_tokens
 
     def request_text(self, question: str, given: Any, *, is_preview: bool = False) -> str:
-        """Return the full request text about a value.
+        """Return the full text of the model request that asks this question about a value.
 
         It includes instructions for the format of the answer.
         """
@@ -199,7 +199,7 @@ def _answer_schema(leaf: Leaf) -> AnswerSchema:
 
 
 def _each_kind(leaf: Leaf, num: int) -> AnswerSchema:
-    """Return the answer type of a question about ``num`` records.
+    """Return the answer type of a question that is asked about each of ``num`` records.
 
     It is a list of exactly that many values.
     """

@@ -172,7 +172,7 @@ def _with_plan(
 
 
 def _one_call(facts: AnswerModeChoiceInput) -> tuple[int, str]:
-    """Return the longest context for a single plain call, in characters.
+    """Return the longest context, in characters, that a single plain call may read.
 
     A note on the origin of this limit is returned, too.
     """

@@ -57,11 +57,11 @@ class SymbolicStep(PlanStep, frozen=True):
     """A step of a plan that computes its result without asking a model."""
 
     def apply(self, value: Any) -> Any:
-        """Compute the result of this step for a value."""
+        """Compute the result of this plan step for a value."""
         raise NotImplementedError
 
     def output_bounds(self, shape: ValueSizeBounds, given: PlanValueType) -> ValueSizeBounds:
-        """Return bounds on the step's result if its input depends on model replies.
+        """Return size bounds on this step's result if its input depends on model replies.
 
         ``shape`` gives the bounds of the input, and ``given`` its type.
         """
@@ -70,7 +70,7 @@ class SymbolicStep(PlanStep, frozen=True):
     def estimate_bounds(
         self, shape: ValueSizeBounds, given: PlanValueType, sheet: PlannedModelCalls
     ) -> ValueSizeBounds:
-        """Return the bounds of the step's result before the plan runs.
+        """Estimate the size bounds of this step's result before the plan runs.
 
         If the input is already known, the result is computed. ``shape`` gives the bounds of the
         input, and ``given`` its type. The step makes no model calls, so ``sheet`` is not changed.

@@ -174,7 +174,7 @@ def store_calibration(calibration: PartSizeCalibration, root: Path | None = None
 
 
 def calibration_path(model: str, root: Path | None = None) -> Path:
-    """Return the path of a model's calibration file."""
+    """Return the path of the file that stores a model's calibration."""
     return (root or default_root()) / FOLDER / f"{quote(model, safe='')}.json"
 
 

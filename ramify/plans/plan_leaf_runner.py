@@ -1,4 +1,4 @@
-"""Sends the model calls of a running plan, and records which of them failed.
+"""Sends a running plan's questions to a model, and records which of them failed.
 
     AskEachItem ── ask(leaf, items) ──> LeafModelCaller ──> answers in order; LEAF_FAILED for some
 
@@ -30,7 +30,7 @@ class PlanStopped(Exception):
 
 
 class PlanLeafRunner:
-    """Asks a model the bounded questions (leaves) of a running plan.
+    """The object through which the steps of a running plan ask a model bounded questions (leaves).
 
     Failures are collected.
     """

@@ -12,7 +12,7 @@ from ramify.plans.value_types import PlanValueType, check_field_values
 
 
 class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="step"):
-    """A step of a plan.
+    """One step of a plan, such as a split, a filter or a question to a model.
 
     Its options are validated when it is created.
     """

@@ -47,7 +47,7 @@ class PlanStrategy(
     """Reason why this plan was chosen."""
 
     async def __call__(self, calls: LeafModelCaller) -> CallOutcome:
-        """Answer the question of a run.
+        """Run the plan on the context of a run, and return the answer to the run's question.
 
         Raises ConfigError before any model call if the plan cannot read the context or may exceed
         the run's budget.
@@ -83,7 +83,7 @@ async def answer_with_plan(
 
 
 def _outcome(value: Any, flow: PlanLeafRunner) -> CallOutcome:
-    """Return the outcome of a run that a plan has answered.
+    """Convert the result of a plan to the outcome of its run.
 
     If some model calls failed, an error says what the answer does not cover.
     """

@@ -190,7 +190,7 @@ class Comparison(
         return BOOLEAN
 
     def keep_mask(self, items: Sequence[Any]) -> list[bool]:
-        """Return one boolean for each item, which is True if the item is kept."""
+        """Return one boolean for each item, which is True if the predicate keeps the item."""
         return [self._is_kept(field_value(item, self.field)) for item in items]
 
     def _is_kept(self, value: Any) -> bool:

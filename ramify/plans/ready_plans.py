@@ -357,7 +357,7 @@ def _split(by: By, part_tokens: int, cut: bool) -> Plan:
 
 
 def _merged_tokens(part_tokens: int) -> int:
-    """Return the maximum length, in tokens, of a model reply that merges items.
+    """Return the maximum length, in tokens, of a model reply that merges several items.
 
     It is short enough that one later call, which reads ``part_tokens`` tokens, can merge several
     replies.
@@ -366,7 +366,7 @@ def _merged_tokens(part_tokens: int) -> int:
 
 
 def _labelling_leaf(labels: Sequence[str] | None, part_tokens: int) -> Leaf:
-    """Return the question with which a model labels each record.
+    """Return the leaf, or bounded question, that asks a model for the label of each record.
 
     The model uses the given labels, or its own words if there are none.
     """

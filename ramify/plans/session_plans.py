@@ -109,7 +109,7 @@ class SessionPlansTool:
         return _module_source()
 
     def strategy(self, name: Any, value: Any, options: Any, question: Any) -> SessionPlanCall:
-        """Return the strategy that runs one call of a ``ramify_plans`` function.
+        """Return a strategy that runs the plan for one call of a ``ramify_plans`` function.
 
         Raises ConfigError if the function does not exist or its options are invalid.
         """
@@ -251,7 +251,7 @@ def _fields(part: TextPart) -> list[str]:
 
 
 def _kept_indices(value: Any, kept: Sequence[Any]) -> list[int]:
-    """Return the indices that the kept items have in the original list.
+    """Return the positions in the original list of the items that a filter step has kept.
 
     Items are compared by identity, and must be in their original order.
     """
@@ -266,9 +266,10 @@ _KINDS = {"leaf": Leaf, "predicate": _Predicate, "left": Comparison, "right": Co
 
 
 def _convert_option(name: str, value: Any) -> Any:
-    """Convert an option that a session sent to its type in a plan, such as ``Leaf``.
+    """Convert an option of a plan function, as received from a session, to a value that plans
+    accept.
 
-    Raises ConfigError if the option is invalid.
+    Some options become objects, such as ``Leaf``. Raises ConfigError if the option is invalid.
     """
     if name not in _KINDS:
         return value

@@ -108,7 +108,7 @@ def num_bytes(text: str) -> int:
 
 
 def items_of(context: Any) -> list[tuple[str, str]]:
-    """Return the items of a context as pairs of a name and a text.
+    """Return a list of the context's items, each paired with its name.
 
     Items are the texts of a list or dict, or the rows of a table as JSON. Raises ConfigError if the
     context has no text.
@@ -121,7 +121,7 @@ def items_of(context: Any) -> list[tuple[str, str]]:
 
 
 def named_texts(context: Any) -> list[tuple[str, str]]:
-    """Return the texts of a context as pairs of a name and a text.
+    """Return a list of the context's strings, each paired with its name.
 
     A single text has an empty name, and values other than texts become lines of JSON. Raises
     ConfigError if the context cannot be read as text.
@@ -250,8 +250,8 @@ class _Units:
         return self.bytes[unit] + num_bytes(self.text[start:at])
 
     def last_fitting(self, at: int, room: int, max_records: int | None) -> int:
-        """Return the index at which to end a part that begins at ``at``, so that it is as long as
-        possible.
+        """Return the last index at which a part that begins at ``at`` can end within its size
+        limits.
 
         The part has at most ``room`` bytes and ``max_records`` records. The part ends at a unit
         boundary. Returns ``at`` if not even one unit fits.
@@ -266,7 +266,8 @@ class _Units:
         return max(at, self.ends[most - 1] if most else 0)
 
     def lead(self, at: int, most: int) -> int:
-        """Return the index at which a part begins that repeats the end of the previous part.
+        """Return the index at which a part must begin in order to repeat the end of the previous
+        part.
 
         The previous part ends at index ``at``. It is the first unit boundary for which the overlap
         has at most ``most`` bytes.
@@ -276,7 +277,7 @@ class _Units:
         return min(at, start)
 
     def records(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the start and end of each non-blank record between two indices."""
+        """Yield the start and end of each non-blank record in a range of the text."""
         if not self.has_records:
             return
         unit = bisect.bisect_right(self.ends, start)
@@ -318,7 +319,7 @@ def compile_regex(pattern: str) -> Any:
 
 
 class _OpenPart:
-    """Collects pieces of text into parts, filling one part at a time."""
+    """A builder that packs pieces of text into parts, filling one part at a time."""
 
     def __init__(self, rule: ContextSplitRule) -> None:
         self.closed: list[TextPart] = []

@@ -195,15 +195,16 @@ class PlannedModelCalls:
         )
 
     def max_prompt_tokens(self, leaf: Leaf) -> int:
-        """Return an upper bound on the prompt tokens of a model call, excluding the value that it
-        reads.
+        """Return an upper bound on the prompt tokens of a model call, not counting the value it is
+        about.
 
         A leaf is one kind of model call in a plan.
         """
         return self.max_request_tokens(leaf, "")
 
     def max_request_tokens(self, leaf: Leaf, given: Any, *, is_preview: bool = False) -> int:
-        """Return an upper bound on the prompt tokens of a model call about a given value."""
+        """Return an upper bound on the prompt tokens of a model call, including the value it is
+        about."""
         text = leaf.request_text(self.question, given, is_preview=is_preview)
         kind = leaf.answer_kind(given)
         schema = kind.enforceable_schema if kind else None

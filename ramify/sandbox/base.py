@@ -147,8 +147,8 @@ class SharedContextValue:
 
     @property
     def fd(self) -> int | None:
-        """Return the file descriptor of the encoded form if the context is large, and None
-        otherwise.
+        """Return the file descriptor of a large context's encoded bytes, or None for a small
+        context.
 
         The descriptor is valid as long as this object exists.
         """
@@ -170,11 +170,11 @@ class SharedContextValue:
         return self._digest
 
     def pieces(self) -> Iterator[Any]:
-        """Yield the encoded form as consecutive buffers."""
+        """Yield the encoded bytes of the context as a sequence of buffers."""
         return text_in_pieces(self.parts)
 
     def buffer(self) -> memoryview:
-        """Return a read-only view of the encoded form.
+        """Return a read-only view of the context's encoded bytes.
 
         For a small value, each call makes a copy. Use ``pieces`` to avoid that.
         """
@@ -190,7 +190,7 @@ class SharedContextValue:
     def from_encoded(
         cls, data: bytes | memoryview, references: Sequence[FileReference] = ()
     ) -> SharedContextValue:
-        """Restore a context from its encoded form.
+        """Restore a context from its encoded bytes, for example those that a run has stored.
 
         Its digest is that of the original context. ``references`` lists the files that contain some
         of its texts. Raises SourceError with the file's name if one of them has changed.
@@ -207,7 +207,7 @@ class SharedContextValue:
         return context
 
     def resolve_text_references(self, value: Any) -> Any:
-        """Replace references to file-backed texts in a session's value by the texts themselves.
+        """Replace each reference in a session's value with the file-backed text that it refers to.
 
         Raises LookupError if a referenced text is not in this context.
         """
@@ -260,7 +260,7 @@ class SharedContextValue:
 
 
 def _write_parts(fd: int, parts: list[Any]) -> None:
-    """Write the parts of an encoded value to a file descriptor."""
+    """Write an encoded value to a file descriptor in large chunks."""
     pieces, num_bytes = [], 0
     for piece in text_in_pieces(parts):
         pieces.append(piece)
@@ -297,7 +297,8 @@ def is_file_backed(value: Any) -> bool:
 
 
 def _mapped_texts(value: Any) -> dict[str, MappedText]:
-    """Return the file-backed texts of a context, keyed by the digests of their files."""
+    """Return the file-backed texts in a context as a dict whose keys are the digests of their
+    files."""
     if isinstance(value, MappedText):
         return {value.file.digest: value}
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -388,7 +389,7 @@ still contain them."""
 
 
 class _SpecFields(StrictKeywordsMeta):
-    """Metaclass that explains an unknown field in a sandbox configuration.
+    """Metaclass that reports an unknown field in a sandbox configuration with a helpful error.
 
     If a given field belongs to another provider's configuration, the error says what to write
     instead.
@@ -597,7 +598,7 @@ class Session(Protocol):
         ...
 
     async def fork(self) -> Session:
-        """Fork the session.
+        """Fork the session into two sessions that continue from the same state.
 
         Return a second session that continues from the same state and shares no mutable state with
         this one.
@@ -740,7 +741,8 @@ def expect_module(sandbox: Sandbox, module: str, source: str) -> None:
 
 
 def warning_of(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
-    """Return a sandbox's warning, or None if the user accepted its provider with ``allow_weaker``.
+    """Return a sandbox's warning about its isolation, or None if ``allow_weaker`` accepts its
+    provider.
 
     A warning of the jail is always returned, because ``allow_weaker`` accepts any tier and the
     warning says which one is in use.

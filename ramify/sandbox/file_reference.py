@@ -203,7 +203,7 @@ def _read(fd: int, at: int, num_bytes: int) -> bytes:
 
 
 def _may_be_same(reference: FileReference, now: os.stat_result) -> bool:
-    """Return True if a file's size and modification time suggest that the recorded data is
+    """Return True if the size and modification time of a file suggest that its known part is
     unchanged.
 
     A longer file counts as the same, because data may only have been appended.

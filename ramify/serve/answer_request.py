@@ -267,7 +267,7 @@ class ContentPart(msgspec.Struct):
     file_url: str | None = None
 
     def read(self, where: str) -> str | AttachedFile:
-        """Return the text or the file that this part of a message holds.
+        """Return the content of this part of a message: a string or an attached file.
 
         Raises RequestRejected for any other kind of part.
         """
@@ -330,7 +330,7 @@ _LINE_CHARS = 200
 
 
 class RunProgressFormatter:
-    """Turns the events of one run into a text that shows its progress."""
+    """A formatter that turns the events of one run into lines of progress text."""
 
     def __init__(self) -> None:
         self.has_reply = False
@@ -342,7 +342,7 @@ class RunProgressFormatter:
         """Session -> the reply that it is receiving."""
 
     def text_of(self, event: AnyEvent) -> str:
-        """Return the progress text for an event.
+        """Return the progress text that shows an event of the run to the client.
 
         It ends with a newline, or is empty if the event shows no progress.
         """
@@ -409,7 +409,7 @@ class RunProgressFormatter:
 
 
 class _ArrivedReply:
-    """Builds the progress text for one reply of the root session while the reply arrives."""
+    """A formatter for one reply of the root session that is still arriving."""
 
     def __init__(self) -> None:
         self.is_shown = False
@@ -438,7 +438,7 @@ def _to_one_line(text: str) -> str:
 
 
 class RunProgressCollector:
-    """A watcher that collects the progress of one request's run as text.
+    """A collector of the progress of one request's run as text for the client.
 
     Pass ``add_event`` to the run as its event listener, then pass the run to ``begin``.
     """
@@ -472,7 +472,7 @@ class RunProgressCollector:
         self._wake.set()
 
     async def texts(self, patience_s: float) -> AsyncGenerator[str, None]:
-        """Yield the progress text as it arrives, until the run ends.
+        """Yield pieces of progress text as they arrive, until the run ends.
 
         Nothing is yielded before the first reply of a model, so that a request that fails at once
         can still be answered with an error status. After ``patience_s`` seconds without progress,

@@ -42,7 +42,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="ke
     """Total budget in tokens, input plus output; None for no limit."""
 
     def digest(self) -> str:
-        """Return the SHA-256 of the key in hexadecimal."""
+        """Return the SHA-256 hash of the API key in hexadecimal."""
         return digest_of(self.key) if self.key else (self.sha256 or "").lower()
 
     def validation_error(self) -> str | None:
@@ -72,7 +72,7 @@ class ApiKeyUsage(msgspec.Struct):
 
 
 class BudgetHold(msgspec.Struct, frozen=True):
-    """The part of an API key's budget that is reserved for one run."""
+    """The part of an API key's budget that is reserved for one run until it is charged."""
 
     cost: float
     tokens: int
@@ -83,7 +83,8 @@ class BudgetHold(msgspec.Struct, frozen=True):
 
 
 class ApiClientAccount:
-    """A client of a running server, with its key, its usage and its number of current runs."""
+    """The account of one API client on a running server: its key, its usage and its current
+    runs."""
 
     def __init__(self, name: str, key: ApiKey, spent: ApiKeyUsage) -> None:
         self.name = name
@@ -141,7 +142,7 @@ class ApiClientAccount:
         return hold
 
     def release(self, hold: BudgetHold) -> None:
-        """Release a budget reservation, so that the amount is available to other runs again.
+        """Release the budget reserved for a run, so that other runs can use it.
 
         Call this if the run did not start, or once it has been charged.
         """
@@ -186,7 +187,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
-        """Load the usage of the given keys from the file.
+        """Create the set of keys, and load what they have spent so far from a file.
 
         If there are no keys, all clients share one caller without limits.
 
@@ -213,16 +214,15 @@ class ApiKeys:
 
     @classmethod
     def with_generated_key(cls) -> tuple[ApiKeys, str]:
-        """Create a set with one new API key, which has no limits and is valid until the server
-        stops.
+        """Create a set that consists of one new API key without limits.
 
-        Returns the set of keys and the new key.
+        The key is valid until the server stops. Returns the set of keys and the new key.
         """
         key = new_key()
         return cls({"default": ApiKey(key=key)}), key
 
     def caller_named(self, name: str) -> ApiClientAccount:
-        """Return the API client whose key has this name.
+        """Return the account of the API client whose key has this name.
 
         Without keys, all clients are one caller.
         """
@@ -267,7 +267,7 @@ def read_keys(path: str | Path) -> dict[str, ApiKey]:
 
 
 def _read_spent(path: Path | None) -> dict[str, ApiKeyUsage]:
-    """Read from the saved usage file how much each API key has spent.
+    """Read from the usage file how much each API key has already spent.
 
     Amounts still reserved when the server stopped count as spent, because their runs may have used
     them.

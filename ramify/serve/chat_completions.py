@@ -229,7 +229,7 @@ def _tool_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _calls_as_text(message: _Message) -> str:
-    """Format the function calls in an earlier assistant message as text."""
+    """Format the function calls of an earlier assistant message as lines of text."""
     calls = [call.function for call in message.tool_calls or ()]
     return "\n".join(f"(called {call.name}({call.arguments}))" for call in calls)
 

@@ -55,8 +55,10 @@ class ToolCallsAsAnswer(msgspec.Struct, frozen=True):
 
 
 class AnswerOrToolCallType(AnswerSchema, frozen=True):
-    """The type of an answer that may be a text, a value of the response format, or calls to the
-    client's functions."""
+    """An answer type that also allows calls to the client's functions instead of an answer.
+
+    The answer may be text or a value of the response format.
+    """
 
     functions: tuple[ClientFunctionTool, ...]
     must_call: bool
@@ -65,7 +67,8 @@ class AnswerOrToolCallType(AnswerSchema, frozen=True):
 
     @property
     def enforceable_schema(self) -> None:
-        """Return None: the choice between an answer and tool calls cannot be enforced.
+        """None, because no model provider can enforce a choice between an answer and function
+        calls.
 
         Providers cannot enforce a choice between a text and a value.
         """
@@ -121,7 +124,7 @@ def tool_call_answer_type(
     schema: dict[str, Any] | None,
     schema_field: str,
 ) -> AnswerOrToolCallType | None:
-    """Return the type of answers that may call the client functions of a request.
+    """Return an answer type that lets the model call the functions in a client's request.
 
     Returns None if the answer may call none of them.
 

@@ -50,7 +50,7 @@ class QuestionAndContext(msgspec.Struct, frozen=True):
 
 
 class _MovedPiece(msgspec.Struct):
-    """A piece of a chat message, such as a file, that was moved to the run's context."""
+    """A piece of a chat message, such as a file, that was moved into the context of the run."""
 
     names: list[str]
     """Keys of the piece in the context."""
@@ -144,7 +144,7 @@ def _convert_part(
 
 
 def _decode_file(part: AttachedFile) -> bytes:
-    """Decode the bytes of an attached file.
+    """Decode an attached file, which a request contains as base64 or as a ``data:`` URL.
 
     For example, ``data:text/csv;base64,YQ==`` becomes ``b"a"``.
     """
@@ -160,7 +160,7 @@ def _decode_file(part: AttachedFile) -> bytes:
 
 
 def _add_text(name: str, text: str, loading: SourceCollector) -> str:
-    """Add a text to the run's context, and return its key there."""
+    """Add a string to the run's context, and return the key under which it is stored."""
     loading.add(name, text, "text", len(text))
     return loading.items[-1].name
 
@@ -182,7 +182,7 @@ def _context_reference(name: str, is_single: bool) -> str:
 
 
 def _question_text(message: Sequence[str | _MovedPiece], is_single: bool) -> str:
-    """Return the text of the question for the model.
+    """Return the question as the model will read it.
 
     If the whole question was moved to the context, return its beginning and end.
 

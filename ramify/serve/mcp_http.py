@@ -48,7 +48,7 @@ class McpHttpServer:
         address: ListenAddress | None = None,
         key: str | None = None,
     ) -> None:
-        """Create a server that may read files below the folders ``roots``.
+        """Create a server whose tool ``ask`` may read files below the folders ``roots``.
 
         Raises ConfigError if one of them does not exist. ``key`` is the bearer key that clients
         must send; by default a new one is generated if the address needs a key.

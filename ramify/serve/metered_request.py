@@ -130,7 +130,8 @@ class MeteredRequest:
         raise self._refuse_over_budget(reservation.amount)
 
     def _longest_reply(self) -> int:
-        """Return the maximum length of the reply in tokens, apart from the budget.
+        """Return the maximum length of the reply in tokens, before the caller's budget is
+        considered.
 
         A caller's limit as large as the model's context window counts as no limit.
         """
@@ -140,7 +141,8 @@ class MeteredRequest:
         return min(limit, room) if self._is_exact and room > 0 else limit
 
     def _tokens_over(self, amount: BudgetAmount) -> float:
-        """Return how many tokens the reply limit must shrink for the request to fit the budget.
+        """Return by how many tokens the reply limit must shrink so that the request fits the
+        budget.
 
         The result is infinite if no reply is short enough.
         """
@@ -159,8 +161,7 @@ class MeteredRequest:
         return max(over, 1)
 
     def _refuse_over_budget(self, amount: BudgetAmount) -> RequestRejected:
-        """Record that a request exceeds its caller's budget, and return the error for the
-        caller."""
+        """Record that a request exceeds the budget of its caller, and return the error to send."""
         seat, ledger = self._seat, self._seat.ledger
         stop = ledger.limit_exceeded_by(amount) or Stop.MAX_TOKENS
         spent, limit = ledger.spent, ledger.limit

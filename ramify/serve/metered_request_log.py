@@ -63,7 +63,7 @@ class MeterLogWriter:
     """Writes a metering proxy's log file: one line for each request and each new message."""
 
     def __init__(self, path: Path) -> None:
-        """Open the log file for appending.
+        """Open the log file of the metering proxy for appending.
 
         Raises StoreError if that fails.
         """
@@ -119,7 +119,7 @@ class MeterLogWriter:
             self._fd = -1
 
     def _id_of(self, message: Message, lines: bytearray) -> str:
-        """Return the id of a message in the log, and log the message if it is new.
+        """Return the id of a message in the log, after writing the message if it is new.
 
         For a new message, also add the line that stores it to ``lines``.
         """

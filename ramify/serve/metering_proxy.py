@@ -131,7 +131,7 @@ class MeteringProxy:
 
     @property
     def upstream_client(self) -> Client:
-        """The client of the model behind the proxy.
+        """The client through which the proxy calls its model.
 
         It exists once the proxy has started.
         """
@@ -171,10 +171,10 @@ class MeteringProxy:
     async def open_account(
         self, name: str, budget: PerItemBudget | None = None
     ) -> AsyncIterator[MeteredModelAccess]:
-        """Open an account (a "seat") for one caller until the block ends.
+        """Open an account with a budget for one caller, and close it when the block ends.
 
-        If the name is in use, a number is appended to it. Raises ConfigError for a limit in dollars
-        if the model has no price.
+        An account is also called a "seat". If the name is in use, a number is appended to it.
+        Raises ConfigError for a limit in dollars if the model has no price.
         """
         names = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
         free = next(each for each in names if each not in self.seats)
@@ -322,7 +322,8 @@ class _SeatKeys(AcceptedApiKeys):
 
 
 class MeteredModel:
-    """The model behind the proxy, for requests that are charged to one caller's account.
+    """The model of the proxy as one caller sees it: each request is charged to the caller's
+    account.
 
     Each object acts for one caller's account ("seat").
     """
@@ -399,7 +400,7 @@ def _with_seeds(request: Request, num_replies: int) -> list[Request]:
 
 
 def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
-    """Return the replies, with the prompt tokens of all of them added to the first one's usage."""
+    """Return the replies, and charge the prompt tokens of all of them to the first reply."""
     usages = [reply.usage for reply in replies]
     first = msgspec.structs.replace(
         usages[0],
@@ -410,7 +411,7 @@ def _prompts_in_first(replies: Sequence[Reply]) -> list[Reply]:
 
 
 def _seat_report(seat: MeteredModelAccess) -> dict[str, Any]:
-    """Return the usage and the budget of one caller's account, as the proxy reports it.
+    """Return a report on one caller's account: what has been used and what the budget is.
 
     An account is also called a "seat".
     """

@@ -255,10 +255,11 @@ class PolicyAnswerer:
     """
 
     def __init__(self, client: LocalClient, name: str, progress: _RepliesInProgress) -> None:
-        """Create an answerer for the policy behind ``client``.
+        """Create an answerer that samples its replies through ``client``.
 
-        ``progress`` counts the replies in progress. The caller has already counted one reply for
-        each request, so only further ones are counted here.
+        The client gives access to the policy. ``progress`` counts the replies in progress. The
+        caller has already counted one reply for each request, so only further ones are counted
+        here.
         """
         self.name = name
         self._progress = progress
@@ -267,7 +268,8 @@ class PolicyAnswerer:
         self._paths = _KnownPaths()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Add the known token ids of the longest known conversation prefix to the request."""
+        """Add to a request the token ids of its longest conversation prefix that the server
+        remembers."""
         return self._paths.with_known_prefix_ids(request)
 
     async def generate_replies(self, request: Request, num_replies: int) -> Sequence[Reply]:
@@ -317,7 +319,7 @@ class PolicyAnswerer:
     async def _accept_reply(
         self, request: Request, reply: Reply, schema: JsonSchema | None
     ) -> None:
-        """Remember the token ids of a reply, and check the reply against the request's schema.
+        """Remember the token ids of a reply, and check that the reply matches the request's schema.
 
         Raises RequestRejected if the reply does not match the request's schema, since the engine
         does not enforce it.
@@ -344,7 +346,7 @@ def _failure(schema: JsonSchema, value: Any) -> str | None:
 
 
 async def _schema_of(request: Request) -> JsonSchema | None:
-    """Compile the request's JSON schema, or return None if it has none.
+    """Compile the JSON schema of a request, or return None if the request has no schema.
 
     Raises ConfigError if the schema is invalid or too large.
     """
@@ -404,7 +406,7 @@ async def _merge_streams(
 
 
 class _KnownPaths:
-    """The token ids of the most recent conversations, up to a few thousand.
+    """A cache of the token ids of recent conversations, up to a few thousand.
 
     Each entry holds the prompt and sampled tokens of a conversation up to one reply.
     """
@@ -413,7 +415,7 @@ class _KnownPaths:
         self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
 
     def with_known_prefix_ids(self, request: Request) -> Request:
-        """Add the known token ids of the longest known conversation prefix to the request.
+        """Add to a request the token ids of its longest conversation prefix that is in this cache.
 
         The request is returned unchanged if no prefix is known.
         """

@@ -65,7 +65,7 @@ class ServedAnswer(msgspec.Struct, frozen=True):
 
 
 def max_length_instruction(max_tokens: int | None) -> str:
-    """Return a note to the model about the maximum length of its answer.
+    """Return a note that tells the model how long its answer may be.
 
     It is empty if the request has no ``max_tokens``.
     """
@@ -159,7 +159,7 @@ def _cut_answer(text: str, request: AnswerRequest) -> tuple[str, bool]:
 
 
 class ActiveQuestion:
-    """A question that the server is answering, and the budget reserved for its run."""
+    """A question that the server is answering, together with the budget reserved for its run."""
 
     def __init__(self, request: AnswerRequest, hold: BudgetHold) -> None:
         self.request = request
@@ -228,14 +228,14 @@ class ActiveQuestions:
 
     @property
     def num_active(self) -> int:
-        """The number of requests in progress.
+        """The number of requests that the server is answering.
 
         It includes requests whose body is still arriving.
         """
         return self._num_admitted
 
     async def prepare_models(self) -> int:
-        """Prepare the models and the sandbox.
+        """Get the models and the sandbox ready before the first question arrives.
 
         Returns the smallest context window of the models, in tokens.
 

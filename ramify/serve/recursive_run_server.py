@@ -271,7 +271,7 @@ class RecursiveRunServer:
         return handle
 
     async def _record(self, id: str, question: ActiveQuestion) -> None:
-        """Store the run that answered a question as recorded traffic, if the client allows it.
+        """Store the run of an answered question as recorded traffic, unless the client forbids it.
 
         The last part of its answer is sent only afterwards.
         """
@@ -281,7 +281,7 @@ class RecursiveRunServer:
             await self._recorder.record_run(id, running.recorder.trajectory, temperature)
 
     def _recording_headers(self, request: AnswerRequest) -> dict[str, str]:
-        """Return an HTTP header that says that the run is recorded, or no header if it is not."""
+        """Return an HTTP header that tells the client that the run is recorded, or no header."""
         is_recorded = self._recorder is not None and not request.is_private
         return {"Ramify-Recorded": "true"} if is_recorded else {}
 

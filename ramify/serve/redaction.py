@@ -37,7 +37,7 @@ _PHONE_DIGITS = range(8, 16)
 
 
 class RedactedSpan(NamedTuple):
-    """A range of characters in a text that must be redacted."""
+    """A range of characters that must be redacted in a string."""
 
     start: int
     end: int
@@ -59,7 +59,7 @@ class RedactionRules:
         self._secrets = SecretRedactor() if defaults else None
 
     def spans(self, text: str) -> list[RedactedSpan]:
-        """Return the spans of a text that must be redacted, in order and without overlaps."""
+        """Return the ranges of a string that must be redacted, in order and without overlaps."""
         merged: list[RedactedSpan] = []
         for span in sorted(self._find_spans(text)):
             if merged and span.start < merged[-1].end:
@@ -95,7 +95,7 @@ class RedactionRules:
         )
 
     def redact_value(self, value: Any) -> Any:
-        """Redact every text in an answer, which is a JSON value."""
+        """Redact every string in an answer, which is a JSON value."""
         if isinstance(value, str):
             return self.redact_text(value)
         if isinstance(value, list | tuple):
@@ -105,7 +105,7 @@ class RedactionRules:
         return value
 
     def redact_cell(self, cell: Cell) -> Cell:
-        """Redact the record of a cell: its code, output, value and errors.
+        """Return a copy of a code cell in which the code, output, value and error are redacted.
 
         The reference to its full output is removed, because that output is not stored.
         """
@@ -121,7 +121,7 @@ class RedactionRules:
     def token_mask(
         self, ids: Sequence[int], decode: Callable[[Sequence[int]], str], removed: set[str]
     ) -> list[bool]:
-        """Return a list of booleans that marks the tokens in redacted spans.
+        """Return a mask with one boolean per token, which is True if the token must be redacted.
 
         ``removed`` holds the texts that were redacted in the messages. Wherever they occur here,
         they are redacted, too.
@@ -176,7 +176,7 @@ busy.
 
 
 class _PrefixLengths:
-    """Finds how many leading tokens make up a given number of characters of a text.
+    """A converter from a number of characters to a number of leading tokens of the same text.
 
     Only the prefixes that are needed are decoded.
     """
@@ -186,15 +186,18 @@ class _PrefixLengths:
         self._decode = decode
 
     def last_up_to(self, chars: int) -> int:
-        """Return the largest number of leading tokens that have at most ``chars`` characters.
+        """Return the largest number of leading tokens that decode to at most ``chars`` characters.
 
         An incomplete character at the end counts as one.
         """
         return bisect_right(range(1, len(self._ids) + 1), chars, key=self._decoded_length)
 
     def first_from(self, chars: int) -> int:
-        """Return the smallest number of leading tokens that have at least ``chars`` whole
-        characters."""
+        """Return the smallest number of leading tokens that decode to at least ``chars``
+        characters.
+
+        Only whole characters count.
+        """
         return bisect_left(range(len(self._ids) + 1), chars, key=self._complete_chars_length)
 
     def _decoded_length(self, num: int) -> int:
@@ -218,7 +221,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def _has_check_digit(number: str) -> bool:
-    """Return True if a number passes the Luhn check, as every card number does.
+    """Return True if the digits of a number pass the Luhn check.
 
     Those of all card numbers do.
     """

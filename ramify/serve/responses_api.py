@@ -267,7 +267,7 @@ class ResponsesStreamEncoder:
 
 
 class _Head:
-    """Builds the JSON bodies of one response, one for each status from start to completion.
+    """A builder of the JSON bodies that describe one response, from its start to its completion.
 
     All have the same id, model and settings.
     """
@@ -335,7 +335,7 @@ def _function_calls(answer: ServedAnswer) -> list[dict[str, Any]]:
 
 
 def _message_of(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
-    """Convert an input item of the request to a message.
+    """Convert one input item of a responses API request to a chat message.
 
     Returns None for reasoning of earlier turns, which is ignored.
     """

@@ -153,7 +153,7 @@ class _RecordedTurn(NamedTuple):
 
 
 class TrafficRecorder:
-    """A recorder that stores conversations in one store.
+    """A recorder that stores the conversations of a served policy as runs.
 
     Call its methods from one event loop, and ``close`` at the end. The files are written in a
     separate thread.
@@ -204,7 +204,7 @@ class TrafficRecorder:
         await self._store_or_count_lost(partial(self._record, id, choice, request, reply))
 
     async def _store_or_count_lost(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which stores a reply, in the recorder's thread.
+        """Store a reply by calling ``work`` in the recorder's thread, or count the reply as lost.
 
         If that fails, the reply counts as lost, and nothing is raised.
         """
@@ -216,7 +216,7 @@ class TrafficRecorder:
                 _log.error("traffic_lost", f"a reply could not be recorded: {error}", shown=True)
 
     async def record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Record a run of ``ramify serve``.
+        """Record a run with which ``ramify serve`` has answered a question.
 
         ``id`` is the id of the response with the run's answer. A failure is logged, and nothing is
         raised.
@@ -262,7 +262,7 @@ class TrafficRecorder:
         self._look_at_size()
 
     def _record_run(self, id: str, run: Trajectory, temperature: float | None) -> None:
-        """Store a redacted copy of a run, without the input data (contexts) of its calls."""
+        """Store a redacted copy of a run, but not the contexts that its calls received."""
         conversation = _Conversation(
             self.store.new_id("run"), self._redaction.redact_text(run.question)
         )
@@ -286,7 +286,7 @@ class TrafficRecorder:
         self._look_at_size()
 
     def _events_of(self, call: Call, temperature: float) -> Iterator[AnyEvent]:
-        """Yield the redacted events of one call of a run."""
+        """Yield the journal events of one call of a run, with personal data and keys redacted."""
         redaction = self._redaction
         yield CallStarted(
             id=call.id,
@@ -324,7 +324,7 @@ class TrafficRecorder:
         yield CallEnded(id=call.id, stop=call.stop or Stop.FINAL, answer=answer)
 
     def _add(self, request: Request, reply: Reply, first: _RecordedTurn | None) -> _RecordedTurn:
-        """Append a reply to the journal of its conversation, which may be a new one.
+        """Append a reply to the journal of its conversation, or start a new conversation with it.
 
         For a further reply to the same request, ``first`` is the turn of the first reply.
         """
@@ -387,7 +387,7 @@ class TrafficRecorder:
         return place
 
     def _continued_turn(self, request: Request, reply: Reply) -> _RecordedTurn | None:
-        """Return the recorded turn that a request continues, or None if it continues none.
+        """Return the recorded turn that a request continues, or None if there is no such turn.
 
         The request's prompt begins with the token ids of that turn.
         """
@@ -461,7 +461,7 @@ class TrafficRecorder:
         self._written += journal.file.size - before
 
     def _journal(self, run: str) -> FileRunJournal | None:
-        """Return the open journal of a recorded conversation, or None if its run does not exist.
+        """Return the open journal of a recorded conversation, or None if its run was deleted.
 
         Returns None if the run does not exist.
         """
@@ -498,7 +498,7 @@ class TrafficRecorder:
         journal.append(event)
 
     def _look_at_size(self) -> None:
-        """Start deleting old conversations if the recorded traffic may be too large.
+        """Start deleting old conversations if the recorded traffic may have become too large.
 
         It also starts if a size check is due.
         """
@@ -507,8 +507,8 @@ class TrafficRecorder:
             self._begin_pruning()
 
     def _is_filling(self) -> bool:
-        """Return True if the recorded traffic may have reached its size limit since the last
-        check."""
+        """Return True if the traffic recorded since the last check may have reached the size
+        limit."""
         return self._written > self._retention.max_bytes * (1 - _FILL) / 2
 
     def _begin_pruning(self) -> None:
@@ -560,7 +560,7 @@ def _remember(places: OrderedDict[K, _RecordedTurn], key: K, place: _RecordedTur
 
 
 def _next_turn(conversation: _Conversation, earlier: _RecordedTurn | None) -> _RecordedTurn:
-    """Return the call and the turn under which a new reply is recorded.
+    """Return the position at which a new reply is recorded in its conversation: a call and a turn.
 
     It is the next turn of the call that the reply continues, or the first turn of a new call.
     """
@@ -570,7 +570,8 @@ def _next_turn(conversation: _Conversation, earlier: _RecordedTurn | None) -> _R
 
 
 def _new_call_reason(earlier: _RecordedTurn | None, first: _RecordedTurn | None) -> NewCallReason:
-    """Return why a reply starts a new call in the recorded run, such as a branch."""
+    """Return why a reply starts a new call in its recorded run, for example because it is a
+    branch."""
     if first is not None:
         return NewCallReason.SAMPLE
     return NewCallReason.NEW if earlier is None else NewCallReason.BRANCH
@@ -585,7 +586,7 @@ def _blank_flagged(values: Sequence[T], flags: Sequence[bool], blank: T) -> tupl
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """Return the user's first message, shortened, as the recorded run's question.
+    """Return the first message of the user, shortened, for use as the question of the recorded run.
 
     Listings show it as the question.
     """
@@ -604,7 +605,7 @@ def _open_store(folder: str | Path) -> Store:
 
 
 def _claim(store: Store, policy: PolicyFactsForRecorder) -> None:
-    """Mark a store as belonging to this policy's recorded traffic.
+    """Reserve a store for the recorded traffic of this policy.
 
     Raises ConfigError if it already contains conversations of another policy or other runs, because
     the recorder deletes the oldest runs of its store.

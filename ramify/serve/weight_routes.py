@@ -63,7 +63,8 @@ _NAMED = 3
 
 
 class EngineSleepState:
-    """Tracks which parts of a server's engine are asleep and which requests wait for them.
+    """Tracks which parts of a server's engine are asleep, and lets requests wait until they are
+    awake.
 
     It records which parts of the engine are asleep, and which requests wait for them to wake up.
     """
@@ -76,7 +77,7 @@ class EngineSleepState:
         is_updating: Callable[[], bool],
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the sleep state of a server whose engine is awake.
+        """Create the sleep state of an engine that is awake.
 
         ``stop``: stops sampling; its argument is one of vLLM's modes ``abort``, ``wait`` and
         ``keep``.
@@ -105,7 +106,7 @@ class EngineSleepState:
         return not self._asleep and not self._client.missing
 
     def notify_waiters(self) -> None:
-        """Let the waiting requests continue if the engine can serve them now."""
+        """Let the waiting requests continue if the engine can now serve them."""
         if self.can_serve_requests:
             self._ready.set()
 
@@ -124,7 +125,7 @@ class EngineSleepState:
             ) from None
 
     def unavailable_reason(self) -> str:
-        """Return why the engine cannot serve requests, or an empty string if it can."""
+        """Return the reason why the engine cannot serve requests, or an empty string if it can."""
         if self._asleep:
             return f"the server sleeps ({', '.join(self.sleeping_parts)}): POST /wake_up"
         missing = self._client.missing
@@ -202,7 +203,7 @@ _NOT_WHOLE = "half of the weights are new"
 
 
 class WeightUpdateRoutes:
-    """The handlers of the weight routes, with their state.
+    """The HTTP handlers through which a trainer updates the weights of a served policy.
 
     They record whether sampling is paused, whether an update is in progress, and whether the
     weights are complete.
@@ -217,7 +218,7 @@ class WeightUpdateRoutes:
         root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:
-        """Create the routes through which a trainer updates the weights of a served policy.
+        """Create the HTTP handlers through which a trainer updates a served policy's weights.
 
         ``in_flight`` returns the number of requests in progress. ``weight_syncs`` are the user's
         own weight sync classes, which a trainer may use in addition to the built-in ones. Weight
@@ -293,7 +294,7 @@ class WeightUpdateRoutes:
         return {"status": "paused"}
 
     async def _stop_sampling(self, mode: str) -> None:
-        """Pause sampling in one of vLLM's modes: ``abort``, ``wait`` or ``keep``."""
+        """Stop sampling in the way that vLLM's mode ``abort``, ``wait`` or ``keep`` prescribes."""
         if mode not in _MODES:
             raise ValueError(f"mode='{mode[:20]}': give {', '.join(_MODES)}")
         while mode == "wait" and self._in_flight():  # noqa: ASYNC110 (rare, and the server counts)
@@ -402,7 +403,7 @@ class WeightUpdateRoutes:
         self._resume_sampling()
 
     def _version_number(self, version: object) -> int:
-        """Return the version number that a weight update gives to the policy's weights.
+        """Return the version number of the policy's weights after this update.
 
         It is ``version`` if that is a number, otherwise the number after the current one.
         """
@@ -456,7 +457,8 @@ class WeightUpdateRoutes:
 
 
 def served_policy_info(client: LocalClient, name: str) -> dict[str, Any]:
-    """Return the served policy's properties, such as vocabulary size and weight version.
+    """Return the served policy's properties, for example its vocabulary size, so that a trainer can
+    check them.
 
     A trainer compares them with its own policy before it sends weights.
     """

@@ -50,7 +50,7 @@ _MARKUP = (".xml", ".xhtml", ".html", ".htm", ".rels", ".vml")
 
 
 def member_name(archive: str, member: str) -> str:
-    """Return the safe name under which an archive's member appears in the context.
+    """Return the safe name under which a file from an archive appears in the context.
 
     Parts such as ``..`` are removed. For example, ``/../etc/x`` in ``a.zip`` becomes
     ``a.zip/etc/x``.
@@ -65,7 +65,7 @@ def is_hidden(member: str) -> bool:
 
 
 def load_member(name: str, data: bytes, loading: SourceCollector, depth: int = 0) -> None:
-    """Read one unpacked file of an archive and add its contents to the context.
+    """Read one file that was unpacked from an archive, and add its contents to the context.
 
     The caller has already counted its bytes towards the limit.
     """
@@ -86,7 +86,8 @@ def check_ratio(num_bytes: int, packed_bytes: int) -> None:
 
 
 def check_parts(file: InputFile, what: str, loading: SourceCollector) -> list[str]:
-    """Return the names of a zip-based document's parts, after checking their declared sizes.
+    """Return the names of the files inside a zip-based document, after checking their declared
+    sizes.
 
     Parts that are unpacked as text count towards the limit. A part is never unpacked beyond its
     declared size.
@@ -286,5 +287,5 @@ class _BoundedStream:
         return back + data
 
     def give_back(self, data: bytes) -> None:
-        """Put bytes back at the front of the stream, so that they are read again."""
+        """Return bytes to the stream, so that the next read yields them again."""
         self._back = data + self._back

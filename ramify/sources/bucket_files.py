@@ -115,7 +115,7 @@ def open_file(url: str, version: str) -> OpenBucketFile:
 
 
 def _version(info: Any) -> str:
-    """Return a text that changes when a bucket file does, or an empty one if this is unknown.
+    """Return a string that changes whenever a bucket file does, or "" if no such string is known.
 
     It consists of the file's size and time.
     """
@@ -139,7 +139,7 @@ def _regex(pattern: str) -> str:
 
 
 def _open_bucket(url: str) -> tuple[Any, str]:
-    """Return the client for a bucket URL and the path of the file in the bucket."""
+    """Return a client for the bucket that a URL names, and the file's path in the bucket."""
     scheme, _, rest = url.partition("://")
     files, path = _CLIENTS[scheme.lower()](rest)
     return files, path
@@ -178,7 +178,7 @@ def _open_gcs(rest: str) -> tuple[Any, str]:
 
 
 def _has_google_login() -> bool:
-    """Return True if Google's client would find credentials.
+    """Return True if Google's client library would find credentials on this machine.
 
     Without credentials, it would wait for a server that exists only on Google's machines.
     """
@@ -276,7 +276,7 @@ _SIGNS = {
 
 
 def _name_check(url: str) -> str:
-    """Return advice for the error that a file in a bucket does not exist.
+    """Return advice for a user whose URL names a bucket file that does not exist.
 
     The Hugging Face hub also reports private files as missing, so its advice mentions the token.
     """
@@ -286,7 +286,7 @@ def _name_check(url: str) -> str:
 
 @contextlib.contextmanager
 def _convert_client_errors(url: str) -> Iterator[None]:
-    """Return a context manager that converts errors of the bucket clients to UnreadableSourceError.
+    """Convert errors of the bucket clients in the ``with`` block to UnreadableSourceError.
 
     The new messages are readable sentences without secrets.
     """

@@ -36,7 +36,7 @@ class ContextSqlTables:
     """
 
     def __init__(self, tables: Mapping[str, Table], keys: Mapping[str, str | None]) -> None:
-        """Create the set of SQL tables that a context provides.
+        """Create the set of SQL tables that a session can query in its context.
 
         ``tables`` maps SQL names to tables. ``keys`` maps the same names to the keys of the
         context, or to None if the context itself is the table.
@@ -97,7 +97,7 @@ class ContextSqlTables:
         )
 
     def set_context(self, context: SharedContextValue) -> None:
-        """Set the context that contains the tables for ``sql``."""
+        """Set the encoded context from which ``sql`` reads its tables."""
         self._context = context
 
     def sql(self, query: str, params: Any = ()) -> list[tuple[Any, ...]]:
@@ -115,7 +115,7 @@ class ContextSqlTables:
         return query_tables(sources, query, params)
 
     def _descriptor(self, context: SharedContextValue) -> int:
-        """Return a descriptor of a file that holds the encoded context.
+        """Return the descriptor of a file that holds the encoded context, for the query process.
 
         If the context has none, create a memory file.
         """

@@ -84,7 +84,7 @@ def _is_file(value: Any) -> bool:
 
 
 def _read(file: Any) -> Any:
-    """Read the rest of an open file, from its current position."""
+    """Read an open file from its current position to its end."""
     from ramify.sources.load_sources import MAX_BYTES, load
 
     shown = str(getattr(file, "name", type(file).__name__))
@@ -189,9 +189,10 @@ def _of_fields(value: Any) -> Any:
 
 
 def _of_library(value: Any) -> Any:
-    """Convert a value from pandas, polars, pyarrow, datasets or numpy.
+    """Convert a table, array or similar value from a data library such as pandas or numpy.
 
-    Any other value is returned unchanged.
+    The libraries are pandas, polars, pyarrow, datasets and numpy. Any other value is returned
+    unchanged.
     """
     for name, convert in (
         ("pandas", _of_pandas),
@@ -333,7 +334,7 @@ def _of_numpy(value: Any, numpy: Any) -> Any:
 
 
 def _unique_names(labels: Iterable[Any]) -> list[str]:
-    """Convert column names to text, and rename repeated ones so that all are distinct."""
+    """Convert column labels to strings, and rename repeated ones so that all are distinct."""
     names: dict[str, None] = {}
     for label in labels:
         name = ".".join(map(str, label)) if isinstance(label, tuple) else str(label)
@@ -463,8 +464,10 @@ def _join_chunks(array: Any) -> Any:
 
 
 def _cast_to(type_: Any) -> Any:
-    """Return the type to which an array must be cast before it is converted, or None if no cast is
-    needed."""
+    """Return the pyarrow type to which an array must be cast before its conversion, or None.
+
+    None means that no cast is needed.
+    """
     import pyarrow
 
     types = pyarrow.types
@@ -484,7 +487,7 @@ def _cast_to(type_: Any) -> Any:
 
 
 def _view(buffer: Any) -> memoryview | None:
-    """Return a pyarrow buffer as a memoryview of bytes, or None if the buffer is None."""
+    """Return a view of a pyarrow buffer's bytes, or None if the array has no such buffer."""
     if buffer is None:
         return None
     return memoryview(buffer).cast("B") if buffer.size else memoryview(b"")

@@ -19,8 +19,11 @@ _DELIMITERS = ",;\t|"
 
 
 def csv_delimiter(name: str, first_line: str) -> str:
-    """Return the delimiter of a CSV file: a tab if its name ends with ``.tsv`` or ``.tab``,
-    otherwise the candidate that its first line contains most often."""
+    """Return the delimiter of a CSV file, based on the file's name and first line.
+
+    It is a tab if the name ends with ``.tsv`` or ``.tab``. Otherwise it is the candidate that
+    occurs most often in the first line.
+    """
     if name.lower().endswith((".tsv", ".tab")):
         return "\t"
     return max(_DELIMITERS, key=first_line.count)

@@ -231,7 +231,7 @@ def _query_mysql(asked: DatabaseQueryRequest) -> list[tuple[Any, ...]]:
 
 
 def _mysql_tls(options: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the URL's TLS options to arguments for the MySQL driver.
+    """Convert the TLS options of a database URL to arguments for the MySQL driver.
 
     Each option has the same meaning as in MySQL's own tools. Without options, TLS is used if the
     server offers it, but its certificate is not verified.
@@ -259,7 +259,7 @@ _REFUSED = (1044, 1045, 1142, 1227, 1290, 1792)
 
 
 def _limit_time(cursor: Any, limit_s: float) -> None:
-    """Set a time limit for the queries of a connection.
+    """Set a time limit for all queries of a MySQL or MariaDB connection.
 
     MariaDB and MySQL use different variables for it, in seconds and in milliseconds.
     """
@@ -272,7 +272,7 @@ def _limit_time(cursor: Any, limit_s: float) -> None:
 
 
 def _read_only_query(asked: DatabaseQueryRequest) -> str:
-    """Check that a query only reads data, and return its text.
+    """Return the text of a query, after checking that it only reads data.
 
     Raises PermissionError otherwise. A read-only transaction alone is not enough, since it permits
     COPY and INTO OUTFILE, which write files on the server.
@@ -291,6 +291,6 @@ def _collect_bounded_rows(cursor: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _error_without_password(address: DatabaseAddress, error: Exception) -> str:
-    """Return a database error's message on one line, with the password removed."""
+    """Return a database error's message on one line, without the password."""
     text = " ".join(str(error).split())[:400]
     return text.replace(address.password, "«redacted»") if address.password else text

@@ -53,7 +53,7 @@ def is_database_url(name: str) -> bool:
 
 
 def without_password(name: str) -> str:
-    """Return the name of a source in a form that is safe to record.
+    """Return the name of a source without passwords, so that it is safe to record.
 
     In the URL of a database server, the password and all unsupported options are removed.
     """
@@ -106,7 +106,7 @@ def _plain_option(name: str) -> str:
 
 
 def _options(kind: str, query: str, shown: str) -> dict[str, str]:
-    """Return the TLS options that a database URL contains.
+    """Parse the TLS options in the query part of a database URL.
 
     Raises SourceError for an unsupported option.
     """

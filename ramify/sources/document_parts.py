@@ -38,7 +38,7 @@ class DocumentPart(msgspec.Struct, frozen=True):
 def assemble(
     parts: Sequence[DocumentPart], *, has_headings: bool
 ) -> tuple[str, list[DocumentPartLocation]]:
-    """Join the parts of a document.
+    """Join the parts of a document into one text, and record at which line each part begins.
 
     Returns the text, and the place in it at which each part begins.
     """
@@ -60,8 +60,10 @@ def assemble(
 
 
 def place_at_line(places: Sequence[DocumentPartLocation], line: int) -> str:
-    """Return the name of the page, slide or heading that contains a line, or an empty string if the
-    line comes before the first one."""
+    """Return the name of the page, slide or heading that contains a line of a document.
+
+    Returns an empty string if the line comes before the first one.
+    """
     index = bisect.bisect_right([place.line for place in places], line)
     return places[index - 1].name if index else ""
 

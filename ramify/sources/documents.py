@@ -66,7 +66,7 @@ def _convert_document(kind: str, file: InputFile, loading: SourceCollector) -> C
 
 
 def _add(kind: str, file: InputFile, found: ConvertedDocument, loading: SourceCollector) -> None:
-    """Add the text of a converted document and the contents of its attachments to the sources."""
+    """Add a converted document and its attachments to the context that is being loaded."""
     # Broken font tables and headers yield lone surrogates, which no store can hold.
     text = found.text.encode("utf-8", "replace").decode()
     loading.count_bytes(len(text), file.name)

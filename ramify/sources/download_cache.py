@@ -61,7 +61,7 @@ class DownloadCache:
         self._max_bytes = max_bytes
 
     def find(self, url: str) -> CachedDownload | None:
-        """Return the newest copy of the file at ``url``.
+        """Return the newest cached copy of the file at ``url``.
 
         Returns None if there is none whose version the server can confirm.
         """
@@ -82,7 +82,7 @@ class DownloadCache:
 
     @contextlib.contextmanager
     def open_for_writing(self, url: str) -> Iterator[tuple[Path, BinaryIO]]:
-        """Return a context manager that creates a file for downloaded bytes.
+        """Return a context manager that creates a cache file for the bytes of a download.
 
         Calling ``keep`` makes it the copy of ``url``. If an error is raised, the file is removed.
         """
@@ -147,7 +147,7 @@ def _default_root() -> Path:
 
 
 def _last_used(folder: Path) -> float:
-    """Return the Unix time at which a cached copy was last used."""
+    """Return the Unix time at which the cached copy in a folder was last used."""
     with contextlib.suppress(OSError):
         return max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
     return 0.0

@@ -130,7 +130,7 @@ def serve() -> None:
 
 
 def _answer_by_name(asked: TableQueryRequest, kept: dict[str, _Tables]) -> Any:
-    """Answer a query about tables; errors contain file names instead of full paths.
+    """Answer a query about tables, and name files without their folders in errors.
 
     Errors contain file names instead of host paths, because models read them.
     """
@@ -250,7 +250,7 @@ class _Tables:
                 run(f"CREATE VIEW {name} AS {each.scan}")
 
     def _tables_in_file(self, given: TableLocation, attached: str) -> list[TableLocation]:
-        """Return the location of each table in a file, or in one named table of it.
+        """Return the location of each table in a file, such as the sheets of a workbook.
 
         An entry that already names its table, or whose file is a single table, is returned
         unchanged.
@@ -284,7 +284,7 @@ class _Tables:
         ]
 
     def _scan(self, each: TableLocation) -> str:
-        """Return the SQL expression that reads a CSV or JSONL file with typed columns."""
+        """Return the SQL query that reads a CSV or JSONL file with a type for each column."""
         whole = ", sample_size = -1" if os.path.getsize(each.path) <= _WHOLE_BYTES else ""
         if each.kind == "csv":
             return self._scan_csv(each, whole)
@@ -449,7 +449,8 @@ class _Tables:
             self._database.execute(f"DROP TABLE IF EXISTS {_sql_identifier(each.name)}")
 
     def _copy(self, each: TableLocation) -> None:
-        """Copy a SQLite table or a workbook's sheet into DuckDB unless the copy is up to date."""
+        """Copy a SQLite table or a workbook's sheet into DuckDB, unless an up-to-date copy
+        exists."""
         version = tuple(
             number
             for path in (each.path, f"{each.path}-wal")
@@ -501,7 +502,7 @@ class _Tables:
 
 
 def _header_note(num_skipped: int, has_header: bool) -> str:
-    """Return a note on the lines that were skipped in a CSV file and on a missing header.
+    """Return a note on skipped lines and on a missing header in a CSV file.
 
     It is empty if there is nothing to say.
     """
@@ -560,9 +561,10 @@ _KINDS = {int: "integer", float: "real", str: "text", bytes: "blob", type(None):
 
 
 def _sqlite_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return a SQLite table's column kinds, its column names, and its rows in batches.
+    """Return the column types, the column names and the rows of a SQLite table.
 
-    The kinds are inferred from the values, because SQLite stores any kind of value in any column.
+    The rows come in batches. The kinds are inferred from the values, because SQLite stores any kind
+    of value in any column.
     """
     database = _open_sqlite(each.path)
     table = _sql_identifier(each.member)
@@ -603,7 +605,7 @@ def _open_workbook(path: str, *, with_formulas: bool = False) -> Any:
 
 
 def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of a workbook's sheet.
+    """Yield the rows of one sheet of a workbook.
 
     Empty rows are skipped.
     """
@@ -623,9 +625,9 @@ def _sheet(each: TableLocation, *, with_formulas: bool = False) -> Iterator[tupl
 
 
 def _sheet_rows(each: TableLocation) -> tuple[list[str], list[str], Iterator[list[Any]]]:
-    """Return a sheet's column kinds, its column names, and its rows in batches.
+    """Return the column types, the column names and the rows of a workbook's sheet.
 
-    The first row gives the names if all its cells are text.
+    The rows come in batches. The first row gives the names if all its cells are text.
     """
     found: list[set[str]] = []
     head: tuple[Any, ...] = ()
@@ -663,10 +665,10 @@ _COUNTED_CELLS = 1_000_000
 
 
 def _sheet_text(each: TableLocation, max_bytes: int) -> tuple[str, str]:
-    """Return the rows of a sheet as tab-separated lines, and a note if some formulas have no stored
-    value.
+    """Return the rows of a sheet as tab-separated lines, and a note on missing formula results.
 
-    Raises ValueError if the text exceeds ``max_bytes``.
+    A formula's result is missing if the file does not store its value. Raises ValueError if the
+    text exceeds ``max_bytes``.
     """
     lines, num_bytes, num_cells, missing = [], 0, 0, 0
     for row, formulas in zip(_sheet(each), _sheet(each, with_formulas=True), strict=False):
@@ -759,7 +761,7 @@ def _sql_string(value: str | Path) -> str:
 
 
 def _sql_columns(columns: Iterable[tuple[str, str]]) -> str:
-    """Format column names and types as an argument for DuckDB's file readers."""
+    """Format column names and types as SQL for the ``columns`` option of DuckDB's file readers."""
     return (
         "{" + ", ".join(f"{_sql_string(name)}: {_sql_string(kind)}" for name, kind in columns) + "}"
     )
@@ -770,5 +772,6 @@ def _sql_identifier(name: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    """Return a DuckDB error's message on one line, without query excerpt or ``read_csv`` advice."""
+    """Return a DuckDB error's message on one line, without query excerpt and ``read_csv``
+    advice."""
     return " ".join(_CSV_ADVICE.split(str(error).split("\nLINE ")[0])[0].split())

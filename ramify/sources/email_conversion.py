@@ -81,7 +81,7 @@ def convert_msg(data: bytes) -> ConvertedDocument:
 
 
 def _message(data: bytes) -> tuple[str, str, Attachments]:
-    """Return the text, the subject and the attachments of an e-mail message."""
+    """Return an e-mail message as text, together with its subject and its attachments."""
     message = email.message_from_bytes(data, policy=email.policy.default)
     assert isinstance(message, EmailMessage)
     headers = {name: _header(message, name) for name in _HEADERS}
@@ -128,7 +128,7 @@ def _file_name(part: EmailMessage) -> str:
 
 
 def _header(message: Any, name: str) -> str:
-    """Return the value of an e-mail header, with each run of white space replaced by one space.
+    """Return the value of an e-mail header on one line, with single spaces between words.
 
     A damaged header that cannot be parsed is returned unchanged.
     """

@@ -221,7 +221,7 @@ class _OpenFiles:
 
 
 async def _read_block(download: OpenDownload) -> bytes:
-    """Read the next block of a download, of about a megabyte.
+    """Return the next block of a download, which has about a megabyte.
 
     It is shorter if data arrives slowly. The result is empty only at the end of the file.
     """

@@ -145,7 +145,7 @@ BINARY_SUFFIXES = frozenset(
 
 
 def read_file(file: InputFile, loading: SourceCollector) -> None:
-    """Read a file with the reader for its kind, and add the result to the load.
+    """Read a file with the reader for its kind, and add its contents to the context.
 
     Raises UnreadableSourceError if the kind is not supported.
     """
@@ -257,14 +257,16 @@ def read(file: InputFile, loading: SourceCollector) -> None:
 
 
 def bom_encoding(head: bytes) -> str:
-    """Return the encoding that a byte order mark at the start of a file indicates, or an empty
-    string if the file has none."""
+    """Return the encoding that the byte order mark of a file indicates, or "" without such a
+    mark."""
     return next((encoding for mark, encoding in _MARKS if head.startswith(mark)), "")
 
 
 def is_binary(head: bytes) -> bool:
-    """Return True if the first bytes of a file cannot be text, neither in UTF-8 nor in a
-    single-byte encoding."""
+    """Return True if the first bytes of a file show that it is not a text file.
+
+    Such bytes are text neither in UTF-8 nor in a single-byte encoding.
+    """
     num_controls = len(head) - len(head.translate(None, _CONTROLS))
     return b"\0" in head or num_controls > _MAX_CONTROLS * len(head)
 
@@ -292,7 +294,8 @@ def decode(data: bytes) -> tuple[str, str]:
 
 
 def describe(name: str, text: str) -> tuple[str, str]:
-    """Return a text's kind, such as ``"csv"``, and a one-line description of its contents.
+    """Return the kind of a file's text, such as ``"csv"``, and a one-line description of its
+    contents.
 
     The description is, for example, ``"CSV: 3 columns a, b, c; 1,200 rows"``. Plain text has the
     kind ``"text"`` and no description.
@@ -355,7 +358,7 @@ def _describe_json(text: str) -> str:
 
 
 def _count_lines(text: str) -> int:
-    """Return the number of lines that are not empty."""
+    """Return the number of non-empty lines in a text file."""
     if "\n\n" in text or "\r" in text or text[:1] == "\n":
         return sum(1 for line in text.split("\n") if line.strip())
     return text.count("\n") + (not text.endswith("\n") and text != "")

@@ -43,7 +43,7 @@ def read_folder(folder: Path, prefix: str, loading: SourceCollector) -> None:
 
 
 class _Walk:
-    """Loads all files that are in one folder or its subfolders."""
+    """A traversal that loads all files in one folder and its subfolders."""
 
     def __init__(self, folder: Path, prefix: str, loading: SourceCollector) -> None:
         self._root = folder.resolve()
@@ -68,7 +68,8 @@ class _Walk:
                 self._visit_file(name, is_picture=True)
 
     def _read_one(self, below: str, layers: Layers) -> list[tuple[str, Layers]]:
-        """Load the files that are directly in one folder, and return its subfolders.
+        """Load the files in one folder, and return its subfolders for the next steps of the
+        traversal.
 
         ``below`` is the folder's path from the top of the traversal: empty, or like ``"a/b/"``.
         """
@@ -100,7 +101,7 @@ class _Walk:
         return folders
 
     def _reason(self, entry: os.DirEntry[str], name: str, layers: Layers) -> str | None:
-        """Return why a file or folder is skipped, or None if it should be read."""
+        """Return the reason to skip a file or folder, or None if it should be read."""
         if entry.name.startswith("."):
             return "hidden"
         if layers and is_ignored(self._top + name, layers):
@@ -187,8 +188,8 @@ def enclosing_ignore_files(folder: Path, loading: SourceCollector) -> tuple[Laye
 
 
 def add_ignore_file(layers: Layers, path: Path, base: str, loading: SourceCollector) -> Layers:
-    """Return the ignore rules ``layers``, extended by those of the file at ``path`` if it
-    exists."""
+    """Add the rules in an ignore file at ``path``, if there is one, to the rules of outer
+    folders."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:

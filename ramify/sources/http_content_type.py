@@ -54,7 +54,7 @@ for UTF-8."""
 
 
 def file_name(url: str, head: RemoteFileInfo, begin: bytes) -> str:
-    """Return a name for a downloaded file, with a suffix that fits its type.
+    """Return a file name for a download, with a suffix that matches the file's type.
 
     ``begin`` has the first bytes of its contents.
     """
@@ -91,7 +91,7 @@ def _parse_content_type(content_type: str) -> Message:
 
 
 def to_utf8(path: Path, content_type: str) -> None:
-    """Convert a downloaded text file from the charset that the server reports to UTF-8.
+    """Convert a downloaded text file to UTF-8 from the charset that the web server reported.
 
     A file that is not valid in that charset stays unchanged.
 

@@ -76,7 +76,7 @@ _LOCAL_NAT64 = ipaddress.IPv6Network("64:ff9b:1::/48")
 
 
 def filter_public_addresses(host: str, addresses: Sequence[str]) -> Sequence[str]:
-    """Return those of a host's ``addresses`` that are public.
+    """Return the public ones among the IP addresses of a host.
 
     Raises PrivateAddressError if there are none.
     """
@@ -204,7 +204,7 @@ async def _open_exchange(
 
 
 def _is_inside(host: str) -> bool:
-    """Return True if a host name or IP address is clearly private, without a DNS lookup.
+    """Return True if a host is clearly private, judging by its name or IP address alone.
 
     With a proxy, this is the only possible check, because the proxy does the lookup.
     """
@@ -218,7 +218,8 @@ def _is_inside(host: str) -> bool:
 
 
 def _error_without_url(error: ModelError, url: str) -> str:
-    """Return the message of a download error without the URL, for a caller that adds the URL."""
+    """Return the message of a download error without the URL, which the caller mentions
+    separately."""
     host = urlsplit(url).hostname or ""
     return str(error).removeprefix(f"{host}: ").replace(f" ({url})", "").replace(url, "it")
 
@@ -302,7 +303,7 @@ def _status_error(status: int, headers: Mapping[str, str]) -> UnreadableSourceEr
 
 
 class _ServerBusy(UnreadableSourceError):
-    """Raised if a server is temporarily unable to answer.
+    """Raised if a web server is temporarily unable to answer and should be asked again later.
 
     ``wait_s`` is the number of seconds after which it asks for a new request, or None.
     """

@@ -195,7 +195,7 @@ def _read_remote(
 
 
 def _expand(name: str) -> list[str]:
-    """Return the paths to which one path argument or glob pattern refers.
+    """Return the paths that one path argument or glob pattern names.
 
     A glob pattern that the shell did not expand can match several. Raises SourceError if nothing
     matches.
@@ -247,7 +247,7 @@ def _check_exists(path: str) -> None:
 
 
 def _labels(paths: list[str]) -> list[str]:
-    """Return the label of each path, which names its texts in the context.
+    """Return a label for each path, from which the names of its texts in the context are made.
 
     A short, plain path is its own label. Otherwise the label is the path relative to the common
     folder of all paths.
@@ -277,7 +277,7 @@ def _read_path(
     loading: SourceCollector,
     shown: str = "",
 ) -> None:
-    """Read one path and add its contents to the load.
+    """Read the file, folder or other source at one path, and add its contents to the context.
 
     Error messages use the name ``shown`` instead of the path, if it is given.
     """
@@ -335,7 +335,7 @@ def _read_one(path: str, label: str, loading: SourceCollector) -> None:
 
 
 def _read_pipe(path: str, loading: SourceCollector) -> bytes:
-    """Read a named pipe to its end.
+    """Read a named pipe to its end, for example one that a shell has created.
 
     The shell creates such a pipe for <(zcat log.gz), for example.
     """
@@ -349,7 +349,7 @@ def _read_pipe(path: str, loading: SourceCollector) -> bytes:
 
 
 def _first_block(fd: int) -> bytes:
-    """Return the first bytes of a non-blocking pipe.
+    """Wait until a program writes to a pipe, and return the first bytes.
 
     The result is empty if the writing program has finished, or has not written anything yet.
 
@@ -406,7 +406,8 @@ def _finish(loading: SourceCollector, names: list[str], single: bool) -> LoadedC
 
 
 def _single_database(loading: SourceCollector) -> str | None:
-    """Return the name of the only database if it holds all loaded tables, otherwise None.
+    """Return the name of the database that holds all loaded tables, or None if there is no such
+    database.
 
     Queries can then use the dialect of that database, because they cannot join it with other
     tables.

@@ -180,8 +180,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return bool(self.items) and all(item.kind == "csv" for item in self.items)
 
     def recorded_sources(self) -> dict[str, Any]:
-        """Return what is needed to recreate this run's tools: their names and the origin of the
-        sources.
+        """Return the names of the run's tools and the origin of its sources, for recreating the
+        tools.
 
         Empty if ``load`` did not read the sources.
         """
@@ -247,8 +247,8 @@ class LoadedContext(msgspec.Struct, frozen=True):
         return plain
 
     def describe(self) -> list[str]:
-        """Return a description of the loaded, unreadable and skipped files for the user, one line
-        per item."""
+        """Return a report for the user on the loaded, unreadable and skipped files, line by
+        line."""
         chars = sum(item.chars for item in self.items)
         if len(self.items) <= _SHOWN:
             lines = [
@@ -369,7 +369,7 @@ class SourceCollector:
 
     @contextlib.contextmanager
     def undo_if_oversized(self) -> Iterator[None]:
-        """Undo the additions of the file read in the block if it turns out to be too large.
+        """Undo what a file has added to the context in the ``with`` block if the file is too large.
 
         If the file turns out to be too large, everything that it added is removed.
         """
@@ -395,7 +395,7 @@ class SourceCollector:
         return self._spent
 
     def count_mapped(self, num_bytes: int, name: str) -> None:
-        """Count a text that stays in its file instead of being loaded into memory.
+        """Count a text that is read from its file on demand instead of being loaded into memory.
 
         If such texts are limited, raises OversizedSourceError for a single file above the limit,
         and SourceError if all files together exceed it.
@@ -408,16 +408,16 @@ class SourceCollector:
             raise self._too_many(name)
 
     def show_progress(self, num_bytes: int, name: str) -> None:
-        """Show how much of the latest file-backed text has been read."""
+        """Show the user how much of a large file-backed text has been read so far."""
         if self._work is not None:
             self._work.set_progress(self._spent + num_bytes, name)
 
     def count_bytes(self, num_bytes: int, name: str, *, is_part: bool = False) -> None:
-        """Count bytes of the current file, or of its unpacked parts, towards the size limit.
+        """Count bytes of the file that is being read towards the size limit.
 
-        The first bytes counted are the file's own size. Raises SourceError if all files together
-        exceed the limit, and OversizedSourceError if this file alone, packed or unpacked, exceeds
-        it.
+        Bytes of its unpacked parts count, too. The first bytes counted are the file's own size.
+        Raises SourceError if all files together exceed the limit, and OversizedSourceError if this
+        file alone, packed or unpacked, exceeds it.
         """
         is_size = self._spent == self._began and not is_part
         self._spent += num_bytes
@@ -498,7 +498,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def listing(names: list[str]) -> str:
-    """Join names for a message, as in ``a, b, c and 12 more``; at most ``_SHOWN`` are listed."""
+    """Join names for a message, and abbreviate a long list as in ``a, b, c and 12 more``."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
 
@@ -511,7 +511,7 @@ def count_with_names(names: Sequence[str], noun: str) -> str:
 
 
 def _with_command(reason: str) -> str:
-    """Return a reason for the user, and add the install command if DuckDB is missing.
+    """Return a reason for an error, with the install command for DuckDB if DuckDB is missing.
 
     Models read it without the command, which may contain the path of this installation.
     """
@@ -519,7 +519,7 @@ def _with_command(reason: str) -> str:
 
 
 def _by_suffix(items: Sequence[LoadedSourceItem | SourceProblem]) -> str:
-    """Count the files for each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
+    """Return how many files have each suffix, as in ``1,204 .py, 30 .txt, 2 other``."""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)
     return listing([f"{count:,} {suffix}" for suffix, count in counts.most_common()])

@@ -80,9 +80,10 @@ def is_large(num_bytes: int, loading: SourceCollector) -> bool:
 
 
 def _describe_mapped(name: str, text: MappedText) -> tuple[str, str]:
-    """Return the kind of a file-backed text, such as ``"csv"``, and a short description.
+    """Return the kind and a short description of a file-backed text, without parsing all of it.
 
-    The number of rows is an estimate from the number of lines, because the text is not parsed.
+    The kind is ``"csv"``, for example. The number of rows is an estimate from the number of lines,
+    because the text is not parsed.
     """
     kind, detail = describe(name, text[:_HEAD_CHARS])
     num_lines = len(text.splitlines())

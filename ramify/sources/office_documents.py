@@ -76,7 +76,7 @@ def convert_docx(data: bytes) -> ConvertedDocument:
 
 
 def _margins_of_docx(data: bytes) -> str:
-    """Return the headers and footers of a docx file, which mammoth does not convert.
+    """Return the text of a docx file's headers and footers, which the library mammoth omits.
 
     A header or footer that several sections repeat is returned once.
     """
@@ -192,7 +192,7 @@ def _markdown(data: bytes, encoding: str | None = None) -> tuple[str, str]:
 
 
 def _encrypted_parts(tree: Any, book: zipfile.ZipFile, names: set[str]) -> set[str]:
-    """Return the names of the encrypted parts of an EPUB book."""
+    """Return the names of the files in an EPUB book that are encrypted."""
     if "META-INF/encryption.xml" not in names:
         return set()
     listed = tree.fromstring(book.read("META-INF/encryption.xml"))

@@ -47,7 +47,7 @@ class PdfPagePictures:
     """Lets sessions view the pages of a context's PDFs as pictures."""
 
     def __init__(self, files: Mapping[str, RenderablePdf], limit_s: float) -> None:
-        """Make the pages of a context's PDFs available as pictures.
+        """Make the pages of the PDFs in a context available to its session as pictures.
 
         ``files`` maps the name of each PDF to its file. ``limit_s`` is the time limit in seconds
         for rendering one page.
@@ -100,7 +100,7 @@ def can_render() -> bool:
 
 
 def keep(file: InputFile, loading: SourceCollector) -> None:
-    """Keep a PDF for sessions that will view its pages as pictures.
+    """Remember a PDF, so that sessions can view its pages as pictures.
 
     Does nothing if the rendering libraries are not installed.
     """
@@ -110,7 +110,7 @@ def keep(file: InputFile, loading: SourceCollector) -> None:
 
 
 def register_pdf(file: InputFile, num_pages: int, loading: SourceCollector) -> None:
-    """Load a scanned PDF, whose pages are pictures without text.
+    """Add a scanned PDF to the context, which has pages only as pictures.
 
     Raises UnreadableSourceError if its pages cannot be rendered on this machine.
     """

@@ -138,7 +138,7 @@ def _scale(data: bytes, request: ImageDownscaleRequest) -> bytes:
 
 
 def _encode_within_limit(image: object, max_bytes: int) -> bytes:
-    """Encode ``image`` as PNG if the result fits the byte limit, otherwise as JPEG.
+    """Encode an image as PNG, or as JPEG if the PNG data would exceed the byte limit.
 
     If neither fits, halve the width and height until the JPEG data fits.
     """

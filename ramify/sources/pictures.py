@@ -53,7 +53,7 @@ def read(file: InputFile, loading: SourceCollector) -> None:
 
 
 def _scale_down(file: InputFile, name: str, why: str, limit_s: float) -> tuple[Picture, bytes]:
-    """Scale down the picture in a file, and return the picture with its bytes.
+    """Scale down the picture in a file, and return the new picture and its bytes.
 
     Raises UnreadableSourceError on failure. Its message includes ``why``, the reason why the
     original picture cannot be sent as it is.

@@ -33,7 +33,7 @@ _ERRORS = {kind.__name__: kind for kind in (ValueError, PermissionError, Timeout
 
 
 class ProcessValueOrError(msgspec.Struct, frozen=True):
-    """The result of a query in a child process: the returned value or an error."""
+    """The result of a call in a child process: the returned value or an error."""
 
     value: Any = None
     kind: str = ""
@@ -56,7 +56,7 @@ class QueryProcessPool:
         )
 
     def ask(self, request: msgspec.Struct, limit_s: float, grace_s: float = GRACE_S) -> Any:
-        """Send a request to a process of the pool and return the value in its answer.
+        """Send a request to a process of the pool, and return the value of its reply.
 
         Raises TimeoutError if the answer does not begin within ``limit_s + grace_s`` seconds. Also
         raises a ValueError, PermissionError or TimeoutError that the process reports.
@@ -86,7 +86,8 @@ class QueryProcessPool:
 
 
 def encode_outcome(call: Callable[[], Any]) -> list[bytes]:
-    """Call a function in a child process, and encode its result or error for the parent."""
+    """Call a function in a child process, and encode its value or its error for the parent
+    process."""
     try:
         return [encode(ProcessValueOrError(call()))]
     except MemoryError:

@@ -94,7 +94,7 @@ def fetch_files(
 
 
 class _Fetching:
-    """Downloads the remote files that are among the sources of a context."""
+    """A downloader of the remote files among the sources of a context."""
 
     def __init__(
         self, process: FetchProcess, cache: DownloadCache, loading: SourceCollector, is_single: bool
@@ -106,8 +106,10 @@ class _Fetching:
         self._left = loading.remaining_bytes
 
     def listed(self, urls: Sequence[str]) -> list[_Wanted]:
-        """List the files behind the URLs, without those that are too large or of an unsupported
-        kind."""
+        """List the files behind the URLs, and report those that cannot be loaded.
+
+        Files that are too large or of an unsupported kind are left out.
+        """
         wanted: list[_Wanted] = []
         for number, url in enumerate(urls):
             try:
@@ -150,7 +152,7 @@ class _Fetching:
         return wanted
 
     def fetched(self, wanted: _Wanted, work: ProgressReporter) -> FetchedFile | None:
-        """Download one file.
+        """Download one remote file, or take it from the cache.
 
         On failure, report a problem and return None.
         """
@@ -238,7 +240,7 @@ class _Fetching:
 
 
 def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
-    """Return the total size of the planned downloads, after checking it against the limit.
+    """Return the total size of the planned downloads, after checking that it is within the limit.
 
     The size is in bytes. Files of unknown size are not counted. Raises SourceError before the first
     download if the total exceeds the limit.
@@ -255,8 +257,10 @@ def _check_total(wanted: Sequence[_Wanted], loading: SourceCollector) -> int:
 
 
 def _web_label(url: str, name: str) -> str:
-    """Return a web page's file name after its URL's host and folder, to tell several pages
-    apart."""
+    """Return a label for a web page that also names the host and the folder of its URL.
+
+    Several pages can have the same file name.
+    """
     place = redact_url_for_display(url).partition("://")[2].rstrip("/")
     folder = place.rpartition("/")[0] if "/" in place else place
     return f"{folder}/{name}"

@@ -91,7 +91,8 @@ class SearchIndexProcess:
         return self._process.poll() is not None
 
     def ask(self, query: str, k: int) -> list[tuple[float, int]]:
-        """Return the scores and positions of the passages that match the query best."""
+        """Return the score and the position of each of the ``k`` passages that match the query
+        best."""
         found: list[tuple[float, int]] = self._ask_process(
             SearchProcessRequest("ask", query=replace_surrogates(query), k=k), QUERY_S
         )

@@ -199,7 +199,7 @@ class _Index:
         return best[:k]
 
     def _first_with(self, score: float, matches: Any, num: int) -> list[tuple[float, int]]:
-        """Return the first ``num`` passages that match a query with exactly the given score.
+        """Return the first ``num`` passages of the text that match a query with exactly this score.
 
         They are in the order of the text. Used if more passages share a score than one query
         fetches.
@@ -219,8 +219,8 @@ class _Index:
         )
 
     def _restrict_to_terms(self, matches: Any, terms: Sequence[tuple[str, Any]]) -> Any:
-        """Restrict a query to passages with at least one of the given terms, keeping scores
-        unchanged."""
+        """Restrict a query to passages that contain one of the given terms, without changing their
+        scores."""
         query, must = self._tantivy.Query, self._tantivy.Occur.Must
         inside = query.const_score_query(self._any_of(terms), 0.0)
         return query.boolean_query([(must, matches), (must, inside)])

@@ -123,7 +123,7 @@ def _end_of_passage(text: str, start: int) -> int:
 
 
 def _cut_position(text: str, start: int) -> int:
-    """Return the position at which to cut a line that is too long for one search hit."""
+    """Return the position at which to cut a line that is longer than a search hit may be."""
     end = start + MAX_CHARS
     if end >= len(text):
         return len(text)
@@ -154,7 +154,7 @@ def citation_place(
 
 
 def _last_match(mark: re.Pattern[str], text: Text, start: int, most: int) -> str:
-    """Return the last page mark or heading before a position in the text.
+    """Return the last page mark or heading before a position in the text, for a citation.
 
     Matches that begin more than ``most`` characters earlier are ignored.
     """

@@ -120,7 +120,8 @@ def add_file_tables(
 
 
 def _wrong_record(name: str, kind: str, path: Path) -> str:
-    """Return a description of the first malformed record of a CSV or JSONL file.
+    """Return a description of the first malformed record of a CSV or JSONL file for an error
+    message.
 
     Errors of DuckDB do not serve, because it counts lines differently. Returns an empty string for
     other kinds of files, and if no malformed record was found.
@@ -230,7 +231,7 @@ def describe_table(info: TableInfo) -> str:
 
 
 def table_name(file: str, member: str, taken: set[str]) -> str:
-    """Return an unused table name that needs no quotes in SQL.
+    """Return an unused name for a table, which SQL queries can use without quotes.
 
     The table of the file ``2024/sales.csv`` is called ``sales``, for example.
     """
@@ -298,8 +299,9 @@ class SessionTables:
 
     @property
     def table_descriptions(self) -> list[dict[str, Any]]:
-        """Return one dict per table with its name in SQL, its file, columns, number of rows and
-        first rows.
+        """Return a list of the session's tables, in which a dict describes each table.
+
+        It gives the name in SQL, the file, the columns, the number of rows and the first rows.
         """
         return [
             {
@@ -334,7 +336,7 @@ class SessionTables:
         return rows
 
     def _check_unchanged(self) -> None:
-        """Raise ValueError if a file has changed since it was loaded.
+        """Raise ValueError if the file of a table has changed since the table was loaded.
 
         SQLite files may change, because each query uses a new copy.
         """
@@ -348,7 +350,7 @@ class SessionTables:
 
 
 def _write_temporary(name: str, kind: str, data: bytes, loading: SourceCollector) -> Path:
-    """Save the data of one table to the temporary folder, and return the file's path."""
+    """Write a table's data to a file in the temporary folder, and return the path."""
     if loading.kept_tables is None:
         loading.kept_tables = TemporaryTableFolder()
     path: Path = loading.kept_tables.folder / f"{len(loading.tables)}.{kind}"

@@ -87,7 +87,7 @@ def _check(texts: list[tuple[str, Any]]) -> None:
 
 
 def _pieces(text: Any, most: int) -> list[tuple[str, int, int]]:
-    """Split a text into pieces, and return each as (text, first line, last line).
+    """Split a text into pieces, each with the numbers of its first and last line.
 
     A piece has at most ``most`` bytes.
     """
@@ -120,7 +120,8 @@ def _num_bytes(text: str) -> int:
 
 
 def _cut_position(window: str) -> int:
-    """Return the best position in ``window`` at which to cut a longer text."""
+    """Return the best position at which to end a piece within ``window``, such as before a
+    heading."""
     half = len(window) // 2
     headings = [each.start() for each in _HEADING.finditer(window, half)]
     if headings:
@@ -140,7 +141,7 @@ def _shorten_name(name: str, most: int) -> str:
 
 
 def _merge_into_part(found: list[dict[str, str]], shared: list[tuple[str, str]]) -> None:
-    """Combine the pieces in ``shared`` into one part, and empty the list."""
+    """Join the collected pieces of text into one part, and empty the list ``shared``."""
     if shared:
         first, last = shared[0][0], shared[-1][0]
         place = first if len(shared) == 1 else f"{first} to {last}"

@@ -96,7 +96,7 @@ def has_tantivy() -> bool:
 
 
 def _texts(context: Any) -> dict[Any, Text]:
-    """Return the texts of ``context`` by key or index.
+    """Return the texts of the context in a dict, by key or index.
 
     A single text has the name "".
     """
@@ -215,7 +215,8 @@ class TextSearchTool:
             return built
 
     def block_starts(self) -> list[tuple[int, int]]:
-        """Return where each block of text starts, as (text index, position) pairs."""
+        """Return where each block of the context's texts starts, as a list of text index and
+        position."""
         return [
             (number, at)
             for number, text in enumerate(self._texts.values())
@@ -223,7 +224,7 @@ class TextSearchTool:
         ]
 
     def block_hash_input(self, number: int, at: int) -> bytes:
-        """Return the bytes that one block of text contributes to the context's hash.
+        """Return the bytes that one block of text adds to the hash of the context.
 
         Contexts with equal hashes share a search index.
         """
@@ -245,7 +246,7 @@ class TextSearchTool:
 
 
 class _UsedSearch:
-    """Gives access to a context's texts while its index is built, without keeping them in memory.
+    """Gives an index builder access to a context's texts, without keeping the context in memory.
 
     Building an index takes a minute per gigabyte, and must not keep the context of a finished run
     in memory.
@@ -274,7 +275,7 @@ class _UsedSearch:
         return get_or_build_index(digest.hexdigest(), self._num_chars, self._indexing_requests)
 
     def _indexing_requests(self) -> Iterator[SearchProcessRequest]:
-        """Yield requests that add all texts of the context to the search index.
+        """Yield requests to the index process that together add all texts of the context.
 
         Each request except the last has at least ``BLOCK_CHARS`` characters.
         """

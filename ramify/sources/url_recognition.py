@@ -51,7 +51,7 @@ def redact_url_for_display(url: str) -> str:
 
 
 def reloadable_redacted_url(url: str) -> str:
-    """Return a URL as a run records it, so that it can be loaded again.
+    """Return a URL without its secrets, so that a run can record it and load it again later.
 
     The login is removed, and each key is replaced by a placeholder.
     """

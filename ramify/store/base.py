@@ -49,7 +49,7 @@ class RunJournal(Protocol):
 
     @property
     def trouble(self) -> StoreError | None:
-        """The problem that should end the run soon, such as a full disk, or None."""
+        """The problem because of which the run should end soon, such as a full disk, or None."""
 
     @property
     def is_empty(self) -> bool:
@@ -71,7 +71,7 @@ class RunJournal(Protocol):
         """
 
     def live_text(self) -> LiveReplyFileWriter | None:
-        """Return the writer that shows the run's replies as they arrive, or None if there is
+        """Return a writer that shows the replies of the run while they arrive, or None if there is
         none."""
 
 
@@ -218,8 +218,8 @@ class RunStore(Protocol):
         return found
 
     def listing_state(self) -> object | None:
-        """Return a value that is cheap to compute and changes whenever the list of runs may have
-        changed.
+        """Return a value that changes whenever the list of runs may have changed, and is cheap to
+        compute.
 
         None if the store cannot tell without reading the runs.
         """
@@ -253,7 +253,7 @@ class RunStore(Protocol):
 
 
 class FilelessStoredRun(NamedTuple):
-    """A stored run that has no file and is read from its store, such as a run in memory.
+    """A run that is read from a store without files, such as a store in memory.
 
     Implements ``StoredRun``.
     """

@@ -77,7 +77,7 @@ def make_folder(path: Path, fsync: Fsync | None = None) -> Path:
 
 
 def write_all(fd: int, data: Bytes, path: Path) -> None:
-    """Write all of ``data`` to the open file ``fd``, in a single ``write()`` if possible.
+    """Write all of ``data`` to an open file of the store, in one ``write()`` call if possible.
 
     Raises StoreError, which names ``path``.
     """
@@ -277,7 +277,7 @@ that its entries survive a crash.
 
 
 class FlushErrorHandler(Protocol):
-    """Interface of an object that is notified if a background flush of its file fails.
+    """Interface of an object that is notified if the background flush of a file fails.
 
     It is notified if a flush fails.
     """
@@ -343,7 +343,7 @@ class FsyncFlusher:
                 time.sleep(_REST_S)
 
     def _next(self) -> bool:
-        """Wait for the next file to flush, and take the one that has waited longest.
+        """Wait for the next request to flush a file, and take the oldest one.
 
         Returns False if nothing was requested for ``IDLE_S`` seconds, after which the thread ends.
         """
@@ -405,7 +405,7 @@ class BlobStore:
         return digest
 
     def put_pieces(self, pieces: Iterable[Bytes], num_bytes: int, digest: str) -> None:
-        """Store a blob of ``num_bytes`` bytes, given in pieces, under its SHA-256 ``digest``."""
+        """Store a blob that the caller provides in pieces, under its SHA-256 hash."""
         path = self.path(digest)
         make_folder(path.parent, self._flusher.fsync)
         with self._hold(fcntl.LOCK_SH):
@@ -436,8 +436,7 @@ class BlobStore:
 
     @contextmanager
     def memory_map(self, digest: str) -> Iterator[memoryview]:
-        """Return a context manager that maps a blob's file into memory and yields its bytes as a
-        read-only view.
+        """Return a context manager that yields a read-only memory map of a blob's file.
 
         Nothing is copied, and the hash is not verified.
         """
@@ -484,8 +483,9 @@ class BlobStore:
                         continue
 
     def delete(self, digest: str, spare_after: float) -> int:
-        """Delete a blob unless it was stored again after the Unix time ``spare_after``, and return
-        the number of bytes freed.
+        """Delete a blob, unless it was stored again recently, and return the number of bytes freed.
+
+        The blob is kept if it was stored after the Unix time ``spare_after``.
         """
         path = self.path(digest)
         with self._hold(fcntl.LOCK_EX):
@@ -500,10 +500,10 @@ class BlobStore:
 
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
-        """Hold the lock that other processes respect, until the ``with`` block ends.
+        """Hold the lock on the store's blobs until the ``with`` block ends.
 
-        It prevents one process from deleting a blob while another skips writing it because it
-        exists.
+        Other processes respect the lock. It prevents one process from deleting a blob while another
+        skips writing it because it exists.
         """
         lock = self.root / ".lock"
         try:
@@ -520,7 +520,7 @@ class BlobStore:
 
 
 def _touch_if_complete(path: Path, size: int) -> bool:
-    """Return True if the complete blob exists, after setting its modification time to now.
+    """Mark a blob as just stored if its complete file exists, and return whether it does.
 
     The blob then counts as just stored.
     """

@@ -264,10 +264,9 @@ class Store(RunStore):
         keep_last: int | None = None,
         max_bytes: int | None = None,
     ) -> StorePruneResult:
-        """Delete the oldest runs and evaluations, and the stored contexts and outputs that no
-        remaining run needs.
+        """Delete the oldest runs and evaluations, and the blobs that no remaining run needs.
 
-        Returns the ids of the deleted runs and evaluations.
+        The blobs hold contexts and outputs. Returns the ids of the deleted runs and evaluations.
 
         The ``keep_last`` newest runs, and as many evaluations, always stay. Of the others, those
         whose last event is older than ``older_than_s`` are deleted (all of them if neither this nor
@@ -317,7 +316,7 @@ def _ids_in(entries: Iterable[os.DirEntry[str]]) -> list[str]:
 
 
 def _ids_of(entries: Iterable[os.DirEntry[str]], end: str) -> set[str]:
-    """Return the ids of the runs that have a file with the suffix ``end`` in a folder."""
+    """Return the ids of the runs for which a folder has a file with the suffix ``end``."""
     return {entry.name.removesuffix(end) for entry in entries if entry.name.endswith(end)}
 
 

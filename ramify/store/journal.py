@@ -123,7 +123,8 @@ class ChecksummedLineWriter:
             return offset
 
     def _write(self, line: bytes) -> None:
-        """Write a line to the file, and use the store's reserved disk space if the disk is full.
+        """Write a line to the journal, and free the store's reserved disk space if the disk is
+        full.
 
         If the disk is full, free the store's reserved space and try again.
         """
@@ -281,7 +282,7 @@ def open_locked(path: Path, flags: int) -> int:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Return True if the open file ``fd`` is still the file at ``path``."""
+    """Return True if ``fd`` is still the file at ``path``, which may have been replaced."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -301,7 +302,7 @@ def _lock(fd: int, path: Path) -> None:
 
 
 def run_in_use_error(path: Path, holder: str) -> RunInUse:
-    """Return the error for a journal that another process, ``holder``, is writing."""
+    """Return the error for a run whose journal another process is already writing."""
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
@@ -442,7 +443,7 @@ _RETRIES = 3
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEvent]:
-    """Return the decoder for the lines of a journal.
+    """Return the decoder that turns lines of a journal into events.
 
     It is created on first use, because that takes two milliseconds.
     """
@@ -678,7 +679,7 @@ async def follow(path: Path, poll_s: float) -> AsyncIterator[AnyEvent]:
 
 
 def _same_file(path: Path, inode: int, offset: int) -> int:
-    """Return a journal's inode number, after checking that the file was not replaced or truncated.
+    """Check that a journal was not replaced or truncated, and return its inode number.
 
     Raises StoreError if the journal was replaced, so that the number differs from ``inode``, or
     truncated, so that it is shorter than ``offset``. An ``inode`` of 0 accepts any number.

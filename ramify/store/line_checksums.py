@@ -33,7 +33,7 @@ _MISSING = "it has no checksum although the lines before it have one"
 
 
 class ChecksumChain:
-    """The running checksum of a journal whose lines are read or written in order."""
+    """The running checksum of a journal, in which each line's checksum covers all earlier lines."""
 
     def __init__(self, crc: int = 0) -> None:
         self.crc = crc
@@ -41,7 +41,7 @@ class ChecksumChain:
         """True once a line had a checksum. Every later line must then have one, too."""
 
     def add_checksum(self, line: bytes) -> tuple[bytes, int]:
-        """Return a line with its checksum appended, and the checksum itself.
+        """Return a journal line that ends with its checksum, and the checksum as a number.
 
         The line is a JSON object and a newline.
         """
@@ -61,7 +61,7 @@ class ChecksumChain:
         return CHANGED
 
     def check_and_advance(self, line: bytes) -> str:
-        """Check the next line, and advance past it if it is intact.
+        """Check the checksum of the next journal line, and advance past the line if it is intact.
 
         Otherwise return the reason why it is damaged.
         """
@@ -75,12 +75,12 @@ class ChecksumChain:
         return problem
 
     def does_line_follow(self, line: bytes, crc: int) -> bool:
-        """Return True if the checksum of ``line`` shows that it follows a line with the checksum
-        ``crc``."""
+        """Return True if ``line`` directly follows a journal line that has the checksum ``crc``."""
         return line.endswith(_tail(crc32(line[:-_NUM_BYTES], crc)))
 
     def advance(self, line: bytes) -> None:
-        """Advance past a line that may be damaged, and continue from the checksum that it holds."""
+        """Advance past a journal line that may be damaged, and continue with the checksum in the
+        line."""
         if has_checksum(line):
             self.crc, self.is_checked = int(line[-_NUM_DIGITS - 2 : -2], 16), True
         elif not self.is_checked:
@@ -92,7 +92,7 @@ def _tail(crc: int) -> bytes:
 
 
 def has_checksum(line: bytes) -> bool:
-    """Return True if a line, given without its newline, ends with a checksum."""
+    """Return True if a journal line, given without its newline, ends with a checksum."""
     if line[-_NUM_BYTES : -_NUM_DIGITS - 2] != _HEAD or line[-2:] != _TAIL:
         return False
     return not line[-_NUM_DIGITS - 2 : -2].strip(b"0123456789abcdef")

@@ -197,7 +197,7 @@ class LiveReplyFileReader(LiveReplyFile):
             return None
 
     def _open(self) -> bool:
-        """Open the file and lock it.
+        """Open the file of arriving replies, and lock it to show that a page follows the run.
 
         Returns False if another process is deleting it.
         """
@@ -231,7 +231,7 @@ def delete_if_unfollowed(path: Path) -> None:
 
 
 def _is_alone(fd: int) -> bool:
-    """Return True if no other process has this file open and locked.
+    """Return True if no other process holds a lock on this file of arriving replies.
 
     In that case, ``fd`` now holds an exclusive lock.
     """

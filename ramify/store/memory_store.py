@@ -116,7 +116,7 @@ class MemoryStore(RunStore):
             self._written.discard(id)
 
     def _offsets(self, id: str) -> list[int]:
-        """Return the byte offsets of the lines of a run, and the offset of its end."""
+        """Return the byte offset of each line of a run, followed by the offset of the run's end."""
         if id not in self._lines:
             raise UnknownRun(f"found no run {id!r} in {self}: it was deleted")
         starts = self._starts.setdefault(id, [0])
@@ -188,7 +188,7 @@ class MemoryJournal:
 
 
 class MemoryBlobs:
-    """Contexts and long outputs in memory, found by the hash of their content.
+    """A store in memory of contexts and long outputs, each under the hash of its content.
 
     Safe for several threads.
     """
@@ -220,6 +220,6 @@ _DIGEST = re.compile(rb'"([0-9a-f]{64})"')
 
 
 def _digests(lines: Iterable[bytes]) -> Iterator[str]:
-    """Yield the hashes of the blobs that events refer to."""
+    """Yield the hash of each blob that the given journal lines refer to."""
     for line in lines:
         yield from map(bytes.decode, _DIGEST.findall(line))

@@ -109,7 +109,7 @@ class StorePruner:
         return removed
 
     def _delete_matrices(self) -> None:
-        """Delete each evaluation matrix whose evaluations have all been deleted.
+        """Delete each comparison matrix whose evaluations have all been deleted.
 
         A matrix is a table that compares evaluations.
         """
@@ -119,7 +119,7 @@ class StorePruner:
                 remove_file(path)
 
     def _remove_all(self, journals: list[Path]) -> list[str]:
-        """Delete several journals, and the blobs that only they refer to.
+        """Delete several journals, and the blobs to which no other journal refers.
 
         Returns the ids of the deleted runs.
 
@@ -141,7 +141,7 @@ class StorePruner:
         return removed
 
     def _delete_tokens(self) -> int:
-        """Delete the stored token ids of conversations, because they may come from a deleted run.
+        """Delete the cached token ids of all conversations, since some may come from a deleted run.
 
         Returns the number of bytes freed. Training computes them again when needed.
         """
@@ -171,7 +171,7 @@ class StorePruner:
             removed.runs.append(path.stem)
 
     def _sweep(self) -> None:
-        """Delete unused blobs, and files that were left by killed processes."""
+        """Delete blobs that no journal needs, and files that killed processes have left behind."""
         settled, stale = time.time() - SETTLE_S, time.time() - GRACE_S
         candidates = {}
         for path, stat in self._blobs.list_files():
@@ -187,8 +187,7 @@ class StorePruner:
             delete_if_unfollowed(path)
 
     def _delete_unreferenced(self, candidates: dict[str, float]) -> int:
-        """Delete those of the given blobs that no journal needs, and return the number of bytes
-        freed.
+        """Delete the given blobs if no journal needs them, and return the number of bytes freed.
 
         ``candidates`` maps the hash of each blob to a time. A blob that was stored after that time
         is kept.
@@ -208,7 +207,7 @@ class StorePruner:
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
-    """Delete a journal and the files that belong to it.
+    """Delete the journal of a run and the files that belong to it.
 
     Raises StoreError if the journal is being written or cannot be deleted.
 
@@ -259,7 +258,7 @@ def _delete_record(path: Path) -> bool:
 
 
 def _blob_digests(path: Path) -> Iterator[str]:
-    """Yield the hashes of the blobs that a journal needs."""
+    """Yield the hash of each blob to which a journal file refers."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size == 0:

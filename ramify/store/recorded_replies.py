@@ -49,7 +49,7 @@ are not kept in ``_held``.
 
 
 class TurnsDroppedOnResume(NamedTuple):
-    """Turns that were removed from a root call when its run was resumed beyond a limit."""
+    """Turns of a root call that were dropped when the run was resumed beyond a limit."""
 
     events: list[AnyEvent]
     """Requests and replies of the dropped turns."""
@@ -147,7 +147,7 @@ class RunEventIndex:
     def apply_message_edits(
         self, call: str, turn: int, new: tuple[Message, ...]
     ) -> tuple[Message, ...]:
-        """Return the messages that a turn adds to its conversation, with any edits applied.
+        """Return the messages that a turn adds to its conversation, after replacing edited texts.
 
         ``new`` has the messages as the engine made them. In a fork of a run whose texts were
         edited, the edited texts replace those of the last messages.
@@ -177,7 +177,8 @@ class RunEventIndex:
         return None if reply is None else reply.reply
 
     def reusable_call(self, call: str) -> tuple[RequestStarted, ReplyReceived] | None:
-        """Return a call's first request and its reply if both can be reused without more checks.
+        """Return the recorded first request of a call and its reply, if both can be reused
+        directly.
 
         Returns None if the recording of the call is incomplete, if the call had failed attempts or
         dropped turns, or if the run has diverged from the journal.
@@ -203,7 +204,7 @@ class RunEventIndex:
         return self._models.get(call)
 
     def check_prompt_matches(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Check that a request equals the one recorded for this turn.
+        """Check that a request has the same prompt as the one recorded for this turn.
 
         Raises ReplayDiverged if it differs, or if the run has already diverged.
 
@@ -221,8 +222,7 @@ class RunEventIndex:
             )
 
     def num_reused_token_ids(self, call: str, turn: int) -> int:
-        """Return how many leading token ids of this turn's prompt were reused from earlier
-        turns."""
+        """Return how many of the first token ids in this turn's prompt come from earlier turns."""
         return self._replies[call, turn].reused_ids
 
     def failed_attempts(self, call: str, turn: int) -> list[AttemptFailed]:
@@ -233,7 +233,8 @@ class RunEventIndex:
         return self._attempts.get((call, turn), [])
 
     def is_in_flight(self, call: str, turn: int) -> bool:
-        """Return True if this turn's request was sent but had no reply when the run was cut off.
+        """Return True if this turn's request was sent but its reply had not arrived when the run
+        was cut off.
 
         The provider may have charged for it.
         """
@@ -250,9 +251,8 @@ class RunEventIndex:
         return place in self._requests and place not in self._replies and call not in self._ends
 
     def drop_request(self, call: str, turn: int) -> None:
-        """Drop the recorded request of this turn, which has no reply, so that another request can
-        be sent instead.
-        """
+        """Drop this turn's recorded request, which has no reply, so that another one can be
+        sent."""
         request = self._requests.pop((call, turn), None)
         if request is not None:
             self._held[_key(request)] = None
@@ -266,8 +266,8 @@ class RunEventIndex:
         ]
 
     def final_turn_reason(self, call: str, turn: int) -> Stop | None:
-        """Return the limit that made this request its call's last, or None if the call could
-        continue."""
+        """Return the limit that made this turn the last one of its call, or None if there was
+        none."""
         request = self._requests.get((call, turn))
         return None if request is None else request.last_word
 
@@ -276,9 +276,7 @@ class RunEventIndex:
         return self._cells.get((call, turn, cell))
 
     def was_call_made_at(self, id: str, where: CallSite) -> bool:
-        """Return True if the call ``id`` in the recorded run was made by the code cell at
-        ``where``.
-        """
+        """Return True if the code cell at ``where`` made the call ``id`` in the recorded run."""
         return self._parents.get(id) == where
 
     def was_cell_skipped_at_end(self, call: str, turn: int, cell: int) -> bool:
@@ -311,7 +309,7 @@ class RunEventIndex:
         return recorded
 
     def must_not_append(self, event: AnyEvent) -> bool:
-        """Return True if a resumed run must not append this event to the journal.
+        """Return True if a resumed run must not write this event to its journal.
 
         Either the journal already contains the event, or the run has diverged. In that case, the
         journal must stay as it is, so that the original program can still resume from it.
@@ -380,15 +378,16 @@ class RunEventIndex:
         return 0 if self._kinds.get(id) == "lm" else min(last, default=max(turns, default=-1) + 1)
 
     def pop_dropped_turns(self, call: str, turn: int) -> list[TurnsDroppedOnResume]:
-        """Return the turns of a call that were dropped on resuming, and forget them.
+        """Return the dropped turns of a call, and remove them from the index.
 
-        The result begins with the given turn and is ordered from the oldest on. They were paid for
-        but no longer count. Each is returned only once.
+        They were dropped when the run was resumed. The result begins with the given turn and is
+        ordered from the oldest on. They were paid for but no longer count. Each is returned only
+        once.
         """
         return self._forgotten.pop((call, turn), [])
 
     def _forget(self, firsts: Mapping[str, int], *, is_recorded: bool) -> None:
-        """Remove the ends of some calls from the index, together with their last turns.
+        """Remove the end and the last turns of each given call from the index.
 
         ``firsts`` maps the id of each call to the first turn to drop. The result of the code cell
         before that turn is dropped too.
@@ -410,7 +409,7 @@ class RunEventIndex:
             self._forgotten.setdefault((id, first), []).append(forgotten)
 
     def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raise Refused again if the model refused this prompt in the recorded run.
+        """Raise Refused if the model refused the same prompt in the recorded run.
 
         Another prompt then replaced it.
         """
@@ -462,7 +461,7 @@ class RunEventIndex:
             )
 
     def _can_be_resumed(self, end: RunEnded) -> bool:
-        """Return True if a run with this end can be resumed.
+        """Return True if a run that ended in this way can be resumed.
 
         This includes a failed run, whose failure a replay would only repeat.
         """
@@ -528,13 +527,13 @@ class RunEventIndex:
 
 
 def _turn_of(key: Key) -> int:
-    """Return the turn number in an event's key, or -1 if the event belongs to no turn."""
+    """Return the turn number that is part of an event's key, or -1 if there is none."""
     is_of_turn = key[0] in (RequestStarted, ReplyReceived, CellRan)
     return key[2] if is_of_turn and isinstance(key[2], int) else -1
 
 
 def _is_of_turns(key: Key, firsts: Mapping[str, int]) -> bool:
-    """Return True if the event with this key belongs to a turn that is being dropped.
+    """Return True if the event with this key is dropped together with its turn.
 
     ``firsts`` maps each call to its first dropped turn. The code cell before that turn and the end
     of the call are dropped too.

@@ -63,7 +63,7 @@ class JournalLineDamage(msgspec.Struct, frozen=True):
 
 
 class JournalCheckResult(msgspec.Struct):
-    """Result of checking one journal for damage."""
+    """The result of checking the journal of one run for damage."""
 
     id: str
     num_lines: int = 0
@@ -151,7 +151,7 @@ def _note(check: JournalCheckResult, event: AnyEvent, digests: dict[str, None]) 
 
 
 def _place_of(line: bytes, chain: ChecksumChain, crcs: list[int]) -> str:
-    """Describe the line after which a misplaced journal line belongs, for an error message.
+    """Return an error message's phrase that says after which line a misplaced journal line belongs.
 
     The phrase is empty if the line fits nowhere.
     """
@@ -226,7 +226,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _count_replies(path: Path, damage: JournalLineDamage) -> int:
-    """Count the paid model replies that a repair would lose.
+    """Count the paid model replies that would be lost if the journal were repaired.
 
     Replies after the damage are counted, even if they cannot be decoded. Replies before it, and
     replies from a cache, are not.
@@ -248,7 +248,7 @@ def _count_replies(path: Path, damage: JournalLineDamage) -> int:
 
 
 def _copy(fd: int, to: Path, num_bytes: int, fsync: Fsync) -> None:
-    """Copy the first ``num_bytes`` bytes of an open file to a new file on disk."""
+    """Copy the first bytes of an open journal to a new file, for use as a backup."""
     copy = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     try:
         offset = 0

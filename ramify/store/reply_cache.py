@@ -81,17 +81,15 @@ class ModelReplyCache:
             raise self._cache_error(error) from error
 
     def reply_journal_position(self, prompt_hash: str) -> JournalReplyOffset | None:
-        """Return the journal and position that ``register_run_replies`` registered for the reply to
-        the request with this hash, or None.
-        """
+        """Return where a journal holds the registered reply to the request with this hash, or
+        None."""
         row = self._fetch_row(
             "SELECT run, offset, crc_before FROM places WHERE hash = ?", prompt_hash
         )
         return None if row is None else JournalReplyOffset(*row)
 
     def registered_journal_bytes(self, run: str) -> int:
-        """Return the size in bytes that the journal of ``run`` had when ``register_run_replies``
-        last registered its replies.
+        """Return the size of a run's journal in bytes when the cache last registered its replies.
 
         Returns 0 if it never did. A larger journal has new replies.
         """

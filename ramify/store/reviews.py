@@ -59,7 +59,7 @@ class HumanRunReview(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     """Unix time of the last change; 0 before the review is saved."""
 
     def __post_init__(self) -> None:
-        """Check that the texts of the review are not too long and that its scores are valid.
+        """Check the lengths of the review's texts and the validity of its scores.
 
         Raises ConfigError if a text is too long, or if a score has no name or is not a finite
         number.

@@ -81,7 +81,7 @@ class RunFilter(NamedTuple):
         return said
 
     def groups(self, runs: Iterable[RunSummary]) -> list[tuple[str, list[RunSummary]]]:
-        """Group the runs by the filter's field.
+        """Group runs by the field that the filter names, such as the model.
 
         Returns pairs of a value and its runs, with the most frequent value first.
         """
@@ -137,9 +137,8 @@ def parse_run_filter(text: str, now: float | None = None) -> RunFilter:
 
 
 def corrected_reward(run: RunSummary) -> float | None:
-    """Return the first reward of a run after human corrections, or None if the run was not
-    scored.
-    """
+    """Return the first reward of a run, as corrected by people, or None if the run was not
+    scored."""
     corrected = run.review.rewards if run.review else {}
     return next(iter({**run.rewards, **corrected}.values()), None)
 
@@ -224,7 +223,7 @@ def _check_spaces(text: str) -> None:
 
 
 def _complete_example(part: str) -> str:
-    """Add an example value to a condition without a value, for an error message.
+    """Complete a condition without a value with an example value, for an error message.
 
     The result is an example for an error message.
     """
@@ -327,7 +326,7 @@ def _parse_period(value: str, now: float) -> tuple[float, float] | None:
 
 
 def _is_in(at: float, sign: str, first: float, after: float) -> bool:
-    """Compare a time with a period, using an operator such as ``>``.
+    """Return True if a time has the given relation, such as ``>``, to a period.
 
     The period begins at ``first`` and ends before ``after``. A period without an end, which comes
     from an age such as ``2h``, is compared as the moment ``first``.

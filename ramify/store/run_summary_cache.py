@@ -1,5 +1,4 @@
-"""A cache of the summaries of runs in a folder, so that a listing reads only the journals that have
-changed.
+"""A cache of run summaries, so that a listing reads only journals that have changed.
 
 It is a database, ``index.sqlite``, that may be deleted at any time. The summaries themselves are
 made by ``run_summary.py``.
@@ -34,7 +33,7 @@ _decoder = msgspec.json.Decoder(RunSummary)
 
 
 class RunSummaryCache:
-    """A cache of the summaries of journals.
+    """A cache of the summaries that listings show for stored runs.
 
     A summary is used as long as its journal is unchanged.
     """

@@ -87,7 +87,7 @@ class StoredRun(Protocol):
         """
 
     def damaged_line_advice(self, number: int) -> str:
-        """Return repair advice for a journal whose first damaged line is ``number``.
+        """Return advice on how to repair a journal whose first damaged line is ``number``.
 
         Lines are counted from 1.
         """

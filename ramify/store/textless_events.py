@@ -132,7 +132,7 @@ AnyEventOutline = (
 
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[AnyEventOutline]:
-    """Return the decoder for journal lines that skips the texts of the events.
+    """Return a decoder that reads journal lines but skips the texts in their events.
 
     It is created on first use, because that takes a millisecond.
     """

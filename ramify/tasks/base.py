@@ -178,7 +178,7 @@ class TaskStart(msgspec.Struct, kw_only=True):
             self.context = None
 
     def manifest(self) -> str:
-        """Return ``about``, the prompt's description of the context.
+        """Return the description of the context for the model's prompt, which is ``about``.
 
         The engine calls this method.
         """
@@ -249,7 +249,10 @@ class LazySequence(Sequence[T]):
 
     @abstractmethod
     def at(self, index: int) -> T:
-        """Create and return the element at ``index``, which is from 0 to one below the length."""
+        """Create and return the element at ``index``, which is never negative.
+
+        It is below the length of the sequence.
+        """
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -430,7 +433,7 @@ def task_of(name: str, /, **options: Any) -> Task:
 
 
 def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
-    """Call a task's factory function with ``options``, and return the result.
+    """Create a task by calling its factory function with the given options.
 
     If ``make`` is not callable, return it unchanged. Raises ConfigError for an unknown option, or
     if the factory fails.
@@ -456,7 +459,7 @@ def _from_factory(name: str, make: Any, options: Mapping[str, Any]) -> Any:
 
 
 def total(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the sum of ``rewards``, each multiplied by its weight.
+    """Return the weighted sum of the named rewards.
 
     >>> total({"correct": 1.0, "short": 0.5}, {"short": 0.2})
     1.1
@@ -497,7 +500,7 @@ def set_trajectory_score(where: str, trajectory: Trajectory, score: Score) -> No
 
 
 def _check_calls(where: str, trajectory: Trajectory, score: Score) -> None:
-    """Raise RamifyError if ``score`` has no reward, or has rewards for calls that do not exist."""
+    """Raise RamifyError if a score has no reward, or rewards a call that does not exist."""
     if not score.rewards:
         raise RamifyError(
             f"{where}: its score has no reward; give one by name, as in Score({{'correct': 1.0}})"
@@ -544,7 +547,7 @@ none.
 
 
 class TrajectoryRewardFunction(msgspec.Struct, frozen=True):
-    """Wraps a reward function that needs the whole trajectory.
+    """A wrapper that marks a reward function as one that needs the whole trajectory.
 
     The function is called as ``fn(item, trajectory)``.
 

@@ -26,7 +26,7 @@ EndedRollout = tuple[Item, Trajectory]
 
 @runtime_checkable
 class BatchScoredTask(Protocol):
-    """The interface of a task that can score all rollouts of a training step with one call.
+    """The interface of a task that can score all rollouts of a training step in one call.
 
     It adds two methods to ``Task``.
 
@@ -36,24 +36,21 @@ class BatchScoredTask(Protocol):
     """
 
     def is_scored_by_step(self, item: Item) -> bool:
-        """Return True if the task must score all rollouts of ``item`` in a training step at
-        once."""
+        """Return True if all rollouts of ``item`` in a training step must be scored together."""
         ...
 
     def score_step(self, rollouts: Sequence[EndedRollout]) -> Sequence[Score | RamifyError]:
-        """Return one result for each rollout, in order: its score, or the error that prevented
-        one.
-        """
+        """Score all rollouts of a training step, and return a score or an error for each."""
         ...
 
 
 def is_scored_by_step(task: Task, item: Item) -> bool:
-    """Return True if all rollouts of ``item`` in a training step must be scored in one call."""
+    """Return True if a task must score all rollouts of ``item`` in a training step together."""
     return isinstance(task, BatchScoredTask) and task.is_scored_by_step(item)
 
 
 def batch_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | RamifyError]:
-    """Score all rollouts of a step with one call of the task.
+    """Score all rollouts of a training step in one call of the task's score function.
 
     Returns for each rollout its score, or the error that prevented one.
     """
@@ -72,11 +69,11 @@ def batch_scores(task: Task, rollouts: Sequence[EndedRollout]) -> list[Score | R
 def score_batch_with_timeout(
     task: Task, rollouts: Sequence[EndedRollout], timeout_s: float
 ) -> list[RamifyError | None]:
-    """Score all rollouts of a step within a time limit, and store the rewards and metrics in their
-    trajectories.
+    """Score all rollouts of a training step within a time limit, and store their scores.
 
-    Returns for each rollout the error that explains why it has no score, or None if it has one. The
-    task may take ``timeout_s`` seconds for all rollouts together.
+    The rewards and metrics are stored in the trajectories. Returns for each rollout the error that
+    explains why it has no score, or None if it has one. The task may take ``timeout_s`` seconds for
+    all rollouts together.
     """
     what = f"task '{task.name}': its score of {len(rollouts)} rollouts"
     try:

@@ -127,7 +127,7 @@ class DatasetColumns(msgspec.Struct, frozen=True):
 
 
 def _first_of(names: Sequence[str], row: Row) -> str:
-    """Return the first of the given column names that the table row has.
+    """Return the first of several possible column names that is in the table row of the dataset.
 
     If none is, return the first name.
     """
@@ -216,7 +216,7 @@ def resolve_scorer(
 
 
 class DatasetItems(LazySequence[Item]):
-    """A sequence of task items.
+    """A sequence of task items that are made from the rows of a dataset.
 
     Each is converted from its dataset row when it is accessed.
     """
@@ -228,7 +228,7 @@ class DatasetItems(LazySequence[Item]):
         make: Callable[[Row], Item],
         indices: Sequence[int] | Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """Create the items of the dataset ``name``.
+        """Create the sequence of task items of the dataset ``name``.
 
         The function ``make`` converts a row to an item.
 
@@ -265,7 +265,7 @@ class DatasetItems(LazySequence[Item]):
 
 
 def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Item]) -> Item:
-    """Convert row ``number`` of a dataset to an item.
+    """Convert the dataset's table row ``number`` to a task item.
 
     Raises ConfigError, which names the row, on failure.
     """
@@ -287,7 +287,7 @@ def _item(name: str, rows: Sequence[Row], number: int, make: Callable[[Row], Ite
 def _divide_rows(
     name: str, rows: Sequence[Row], make: Callable[[Row], Item], splits: Sequence[str]
 ) -> dict[str, list[int]]:
-    """Divide a dataset's rows among ``splits``, and return the row numbers of each split.
+    """Divide the table rows of a dataset among several splits, and return the row numbers of each.
 
     A hash of question and context decides the split of a row, so equal questions stay together.
     Each split but the first gets a tenth of the hashes, and the first gets the rest. A split that
@@ -329,7 +329,7 @@ def _rows_of_split(divided: Callable[[], Mapping[str, Sequence[int]]], split: st
 
 
 def _rows_by_split(source: Source) -> dict[str, Sequence[Row]]:
-    """Return the rows of each split of a dataset, by split name.
+    """Return the table rows of each split of a dataset, by the name of the split.
 
     A single source without splits has the name "".
     """
@@ -452,8 +452,9 @@ class JsonlRows(LazySequence[Row]):
 
 
 def _line_positions(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield the line number (from 1), the byte offset and the length of each line that is not
-    blank.
+    """Yield the line number, byte offset and length of each line of a JSONL file that is not blank.
+
+    Line numbers start at 1.
     """
     start = 0
     try:

@@ -69,7 +69,7 @@ class TaskMixturePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class _GroupLine(msgspec.Struct, frozen=True):
-    """The fields that a mixture reads from a training run's record of a group of rollouts.
+    """The part of a training run's record about a group of rollouts that a mixture needs.
 
     The record is a line of ``groups.jsonl``.
     """
@@ -94,7 +94,7 @@ class MixtureTask(msgspec.Struct, frozen=True):
     """Names of the parts that are trained on."""
 
     def right_answer_reward(self, item: Item) -> float:
-        """Return the reward of a right answer to ``item``, which depends on the item's task.
+        """Return the reward that a right answer to ``item`` gets in this mixture.
 
         It is the factor of the item's part in the mixture.
         """
@@ -145,7 +145,7 @@ class TaskMixtureItems(LazySequence[Item]):
         *,
         repeats: bool = False,
     ) -> None:
-        """Combine the items of several parts.
+        """Combine the items of several tasks into one sequence.
 
         With ``repeats``, a part that runs out of items starts over while another part still has new
         ones.
@@ -164,7 +164,7 @@ class TaskMixtureItems(LazySequence[Item]):
         self._counts = seen
 
     def __len__(self) -> int:
-        """Return the number of items available before any part would have to repeat.
+        """Return the number of items before the first task would have to repeat an item.
 
         If parts may repeat, count the items until every item has been used once.
         """
@@ -228,10 +228,10 @@ def mixture(*, parts: Any = None) -> MixtureTask:
 
 
 class _Weights(dict[str, float]):
-    """The weights of a mixture's rewards, keyed by names such as ``PART.REWARD``.
+    """A dict of the weights of a mixture's rewards, which computes each weight when it is needed.
 
-    Each weight is the factor of the part times the reward's weight in the part's own task, which is
-    1 by default.
+    The keys are names such as ``PART.REWARD``. Each weight is the factor of the part times the
+    reward's weight in the part's own task, which is 1 by default.
     """
 
     def __init__(self, factors: Mapping[str, float], tasks: Mapping[str, Task]) -> None:
@@ -287,7 +287,7 @@ def _train_items(name: str, spec: TaskMixturePart, task: Task) -> Sequence[Item]
 
 
 def _outcomes(path: Path) -> list[tuple[str, RolloutGroupOutcome]]:
-    """Return the item id and the outcome of each group of rollouts in a training run.
+    """Return the outcome of each group of rollouts in a training run, paired with the item's id.
 
     They are read from its ``groups.jsonl``. An incomplete line, left by a killed run, is skipped.
     """
@@ -300,7 +300,7 @@ def _outcomes(path: Path) -> list[tuple[str, RolloutGroupOutcome]]:
 
 
 def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
-    """Return the indices of the task items with the given ids, without duplicates.
+    """Return the indices of the task items that have one of the given ids.
 
     An id may have the name of a part as prefix. Ids that are not found are left out.
     """
@@ -315,7 +315,7 @@ def _indices(items: Sequence[Item], ids: Sequence[str]) -> list[int]:
 
 
 def _index_of_id(items: Sequence[Item], id: str) -> int | None:
-    """Return the index of the task item with the given id, if the id ends with that index.
+    """Return the index of the task item with this id, if the id ends with the index.
 
     An example of such an id is ``ledger/train/57``. Returns None if the item at that index has a
     different id, since ids can also end with a row number of a dataset that was divided into
@@ -327,7 +327,7 @@ def _index_of_id(items: Sequence[Item], id: str) -> int | None:
 
 
 def _possible_ids(id: str) -> tuple[str, str]:
-    """Return the two ids that an item may have in its own task: as given, and without a prefix.
+    """Return the ids that an item may have in its own task: with and without the first prefix.
 
     The prefix is a part's name.
     """
@@ -335,7 +335,7 @@ def _possible_ids(id: str) -> tuple[str, str]:
 
 
 def _order(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield the names of a mixture's tasks in the order in which they supply items.
+    """Yield the names of a mixture's tasks in the order in which each supplies its next item.
 
     The order then repeats. The next part is always the one that is furthest behind its share of
     items.
@@ -352,7 +352,7 @@ def _order(weights: Mapping[str, float]) -> Iterator[str]:
 
 
 def item_part_name(id: str) -> str:
-    """Return the name of the part that the item with this id belongs to.
+    """Return the name of the task in the mixture from which the item with this id comes.
 
     >>> item_part_name("sums:ledger/train/17")
     'sums'
@@ -361,14 +361,16 @@ def item_part_name(id: str) -> str:
 
 
 def _part_and_item(item: Item) -> tuple[str, Item]:
-    """Return the name of the task that an item comes from, and the item as that task made it."""
+    """Return the name of the task from which a mixture's item comes, and the task's original
+    item."""
     part, _, id = item.id.partition(_MARK)
     kind = item.kind.removeprefix(part).strip()
     return part, msgspec.structs.replace(item, id=id, kind=kind)
 
 
 def _score_of(part: str, score: Score) -> Score:
-    """Return a copy of a score with the part's name as a prefix of all reward and metric names."""
+    """Return a score whose reward and metric names begin with the name of the task in the
+    mixture."""
     calls = {call: _prefix_names(part, rewards) for call, rewards in score.calls.items()}
     return Score(_prefix_names(part, score.rewards), calls, _prefix_names(part, score.metrics))
 

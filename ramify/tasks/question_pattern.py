@@ -23,7 +23,7 @@ _FORMS = {"ledger": "ramify.tasks.ledger.question_pattern:LEDGER_FORM"}
 
 
 class TaskQuestionPattern(msgspec.Struct, frozen=True):
-    """The form that all questions and contexts of one task have."""
+    """The form that the questions and contexts of one built-in task have."""
 
     about: str
     """Description for users, worded to complete "it knows only …"."""

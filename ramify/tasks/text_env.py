@@ -128,7 +128,7 @@ def env_task(
 
 
 def _check_call(name: str, option: str, function: Any, call: str) -> None:
-    """Raise ConfigError if an option is neither None nor a function with the required parameters.
+    """Raise ConfigError if an option is given but is not a function with the right parameters.
 
     ``call`` lists them, such as ``(env, observation)``.
     """
@@ -148,7 +148,7 @@ def _check_call(name: str, option: str, function: Any, call: str) -> None:
 
 
 async def _converse(episode: EnvEpisode, item: Item, model: Any) -> str:
-    """Play one episode, in which each reply of the model is an action, and return the last reply.
+    """Play an episode in which each reply of the model is an action, and return the last reply.
 
     ``model`` is the run's ``RunModelClient``.
     """
@@ -311,7 +311,7 @@ class EnvEpisode:
                 close()
 
     def _do_last(self, action: str) -> None:
-        """Perform the last action of an episode, with reward 0 if the environment rejects it.
+        """Perform the final answer as the last action of an episode.
 
         If the environment rejects it, its reward is 0. Errors of earlier actions are shown to the
         model instead.
@@ -325,13 +325,13 @@ class EnvEpisode:
 
 
 def _space(env: Any) -> Any:
-    """Return the action space of an environment, or None if its actions are texts."""
+    """Return the action space of an environment, or None if its actions are strings."""
     space = getattr(env, "action_space", None)
     return space if hasattr(space, "from_jsonable") and type(space).__name__ != "Text" else None
 
 
 def _action(env: Any, text: str) -> Any:
-    """Convert ``text`` to an action.
+    """Convert the model's text to an action of the environment.
 
     Raises ValueError if it is not in the action space.
     """
@@ -365,7 +365,7 @@ def _wrap_in_batch(space: Any, value: Any) -> Any:
 
 
 def _is_whole(space: Any, action: Any, value: Any) -> bool:
-    """Return False if converting a number to an integer action has truncated it.
+    """Return True unless an integer action lost a fraction when it was converted from a number.
 
     For example, 1.7 is not action 1.
     """

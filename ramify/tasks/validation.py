@@ -84,7 +84,7 @@ def validate(
 
 
 def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float) -> None:
-    """Check that the task can score several rollouts in one call, or raise ConfigError.
+    """Raise ConfigError if the task cannot score several rollouts in one call.
 
     A training step scores them in this way. The values are not checked, since rewards may depend on
     each other.
@@ -96,7 +96,7 @@ def _check_together(task: Task, rollouts: Sequence[EndedRollout], score_s: float
 
 
 def _skipped_checks_note(task: Task, without: int, checked: int, gold: bool) -> str:
-    """Return a message that says which checks of the task were skipped, if any were.
+    """Return a message that says which checks of a task were skipped, or "" if none were.
 
     Otherwise return an empty string.
     """
@@ -140,7 +140,7 @@ def validate_item(task: Task, item: Item, *, gold: bool = True, score_s: float =
 
 
 def _right_answer(task: Task, item: Item) -> Any:
-    """Return an answer to ``item`` that must score 1, or None if no right answer is known."""
+    """Return an answer to ``item`` that the task must score as right, or None if none is known."""
     right = item.gold if item.right is None else item.right
     owner = task if hasattr(task, "as_answer") else getattr(task, "reward", None)
     as_answer = getattr(owner, "as_answer", None)
@@ -167,7 +167,7 @@ def _score_answer(task: Task, item: Item, answer: Any, score_s: float) -> float:
 
 
 def _right_worth(task: Task, item: Item) -> float:
-    """Return the weighted reward that a right answer to ``item`` should receive.
+    """Return the reward that a right answer to ``item`` should get in this task.
 
     It is 1, except in a mixture, where each part has a reward factor.
     """
@@ -176,7 +176,7 @@ def _right_worth(task: Task, item: Item) -> float:
 
 
 def _check_once(task: Task, split: str, item: Item, seen: dict[bytes, str]) -> None:
-    """Raise ConfigError if another split contains the same item.
+    """Raise ConfigError if another split of the task contains the same item.
 
     No learning curve would show such a leak.
 

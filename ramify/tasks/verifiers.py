@@ -66,12 +66,12 @@ def from_verifiers(
     right: Callable[[Any], Any] | None = None,
     name: str = "",
 ) -> SimpleTask:
-    """Create a Ramify task from a taskset of the ``verifiers`` library, given as an object or as
-    the id of an installed taskset.
+    """Create a Ramify task from a taskset of the ``verifiers`` library.
 
-    ``context`` and ``right`` extract the session's context and an answer that must score 1 from a
-    row (its ``TaskData``). Without ``right``, ``validate`` skips the check of scores. Raises
-    ConfigError for a taskset that is not supported.
+    The taskset is given as an object or as the id of an installed taskset. ``context`` and
+    ``right`` extract the session's context and an answer that must score 1 from a row (its
+    ``TaskData``). Without ``right``, ``validate`` skips the check of scores. Raises ConfigError for
+    a taskset that is not supported.
 
     Example:
         task = tasks.from_verifiers(taskset, split="test")

@@ -89,7 +89,7 @@ class BatchServer:
         max_bytes: int = 200_000_000,
         page: int = 100,
     ) -> None:
-        """Create a server that answers requests from ``script``.
+        """Create a server whose answers come from ``script``.
 
         ``holds``: keep batches open until ``finish`` is called. ``max_rows``: maximum number of
         requests in a batch; None uses each provider's limit. ``page``: maximum number of batches
@@ -160,7 +160,7 @@ class BatchServer:
                 batch.status, batch.problem = "failed", problem
 
     def soon(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in a separate task, for example after the current request.
+        """Run a coroutine in the background, for example after the current request was answered.
 
         ``on_request`` can use this to do work after the current request has been answered.
         """
@@ -195,7 +195,7 @@ class BatchServer:
         request.result = {"custom_id": request.custom_id, "result": result}
 
     async def _answer(self, body: dict[str, Any], *, is_openai: bool) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status and the response body for one request."""
+        """Return the HTTP status and the response body for one request of a batch."""
         messages = tuple(_messages(body))
         try:
             step = self._script.tell(messages)
@@ -439,15 +439,17 @@ def _unserved_result(batch: BatchApiJob, request: FakeBatchApiRequest) -> dict[s
 
 
 def _result_lines(requests: list[FakeBatchApiRequest]) -> bytes:
-    """Return the results as JSON lines in reverse order, since real providers do not guarantee the
-    order of results.
+    """Return the results of a batch as JSON lines, in reverse order.
+
+    Real providers do not guarantee the order of results.
     """
     return b"".join(_encode(each.result) + b"\n" for each in reversed(requests))
 
 
 def _messages(body: dict[str, Any]) -> list[Message]:
-    """Convert the messages of a request body, in the format of OpenAI or Anthropic, to the
-    messages that a script receives.
+    """Convert the messages in a request to those that a test script receives.
+
+    The request has the format of OpenAI or Anthropic.
     """
     found = list[Message]()
     if system := body.get("system"):
@@ -465,7 +467,7 @@ def _text(content: Any) -> str:
 
 
 def _message(reply: Reply, model: str) -> dict[str, Any]:
-    """Convert ``reply`` to the format of Anthropic's Messages API."""
+    """Convert a scripted reply to the format of Anthropic's Messages API."""
     reasons = {"length": "max_tokens", "content_filter": "refusal"}
     usage = reply.usage
     return {
@@ -486,7 +488,7 @@ def _message(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def _form(exchange: PendingMockRequest) -> tuple[dict[str, bytes], str]:
-    """Parse a multipart form with a file.
+    """Parse a form with an uploaded file, as sent in a multipart request.
 
     Returns the content of each field by name, and the file name or an empty string.
     """

@@ -84,7 +84,7 @@ class HubServer:
         return {"commitOid": _COMMIT, "commitUrl": where, "hookOutput": "", "success": True}
 
     def store(self, oid: str, content: bytes) -> bool:
-        """Store a large file as an LFS object.
+        """Store an uploaded large file under its id, as Git LFS does.
 
         Returns False if the content does not match the checksum that is its id.
         """

@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 class ForgetfulDisk:
-    """Simulates a disk that loses everything that was not synced.
+    """A simulated disk on which a power failure loses everything that was not synced.
 
     It covers the files in one folder.
 
@@ -62,7 +62,7 @@ class ForgetfulDisk:
             self._changed.notify_all()
 
     def wait_for(self, is_synced: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-        """Wait until ``is_synced`` returns True, which is tested after each ``fsync``.
+        """Wait until ``is_synced`` returns True, and check it after each ``fsync``.
 
         Returns False after ``timeout_s`` seconds.
         """

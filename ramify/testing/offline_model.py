@@ -212,7 +212,7 @@ class OfflineModel(
         return ScriptedClient(self.tell, name, self.window, self.price or FREE)
 
     def tell(self, messages: tuple[Message, ...]) -> Step | Awaitable[Step]:
-        """Return the reply to a conversation as a script step, for a scripted client or server.
+        """Return the simulated model's reply to a conversation as a step of a script.
 
         ``ScriptedClient`` and ``ScriptedServer`` accept such steps. With ``sleep="real"``, the
         reply takes its simulated time.
@@ -227,7 +227,7 @@ class OfflineModel(
         return Reply(Message("assistant", text), seconds=seconds)
 
     def reply(self, messages: Sequence[Message]) -> str:
-        """Return the text of the reply to a conversation."""
+        """Return the text of the simulated model's reply to a conversation."""
         for form in ROOT_FORMS if messages and messages[0].role == "system" else ():
             turn = form.parse_prompt(messages)
             if turn is not None:
@@ -276,9 +276,10 @@ class OfflineModel(
         return _UNKNOWN
 
     def _plan_leaf(self, turn: ParsedPlanLeafRequest, messages: Sequence[Message]) -> str:
-        """Reply to one model call of a ready plan (a fixed program of model calls).
+        """Return the simulated model's reply to one model call made by a ready plan.
 
-        The reply is wrong with the same probability as any other for a prompt of this length.
+        A ready plan is a fixed program of model calls. The reply is wrong with the same probability
+        as any other for a prompt of this length.
         """
         suite = self._suite(turn.question)
         if suite is None:
@@ -315,7 +316,7 @@ class OfflineModel(
 
 @functools.cache
 def _suites(names: tuple[str, ...]) -> tuple[OfflineModelSuiteStrategy, ...]:
-    """Return the strategies of the named suites, or of all suites.
+    """Return the simulated model's strategies for the named evaluation suites, or for all suites.
 
     The result is cached, because searching the installed packages takes longer than a reply.
     """
@@ -361,7 +362,7 @@ def _perfect_ask(suite: OfflineModelSuiteStrategy) -> Ask:
 
 
 def simulated_model(name: str) -> OfflineModel:
-    """Return the simulated model for NAME in ``offline:NAME``.
+    """Return the simulated model that ``offline:NAME`` selects, given its NAME.
 
     Raises ConfigError for an unknown name.
 

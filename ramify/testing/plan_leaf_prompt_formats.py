@@ -1,4 +1,4 @@
-"""Parses the prompts of ready plans' model calls, and writes replies to them.
+"""Parse the prompts of ready plans' model calls, and write replies to them.
 
 A ready plan is a fixed program of model calls, and its calls that read text are called leaves.
 
@@ -55,7 +55,7 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def records(self) -> list[str]:
-        """The numbered records in the text, without their numbers."""
+        """The numbered records in the text of the request, without their numbers."""
         return _RECORD.findall(self.text)
 
     @property
@@ -65,7 +65,8 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def count_frequencies(self) -> dict[str, int]:
-        """How many values occur once, twice and so on, keyed by the number of occurrences.
+        """The number of values that occur once, twice and so on, keyed by the number of
+        occurrences.
 
         Empty if the leaf is not asked about counts.
         """
@@ -81,12 +82,12 @@ class ParsedPlanLeafRequest(msgspec.Struct, frozen=True):
 
     @property
     def passages(self) -> list[str]:
-        """The separate texts that a ``merge`` request asks to combine."""
+        """The separate passages that a ``merge`` request asks to combine."""
         return self.text.split(_BETWEEN)
 
 
 def parse_leaf_prompt(prompt: str) -> ParsedPlanLeafRequest | None:
-    """Parse the prompt of a plan's leaf, which is one of the plan's model calls.
+    """Parse the prompt of a plan's leaf, i.e. of a model call that a ready plan makes.
 
     Returns None for any other prompt.
     """
@@ -110,7 +111,7 @@ def format_reply(turn: ParsedPlanLeafRequest, value: Any) -> str:
 
 
 def with_some_wrong(right: Sequence[Any], draw: random.Random) -> list[Any]:
-    """Return a copy of the right values in which a few are wrong.
+    """Return a copy of a list of right values in which a few are replaced by wrong ones.
 
     Each wrong value is another value of the same list.
     """

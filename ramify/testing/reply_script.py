@@ -1,4 +1,4 @@
-"""Scripts for simulated models in tests.
+"""Define scripts that say how simulated models reply in tests.
 
 A script is a list, a set of rules or a function, and provides a reply or failure for each request.
 

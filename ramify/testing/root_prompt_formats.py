@@ -1,4 +1,5 @@
-"""Parses the prompts of several recursive language model systems, and writes replies to them.
+"""Parse the root-call prompts of several recursive language model systems, and write replies to
+them.
 
 Each prompt asks a root model for its next step.
 

@@ -73,7 +73,7 @@ class ScriptedByteTokenizer:
     """
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:
-        """Create the tokenizer.
+        """Create a tokenizer for scripted replies of the policy version ``version``.
 
         With ``keeps_ids=False``, each request tokenizes the whole conversation again. The token ids
         then differ from the sampled ones, as on servers that handle only text.

@@ -1,4 +1,5 @@
-"""Training: the parts of recipes, and the building blocks of custom algorithms, losses and signals.
+"""Train recursive language models: define recipes and custom algorithms, losses and training
+signals.
 
     from ramify import Limits, train
 

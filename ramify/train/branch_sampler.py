@@ -93,7 +93,7 @@ class BranchOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             )
 
     def widened_limits(self, limits: Limits) -> Limits:
-        """Return rollout limits widened for as many branches as the fork budget allows.
+        """Return rollout limits that are raised in proportion to the number of branches allowed.
 
         The limits on calls, tokens and cost are multiplied, so that each branch may use as much as
         a rollout without forks.

@@ -138,7 +138,7 @@ async def opened_trainer(
 
 @contextlib.contextmanager
 def _interpreter_for_training() -> Iterator[None]:
-    """Tune the Python interpreter for rollouts inside the ``with`` block.
+    """Adjust thread switching and garbage collection to suit rollouts inside the ``with`` block.
 
     Threads switch more often, and objects that exist now are excluded from garbage collection.
     """
@@ -202,9 +202,10 @@ def _evaluator(parts: LoadedRunParts, rollouts: RolloutResources) -> PolicyEvalu
 
 
 class LearnerResources(NamedTuple):
-    """Resources for a learner: those that all learners of a run share, and its policy's names.
+    """What a learner needs from its training run, such as the run's recorder and training thread.
 
-    A learner trains one policy.
+    The recorder and the thread are shared by all learners of the run. The names are those of the
+    learner's policy. A learner trains one policy.
     """
 
     record: TrainingRunRecorder
@@ -281,7 +282,7 @@ def _control_ids(policy: Policy) -> set[int]:
 
 
 def model_to_train(parts: LoadedRunParts, out: Path, hosts: Launcher | None = None) -> TrainedModel:
-    """Create the model to train.
+    """Create the model that the training run updates.
 
     It is either the policy object of this process, or a copy that is sharded over several
     processes.

@@ -74,7 +74,8 @@ class DepthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         check_none_or_positive("depths", "limits.max_turns", max_turns=self.max_turns)
 
     def options(self) -> DepthOptions:
-        """Return the options of this depth as the ``DepthOptions`` that the engine expects."""
+        """Return this depth's settings as ``DepthOptions``, the form in which the engine expects
+        them."""
         scaffold = None if self.scaffold is None else scaffold_of(self.scaffold)
         return DepthOptions(
             max_turns=self.max_turns,
@@ -267,10 +268,11 @@ class ModelsByCallDepth:
             raise
 
     def take_step_metrics(self) -> dict[str, float]:
-        """Return metrics of the frozen models since the last call, and start a new step's budget.
+        """Return metrics of the frozen models' use in the current step, and start the next step's
+        budget.
 
-        The metrics include cost, calls and failures. Returns an empty dict until a frozen model has
-        been asked for the first time.
+        They cover the time since the last call of this method. The metrics include cost, calls and
+        failures. Returns an empty dict until a frozen model has been asked for the first time.
         """
         step, run = self._step, self._run
         if not run.spent.calls and not any(run.refusals):
@@ -290,7 +292,8 @@ class ModelsByCallDepth:
 
 
 class CallDepthTemperatureClient:
-    """A client that samples from the trained policy with the temperature of one depth.
+    """A client of the trained policy that samples with the temperature set for one depth of the
+    call tree.
 
     Implements ``Client``.
     """
@@ -338,7 +341,7 @@ class FrozenModelClient:
 
 
 def _sampled_by(request: Request, spec: DepthSpec) -> Request:
-    """Return ``request`` with the sampling temperature of ``spec``, unless the request is greedy.
+    """Return ``request`` with the temperature set for its call depth, unless the request is greedy.
 
     A greedy request has temperature 0.
     """

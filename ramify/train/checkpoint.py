@@ -108,7 +108,7 @@ class TrainingProgress(msgspec.Struct, kw_only=True):
 
 
 class CheckpointStore:
-    """The checkpoints in the folder of one run."""
+    """The checkpoints of a training run, stored in the run's folder."""
 
     def __init__(self, out: Path, keep_last: int = 2, keep_best: int = 1) -> None:
         check_bounds("schedule", least=1, keep_last=keep_last)
@@ -119,7 +119,7 @@ class CheckpointStore:
         self._background: BackgroundThread | None = None
 
     def save(self, state: TrainingProgress, parts: Mapping[str, Write]) -> Path:
-        """Write a checkpoint and return its path.
+        """Write a checkpoint of the training run and return its path.
 
         ``parts`` maps each file or folder name in the checkpoint to a function that writes it. If
         such a function continues in the background, the checkpoint is complete once
@@ -206,8 +206,8 @@ class CheckpointStore:
         )
 
     def abandon_after(self, step: int) -> list[Path]:
-        """Move the checkpoints after ``step`` to the folder ``abandoned`` when a run returns to
-        ``step``.
+        """Move all checkpoints after ``step`` to the folder ``abandoned``, because the run returns
+        to ``step``.
 
         They no longer count as its latest or best. Returns their new paths. Folders of the same
         name in ``abandoned`` are replaced.
@@ -301,7 +301,7 @@ class BackgroundThread:
 
 
 def read_state(checkpoint: Path) -> TrainingProgress:
-    """Read the state stored in a checkpoint.
+    """Read the training progress stored in a checkpoint.
 
     Fields that an older version wrote get their present names. Raises StoreError if the folder is
     not a checkpoint, is damaged, or was written by a later version.
@@ -329,7 +329,7 @@ def verify(checkpoint: Path, under: str = "") -> None:
 
 
 def _instead_of(checkpoint: Path) -> str:
-    """Return advice on what to do instead of resuming from a damaged checkpoint.
+    """Return advice for a user whose run cannot resume from a damaged checkpoint.
 
     It names an older checkpoint to resume from, if there is one.
     """
@@ -408,7 +408,7 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 @contextlib.contextmanager
 def hold_run_lock(out: Path) -> Iterator[None]:
-    """Hold the lock of the run's folder ``out``.
+    """Hold the lock of the run's folder ``out``, so that no other process writes to the folder.
 
     A missing folder is created, and removed again if nothing was written to it. Raises RunInUse,
     which names the holder, if another process has the lock.

@@ -123,7 +123,7 @@ def fields(
 
 
 def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the default of each field of a struct class."""
+    """Return the default value of each field of a struct class, by field name."""
     found: dict[str, Any] = {}
     for each in msgspec.structs.fields(kind):
         if each.default_factory is not msgspec.NODEFAULT:

@@ -208,7 +208,7 @@ class _Context(NamedTuple):
 def _apply_overrides(
     value: Any, assignments: Sequence[ConfigOverride], depth: int, context: _Context
 ) -> Any:
-    """Return a copy of ``value`` with all overrides applied.
+    """Return a copy of a configuration value with its overrides applied.
 
     In the path of each override, the element at index ``depth`` names a field of ``value``.
     """
@@ -228,7 +228,7 @@ def _apply_overrides(
 def _set_field(
     value: Any, head: str, assignments: Sequence[ConfigOverride], depth: int, context: _Context
 ) -> Any:
-    """Return the value of the field ``head`` after all its overrides.
+    """Return the new value of the configuration field ``head`` after its overrides are applied.
 
     An override of the whole field replaces earlier ones, and later overrides of its parts change
     the result.
@@ -293,7 +293,7 @@ def _create_section(value: Any, head: str, parts: Sequence[ConfigOverride], dept
 def _overrides_causing(
     value: Any, groups: Mapping[str, list[ConfigOverride]], fresh: Mapping[str, Any], problem: str
 ) -> list[ConfigOverride]:
-    """Return the overrides to name in an error message as the cause of ``problem``.
+    """Return the overrides that caused ``problem``, so that an error message can name them.
 
     ``problem`` is an error about the configuration as a whole. Without them, the error disappears
     or is a different one.
@@ -332,7 +332,7 @@ def _parse_value(
 
 
 def _not_a_section(assignment: ConfigOverride, kind: Any) -> str:
-    """Return advice for an override that sets a whole section to something other than JSON.
+    """Return advice for an override that sets a whole configuration section but is not JSON.
 
     Returns an empty string if ``kind`` is not a section.
     """
@@ -351,7 +351,7 @@ def _not_a_section(assignment: ConfigOverride, kind: Any) -> str:
 
 
 def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
-    """Return the reason why ``text`` cannot be converted to ``kind``."""
+    """Return the reason why the text of an override cannot be converted to a field's type."""
     if text.lstrip()[:1] in ("{", "["):
         try:
             msgspec.json.decode(text.encode())
@@ -361,7 +361,7 @@ def _problem(error: msgspec.ValidationError, kind: Any, text: str) -> str:
 
 
 def _by_tag(kind: Any, text: str) -> Any:
-    """Create the member of a tagged union that ``text`` names, with default options.
+    """Create the object that ``text`` names in a tagged union of structs, with default options.
 
     Returns None if no class has this name.
     """

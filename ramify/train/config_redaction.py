@@ -52,7 +52,7 @@ _FLAG_WITH_VALUE = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{KINDS}=).+$", re.IG
 
 
 def redact_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration with a mark in place of each secret.
+    """Return a copy of a configuration in which every secret is replaced by a mark.
 
     The configuration is given as plain values. The secrets are also remembered, so that they are
     redacted everywhere else from now on.
@@ -194,7 +194,7 @@ def _mappings(value: Any, converted: Any, name: str) -> Iterator[tuple[str, type
 
 
 def _structs(value: Any, name: str) -> Iterator[tuple[str, msgspec.Struct]]:
-    """Yield every struct in a value, with its dotted name.
+    """Yield every struct inside a configuration value, with its dotted name.
 
     The value may be a struct, or nested lists and mappings of structs.
     """

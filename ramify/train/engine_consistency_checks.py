@@ -149,7 +149,7 @@ class EngineConsistencyChecks:
         prompt: Sequence[Message],
         limits: CanaryTolerance = CanaryTolerance(),  # noqa: B008 (frozen)
     ) -> None:
-        """Create the checks of a run.
+        """Create the checks of the engines of one training run.
 
         ``weights`` returns the trained weights as the engine should have them. ``prompt`` is the
         prompt of the canary, a short reply that is sampled and scored.
@@ -360,7 +360,7 @@ class EngineConsistencyChecks:
                 )
 
     def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
-        """Return the log-probability of each token under the trainer's weights.
+        """Return the log-probability that the trainer's weights give to each token of one sequence.
 
         The first token gets 0.
         """

@@ -180,7 +180,7 @@ def _train(
 def _in_new_loop(
     work: Coroutine[Any, Any, TrainingProgress], stop: Callable[[], bool]
 ) -> TrainingProgress:
-    """Run ``work`` in a new event loop.
+    """Run a coroutine to completion in a new event loop, even if this thread already runs a loop.
 
     If this thread already runs a loop, as in a notebook, use a new thread. In the latter case an
     interrupt calls ``stop`` in the new loop. A second interrupt cancels ``work``, and so does the

@@ -159,7 +159,8 @@ def step_findings(
 
 
 def finding_metric_names(name: str) -> tuple[str, ...]:
-    """Return the names of the metrics on which an alarm is based.
+    """Return the names of the metrics from which a kind of finding, such as divergence, is
+    detected.
 
     ``name`` is a kind of finding, or a limit that the user sets (``max_kl`` or ``min_entropy``).
     """
@@ -485,10 +486,10 @@ different."""
 def evaluation_findings(
     now: ValidationScore, best: ValidationScore | None, alarms: CollapseAlarms
 ) -> Iterator[Finding]:
-    """Yield an evaluation's findings: a falling validation reward, or a training reward at odds
-    with it.
+    """Yield the findings of an evaluation, such as a falling validation reward.
 
-    ``best`` is the earlier evaluation with the highest reward.
+    Another finding is a training reward at odds with the validation reward. ``best`` is the earlier
+    evaluation with the highest reward.
     """
     trained, before = now.trained, None if best is None else best.trained
     noise = _CLEAR * now.error

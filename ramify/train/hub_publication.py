@@ -150,7 +150,7 @@ def _write(
     licence: str,
     base: str,
 ) -> None:
-    """Write everything that is published to ``folder``: weights, configuration and model card.
+    """Write the files to publish to ``folder``: weights, configuration and model card.
 
     Raises ConfigError if the folder contains anything other than an earlier publication.
     """
@@ -181,7 +181,7 @@ _FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s\"'`:/]+/)+(?=[^\s\"'`:/])")
 
 
 def _without_folders(text: str) -> str:
-    """Reduce absolute paths in ``text`` to file names, since the folders mean nothing elsewhere.
+    """Shorten absolute paths in ``text`` to file names, because the folders mean nothing elsewhere.
 
     For example, ``/data/mine/rows.jsonl`` becomes ``rows.jsonl``.
     """
@@ -192,7 +192,7 @@ def _without_folders(text: str) -> str:
 
 
 def _write_adapter(folder: Path, backend: Path, run: Run) -> None:
-    """Write the LoRA adapters of a run that was trained in a single process.
+    """Write the LoRA adapters of a run that was trained in a single process to ``folder``.
 
     The matrices are read from the backend's part of the checkpoint.
     """
@@ -332,7 +332,7 @@ _LOOKED_AT = 20
 
 
 def _answer_ways(run: Run, *, direct: bool) -> UsedAnswerModes:
-    """Return whether the policy answered with plain calls, in sessions, or both.
+    """Return whether the policy answered training questions with plain calls, in sessions, or both.
 
     ``direct`` is true if it was trained with plain calls; then the validation items tell whether
     some of them need a session.
@@ -355,7 +355,7 @@ def _answer_ways(run: Run, *, direct: bool) -> UsedAnswerModes:
 
 
 def _asking_nobody(run: Run) -> RLM:
-    """Return an ``RLM`` that is configured like the run's rollouts but asks no real model.
+    """Return an ``RLM`` configured like the run's rollouts, but with a dummy model client.
 
     It is used only for looking at prompts.
     """
@@ -382,7 +382,7 @@ def _describe_policy(ways: UsedAnswerModes) -> str:
 
 
 def _prompt(run: Run, *, direct: bool) -> str:
-    """Return the prompt section of the model card.
+    """Return the section of the model card that describes the policy's prompt.
 
     It shows the messages that precede the first reply to a validation item. ``direct``: whether a
     plain call answers a short input.

@@ -187,7 +187,7 @@ def _scratch_model_config(
 
 
 def serving_policy(run: Run, policy: Policy, is_here: bool) -> Policy:
-    """Return the policy that the engine serves.
+    """Return the policy from which the inference engine serves rollouts.
 
     It is the trained policy itself, or a copy that is updated each time weights are published. A
     copy is needed if the trained policy has another precision or adapters, or if training and
@@ -216,7 +216,7 @@ def serving_policy(run: Run, policy: Policy, is_here: bool) -> Policy:
 
 
 def set_deterministic(policy: Policy) -> None:
-    """Prepare the policy for reproducible computation.
+    """Make the policy's computations reproducible from run to run.
 
     A GPU uses only deterministic kernels. Raises ConfigError if the model cannot compute in fixed
     shapes.
@@ -282,6 +282,6 @@ def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:
 
 
 def _texts_by_call(trajectory: Trajectory) -> Iterator[list[str]]:
-    """Yield, for each call in ``trajectory``, the texts of its messages."""
+    """Yield a list of message texts for each call in ``trajectory``."""
     for call in trajectory.calls:
         yield [message.content for message in trajectory.conversation(call)]

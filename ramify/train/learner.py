@@ -95,7 +95,7 @@ def policy_paths_of(name: str) -> PolicyPaths:
 
 
 class Learner:
-    """Trains one policy.
+    """Trains one of the policies of a training run.
 
     It holds the training backend, the reference policy for a KL penalty, and the publisher that
     sends new weights to the engines.
@@ -140,7 +140,8 @@ class Learner:
         return mask_other_calls(groups, self._model) if self._model else groups
 
     def prefixed_metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return ``values`` with metric names that tell the run's policies apart.
+        """Return a copy of ``values`` whose metric names show which of the run's policies they
+        belong to.
 
         The names of an additional policy get the prefix ``policy.NAME/``, and those of the main
         policy stay unchanged.
@@ -158,7 +159,7 @@ class Learner:
     def restore(
         self, stage: TrainingStage, checkpoint: Path, *, is_open: bool, lr_scale: float = 1.0
     ) -> None:
-        """Restore the weights from ``checkpoint``.
+        """Restore this policy's weights from ``checkpoint``.
 
         If the stage continues (``is_open``), its optimizer is restored too, with ``lr_scale`` times
         the configured learning rate.
@@ -174,7 +175,7 @@ class Learner:
             self.publisher.backend = backend
 
     def save_policy(self, folder: Path) -> None:
-        """Save the current policy to ``folder``.
+        """Save this learner's current policy to ``folder``.
 
         Its checksums are verified when it is loaded.
         """
@@ -213,8 +214,7 @@ class Learner:
         self._reference = self._reference_of(folder)
 
     def compute_loss_inputs(self, stage: TrainingStage, work: StepData) -> dict[str, float]:
-        """Prepare a step: compute the per-token values that the loss needs before the first
-        minibatch.
+        """Compute the per-token values that a step's loss needs before the first minibatch.
 
         Examples are old and reference log-probabilities. Returns metrics.
         """
@@ -242,7 +242,7 @@ class Learner:
     def sample_update_probe(
         self, stage: TrainingStage, work: StepData, step: int
     ) -> PolicyUpdateProbe | None:
-        """Score a sample of the step's calls with the policy as it is before the update.
+        """Score a sample of the step's calls with this policy, before the update changes it.
 
         The effect of the update can then be measured on the same calls. Returns None if nothing was
         sampled.
@@ -297,7 +297,7 @@ class Learner:
             return {} if probe is None else probe.update_kl(backend)
 
     def _attach_staleness(self, rows: Sequence[TokenSequence]) -> None:
-        """Attach each token's staleness to the token sequences ``rows``.
+        """Store each token's staleness in the token sequences ``rows``.
 
         Staleness is the number of versions by which the sampling policy lags behind the trained
         one.
@@ -334,11 +334,11 @@ def _attach(
     name: str,
     ask: Callable[[Sequence[Batch]], Sequence[Floats]],
 ) -> None:
-    """Compute a per-token array, such as old log-probabilities, and attach it to ``rows`` under
-    ``name``.
+    """Compute a per-token array, such as old log-probabilities, and attach it to the sequences
+    ``rows``.
 
-    The rows are packed into batches for ``backend``, and ``ask`` returns one array of values for
-    each batch.
+    The array is called ``name``. The rows are packed into batches for ``backend``, and ``ask``
+    returns one array of values for each batch.
     """
     with WallAndCpuTimer("packing"):
         batches = pack(rows, backend.packing)
@@ -459,7 +459,7 @@ class WeightPublisher:
             self.thread.watch.fail_waits(error)
 
     async def load_policy(self, folder: Path) -> None:
-        """Load a saved policy from ``folder``.
+        """Load a saved policy from ``folder``, to publish it in place of the trained weights.
 
         The next call of ``publish`` sends it to the engines.
         """
@@ -536,7 +536,8 @@ class PolicyWeightTransfer:
         return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the current weights by name, in the precision that the engine needs."""
+        """Return the name and tensor of each current weight, in the precision that the engine
+        needs."""
         if self._saved is None and self._shares_weights:
             return (
                 (name, weight.detach()) for name, weight in self._serving.model.named_parameters()

@@ -129,7 +129,8 @@ class LoadedRunParts:
             write_rows(out / ROWS_FILE, self.rows, _rows_key(self.run))
 
     def num_placed_processes(self, role: str) -> int:
-        """Return how many processes of a role have been assigned a placement slot."""
+        """Return how many processes of a role, such as the trainer, have been assigned to placement
+        slots."""
         return sum(member.role == role for slot in self.placement_slots for member in slot.members)
 
     def check_checkpoint_tensors(self, checkpoint: Path) -> None:
@@ -145,7 +146,7 @@ class LoadedRunParts:
 
 
 def assemble(resolved: ResolvedTrainingRun) -> LoadedRunParts:
-    """Load and check all parts of a run.
+    """Load and check all parts of a run, so that the run can start.
 
     Raises ConfigError for mistakes in the recipe that can only be found with a tensor library or
     with the model's files.
@@ -217,7 +218,7 @@ def _answers_directly(
     scaffold: Scaffold,
     checkpoint: Path | None,
 ) -> bool:
-    """Return True if plain calls answer short inputs in training.
+    """Return True if training answers short inputs with plain calls instead of sandboxed sessions.
 
     Rollouts decide this, or demonstrations if the run has no rollouts.
     """
@@ -229,7 +230,7 @@ def _answers_directly(
 
 
 def _stored_rows(run: Run, checkpoint: Path | None) -> list[TokenSequence] | None:
-    """Return the fine-tuning data that was stored by the checkpoint's run.
+    """Return the token sequences for fine-tuning that the checkpoint's run stored.
 
     Returns None if there is none for these settings.
     """
@@ -246,7 +247,7 @@ def _rows_key(run: Run) -> str:
 
 
 def _other_parts(parts: LoadedRunParts, name: str) -> LoadedRunParts:
-    """Return the run's parts for an additional policy.
+    """Return the parts of the run that are loaded for one of its additional policies.
 
     ``name`` is its name in ``Run.policies``, and ``parts`` belongs to the main policy.
     """
@@ -322,8 +323,10 @@ def _check_model(run: Run, kind: Any, device: str, config: Any = None) -> None:
 
 
 def _optims(run: Run) -> list[OptimizerSpec]:
-    """Return the optimizer options of all stages, and those of a separate critic if there is
-    one."""
+    """Return the optimizer options of all of a run's stages.
+
+    The optimizer options of a separate critic are included, if there is one.
+    """
     stages = [stage for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     critic = [] if run.rl is None else [run.rl.critic.optim]
     return [optim for optim in [*(stage.optim for stage in stages), *critic] if optim is not None]

@@ -360,7 +360,7 @@ def _depth_metrics(
 
 
 def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
-    """Return pass@k for k = 2, 4, 8, ... and for the size of the largest group.
+    """Return pass@k of the rollout groups for k = 2, 4, 8, … and for the size of the largest group.
 
     Each value is the mean over the groups with at least k attempts. Failed rollouts do not count as
     attempts, since they say nothing about the policy.
@@ -412,7 +412,7 @@ def rollout_metrics(
 
 
 def _of_agents(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    """Return how many rollouts ended in each kind of failure of an external agent.
+    """Count the rollouts in which an external agent failed, by kind of failure.
 
     Returns an empty dict if no agent ran a rollout.
     """
@@ -482,7 +482,7 @@ class RolloutCpuMeter:
     """
 
     def __init__(self, paces: Callable[[], list[EngineStepTotals]]) -> None:
-        """Create a meter.
+        """Create a meter of the CPU time that rollouts use.
 
         ``paces`` is a function that returns the cost of the engine's steps since that function was
         last called.
@@ -492,12 +492,13 @@ class RolloutCpuMeter:
         self._sessions_s = 0.0
 
     def restart(self) -> None:
-        """Start measuring now, and discard what was measured before."""
+        """Start measuring CPU time now, and discard what was measured before."""
         self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), descendant_cpu_s()
 
     def measure_and_restart(self) -> dict[str, float]:
-        """Return the CPU time since the previous call as metrics, and start measuring again."""
+        """Return the CPU time since the meter was last restarted as metrics, and restart the
+        meter."""
         loop_s, sessions_s = self._loop_s, self._sessions_s
         engine = self._paces()
         self._loop_s, self._sessions_s = time.thread_time(), descendant_cpu_s()
@@ -540,7 +541,7 @@ def num_cores() -> int:
 
 
 def descendant_cpu_s() -> float:
-    """Return the CPU seconds used by all descendant processes.
+    """Return the CPU time in seconds used by all descendants of this process.
 
     Children that have ended and were waited for are included. Returns 0 if the system does not
     report CPU times.

@@ -274,7 +274,7 @@ def build_advantage_estimator(objective: PaperObjective, recipe: Any) -> Any:
 
 
 def loss_of(objective: PaperObjective, recipe: LossSpec) -> LossSpec:
-    """Return the loss of ``objective``.
+    """Return the loss of ``objective`` for use in a recipe.
 
     The options for the critic, for distillation and for expert routing are copied from the recipe's
     loss.
@@ -285,7 +285,7 @@ def loss_of(objective: PaperObjective, recipe: LossSpec) -> LossSpec:
 
 
 def replace_estimator(algorithm: Any, inner: Any) -> Any:
-    """Return an algorithm in which ``inner`` replaces the advantage estimator.
+    """Return a training algorithm in which ``inner`` is the advantage estimator.
 
     If the algorithm wraps estimators, the rest is unchanged: a hybrid keeps its other terms, and
     ``by_task`` keeps the estimators of the tasks that it lists.
@@ -325,9 +325,9 @@ def training_impossible_reason(name: str, algorithm: Any, group: int, *, has_cri
 
 
 def group_of_one_problem(option: str) -> str:
-    """Return why ``option`` cannot learn from groups of one rollout, and what works instead.
+    """Return an error message saying that ``option`` cannot learn from groups of one rollout.
 
-    An example of an option is ``rl.objective=grpo``.
+    The message also says what works instead. An example of an option is ``rl.objective=grpo``.
     """
     return (
         f"{option} compares the rollouts of a group, and rl.rollout.group=1 has one: set "

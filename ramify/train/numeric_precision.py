@@ -53,11 +53,11 @@ class RunNumericPrecision(NamedTuple):
         return self.engine, "float32" if self.trainer == "fp32" else "bfloat16"
 
     def canary_limits(self, run: Run) -> CanaryTolerance:
-        """Return how far engine and trainer log-probabilities may differ on a test reply (the
-        canary).
+        """Return the largest allowed log-probability difference between engine and trainer on the
+        canary.
 
-        It is the larger of the limits for their two precisions, or ``inference.tolerance`` if that
-        is set. A deterministic run allows no difference.
+        The canary is a test reply. It is the larger of the limits for their two precisions, or
+        ``inference.tolerance`` if that is set. A deterministic run allows no difference.
         """
         spec = run.inference
         hint = f"the engine computes in {self.engine} and the trainer in {self.trainer}"

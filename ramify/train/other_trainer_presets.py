@@ -124,9 +124,11 @@ def preset_named(name: str) -> TrainerPreset:
 
 
 def override_choices(name: str | None) -> Choices:
-    """Return the fields that overrides can set by name, with the choices for each.
+    """Return the configuration fields whose values can be chosen by name, and how each choice is
+    built.
 
-    With a preset, the named objects get the options of the preset.
+    Overrides such as ``rl.objective=grpo`` choose such a value. With a preset, the named objects
+    get the options of the preset.
     """
     if name is None:
         return CHOICES

@@ -209,7 +209,7 @@ def _tokenizer(policy: PolicySpec) -> PreTrainedTokenizerFast | None:
 
 
 def _fill_optimizer(optim: OptimizerSpec, usual: OptimizerSpec) -> OptimizerSpec:
-    """Return ``optim`` with unset options filled in from ``usual``.
+    """Return a copy of ``optim`` whose unset options are filled in from ``usual``.
 
     For a checkpoint, the warm-up stays unset until ``stages.scheduled`` knows the number of steps.
     """
@@ -233,7 +233,8 @@ def _replace_fields(value: S, **fields: Any) -> S:
 
 
 def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
-    """Return the dotted name and the value of each field that was filled in since ``given``."""
+    """Return the dotted name and the new value of each configuration field filled in since
+    ``given``."""
     if not isinstance(now, msgspec.Struct) or not isinstance(given, msgspec.Struct):
         return []
     found: list[tuple[str, Any]] = []
@@ -249,9 +250,11 @@ def _differences(given: Any, now: Any) -> list[tuple[str, Any]]:
 
 
 def _warmup(run: Run, name: str) -> list[tuple[str, Any]]:
-    """Return the default number of warm-up steps of a stage, as a list of one (field, value) pair.
+    """Return the default number of learning-rate warm-up steps of a stage, for the report of
+    defaults.
 
-    The list is empty if the run sets the warm-up itself or has no such stage.
+    The result is a list with one (field, value) pair. The list is empty if the run sets the warm-up
+    itself or has no such stage.
     """
     stage = getattr(run, name)
     if name not in _RATES or stage is None or stage.optim.warmup_steps is not None:

@@ -138,7 +138,7 @@ def _scored_attempts(groups: Sequence[Group]) -> Iterator[Group]:
 
 
 def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
-    """Return the mean of all rewards and its confidence interval.
+    """Estimate the mean reward over all attempts, and return it with its confidence interval.
 
     ``rewards`` holds the rewards of each item's attempts. If each item has one attempt with reward
     0 or 1, the interval is that of a proportion. Otherwise it comes from resampling the items' mean
@@ -154,7 +154,7 @@ def _estimate(rewards: Sequence[Sequence[float]]) -> MeanEstimate:
 def _failure_message(
     split: str, failed: Sequence[Trajectory], num: int, passed: float | None
 ) -> str:
-    """Return the warning about failed attempts.
+    """Return the text of a warning about failed attempts in an evaluation.
 
     ``passed`` is the maximum share of failures if that share was exceeded, and None otherwise.
     """
@@ -174,7 +174,7 @@ def _failure_message(
 
 
 def _metrics(split: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of each metric over the rollouts that have that metric."""
+    """Return the mean of each of the task's metrics, over the rollouts that report that metric."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics)
     values = {
         name: [

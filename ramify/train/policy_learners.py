@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Learners:
-    """All policies that a run trains.
+    """The learners of all policies that a run trains.
 
     Each operation applies to every policy in turn.
     """
@@ -55,8 +55,7 @@ class Learners:
         return self._all[0].publisher.backend is not None
 
     def _learners_in_stage(self, stage: TrainingStage) -> list[tuple[Learner, TrainingStage]]:
-        """Return each policy that is trained in ``stage``, together with its settings for the
-        stage."""
+        """Return the learner and the stage settings of each policy that is trained in ``stage``."""
         main, *others = self._all
         own = stage.others
         return [(main, stage), *((each, own[each.name]) for each in others if each.name in own)]
@@ -64,8 +63,8 @@ class Learners:
     def _learners_with_data(
         self, stage: TrainingStage, work: StepData
     ) -> Iterator[tuple[Learner, TrainingStage, StepData]]:
-        """Yield each policy that learns in this step, together with its stage settings and its
-        data."""
+        """Yield the learner, the stage settings and the data of each policy that learns in this
+        step."""
         for learner, own in self._learners_in_stage(stage):
             if not learner.name:
                 yield learner, own, work
@@ -179,14 +178,15 @@ class Learners:
         return values
 
     def count_step(self, stage: TrainingStage, work: StepData) -> None:
-        """Record that a step is complete, with the state that the algorithms keep between steps."""
+        """Record that a training step is complete, and store what the algorithms keep between
+        steps."""
         memories = {
             learner.name: own.memory for learner, _, own in self._learners_with_data(stage, work)
         }
         self._record.count_step(memories.pop(""), memories)
 
     async def publish_step(self, stage: TrainingStage, work: StepData) -> None:
-        """Send the weights that a step changed to the engines, if ``stage`` samples from them.
+        """Send the weights changed by a step to the engines, if ``stage`` samples from the engines.
 
         Call it inside the context ``weight_update_context``.
         """
@@ -212,7 +212,7 @@ class Learners:
                 await learner.publisher.publish()
 
     async def publish_resumed(self) -> None:
-        """Publish the weights of a resumed run, because its engines may hold others."""
+        """Publish the weights of a resumed run, because its engines may hold other weights."""
         for learner in self._all:
             await learner.publisher.policy.publish()
 
@@ -264,7 +264,7 @@ class Learners:
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of a step's parts, which are its minibatches.
+    """Combine the metrics of a training step's minibatches into the metrics of the whole step.
 
     Counts are summed, and other metrics are averaged over the minibatches that report them. The
     mismatch between trainer and sampler comes from the first minibatch, because its update already

@@ -92,8 +92,9 @@ def check_component_names(run: Run) -> None:
 
 
 def _stored_runs_in(folder: str) -> str:
-    """Return the ``rollouts`` subfolder of ``folder`` if it exists, and otherwise ``folder``.
+    """Return the folder below which the runs of ``folder`` are stored.
 
+    It is the subfolder ``rollouts`` of ``folder`` if that exists, and otherwise ``folder`` itself.
     A training run saves its rollouts in that subfolder.
     """
     rollouts = Path(folder) / "rollouts"
@@ -357,7 +358,7 @@ def _tag(part: Any) -> str:
 
 
 def check_branches(run: Run) -> None:
-    """Check the options for forking rollouts.
+    """Raise ConfigError if the options for forking rollouts conflict with the rest of the recipe.
 
     Rollouts must fork if and only if the advantage estimator compares continuations, and the
     sandbox and the limits must allow it.
@@ -432,7 +433,7 @@ def check_device(run: Run) -> None:
 
 
 def check_inference(run: Run) -> None:
-    """Check the inference options.
+    """Raise ConfigError if the run's inference options cannot work.
 
     Raises ConfigError for truncated sampling (top-p or top-k) with an engine other than Ramify's.
     Such engines do not report the kept tokens, which are needed to recompute the probabilities. If
@@ -475,8 +476,10 @@ def check_teacher_truncation(run: Run) -> None:
 
 
 def check_schedules(run: Run) -> None:
-    """Check that stages with a fixed number of steps are long enough for their learning-rate
-    schedules."""
+    """Raise ConfigError if a stage has too few steps for its learning-rate schedule.
+
+    Only stages with a fixed number of steps are checked.
+    """
     if run.warmup is not None:
         with_schedule_defaults("warmup", run.warmup.optim, run.warmup.steps)
     if run.rl is None:
@@ -510,9 +513,10 @@ def check_deterministic(run: Run) -> None:
 
 
 def check_policies(run: Run) -> None:
-    """Raise ConfigError if every learning rate of a stage is zero.
+    """Raise ConfigError if the run's policies cannot be trained with the given options.
 
-    Also raise it if a run with several policies uses options that support only one.
+    Raise it if every learning rate of a stage is zero. Also raise it if a run with several policies
+    uses options that support only one.
     """
     stages = {name: getattr(run, name) for name in ("warmup", "sft", "rl")}
     others = [spec.optim.peak_lr for spec in run.policies.values()]
@@ -636,7 +640,7 @@ def warn_missing_chat_template(policy: Policy) -> None:
 
 
 def first_prompt(scaffold: Scaffold, run: Run, task: Task, item: Item) -> list[Message]:
-    """Return the first messages of a root call for ``item``.
+    """Return the messages with which the root call for a task item begins.
 
     If an agent writes the prompt itself, the beginning of the question is used instead.
     """

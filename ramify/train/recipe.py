@@ -74,7 +74,7 @@ def _cannot_be_executed(path: Path, error: Exception) -> str:
 
 
 def _wrong_argument(error: Exception) -> str:
-    """Return a message about a bad configuration argument if one caused ``error``.
+    """Return an error message about a wrong configuration argument, if one caused ``error``.
 
     The field may be unknown, or given without its name. Returns an empty string otherwise.
     """

@@ -188,7 +188,8 @@ class TrainingRunRecorder:
             state.stopped, state.guard.since_best = "", 0
 
     def _copy_lines(self, checkpoint: Path) -> None:
-        """Copy the metrics, group outcomes and lineage of the run that wrote ``checkpoint``.
+        """Copy the metrics, group outcomes and lineage recorded by the run that wrote
+        ``checkpoint``.
 
         The two runs share their history up to the checkpoint. Later lines are removed afterwards.
         """

@@ -85,10 +85,10 @@ def rollout_sampling_metrics(
 
 
 def _of_rewards(groups: Sequence[Sequence[tuple[float, int]]]) -> dict[str, float]:
-    """Return statistics of the rewards, such as their spread, solve rates and correlation with
-    length.
+    """Return statistics of the rollouts' rewards, such as their spread and correlation with length.
 
-    Each group holds one pair (reward, length) for each scored rollout.
+    They include the solve rates. Each group holds one pair (reward, length) for each scored
+    rollout.
     """
     rewards = [reward for group in groups for reward, _ in group]
     if not rewards:
@@ -120,9 +120,10 @@ def _reward_error(groups: Sequence[Sequence[float]]) -> float:
 
 
 def within_group_correlation(groups: Sequence[Sequence[tuple[float, float]]]) -> float | None:
-    """Return the correlation of two per-rollout values after removing each group's means.
+    """Return the correlation of two values per rollout within groups of rollouts.
 
-    Returns None if one of the numbers never varies within a group.
+    Each group's means are removed first. Returns None if one of the numbers never varies within a
+    group.
     """
     left: list[float] = []
     right: list[float] = []
@@ -256,7 +257,8 @@ class PolicyUpdateProbe(NamedTuple):
 
     @property
     def logprob_gap_metrics(self) -> dict[str, float]:
-        """Metrics of the gap between the sampler's and the trainer's log-probabilities, in nats."""
+        """Return metrics of the gap between the sampler's and the trainer's log-probabilities, in
+        nats."""
         gap = np.abs(self.before - self.sampler)
         return {
             "mismatch": float(gap.mean()),
@@ -352,7 +354,8 @@ def _has_logprobs(call: Call) -> bool:
 
 
 def _size(call: Call) -> int:
-    """Return the number of tokens that the turns of a call add to its sequence."""
+    """Return the length of a call's token sequence: the prompt and reply tokens added by its
+    turns."""
     replies = [turn.reply for turn in call.turns]
     return sum(len(each.prompt_ids or ()) + len(each.token_ids or ()) for each in replies)
 

@@ -55,7 +55,7 @@ class ScoreFailureCounts(msgspec.Struct, frozen=True):
 
 
 def error_summary(trajectories: Sequence[Trajectory]) -> str:
-    """Summarise the last errors of the trajectories: the most common ones, with counts."""
+    """Summarise the last error of each trajectory: the most common errors, with counts."""
     return summarise_errors([each.errors[-1] for each in trajectories if each.errors])
 
 

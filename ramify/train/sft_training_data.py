@@ -197,7 +197,7 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> list[Demonstr
 def _load_demonstrations(
     run: Run, spec: SftSpec, task: Task, scaffold: Scaffold
 ) -> DemonstrationSet:
-    """Return the demonstrations that ``spec.demos`` names.
+    """Load or create the demonstrations that ``spec.demos`` names.
 
     They are read from a file or data set of conversations, or made by a registered function.
     """
@@ -243,7 +243,7 @@ def _make_demonstrations(
 
 
 def num_demo_items(spec: SftSpec | None) -> int:
-    """Return how many items at the start of the training split serve as demonstrations.
+    """Return how many task items at the start of the training split serve as demonstrations.
 
     It is 0 if there are no demonstrations or they come from a file.
     """

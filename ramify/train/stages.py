@@ -179,7 +179,8 @@ class TrainingStage(Protocol):
 
     @property
     def others(self) -> Mapping[str, TrainingStage]:
-        """Stages of other policies that are trained on the same rollouts, by policy name.
+        """The corresponding stages of the other policies trained on the same rollouts, by policy
+        name.
 
         Each policy has its own optimizer and assigns its own credit.
         """
@@ -194,7 +195,7 @@ class TrainingStage(Protocol):
         ...
 
     def add_loss_inputs(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Add further per-token inputs of the loss to ``rows``, in place.
+        """Add further per-token inputs of the loss to the token sequences ``rows``, in place.
 
         Returns metrics.
         """
@@ -318,7 +319,7 @@ class SftStage(FixedDataStage):
         epochs: int,
         seed: int,
     ) -> None:
-        """Create a stage that trains on ``rows``.
+        """Create a stage of supervised fine-tuning on the token sequences ``rows``.
 
         Raises ConfigError if there is nothing to learn from.
         """
@@ -499,7 +500,8 @@ class RlStage:
         return bool(composed.assign_advantages([group], self._task.weights).no_signal)
 
     def _compose_algorithm(self, reader: SignalRunner | None) -> Algorithm:
-        """Return the training algorithm, including its saved state and the signals' scores."""
+        """Return the training algorithm, combined with its saved state and the scores of training
+        signals."""
         algorithm = with_saved_state(self._algorithm, self.memory)
         return algorithm if reader is None else reader.with_step_scores(algorithm)
 

@@ -59,7 +59,10 @@ class StoppedBySignal(TrainError):
 
 
 class _Wait:
-    """A wait in progress: its description, the awaited task and the thread doing the work."""
+    """A wait that the watchdog monitors, such as the wait for a weight update.
+
+    It has a description, the awaited task and the name of the thread that does the work.
+    """
 
     def __init__(
         self, what: str, task: asyncio.Future[Any], thread: str, *, can_stop: bool
@@ -112,7 +115,7 @@ class StallWatchdog:
         self._moved = time.monotonic()
 
     def fail_waits(self, error: BaseException) -> None:
-        """End all current and later waits with ``error``.
+        """End all current and later waits of the run by raising ``error`` in them.
 
         Call this in the event loop's thread.
         """

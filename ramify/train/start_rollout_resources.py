@@ -134,7 +134,7 @@ async def _start_engines(
 
 
 def _choose_key(parts: LoadedRunParts) -> None:
-    """Choose the API key of the engines that the run starts.
+    """Create a random API key for the engines that the run starts, unless the user has set one.
 
     It is set in the environment before other processes start, so that they inherit it.
     """

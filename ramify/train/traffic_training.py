@@ -121,7 +121,7 @@ class RecordedTrafficTask:
             )
 
     async def recorded_rollout(self, item: Item, name: str, number: int) -> Trajectory:
-        """Return the recorded reply ``number`` of ``item`` as a rollout called ``name``.
+        """Return the recorded reply ``number`` of a task item as a rollout called ``name``.
 
         If the recording was deleted in the meantime, the rollout has an error and no reward.
         """
@@ -179,7 +179,7 @@ def _mask_flagged(credit: TokenCredit, flags: Sequence[float]) -> TokenCredit:
 
 
 def is_recorded(item: Item) -> bool:
-    """Return True if ``item`` consists of recorded replies.
+    """Return True if the task item ``item`` consists of recorded replies.
 
     No new rollouts are sampled for such an item.
     """
@@ -242,7 +242,7 @@ def _too_few(
 
 
 def _reply_as_rollout(run: Trajectory, reply: RewardedReply, name: str, task: str) -> Trajectory:
-    """Return one recorded reply as a rollout.
+    """Convert one recorded reply into a rollout that can be trained on.
 
     It is a single call with one turn, whose prompt is the conversation before the reply.
     """

@@ -76,7 +76,7 @@ class Trainer:
         *,
         guard: TrainingGuard | None = None,
     ) -> None:
-        """Create a trainer.
+        """Create a trainer of the policies in ``learners``, which runs the given training stages.
 
         ``learners`` holds one learner for each trained policy. The first belongs to ``Run.policy``.
         """
@@ -146,7 +146,7 @@ class Trainer:
         return self.state
 
     def _report_steps(self, *, is_resumed: bool) -> None:
-        """Log which steps belong to which stage.
+        """Log which training steps belong to which stage.
 
         Steps are counted from 1 through all stages, in the log, the metrics, the checkpoints and
         the progress bar.
@@ -336,7 +336,8 @@ class Trainer:
             await self._in_torch(self._save)
 
     def _report_verdict(self, verdict: TrainingGuardVerdict, where: str) -> None:
-        """Log the diagnosed faults, and record whether the stage stops or rolls back."""
+        """Log the faults that the training guard found, and record whether the stage stops or rolls
+        back."""
         step = self.state.step
         for name, text, *_ in verdict.found:
             _log.warning("diagnosis", f"{where}: {name}: {text}", shown=True, step=step)
@@ -426,11 +427,11 @@ class Trainer:
         return values
 
     async def _evaluate_final(self) -> None:
-        """Evaluate the last and the best policy on the final splits, and save one of them to
-        OUT/policy.
+        """Evaluate the last and the best policy on the final splits, and save one of them.
 
-        ``evaluate.keep`` chooses which one is saved. The metrics are recorded as ``last`` and
-        ``best``. The best policy is chosen on the validation split and may be the initial one.
+        The policy is saved to OUT/policy. ``evaluate.keep`` chooses which one is saved. The metrics
+        are recorded as ``last`` and ``best``. The best policy is chosen on the validation split and
+        may be the initial one.
         """
         checkpoints = self.record.checkpoints
         found = {"last": checkpoints.latest(), "best": checkpoints.best()}

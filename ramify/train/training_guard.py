@@ -270,7 +270,7 @@ def _check_scores(
     values: Mapping[str, float],
     verdict: TrainingGuardVerdict,
 ) -> None:
-    """End the run if most answers cannot be scored and nothing is being learned.
+    """Decide whether the run ends because most answers cannot be scored and nothing is learned.
 
     Further steps would not change that.
     """
@@ -309,7 +309,7 @@ def _note_divergence(memory: TrainingGuardState, verdict: TrainingGuardVerdict) 
 
 
 def _act(guard: TrainingGuard, memory: TrainingGuardState, verdict: TrainingGuardVerdict) -> None:
-    """Set ``verdict.stop`` or ``verdict.rollback`` according to its findings."""
+    """Decide from the findings in ``verdict`` whether the run stops or rolls back."""
     if not verdict.found or guard.then in (None, "warn") or verdict.stop:
         return
     why = verdict.found[0].text
@@ -323,7 +323,7 @@ def _act(guard: TrainingGuard, memory: TrainingGuardState, verdict: TrainingGuar
 def _violated_limits(
     guard: TrainingGuard, values: Mapping[str, float]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the name of each of the guard's limits that a step violates, and an explanation."""
+    """Yield the name of each guard limit that a training step violates, and an explanation."""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)
     if guard.max_kl is not None and kl > guard.max_kl:
         yield "max_kl", f"the KL is {kl:.4g}, above guard.max_kl={guard.max_kl:g}"

@@ -35,7 +35,7 @@ class AgentOutcome(enum.StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True if the agent did not end properly.
+        """True if the agent's work ended in a failure, such as a crash.
 
         These are all outcomes except ``ENDED`` and ``CANCELLED``.
         """

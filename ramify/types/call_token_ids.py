@@ -77,7 +77,7 @@ class CallTokenIdsBuilder:
         return has_ids and reused_ids == len(self._ids)
 
     def add(self, call: str, turn: int, reply: Reply, reused_ids: int) -> None:
-        """Add the reply of a turn to the path.
+        """Add the reply of a turn to the token path.
 
         After a reply without token ids, the path is unknown until a later reply has them.
 
@@ -103,7 +103,7 @@ class CallTokenIdsBuilder:
         self._versions.append(versions)
 
     def build(self) -> CallTokenIds | None:
-        """Return the path so far.
+        """Return the token path of the turns that were added so far.
 
         Returns None if it is unknown because a reply had no token ids.
         """
@@ -133,7 +133,7 @@ class CallTokenIdsBuilder:
         )
 
     def _cut(self, length: int) -> None:
-        """Keep only the first ``length`` ids of the path.
+        """Keep only the first ``length`` token ids of the path.
 
         A span that extends beyond them is shortened.
         """

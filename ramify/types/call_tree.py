@@ -84,7 +84,7 @@ class CallTree:
         return self._fold.trajectory
 
     def apply(self, event: Event) -> RunCallNode | None:
-        """Update the tree with ``event``.
+        """Update the call tree with one event of the run.
 
         Returns the node of the call that the event belongs to, or None if it belongs to no call.
 

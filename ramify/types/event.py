@@ -330,7 +330,7 @@ TASK = "task"
 
 
 def add_failed_attempt(trajectory: Trajectory, event: AttemptFailed) -> None:
-    """Add the text of a failed attempt to the errors of a run.
+    """Add the error of a failed attempt to get a model's reply to the errors of a run.
 
     An attempt that was not seen to fail, because its run ended first, is only a warning: it may
     have been billed twice.
@@ -444,7 +444,7 @@ class TrajectoryBuilder:
                 pass
 
     def add_ended_call(self, call: Call) -> None:
-        """Add a call that has already ended, including its usage and cost.
+        """Add a call that has already ended to the run, including its usage and cost.
 
         The result is the same as that of its separate events. The call has at most one turn.
         """

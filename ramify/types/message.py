@@ -56,7 +56,7 @@ def escape_surrogates(text: str) -> str:
 
 
 def escape_message_surrogates(message: Message) -> Message:
-    """Return ``message`` with the characters that UTF-8 cannot encode escaped in all its texts.
+    """Return ``message`` with the characters escaped that UTF-8 cannot encode.
 
     Lone surrogates are replaced by escapes.
     """

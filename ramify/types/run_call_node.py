@@ -20,7 +20,7 @@ _NUMBER = lazy_pattern(r"\s*[$€£]?\s*([-+]?\d[\d,_]*(?:\.\d+)?(?:[eE][-+]?\d+
 
 
 def parse_number(text: str) -> float | None:
-    """Parse a numeric text as a float: ``$1,234.50`` gives 1234.5.
+    """Parse a numeric string such as ``$1,234.50`` as a float.
 
     Returns None for any other text.
     """

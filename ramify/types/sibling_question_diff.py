@@ -56,7 +56,7 @@ class SiblingQuestions:
         return len(self._parts)
 
     def add(self, question: str) -> bool:
-        """Add a question.
+        """Add the question of one more sibling call.
 
         Returns True if it shortens the beginning or end that all questions share. The
         distinguishing part of each earlier question is then longer than before.
@@ -159,7 +159,7 @@ class SiblingQuestions:
 
 
 def _num_shared(one: str, other: str) -> int:
-    """Return the length of the longest common prefix of two texts, in characters."""
+    """Return the length of the longest common prefix of two strings, in characters."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 

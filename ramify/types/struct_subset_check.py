@@ -1,4 +1,4 @@
-"""Check that structs with fewer fields (short forms) match the complete structs.
+"""Check that short forms of structs match the complete structs that they abbreviate.
 
 A short form has the same tag as the whole struct but fewer fields, for readers that do not need the
 others.
@@ -27,11 +27,10 @@ Short = TypeVar("Short", bound=type[msgspec.Struct])
 
 
 def check_struct_subset(whole: type[msgspec.Struct]) -> Callable[[Short], Short]:
-    """Return a class decorator that checks a struct with fewer fields against the complete
-    ``whole``.
+    """Return a class decorator that checks a short form against the complete struct ``whole``.
 
-    The decorator raises TypeError if the short form has a field or a tag that ``whole`` does not
-    have.
+    A short form is a struct with fewer fields. The decorator raises TypeError if the short form has
+    a field or a tag that ``whole`` does not have.
     """
 
     def check(short: Short) -> Short:

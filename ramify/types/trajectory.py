@@ -215,7 +215,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def num_ids(self) -> int | None:
-        """Number of token ids up to and including this reply.
+        """Number of token ids of the call up to and including this reply.
 
         None if the client returned no ids.
         """
@@ -342,7 +342,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     @property
     def root(self) -> Call:
-        """The first call of the run.
+        """The root of the call tree, which is the first call of the run.
 
         In a conversation, this is the call that answers the first question.
         """
@@ -350,7 +350,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest call.
+        """Depth of the deepest call in the run's call tree.
 
         It is 0 if the root call made no calls.
         """
@@ -473,7 +473,7 @@ class RolloutGroupOutcome(enum.StrEnum):
 
 
 class Group(msgspec.Struct):
-    """The trajectories of several attempts at one task item.
+    """A group of rollouts: the trajectories of several attempts at one task item.
 
     Algorithms compute a baseline over them.
     """
@@ -485,12 +485,12 @@ class Group(msgspec.Struct):
 
 
 def cut(text: str, width: int = 120) -> str:
-    """Shorten ``text`` to at most ``width`` characters, so that it fits into one row."""
+    """Shorten ``text`` to at most ``width`` characters, so that it fits on one line."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def answer_text(value: Any) -> str:
-    """Convert an answer to text.
+    """Convert an answer of any type to a string.
 
     A string stays as it is, None becomes the empty string, and other values become JSON.
     """

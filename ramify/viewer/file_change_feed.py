@@ -57,7 +57,7 @@ class FileChangeFeed(Generic[T]):
         """The last message about arriving replies, for pages that connect later."""
 
     async def refresh_watched(self) -> T:
-        """Read all new content of the file into ``watched``, and return ``watched``."""
+        """Read all new content of the followed file, and return the updated ``watched`` object."""
         async with self.lock:
             self._notify(await asyncio.to_thread(self.watched.refresh))
         return self.watched
@@ -174,7 +174,7 @@ class FileChangeFeed(Generic[T]):
 
 
 class FileChangeFeeds:
-    """All feeds of a server, one for each file.
+    """All file change feeds of a server, one for each file.
 
     The least recently used feeds are dropped, unless a page follows them.
     """

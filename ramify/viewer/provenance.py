@@ -171,7 +171,8 @@ class _CallLinks:
     def _link_text(
         self, place: tuple[int, int, str], text: str, start: int, flow: ValueOrigin
     ) -> None:
-        """Add the links of a text whose values have the origin ``flow``.
+        """Link the values in a text to the calls that they came from, given the text's origin
+        ``flow``.
 
         A value that a sub-call returned is linked to that call. The rest of the text is linked to
         all calls that it was computed from.
@@ -215,8 +216,8 @@ class _CallLinks:
             self._add_link(place, at, at + len(stripped), flow, computed=True)
 
     def _was_given(self, number: str) -> bool:
-        """Return True if a number was already known from a call's question or from an earlier
-        output that shows the context."""
+        """Return True if a number already occurs in a question or in an earlier output that shows
+        the context."""
         texts = [self._call.question, *(asked for asked in self._asked)]
         texts += [shown for *_, shown, from_context in self._shown if from_context]
         return any(_position(text, number) >= 0 for text in texts)

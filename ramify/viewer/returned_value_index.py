@@ -155,7 +155,7 @@ _MAX_LEAVES = 500
 
 
 def _key(text: str) -> Any:
-    """Return a key that is the same for equal values.
+    """Return a lookup key for a value, which is the same for equal values.
 
     For example, 30,102 and 30102.0 are the same number.
     """
@@ -188,7 +188,7 @@ class ReturnedValueIndex:
 
     @property
     def call_ids(self) -> frozenset[str]:
-        """Ids of all calls that were added so far."""
+        """Ids of all calls whose returned values are in the index."""
         return frozenset(self._texts)
 
     def calls_with(self, text: str) -> frozenset[str]:
@@ -226,7 +226,7 @@ class ReturnedValueIndex:
         return self.calls_with(str(_key(match[0]) / 100))
 
     def texts_of(self, calls: Iterable[str]) -> list[str]:
-        """Return the texts that ``calls`` returned, the longest first."""
+        """Return the strings that ``calls`` returned, the longest first."""
         texts = {text for call in calls for text in self._texts.get(call, ())}
         return sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
 
@@ -241,10 +241,10 @@ def is_distinctive(text: str) -> bool:
 
 
 def leaves(answer: Any) -> Iterator[str]:
-    """Yield all texts inside a value: the value itself if it is a text, and the texts in lists and
-    dicts.
+    """Yield all strings inside a value, including those in nested lists and dicts.
 
-    Lists and dicts that are encoded as JSON in a text are searched too.
+    A value that is itself a string is yielded too. Lists and dicts that are encoded as JSON in a
+    text are searched too.
     """
     stack, num = [answer], 0
     while stack and num < _MAX_LEAVES:

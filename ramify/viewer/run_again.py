@@ -106,7 +106,7 @@ class RerunStarter:
         }
 
     async def estimate(self, located: LocatedRun, wanted: RerunFromTurnRequest) -> dict[str, Any]:
-        """Estimate the cost of a requested rerun.
+        """Estimate what a requested rerun of a stored run will cost.
 
         Raises RamifyError if the run would be refused.
         """

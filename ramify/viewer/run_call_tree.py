@@ -100,7 +100,7 @@ class RunCallTree:
         self._before.append(-1)
 
     def lines_of(self, node: RunCallNode, after: int = -1) -> list[tuple[int, int]]:
-        """Return the journal lines about ``node`` after line ``after``.
+        """Return the journal lines about the call ``node`` that follow line ``after``.
 
         Each has its number, from 0, and its byte offset.
         """
@@ -188,9 +188,9 @@ class CallDetailReader:
         self._cached: OrderedDict[str, _Reading] = OrderedDict()
 
     def read_call(self, tree: RunCallTree, node: RunCallNode) -> CallDetail:
-        """Return the call of ``node`` with all of its turns and texts, read from the journal.
+        """Return the complete call of ``node``, read from the journal.
 
-        Raises StoreError if its lines cannot be read.
+        It includes all turns and texts. Raises StoreError if its lines cannot be read.
         """
         reading = self._cached.pop(node.id, None)
         try:

@@ -88,7 +88,8 @@ class RunListRow(msgspec.Struct, omit_defaults=True):
     """Corrected scores by name. ``reward`` already includes the correction."""
 
     def apply_review(self, review: HumanRunReview) -> None:
-        """Copy the labels, note and corrected scores of a human review into this row."""
+        """Copy the labels, note and corrected scores of a human review into this row of the run
+        list."""
         self.labels = review.labels_and_verdict
         self.verdicts, self.note, self.corrected = review.verdicts, review.note, review.rewards
         self.reward = next(iter({**self.rewards, **review.rewards}.values()), None)
@@ -181,7 +182,7 @@ def row_of_summary(summary: RunSummary, key: str) -> RunListRow:
 
 
 def row_of_trajectory_line(line: bytes, key: str, path: Path, number: int) -> RunListRow:
-    """Return the list row of one line in a file of trajectories.
+    """Return the row for one line of a trajectory file in the viewer's list of runs.
 
     A damaged line gets a row that states the problem.
     """
@@ -336,7 +337,8 @@ class RunCatalog:
         return self.listing()[0]
 
     def trainings(self) -> list[TrainingListRow]:
-        """Return a row for each training folder, in the order of the given places.
+        """Return a table row for each training folder, in the order of the places given to the
+        viewer.
 
         A training folder is a folder with a metrics file.
         """
@@ -461,7 +463,7 @@ class RunCatalog:
         return rows
 
     def map_summaries(self) -> list[dict[str, Any]]:
-        """Return summaries of all stored map calls, newest first.
+        """Return summaries of all stored maps, newest first.
 
         Each contains the address of the map's page. A map is one question asked about many rows.
         """

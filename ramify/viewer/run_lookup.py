@@ -162,7 +162,7 @@ class ViewerSources:
         return LocatedRun(key, FileStoredRun(path), int(number) if is_line else None)
 
     def stored_maps(self) -> Iterator[tuple[ViewerSource, StoredTableMap]]:
-        """Yield the map calls in all stores, with their latest results.
+        """Yield the stored maps of all stores, with their latest results.
 
         A map asks one question about many rows. Unreadable maps are skipped.
         """
@@ -278,7 +278,7 @@ def _to_viewer_source(number: int, name: str | Path | RunStore) -> ViewerSource:
 
 
 def _resolve_inside(place: ViewerSource, name: str) -> Path:
-    """Return the path of the file or folder ``name`` in a place.
+    """Return the path of the file or folder ``name`` inside a place given to the viewer.
 
     Raises StoreError if the name points outside the place.
     """

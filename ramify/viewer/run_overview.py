@@ -147,7 +147,7 @@ def _columns(
 
 
 def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict[str, float]:
-    """Return each call's mean of the per-turn values that training recorded, by call id.
+    """Return the mean of each call's per-turn values that training recorded, by call id.
 
     Each turn has the same weight.
 
@@ -168,7 +168,7 @@ def means_by_call(recorded: Any, size: Callable[[float], float] = float) -> dict
 
 
 def _collapse_column(column: list[Any]) -> Any:
-    """Replace a column of identical values with that one value.
+    """Replace a table column of identical values with that one value.
 
     Any other column is returned unchanged.
     """
@@ -291,7 +291,7 @@ def call_state(node: RunCallNode) -> str:
 
 
 def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
-    """Return the fields of a context reference for the page.
+    """Return the data that the page shows about a context.
 
     The list of files is left out, since there may be thousands.
     """
@@ -302,5 +302,5 @@ def context_fields(context: ContextRef | None) -> dict[str, Any] | None:
 
 
 def struct_fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """Convert a struct to a dict with all fields, including those that have their default value."""
+    """Convert a struct to a dict of all its fields, including fields with default values."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}

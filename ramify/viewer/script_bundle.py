@@ -60,7 +60,7 @@ def app_script() -> str:
 
 
 def inline_script() -> str:
-    """Return the early script, which is inlined in the page.
+    """Return the script that runs before all others, because it is inlined in the page.
 
     It requests the run's data before the other scripts load, because the data takes longest to
     arrive.
@@ -93,7 +93,7 @@ def _modules() -> dict[str, str]:
 
 
 def _add(name: str, done: dict[str, str]) -> None:
-    """Add the module ``name`` to ``done``, after all modules that it imports."""
+    """Add a JavaScript module to ``done``, after all modules that it imports."""
     source = (STATIC / name).read_text(encoding="utf-8")
     for names, other in _IMPORT.findall(source):
         if other in done:

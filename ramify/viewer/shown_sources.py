@@ -49,7 +49,7 @@ def answer_and_citations(trajectory: Trajectory) -> tuple[str, list[dict[str, An
 
 
 def sources(run: WatchedRun) -> dict[str, Any]:
-    """Return the table of a run's sources.
+    """Return a table of the files and web pages that a run's context was read from.
 
     The field ``key`` of a row is the name under which the context holds the source's text. Raises
     StoreError if the record of the sources cannot be read.
@@ -120,7 +120,7 @@ def source_text(run: WatchedRun, key: str, line: int) -> dict[str, Any]:
 
 
 def _context(run: StoredRun, context: ContextRef) -> Any:
-    """Return the value of a stored context.
+    """Load the value of a context from a stored run.
 
     Raises StoreError if it cannot be read.
     """

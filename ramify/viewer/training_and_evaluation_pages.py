@@ -61,7 +61,7 @@ _trajectory = msgspec.json.Decoder(Trajectory)
 
 
 class TrainingCurves:
-    """The metrics of a training run so far.
+    """The metrics that a training run has recorded so far.
 
     Call ``refresh`` to update them from the run's file.
     """
@@ -375,7 +375,7 @@ def rollouts_of_item(
 
 
 def _advantage(tree: Trajectory) -> float | None:
-    """Return the mean advantage over the turns of the root call.
+    """Return the mean advantage over the turns of a rollout's root call.
 
     Returns None if training recorded no advantages.
     """
@@ -534,7 +534,7 @@ class EvaluationReportCache:
 
 
 def _pass_at_k(evaluation: EvaluationResult) -> list[tuple[int, MeanEstimate]]:
-    """Return pass@k for each k up to the planned number of attempts.
+    """Return an evaluation's pass@k for each k up to the planned number of attempts.
 
     Only items with at least k scores count.
     """

@@ -211,7 +211,7 @@ def _alarm_fact(found: Sequence[TrainingAlarm]) -> TrainingFact:
 
 
 def _late_mean(own: Mapping[str, Sequence[float]], name: str) -> float | None:
-    """Return a metric's mean over the last few steps.
+    """Return a metric's mean over the last few steps of a training stage.
 
     Returns None if the metric was not measured.
     """

@@ -84,7 +84,7 @@ def transcript(
 
 
 class _TextCutter:
-    """Shortens texts that are too long for the page.
+    """A function object that shortens texts which are too long for the page.
 
     A short text is returned unchanged, and a longer one as ``{"text": …, "chars": N}`` with its
     full length N.
@@ -156,7 +156,7 @@ def _cell_data(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
 
 
 def _tool_data(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
-    """Return what the page shows of a call of a user's tool.
+    """Return what the page shows about one call of a tool that the user provided.
 
     The result is decoded from the session's encoding.
     """
@@ -306,7 +306,7 @@ def _versions(reply: Reply) -> list[int] | None:
 
 
 def _decode_tokens(tokenizer: Path | None, ids: Sequence[int]) -> list[str] | None:
-    """Return the text of each token id.
+    """Decode each token id separately to its text.
 
     Returns None without a tokenizer or without the library that reads tokenizers.
     """

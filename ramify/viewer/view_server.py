@@ -119,7 +119,7 @@ class ViewServer:
         first: str = "",
         rebuild: Rebuild | None = None,
     ) -> None:
-        """Create a server that shows the runs in ``library``.
+        """Create a server that shows the runs in the catalog ``library``.
 
         A browser must present ``token``; by default, a token is created if the ``address`` needs
         one. ``first`` is the run that a browser will open first, so the server begins to read it
@@ -637,7 +637,7 @@ def json_response(value: Any) -> web.Response:
 
 
 def compressed_response(value: Any) -> web.Response:
-    """Return ``value`` as a response, compressed if the client accepts that."""
+    """Return ``value`` as an HTTP response, compressed if the client accepts that."""
     response = json_response(value)
     response.enable_compression()
     return response

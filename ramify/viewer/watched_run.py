@@ -136,7 +136,7 @@ class WatchedRun:
         return self.source.path
 
     def call_detail(self, id: str) -> CallDetail:
-        """Return the call ``id`` in full.
+        """Return the complete call ``id`` of this run.
 
         Raises StoreError if it does not exist or cannot be read.
         """

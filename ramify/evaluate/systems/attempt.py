@@ -176,7 +176,7 @@ async def attempt_with_system(
 
 
 def _seat_name(job: EvaluationSetup, item: Item, number: int, system: str) -> str:
-    """Return the name of an attempt for budget errors and for the metering proxy."""
+    """Return the name by which errors and the metering proxy identify an evaluation attempt."""
     where = "" if job.record is None else f" in {job.record.id}"
     return f"{item.id}/{number} of {system}{where}"
 
@@ -188,7 +188,7 @@ def _lower_budget(budget: PerItemBudget, max_cost: float | None) -> PerItemBudge
 
 
 def _check_plain(task: Task, item: Item, start: TaskStart) -> None:
-    """Raise ConfigError if a task item needs anything that only Ramify supports.
+    """Raise ConfigError if a task item needs a feature that only Ramify supports.
 
     Only a question and a text are allowed. Other systems could not use its tools, for example.
     """

@@ -112,7 +112,8 @@ class MeteredModelAccess:
 
     @property
     def usage(self) -> Usage:
-        """Requests and tokens so far, as counted by the metering proxy."""
+        """The number of requests and tokens used on the task item, as counted by the metering
+        proxy."""
         return self.ledger.usage
 
     @property
@@ -131,7 +132,8 @@ class MeteredModelAccess:
 
     @contextmanager
     def track_request(self) -> Iterator[None]:
-        """Return a context manager in which the current asyncio task counts as answering a request.
+        """Mark the current asyncio task as busy with a model request, for the duration of a
+        ``with`` block.
 
         ``cancel_requests`` cancels the registered tasks.
         """
@@ -154,8 +156,7 @@ class MeteredModelAccess:
             await asyncio.wait(self._answering)
 
     def as_model(self) -> Model:
-        """Return this access as a model for Ramify's engine, so that the engine's requests are
-        metered."""
+        """Return a model for Ramify's engine whose requests are metered through this access."""
         return Model(
             f"openai:{self.model}",
             base_url=self.base_url,

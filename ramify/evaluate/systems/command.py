@@ -52,7 +52,7 @@ class CommandLineSystem:
     """
 
     def __init__(self, command: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        """Create a system that runs the command line ``command``, which contains placeholders.
+        """Create a system from a command line, whose placeholders are filled in for each task item.
 
         Raises ConfigError if the command has no ``{question}``, has an unknown placeholder, or
         names a program that does not exist.

@@ -46,7 +46,10 @@ is stopped."""
 
 
 class _PeerResult(msgspec.Struct):
-    """The contents of the result file that ``peer_library_program.py`` writes for an item."""
+    """The result of one task item, as a peer library's program writes it to a file.
+
+    The program is ``peer_library_program.py``.
+    """
 
     answer: str | None = None
     failure: str = ""
@@ -115,7 +118,7 @@ class PeerLibrarySystem:
 
 
 def environment_folder(name: str) -> Path:
-    """Return the folder of a library's virtual environment.
+    """Return the folder of the virtual environment in which a peer library is installed.
 
     Each version has its own folder.
     """
@@ -126,7 +129,7 @@ def environment_folder(name: str) -> Path:
 
 
 def install_command(name: str) -> str:
-    """Return the shell command that creates the virtual environment of a library."""
+    """Return the shell command that creates a peer library's virtual environment."""
     folder = shlex.quote(str(environment_folder(name)))
     python = shlex.quote(sys.executable)
     return f"{python} -m venv {folder} && {folder}/bin/pip install {' '.join(PEERS[name])}"

@@ -102,13 +102,13 @@ def _variables_of(seat: MeteredModelAccess) -> dict[str, str]:
 
 
 def _last_words(errors: str, seat: MeteredModelAccess) -> str:
-    """Return the end of a program's error output in one line, without the model's API key."""
+    """Return the last error output of a program in one line, without the model's API key."""
     lines = [line.strip() for line in errors.replace(seat.key, "KEY").splitlines() if line.strip()]
     return replace_unprintable(" | ".join(lines)[-_QUOTED:])
 
 
 class _ProgramRun:
-    """A program's subprocess while it runs, with the output collected so far."""
+    """A running program of an evaluated system, and the output collected from it so far."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -122,7 +122,7 @@ class _ProgramRun:
     async def ended(
         self, words: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float
     ) -> str:
-        """Run the program to its end or to a limit, and return how it ended.
+        """Run the program until it exits or reaches a limit, and return how it ended.
 
         The result is ``end`` if it exited by itself, ``late`` if it reached its time limit, or
         ``flood`` if it wrote too much. Raises OSError if it cannot be started.

@@ -239,7 +239,7 @@ def _kubernetes_job(
     first: int,
     count: int,
 ) -> dict[str, object]:
-    """Return a Kubernetes Job with ``count`` pods, one per node.
+    """Return a Kubernetes Job that runs one pod on each of ``count`` nodes.
 
     The node ranks begin at ``first``.
     """
@@ -373,7 +373,7 @@ def _skypilot_files(
 
 
 def _parse_option(text: str) -> object:
-    """Convert an option's text to a number or a boolean if possible.
+    """Convert the value of a scheduler option to a number or a boolean if it denotes one.
 
     For example, ``"50"`` becomes 50. Other texts stay unchanged.
     """
@@ -411,7 +411,7 @@ SCHEDULERS: dict[str, Callable[[SchedulerJob, SchedulerJobOptions, str], Schedul
 
 
 def recipe_and_run_folders(kind: str, name: str) -> tuple[str, str]:
-    """Return the folders of the recipe and of the run, as seen from the scheduler's nodes."""
+    """Return the paths of the recipe folder and the run folder on the scheduler's nodes."""
     if kind == "k8s":
         return _SHARED, f"{_SHARED}/runs/{name}"
     if kind == "skypilot":  # the folder is copied there
@@ -420,7 +420,7 @@ def recipe_and_run_folders(kind: str, name: str) -> tuple[str, str]:
 
 
 def _refuse(kind: str, options: SchedulerJobOptions, *names: str) -> None:
-    """Raise ConfigError if options are set that a scheduler does not support."""
+    """Raise ConfigError if the user has set options that the chosen scheduler does not support."""
     for name in names:
         if getattr(options, name):
             shown = "option" if name == "settings" else name

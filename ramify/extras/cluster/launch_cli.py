@@ -129,7 +129,7 @@ def _parse_setting(text: str) -> tuple[str, str]:
 
 
 def _write(made: SchedulerJobFiles, folder: Path) -> list[str]:
-    """Write the job files and return their paths.
+    """Write the scheduler's job files to ``folder`` and return their paths.
 
     Raises ConfigError if a file would contain a key from the environment.
     """
@@ -147,7 +147,7 @@ def _write(made: SchedulerJobFiles, folder: Path) -> list[str]:
 
 
 def _submit(command: SubmitCommand, folder: Path) -> None:
-    """Run one command of the scheduler.
+    """Run one of the scheduler commands that submit a job.
 
     It is skipped if its check (``unless``) succeeds. Raises ConfigError with the scheduler's
     message if the command fails.

@@ -108,7 +108,7 @@ def fit(
     *,
     hidden: float = 1.0,
 ) -> InferenceEngineSpeed:
-    """Estimate the speed of an inference engine from the recorded requests of a run.
+    """Fit a speed model of an inference engine to the recorded requests of a run.
 
     The load was shared evenly by ``engines`` engines. ``hidden`` is the ratio of all requests that
     ran to those that were recorded; requests of discarded rollouts are not recorded. Raises
@@ -147,7 +147,7 @@ def fit(
 
 
 def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
-    """Divide the measured time into windows, and return the engine's work in each window.
+    """Divide a measured run into time windows, and return an engine's work in each window.
 
     Return four arrays with one value per window: busy seconds, steps of one engine, tokens that it
     sampled, and prompt tokens that it read. The tokens of a request are spread evenly over its
@@ -177,7 +177,7 @@ def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, .
 
 
 def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
-    """Return how many requests were running, and at what total speed, after each start or end.
+    """Return the number and total speed of running requests after each request's start or end.
 
     The result is three arrays: times, running requests, and tokens per second.
     """
@@ -198,7 +198,7 @@ def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
 def delay_to_free_slots(
     requests: Sequence[MeasuredRequest], room: float | None
 ) -> list[MeasuredRequest]:
-    """Delay the start of requests as if the engines had only ``room`` KV-cache slots.
+    """Delay the start times of requests as if the engines had only ``room`` KV-cache slots.
 
     Waiting requests get slots in the order of their arrival. Returns them with their start times
     delayed to when each got a slot. With ``room=None``, they are returned unchanged.
@@ -230,7 +230,7 @@ def delay_to_free_slots(
 def _concurrent_load(
     served: Sequence[MeasuredRequest], share: float
 ) -> tuple[list[float], list[float]]:
-    """Return the mean concurrency during each request, and the prompt tokens read meanwhile.
+    """Return the mean concurrency and the number of prompt tokens read during each request.
 
     The concurrency is the mean number of sequences in the engine, including the request itself.
     """
@@ -372,7 +372,8 @@ async def _step_s(
 async def _time_request(
     client: Client, draw: random.Random, words: int, tokens: int
 ) -> tuple[float, Reply]:
-    """Send a request with a random prompt, and return its duration in seconds and its reply."""
+    """Send a request with a random prompt to the engine, and return its duration in seconds and its
+    reply."""
     text = " ".join(str(draw.randrange(10**4)) for _ in range(words))
     sampling = Sampling(max_tokens=tokens, temperature=1.0, seed=draw.randrange(2**31))
     started = time.perf_counter()

@@ -62,7 +62,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True):
 
     @property
     def idle_bytes(self) -> int:
-        """The memory that a trainer holds while it waits for rollouts, in bytes."""
+        """The number of bytes that a trainer holds in memory while it waits for rollouts."""
         return sum(num_bytes for name, num_bytes in self.parts.items() if name not in _LEARNING)
 
     @property
@@ -138,7 +138,7 @@ def _at_once(run: Run, rollout_workers: int) -> int:
 
 
 def weight_itemsize(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return how many bytes an inference engine uses per parameter.
+    """Return the number of bytes per parameter in an inference engine's weights.
 
     The rules are those of ``train/policy_dependent_defaults.py``.
     """
@@ -201,7 +201,7 @@ def _optimizer_bytes(run: Run, shape: ModelShape) -> int:
 
 
 def _gathered_bytes(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> int:
-    """Return the memory for gathered weights and full gradients on one trainer rank, in bytes.
+    """Return the bytes of gathered weights and full gradients on one trainer rank.
 
     The weights are gathered from other ranks during computation. The full gradients are held until
     they are reduced.
@@ -234,7 +234,7 @@ def _parameters_per_rank(run: Run, dense: int, experts: int) -> int:
 
 
 def compute_dtype_bytes(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the bytes per number in the trainer's matrix products.
+    """Return the number of bytes per element in the trainer's matrix products.
 
     Weights that are gathered for these products have the same size.
     """
@@ -243,8 +243,10 @@ def compute_dtype_bytes(run: Run, device: DeviceHardwareSpec) -> int:
 
 
 def _extra_model_bytes(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
-    """Return the memory in bytes of a separate reference model and critic, if the run needs
-    them."""
+    """Return the memory of the run's separate reference model and critic, in bytes by name.
+
+    Only models that the run needs are included.
+    """
     if run.rl is None:
         return {}
     models = {}
@@ -259,8 +261,7 @@ def _extra_model_bytes(run: Run, shape: ModelShape, shards: int) -> Mapping[str,
 
 
 def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[str, int]:
-    """Return the memory that only rank 0 needs in order to control the run, in bytes by
-    component."""
+    """Return the extra memory that rank 0 needs to control the run, in bytes by component."""
     itemsize = weight_itemsize(run, device)
     parts = {}
     waits = run.rl is None or not run.rl.sample.max_staleness
@@ -281,7 +282,7 @@ def _of_run(run: Run, shape: ModelShape, device: DeviceHardwareSpec) -> Mapping[
 
 
 def _slots_of(run: Run, device: DeviceHardwareSpec) -> int:
-    """Return the number of concurrent sequences set in the engine's command-line options.
+    """Return how many sequences an engine decodes at once, as set in its command-line options.
 
     If none is set, it is the default for the device.
     """

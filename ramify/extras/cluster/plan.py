@@ -46,8 +46,7 @@ _ROLES = {"rank 0": "trainer", "engine": "inference"}
 
 
 class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The assumptions on which a cluster plan is based, such as the device and the number of
-    nodes."""
+    """The assumptions of a cluster plan, such as the device and the number of nodes."""
 
     device: str = ""
     """Device of trainer ranks and engines, a name in ``DEVICES``. If it is empty: h100 if the roles
@@ -62,7 +61,7 @@ class ClusterPlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class RoleProcesses(msgspec.Struct, frozen=True):
-    """The processes of one role in a run, such as trainer ranks or engines.
+    """All processes with the same role in a training run, such as trainer ranks or engines.
 
     The memory of each process is given, too.
     """
@@ -214,7 +213,7 @@ def format_plan_lines(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield a table of the fastest device meshes for the trainer, for the terminal.
+    """Yield the lines of a table that compares the fastest device meshes for the trainer.
 
     It ends with the settings that select the best one.
     """
@@ -237,7 +236,7 @@ def _meshes(plan: ClusterResourcePlan) -> Iterator[str]:
 
 
 def _describe_placement(plan: ClusterResourcePlan) -> Iterator[str]:
-    """Yield the lines of a cluster plan that assign processes to nodes."""
+    """Yield the lines of a cluster plan that say which processes run on each node."""
     places: dict[tuple[str, int], list[tuple[int, NodeResourceSlot]]] = {}
     for index, placement_slot in enumerate(plan.placement_slots):
         places.setdefault((placement_slot.pool, placement_slot.node), []).append(
@@ -419,7 +418,7 @@ def _from_run(folder: Path | None) -> step_time_estimate.MeasuredThroughput | No
 
 
 def _size(num_bytes: int) -> str:
-    """Format a number of bytes with decimal units, as GPU memory is advertised."""
+    """Format a size in bytes with decimal units such as GB, as GPU memory is advertised."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:.3g} {unit}"

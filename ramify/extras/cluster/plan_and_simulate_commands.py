@@ -229,10 +229,9 @@ def _check_counts(**counts: int | None) -> None:
 
 
 def _numbers(name: str, text: str | None) -> list[int]:
-    """Parse a comma-separated option into a sorted list of numbers: ``"4,1,2"`` becomes ``[1, 2,
-    4]``.
+    """Parse the comma-separated numbers of a command-line option into a sorted list.
 
-    Raises UsageError for anything else.
+    For example, ``"4,1,2"`` becomes ``[1, 2, 4]``. Raises UsageError for anything else.
     """
     if text is None:
         return []
@@ -389,9 +388,9 @@ def _describe_setting(result: SimulationResult) -> str:
 
 
 def _format_count(number: float) -> str:
-    """Format a number with three significant digits, or without decimals from 1,000 on.
+    """Format a number for display, with three significant digits below 1,000.
 
-    Large numbers get thousands separators.
+    From 1,000 on, it has no decimals. Large numbers get thousands separators.
     """
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 

@@ -1,4 +1,4 @@
-"""Describe the work in a rollout without its text: tokens, code times, and nested calls.
+"""Describe the work in a rollout without its text: tokens, running times of code, and nested calls.
 
     Trajectory (ids, texts, seconds)  ──>  RolloutWorkload
                                            └── CallWorkload
@@ -54,7 +54,7 @@ class TurnWorkload(msgspec.Struct, frozen=True):
     Empty if unknown."""
 
     def full_token_ids(self, before: Ids) -> Ids | None:
-        """Return all token ids of the turn, first those of the prompt and then those of the reply.
+        """Return all token ids of the turn: those of its prompt, followed by those of its reply.
 
         ``before`` holds the ids up to the end of the previous reply. Returns None if the ids are
         unknown.
@@ -74,7 +74,7 @@ class CallWorkload(msgspec.Struct, frozen=True):
     the first reply."""
 
     def walk(self) -> Iterator[CallWorkload]:
-        """Yield this model call and all calls below it."""
+        """Yield this model call and all of its descendants in the call tree, parents first."""
         yield self
         for child in self.children():
             yield from child.walk()
@@ -104,7 +104,7 @@ class RolloutWorkload(msgspec.Struct, frozen=True):
 
     @property
     def trainer_tokens(self) -> int:
-        """The number of tokens of this rollout that the trainer processes.
+        """The number of tokens that the trainer processes for this rollout.
 
         Each prompt token counts once, and replies are included.
         """
@@ -165,7 +165,7 @@ def waves_of(calls: list[Call], end_s: float) -> list[list[Call]]:
 
 
 def _wave_seconds(wave: list[Call], end_s: float) -> float:
-    """Return how many seconds passed from the first start to the last end in a wave of calls."""
+    """Return the seconds from the first start to the last end in a wave of model calls."""
     ends = [end_s if call.ended_s is None else call.ended_s for call in wave]
     return max(ends) - min(call.started_s for call in wave)
 

@@ -78,7 +78,7 @@ class SchedulerJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_cluster_secret(self) -> bool:
-        """True if the job has several nodes.
+        """True if the job needs a secret that its nodes share, because there are several nodes.
 
         Their processes then need a shared secret to prove that they belong to the run.
         """
@@ -123,7 +123,7 @@ def job_of(
 
 
 def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
-    """Return a node group for each pool of machines that the plan uses.
+    """Return one node group for each machine pool that the cluster plan uses.
 
     The first group includes the node of the run's main process.
     """
@@ -144,7 +144,7 @@ def _of_pools(plan: ClusterResourcePlan) -> tuple[NodeGroup, ...]:
 def _without_pools(
     run: Run, plan: ClusterResourcePlan, nodes: int, device: DeviceHardwareSpec
 ) -> tuple[NodeGroup, int]:
-    """Return the node group for a plan without machine pools, and the trainer ranks per node."""
+    """Return the node group and the trainer ranks per node for a plan without machine pools."""
     counts = {part.role: part.count for part in plan.parts}
     ranks = counts.get("other ranks", 0) + 1
     if nodes > 1 and (run.compute.backend != "fsdp" or ranks % nodes):

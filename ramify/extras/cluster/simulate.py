@@ -145,7 +145,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StepCounts(msgspec.Struct):
-    """The running totals of a simulation at the end of a training step."""
+    """The running totals of a simulated run at the end of one training step."""
 
     at_s: float
     evaluating_s: float
@@ -223,7 +223,8 @@ class _Simulation:
         return self._result(around, steps)
 
     def _draw_group(self, number: int) -> tuple[Sequence[RolloutWorkload], bool]:
-        """Draw the rollouts of a simulated group, and whether all of them get the same reward.
+        """Draw the rollouts of one simulated group, and decide whether they all get the same
+        reward.
 
         Nothing can be learned from a group with equal rewards.
         """
@@ -272,7 +273,7 @@ class _Simulation:
             yield from self._wait(seconds, self._setting.shared)
 
     def _wait(self, seconds: float, pauses_engines: bool) -> Generator[Event, Any, None]:
-        """Advance the simulated clock, pausing the engines meanwhile if ``pauses_engines`` is
+        """Let simulated time pass, and pause the engines meanwhile if ``pauses_engines`` is
         true."""
         paused = self._engines if pauses_engines else []
         for engine in paused:
@@ -353,7 +354,7 @@ class _Simulation:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of some values, which is always one of the values.
+    """Return a quantile of some values, chosen among the values without interpolation.
 
     It is the smallest value such that at least the fraction ``share`` of all values is at or below
     it.
@@ -466,7 +467,7 @@ def simulate_settings(
 
 
 def best(results: Sequence[SimulationResult]) -> SimulationResult:
-    """Return the result with the most steps per hour.
+    """Return the simulation result with the most training steps per hour.
 
     If several are within one percent of it, prefer the lowest staleness, then the fewest devices.
     """

@@ -40,7 +40,7 @@ from ramify.inference.local.kv_cache_slots import CacheSlotTable
 
 
 class _SlotRequest:
-    """A simulated generation request for the engine's slot table.
+    """A simulated request in the form that the engine's slot table expects.
 
     It has only the attributes that the engine's ``CacheSlotTable`` reads.
     """
@@ -59,7 +59,7 @@ class SimulatedKvCache:
     """
 
     def __init__(self, slots: int, capacity: int) -> None:
-        """Create a cache of ``slots`` slots.
+        """Create a simulated KV cache of ``slots`` empty slots.
 
         Each holds up to ``capacity`` tokens.
         """
@@ -80,7 +80,7 @@ class SimulatedKvCache:
         return slot, len(prompt) - request.num_reused
 
     def release(self, slot: int, ids: Ids) -> None:
-        """End the request in a slot.
+        """End the simulated request that occupies a KV-cache slot.
 
         Its token ids remain cached for later requests, except the last one, whose keys and values
         were never computed.
@@ -91,7 +91,7 @@ class SimulatedKvCache:
         slots.release(slot)
 
     def clear(self) -> None:
-        """Discard the contents of all slots.
+        """Discard the cached tokens in all KV-cache slots.
 
         Call this when the weights change.
         """
@@ -103,7 +103,7 @@ Spans = list[tuple[int, float]]
 
 
 class RecordedTokenIds(NamedTuple):
-    """The token ids of one request, as recorded in the measured run.
+    """The token ids of one engine request, as recorded in the measured run.
 
     The simulation replays them to predict cache hits.
     """
@@ -193,11 +193,10 @@ class SimulatedEngine:
 
     @property
     def speed_factor(self) -> float:
-        """The fraction of full speed at which the simulated engine runs now: 1 is full speed, 0 is
-        stopped.
+        """The fraction of its full speed at which the simulated engine runs now.
 
-        It is the number of seconds of engine work per second of simulated time. The factor is below
-        1 if the engine shares CPU cores.
+        It is 1 at full speed, and 0 if the engine is stopped. It is the number of seconds of engine
+        work per second of simulated time. The factor is below 1 if the engine shares CPU cores.
         """
         return self._pace
 
@@ -216,7 +215,7 @@ class SimulatedEngine:
         owner: object = None,
         known: RecordedTokenIds | None = None,
     ) -> Event:
-        """Simulate a request for a reply of ``sampled`` tokens.
+        """Simulate a request to the engine for a reply of ``sampled`` tokens.
 
         Returns an event that occurs when the reply is complete. ``context`` is the length of the
         prompt in tokens, of which ``new`` are not cached. The event's value lists how many tokens
@@ -231,9 +230,9 @@ class SimulatedEngine:
         return done
 
     def cancel_requests_of(self, owner: object) -> None:
-        """Cancel all simulated requests of a rollout (their ``owner``).
+        """Cancel all requests that a simulated rollout has made to this engine.
 
-        Replies end at their current length.
+        The rollout is their ``owner``. Replies end at their current length.
         """
         self._catch_up()
         cancelled = [each for _, _, each in self._running if each.owner is owner]
@@ -246,7 +245,10 @@ class SimulatedEngine:
         self._reschedule()
 
     def pause(self) -> None:
-        """Pause the engine; each ``pause`` needs a matching ``resume`` before it continues."""
+        """Pause the simulated engine until ``resume`` is called.
+
+        Each call needs a matching ``resume``.
+        """
         self._catch_up()
         self._paused += 1
         self._reschedule()
@@ -271,14 +273,14 @@ class SimulatedEngine:
         self._reschedule()
 
     def update_counters(self) -> None:
-        """Update the simulated engine's counters to the current time."""
+        """Bring the simulated engine's counters up to the current simulated time."""
         self._catch_up()
         self._reschedule()
 
     # --- time -------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Account for the engine's work since the last change in its state."""
+        """Count the work that the simulated engine has done since its state last changed."""
         passed, self._at = self._env.now - self._at, self._env.now
         if self._paused or not self._running or passed <= 0:
             return
@@ -290,7 +292,7 @@ class SimulatedEngine:
         self._steps += (own_s - read_s) / self._rate.decode_step_s(len(self._running))
 
     def _reschedule(self) -> None:
-        """Start waiting requests in free KV-cache slots, and schedule the next wake-up.
+        """Start waiting requests in free KV-cache slots, and schedule the engine's next wake-up.
 
         The engine wakes up when the next sequence ends.
         """
@@ -306,7 +308,7 @@ class SimulatedEngine:
         self._schedule_wake_up()
 
     def _room(self) -> int:
-        """Return how many sequences fit into the simulated KV cache at once.
+        """Return the number of sequences that the simulated engine's KV cache can hold at once.
 
         Every slot is as long as the longest sequence, running or next in line, rounded up to a
         power of two.
@@ -339,8 +341,11 @@ class SimulatedEngine:
         self._debt_s += self._rate.prompt_token_s * tokens
 
     def _to_read(self, each: _RunningSequence) -> int:
-        """Assign a KV-cache slot to a sequence, and return how many prompt tokens are not
-        cached."""
+        """Assign a KV-cache slot to a sequence, and return how many of its prompt tokens must be
+        read.
+
+        Tokens that are cached need not be read.
+        """
         if self._cache is None or each.known is None:
             return each.new
         admitted = self._cache.admit(each.known.ids[: each.context], each.known.affinity)
@@ -369,8 +374,10 @@ class SimulatedEngine:
         each.done.succeed(each.spans)
 
     def _record(self, each: _RunningSequence) -> None:
-        """Record how many tokens of a reply the current weights have sampled since the last
-        call."""
+        """Record how many tokens of a simulated reply the current weights have sampled.
+
+        Tokens that earlier calls recorded are not counted again.
+        """
         if each.begun is None:
             return
         tokens = min(self._steps - each.begun, each.sampled) - each.num_recorded

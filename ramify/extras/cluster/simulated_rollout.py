@@ -106,7 +106,7 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Update all counters to the current time, and divide the CPU cores among the work again.
+        """Account for the CPU time used so far, and divide the simulated cores among the work again.
 
         Called when the engine starts or stops needing a core.
         """
@@ -124,8 +124,8 @@ class SimulatedCores:
             self._loop[0] = (left - passed * self._loop_pace, done)
 
     def _reschedule(self) -> None:
-        """Recompute how fast each piece of work runs, and schedule a wake-up for the first to
-        finish."""
+        """Recompute the speed of all simulated work, and schedule a wake-up for when the first part
+        ends."""
         engine_wants, loop_wants = self._engine is not None and self._engine.wants, bool(self._loop)
         # Engine and event loop share one Python interpreter, so together they use at most one core.
         wanting = self._wanting = len(self._sessions) + (engine_wants or loop_wants)
@@ -161,7 +161,7 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class SimulatedRollout:
-    """The state of one simulated rollout, from its request to its end."""
+    """The state of a simulated rollout, which waits, runs, and ends or is dropped."""
 
     def __init__(self, rollout: RolloutWorkload, over: Event) -> None:
         self.rollout = rollout
@@ -176,7 +176,7 @@ class SimulatedRollout:
         self.spans: Spans = []
 
     def give_up(self) -> None:
-        """Drop this rollout from the simulation, and cancel its requests.
+        """Drop this simulated rollout before its end, and cancel its engine requests.
 
         Its group continues without it.
         """
@@ -201,7 +201,7 @@ class RolloutHostCpuUse(msgspec.Struct, frozen=True):
 
 
 class RolloutSimulator:
-    """Runs rollouts on simulated engines and CPU cores."""
+    """Simulates the rollouts of a training run on simulated engines and CPU cores."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class RolloutSimulator:
             attempt.over.succeed()
 
     def spend_session_time(self, seconds: float) -> Event:
-        """Simulate a sandboxed session that took ``seconds`` in the measured run.
+        """Simulate the time of a sandboxed session that took ``seconds`` in the measured run.
 
         If cores are shared, only the computing part of it counts.
         """
@@ -315,7 +315,8 @@ rewards are equal."""
 
 
 class SimulatedQueueOptions(RolloutAdmissionOptions, Protocol):
-    """The options that limit simulated groups in progress and decide when to drop slow rollouts."""
+    """The options of the simulated queue that limit open groups and decide when to drop slow
+    rollouts."""
 
     @property
     def straggler_factor(self) -> float: ...
@@ -363,7 +364,8 @@ class RolloutGroupQueueSimulator:
         self._news = env.event()
 
     def take(self, step: int) -> Generator[Event, Any, list[SimulatedRolloutGroup]]:
-        """Wait for the groups of the next training step, and remove them from the queue."""
+        """Wait for the groups of rollouts for the next training step, and remove them from the
+        queue."""
         self._advance_to_step(step)
         while True:
             self._note_begun()
@@ -378,7 +380,7 @@ class RolloutGroupQueueSimulator:
             )
 
     def on_new_weights(self, step: int) -> None:
-        """Start the groups of rollouts that the newest weights allow."""
+        """Start the groups of simulated rollouts that newly loaded weights allow to begin."""
         if self._rules.max_staleness:
             self._advance_to_step(step)
             self._begin()
@@ -422,7 +424,7 @@ class RolloutGroupQueueSimulator:
         return [each for each in self._open if each.is_whole]
 
     def _give_up_slow_ones(self) -> float | None:
-        """Drop the slow rollouts if only they still delay the training step.
+        """Drop the slow simulated rollouts if the training step waits only for them.
 
         If there are none, return the seconds until there may be some. Returns None if only the end
         of another group can change that.
@@ -445,7 +447,7 @@ class RolloutGroupQueueSimulator:
         return None if not known or len(known) < len(began) else max(known) + bound - self._env.now
 
     def _take_groups(self) -> list[SimulatedRolloutGroup]:
-        """Remove the groups of one step from the queue and return them.
+        """Remove the groups of rollouts for one training step from the queue and return them.
 
         Groups with differing rewards come first. If they are too few, groups with equal rewards
         fill the step.

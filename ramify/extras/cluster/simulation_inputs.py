@@ -114,7 +114,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     def sample_group(
         self, draw: random.Random, num: int, of: int | None = None
     ) -> list[RolloutWorkload]:
-        """Return ``num`` measured rollouts of one group.
+        """Draw ``num`` measured rollouts from a single group of rollouts.
 
         The group is the one with index ``of``, or a random one if None. If the group has too few
         rollouts, some are repeated.
@@ -127,8 +127,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
     def draw_learning_times(
         self, draw: random.Random, tokens: int, ranks: int
     ) -> tuple[float, float]:
-        """Return the seconds for learning and the seconds for publishing weights in one training
-        step.
+        """Draw the seconds that a training step spends on learning and on publishing weights.
 
         The step learns from ``tokens`` tokens with ``ranks`` trainer ranks.
         """
@@ -149,7 +148,7 @@ class SimulationInputs(msgspec.Struct, kw_only=True):
         return max((turn.context + turn.sampled for turn in turns), default=1)
 
     def draw_preparation_time(self, draw: random.Random) -> float:
-        """Return a random delay in seconds between a step's rollouts and its learning.
+        """Draw a random delay in seconds between the end of a step's rollouts and its learning.
 
         It is drawn from the delays in the measured run.
         """
@@ -278,7 +277,7 @@ def _read_saved_rollouts(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
 
 
 def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """Divide trajectories into their groups of rollouts, which share a run name or a task item.
+    """Divide trajectories into groups of rollouts, by their run name or their task item.
 
     The suffix ``/rollout=N`` of a name is ignored. Trajectories without such a name are grouped by
     item.
@@ -351,7 +350,7 @@ def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
 def _fit_engine_rate(
     trees: Sequence[Trajectory], sizes: MeasuredRunSettings, hidden: float
 ) -> InferenceEngineSpeed:
-    """Estimate the speed of the engines from the requests in recorded trajectories.
+    """Fit the speed of the run's inference engines to the requests in recorded trajectories.
 
     Discarded rollouts ran at the same time but were not recorded. ``hidden`` corrects for them: it
     is the ratio of all rollouts to the recorded ones.
@@ -417,7 +416,7 @@ def _roots(tree: Trajectory) -> Iterator[tuple[CallWorkload, float]]:
 
 
 def _replay_call(call: CallWorkload, at_s: float) -> tuple[list[MeasuredRequest], float]:
-    """Return the requests that a model call and its descendants make if replayed from ``at_s`` on.
+    """Replay a model call and its descendants from ``at_s`` on, and return their engine requests.
 
     The time at which the last one ends is returned, too. Turns and waves of calls follow one
     another without gaps, and the calls of one wave begin together.

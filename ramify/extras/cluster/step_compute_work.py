@@ -38,7 +38,7 @@ class StepTokenCounts(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, run: Run, window: int) -> StepTokenCounts:
-        """Return a guess of the number of tokens per training step, before any run exists.
+        """Return an assumed number of tokens per training step, for planning before any run exists.
 
         Each rollout takes half of its allowed turns. Each reply has half of the maximum length,
         limited by the context window, and each prompt is as long as its reply.
@@ -66,7 +66,7 @@ def forward_pass_equivalents(run: Run) -> float:
 
 
 def _more_passes(run: Run) -> int:
-    """Return how many forward passes a training step needs for extra log-probabilities.
+    """Return how many additional forward passes a training step needs for log-probabilities.
 
     Those of the reference model and those of the policy before the update take one pass each.
     """

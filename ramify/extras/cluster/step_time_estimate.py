@@ -67,7 +67,7 @@ class StepSeconds(msgspec.Struct, frozen=True):
 
 
 def read_measured_speeds(folder: Path, ranks: int, engines: int) -> MeasuredThroughput:
-    """Return the speeds in a finished run's metrics, with the number of tokens per step.
+    """Read the measured speeds and the tokens per step from the metrics of a finished run.
 
     The first step is left out. Speeds are per trainer rank and per engine. Raises ConfigError if no
     step was measured.

@@ -103,7 +103,7 @@ def estimate_meshes(
 
 
 def _sizes(run: Run, config: Any, ranks: int) -> Iterator[DeviceMeshSizes]:
-    """Yield the dimensions of every device mesh that fits the model and the number of ranks.
+    """Yield the dimensions of each device mesh that the model and the number of ranks allow.
 
     Tensor parallelism never extends beyond one machine.
     """
@@ -159,7 +159,10 @@ def learning_seconds(
     shares: DeviceEfficiency,
     sent: RankCommunicationBytes | None = None,
 ) -> float:
-    """Estimate the training seconds of one step on a mesh, including communication and waiting."""
+    """Estimate how many seconds a training step spends on learning with a given device mesh.
+
+    The estimate includes communication and waiting.
+    """
     flop = forward_pass_equivalents(run) * forward_flop_per_token(shape, tokens.mean_length)
     products = _most_tokens(sizes, tokens) * flop / sizes.tensor
     products_s = products / (device.tflops * 1e12 * shares.train)
@@ -181,7 +184,8 @@ def sent_bytes(
     device: DeviceHardwareSpec,
     tokens: StepTokenCounts,
 ) -> RankCommunicationBytes:
-    """Estimate the bytes that one rank sends in a step on a mesh."""
+    """Estimate the number of bytes that one trainer rank sends per training step on a device
+    mesh."""
     itemsize = memory_estimates.compute_dtype_bytes(run, device)
     most = _most_tokens(sizes, tokens)
     batches = math.ceil(most / max(1, memory_estimates.max_batch_tokens(run, shape, device)))
@@ -216,7 +220,7 @@ def sent_bytes(
 
 
 def _most_tokens(sizes: DeviceMeshSizes, tokens: StepTokenCounts) -> float:
-    """Return the number of tokens per step for the group of trainer ranks with the most work."""
+    """Return how many tokens per step the busiest group of trainer ranks processes."""
     rollouts = max(1, round(tokens.rollouts))
     return max(
         tokens.num_learnt_tokens / sizes.num_batches,

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SdkCallSignature:
-    """A call that a provider makes to an SDK, described so that it can be checked in advance.
+    """The signature of an SDK call that a sandbox provider makes, for checking it in advance.
 
     For example, ``SdkCallSignature("Client.read", 2, ("limit",))`` describes ``client.read(path,
     limit=…)``.
@@ -60,7 +60,7 @@ class SdkCallSignature:
 
 @dataclass(frozen=True)
 class CloudSandboxSdk:
-    """The SDK of a cloud sandbox service, and the calls that its provider makes."""
+    """The SDK of a cloud sandbox service, and the calls that Ramify's provider makes to it."""
 
     provider: str
     module: str
@@ -71,7 +71,7 @@ class CloudSandboxSdk:
     calls: tuple[SdkCallSignature, ...]
 
     def load(self) -> Any:
-        """Import the SDK's module and check its interface.
+        """Import the SDK of the cloud service and check its interface.
 
         Raises SandboxError if the import fails or a call is missing.
         """
@@ -147,7 +147,7 @@ async def next_bytes(stdout: AsyncIterator[Any]) -> bytes:
 async def create_sandbox(
     provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]
 ) -> T:
-    """Return the remote machine (box) that the pending ``request`` creates.
+    """Create a remote machine (box) by awaiting ``request``, and return it.
 
     If the caller is cancelled meanwhile, the box is still awaited and then deleted, because the
     service may have created it already.
@@ -181,7 +181,7 @@ async def _create_and_delete(
 async def delete_after_failure(
     provider: str, box: str, delete: Callable[[], Awaitable[object]]
 ) -> None:
-    """Delete a remote machine (box) after a failure, without raising another error.
+    """Delete a remote machine (box) after another failure, without raising a second error.
 
     A failed deletion only warns, because the original failure is the error to report.
     """

@@ -87,7 +87,7 @@ class DaytonaService:
         return DaytonaStream(client, box, terminal, inbox)
 
     async def _create(self) -> Any:
-        """Create and start a sandbox.
+        """Create a new Daytona sandbox, and wait until it has started.
 
         If the start fails, the sandbox is deleted.
 

@@ -33,8 +33,7 @@ else:
 
 
 class CellNamingCompiler(compilerop.CachingCompiler):
-    """An IPython compiler that names code cells as other sandboxes do, so that tracebacks are
-    equal."""
+    """An IPython compiler that names code cells as other sandboxes do, for identical tracebacks."""
 
     name = "<cell>"
 
@@ -43,7 +42,7 @@ class CellNamingCompiler(compilerop.CachingCompiler):
 
 
 class CellDisplayHook(DisplayHook):
-    """A display hook that stores the value of a cell's last expression as text.
+    """A display hook that keeps the value of a cell's last expression as a string.
 
     Nothing is printed.
     """
@@ -107,7 +106,7 @@ def restore_exit_builtins() -> None:
 
 
 def run_cell(source: str, name: str) -> tuple[str | None, str | None]:
-    """Run a code cell in IPython.
+    """Run a code cell of the session in IPython.
 
     Returns the text of its last value and the text of its error. Either may be None.
     """

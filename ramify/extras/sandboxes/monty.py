@@ -158,7 +158,7 @@ class MontySession:
         self._last_output = ""
 
     async def begin(self, state: bytes | None = None) -> None:
-        """Start a worker process, either fresh or from a saved state."""
+        """Start the session's worker process, either fresh or from a saved session state."""
         limits = {"max_memory": self._spec.memory_bytes, "max_suspensions": 1_000_000}
         self._checkout = self._pool.checkout(limits=limits)
         self._worker = await self._checkout.__aenter__()
@@ -298,7 +298,7 @@ class MontySession:
         return task.result()
 
     async def _next(self, cell: MontyCell, step: Any) -> Any:
-        """Answer the request on which a code cell waits, and resume the cell.
+        """Answer the request for which a code cell waits, and resume the cell.
 
         For example, the request is a function call. Return the next step of the cell.
         """
@@ -320,7 +320,7 @@ class MontySession:
             return step.resume({"exception": to_builtin_exception(error)})
 
     def _to_plain_data(self, value: Any) -> Any:
-        """Replace instances of classes that were defined in the session with plain data.
+        """Convert instances of classes defined in the sandboxed session to plain data.
 
         A dataclass becomes a dict of its fields, and any other object a short string.
         """
@@ -348,7 +348,7 @@ class MontySession:
         return cut(named, VALUE_CHARS)
 
     async def _is_alive(self) -> bool:
-        """Return True if the session's worker process survived running out of memory.
+        """Return True if the session's worker process is still alive after running out of memory.
 
         It either raises MemoryError or is killed.
         """

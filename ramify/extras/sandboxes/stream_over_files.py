@@ -33,11 +33,11 @@ class PrimeFiles:
         self._id = id
 
     async def put(self, path: str, data: bytes) -> None:
-        """Write a file in the container, creating its folder if needed."""
+        """Write a file in the Prime container, creating its folder if needed."""
         await self._client.upload_bytes(self._id, path, data, path.rpartition("/")[2])
 
     async def get(self, path: str, offset: int, length: int) -> bytes:
-        """Return up to ``length`` bytes of an ASCII file, starting at ``offset``.
+        """Return up to ``length`` bytes of an ASCII file in the container, starting at ``offset``.
 
         Raises the SDK's error if the file does not exist.
         """
@@ -117,7 +117,8 @@ class ByteStreamOverFiles:
         self._wait_s = min(self._wait_s * 1.5, _LONGEST_S)
 
     def _lines(self, data: bytes) -> bytes:
-        """Return the complete lines in new output, and keep an unfinished last line for later.
+        """Return the complete lines of the command's new output, and keep an unfinished line for
+        later.
 
         Control lines switch to the next file or end the output.
         """

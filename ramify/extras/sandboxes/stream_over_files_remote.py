@@ -23,7 +23,7 @@ _SHORTEST_S, _LONGEST_S = 0.005, 0.1
 
 
 def feed_command_input(folder: str, sink: IO[bytes]) -> None:
-    """Feed the numbered input files to the command's standard input, and never return.
+    """Feed numbered input files to the command's standard input, in an endless loop.
 
     Output files that the host has read are deleted.
     """

@@ -47,7 +47,7 @@ LONG_NUMBER = 4
 
 
 class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rules for accepting a hint, such as limits on its length."""
+    """Rules for accepting a judge's hint, such as limits on its length."""
 
     min_chars: int = 10
     """A hint must be longer than this many characters."""
@@ -190,7 +190,8 @@ class Hindsight(
     def _add_hints(
         self, hints: HintsForTrajectory, verdict: JudgeVerdict, item: Item, place: TurnId
     ) -> None:
-        """Attach the hints in a judge's verdict that pass the filter to the judged turn."""
+        """Attach the hints from a judge's verdict that pass the filter to the turn that was
+        judged."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(
             dict.fromkeys(
@@ -219,7 +220,7 @@ class Hindsight(
 
 
 def _without_repeats(all_hints: Sequence[HintsForTrajectory]) -> list[HintsForTrajectory]:
-    """Reject the hints of a trajectory if they repeat those of an earlier trajectory in the group.
+    """Reject all hints of a trajectory if they repeat one from an earlier rollout in its group.
 
     Returns all trajectories' hints.
     """
@@ -246,7 +247,7 @@ class DemonstrationHints(
     tag_field="name",
     tag="demonstrations",
 ):
-    """A source of hints that shows the teacher model a solution of the same item.
+    """A source of hints that shows the teacher model a solution of the same task item.
 
     The policy learns to do without it. This is self-distillation as in SDFT, OPSD and (with
     ``siblings``) SDPO. A solution fits only one item, so policies learn better from rules (see

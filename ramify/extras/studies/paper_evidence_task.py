@@ -265,7 +265,7 @@ def _locate_quote(part: str, context: Mapping[str, str]) -> Place | None:
 
 
 def _f1(given: Sequence[Place] | None, gold: Sequence[Place], item: Item) -> float:
-    """Return the character-level F1 score of the answered passages.
+    """Return the character-level F1 score of the passages in an answer.
 
     Without an answer, the score is 0.
     """
@@ -418,7 +418,7 @@ def _load_items(split: str, source: Any, num_papers: int) -> Sequence[Item]:
 
 
 def row_to_item(row: Row) -> Item:
-    """Convert a row of a data set to an item.
+    """Convert a row of a data set about scientific papers to a task item.
 
     The row has ``question``, ``papers`` (each with ``id`` or ``paper_id``, ``title``, ``abstract``,
     ``full_text``) and ``evidence`` (each with ``paper_id`` and ``text``). Raises KeyError if a
@@ -447,7 +447,7 @@ def _text_of(paper: Row) -> str:
 
 
 def _sections(full_text: Any) -> Any:
-    """Return the name and paragraphs of each section.
+    """Return the name and the paragraphs of each section of a paper.
 
     The full text is a list of sections, or two columns as in the QASPER data set.
     """
@@ -457,7 +457,7 @@ def _sections(full_text: Any) -> Any:
 
 
 def _flatten_rows(rows: Sequence[Row], num_papers: int) -> Any:
-    """Convert the rows of a file to the format that ``row_to_item`` reads.
+    """Convert the rows of a data file to the format that ``row_to_item`` reads.
 
     A row of the data set QASPER has one paper and several questions. It becomes one row for each
     question, whose context has ``num_papers`` papers: the right one and those that follow it in

@@ -284,7 +284,7 @@ FAMILIES = tuple(_QUESTIONS)
 
 
 def _modules(rng: random.Random, used: Sequence[str]) -> Callable[[int], list[str]]:
-    """Return a function that generates filler modules for the Python package.
+    """Return a function that generates filler modules for a generated Python package.
 
     Each has a constant and up to three functions, and every second one imports the module before
     it.

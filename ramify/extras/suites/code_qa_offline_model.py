@@ -87,7 +87,8 @@ class _Package:
         return [f"depot.{each}" for each in found]
 
     def order(self, place: str) -> Iterator[str]:
-        """Yield every function that runs during a call of a function, in the order of their starts.
+        """Yield all functions that a function calls, directly or indirectly, in the order in which
+        they start.
 
         The function is named by ``place``.
         """

@@ -37,7 +37,7 @@ def plant(
     chars: int,
     separator: str = "\n",
 ) -> str:
-    """Return a text of about ``chars`` characters, made of facts with filler between them.
+    """Build a text of about ``chars`` characters that hides the given facts among filler passages.
 
     The length is exact to within one filler passage.
 
@@ -73,9 +73,10 @@ def plant(
 
 
 def _cut(block: list[str], chars: int, gap: int) -> list[str]:
-    """Return the first filler passages of a block that fit into ``chars`` characters.
+    """Return as many of a block's filler passages as fit into ``chars`` characters.
 
-    There is always at least one. ``gap`` is the number of characters between passages.
+    They are the first ones. There is always at least one. ``gap`` is the number of characters
+    between passages.
     """
     if sum(map(len, block)) + gap * len(block) <= chars:
         return block

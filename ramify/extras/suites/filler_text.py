@@ -32,7 +32,7 @@ NUM_WORDS = len(_PAIRS) ** 2
 
 
 def numbered_word(number: int) -> str:
-    """Return the invented word with this number.
+    """Return the invented filler word with the given number.
 
     All such words have four syllables and eight letters, so none is part of another.
     """
@@ -60,7 +60,8 @@ def sentence_pool(rng: random.Random, chars: int) -> list[str]:
 
 
 def pool_size(chars: int) -> int:
-    """Return the number of different filler passages for a text of ``chars`` characters.
+    """Return the number of different filler passages to generate for a text of ``chars``
+    characters.
 
     It is between 100 and 2,000.
     """

@@ -144,7 +144,8 @@ def _turns(form: str, topic: str, reply: str) -> str:
 def _other_turns(
     rng: random.Random, chars: int, form: str, topic: str
 ) -> Callable[[int], list[str]]:
-    """Return a function that generates filler turns: other requests and the replies to them.
+    """Return a function that generates filler turns of the conversation: other requests and
+    replies.
 
     Some share the text form or the topic of the question, but none shares both.
     """
@@ -169,7 +170,7 @@ def _other_turns(
 
 
 def _mrcr_item(row: Row) -> Item:
-    """Convert a row of OpenAI's file to an item.
+    """Convert a row of OpenAI's MRCR file to a task item.
 
     The last message becomes the question, and the messages before it the context.
     """

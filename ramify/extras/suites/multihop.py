@@ -158,7 +158,7 @@ def _make(chars: int, families: Sequence[str], rng: random.Random) -> Item:
 
 
 class _Names:
-    """A generator of invented names that never repeats a name."""
+    """A generator of invented names, none of which occurs twice."""
 
     def __init__(self, rng: random.Random) -> None:
         self.used: set[str] = set()
@@ -203,7 +203,7 @@ def _title(rng: random.Random, place: str) -> str:
 
 
 def _non_matching_person(first: Person, rng: random.Random, names_of: _Names) -> Person:
-    """Generate a person whom the question's description of its first person does not fit."""
+    """Generate a person to whom the question's description of its first person does not apply."""
     person = _person(rng, names_of)
     if (person.profession, person.prize) == (first.profession, first.prize):
         person = person._replace(year=first.year + 1)
@@ -316,7 +316,7 @@ _DOCUMENTS = ("gold_docs", "evidence_docs", "negative_docs")
 
 
 def _browsecomp_item(row: Row) -> Item:
-    """Convert a row of BrowseComp-Plus to an item.
+    """Convert a row of BrowseComp-Plus to a task item.
 
     Documents are sorted by a hash of their ids, so that their order does not give away the answer.
     """

@@ -109,7 +109,7 @@ class NeedleScorer(msgspec.Struct, frozen=True):
 
 
 def _form_of(golds: Sequence[str]) -> str | None:
-    """Return a regular expression for values in the same format as the expected ones.
+    """Return a regular expression that matches any value in the same format as the expected ones.
 
     For example, it matches any number with seven digits. Returns None if the right values are
     words.
@@ -207,8 +207,8 @@ def _sentences(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -
 
 
 def _other_needles(rng: random.Random, chars: int, what: str, keys: Sequence[str]) -> Passages:
-    """Return a function that generates filler needles, whose keys differ from those in the
-    question."""
+    """Return a function that generates needles for the filler text, with other keys than the
+    question's."""
     if what == "uuids":
         return lambda num: [
             _NEEDLE.format(what=what, key=_uuid(rng), value=_uuid(rng)) for _ in range(num)
@@ -421,7 +421,7 @@ def needle(
 
 
 def _needle_item(rng: random.Random, chars: int, distractors: int, depth: float | None) -> Item:
-    """Generate an item of the task ``needle``.
+    """Generate one item of the task ``needle``, with its question and its text.
 
     The item's kind says in which tenth of the text the needle is, for example ``depth 30-40 %``.
     """
@@ -518,7 +518,7 @@ do not name their task."""
 
 
 def _ruler_item(row: Row) -> Item:
-    """Convert a row of RULER's file to an item.
+    """Convert a row of one of RULER's files to a task item.
 
     The last paragraph becomes the question, and the text before it the context.
     """

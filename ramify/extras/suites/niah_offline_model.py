@@ -68,7 +68,8 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def _chain(value: str, text: str) -> list[str]:
-    """Return all variables that have the given value, directly or through other variables."""
+    """Return all variables that have the given value, directly or through a chain of
+    assignments."""
     pairs = re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", text)
     chain: list[str] = []
     while True:

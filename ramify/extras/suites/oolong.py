@@ -67,13 +67,13 @@ _LABELLED = " || Label: {}"
 
 
 def header(num: int, labels: Sequence[str]) -> str:
-    """Return the first line of a generated text, which states the number of lines and the
+    """Return the first line of a generated text, which states its number of lines and its
     labels."""
     return _HEADER.format(num=num, labels=", ".join(labels))
 
 
 def format_text_line(day: int, user: int, instance: str, label: str = "") -> str:
-    """Return one line of a generated text, made from a date, a user and a sentence.
+    """Format one line of a generated text, which names a date, a user and a sentence.
 
     The label is added only if given.
     """
@@ -82,7 +82,7 @@ def format_text_line(day: int, user: int, instance: str, label: str = "") -> str
 
 @functools.lru_cache(maxsize=4_096)
 def written_date(day: int) -> str:
-    """Format a day as a date in the text.
+    """Format a day number as a date in the notation of the generated text.
 
     Days count from 0, so day 2 is ``Jan 03, 2023``.
     """
@@ -90,7 +90,7 @@ def written_date(day: int) -> str:
 
 
 class OolongLines(msgspec.Struct, frozen=True):
-    """The lines of a generated text, ordered by date.
+    """The lines of a generated OOLONG text, ordered by date.
 
     They are stored as columns, because a text of 40 MB has half a million lines.
     """
@@ -105,7 +105,7 @@ class OolongLines(msgspec.Struct, frozen=True):
         return len(self.days)
 
     def where(self, is_chosen: Callable[[int, int], bool]) -> OolongLines:
-        """Return only the text lines that satisfy a condition on their day and user."""
+        """Return the lines of the text whose day and user satisfy a condition."""
         places = [
             place
             for place, (day, user) in enumerate(zip(self.days, self.users, strict=True))
@@ -361,7 +361,7 @@ def _lines(
 
 
 class _Day(NamedTuple):
-    """The generated lines of one day, in the order of their generation."""
+    """The generated text lines of one day, in the order in which they were generated."""
 
     labels: array[int]
     users: array[int]

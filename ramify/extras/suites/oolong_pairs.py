@@ -110,7 +110,7 @@ def oolong_pairs(
 
 
 class UserPairCondition(msgspec.Struct, frozen=True):
-    """A condition on pairs of users, and the planted lines that decide which pairs satisfy it.
+    """A condition on pairs of users, and the text lines planted to decide which pairs satisfy it.
 
     The matching pairs are stored, too.
     """

@@ -78,7 +78,7 @@ def _remove_commas(amount: str) -> str:
 
 
 def _stated_amounts(part: str, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each place that a sentence of a summary names, with the amount stated for it."""
+    """Yield each place named in a sentence of a summary, and the amount stated for it."""
     by_name = {place.casefold(): place for place in places}
     names_of = re.compile(rf"\b(?:{'|'.join(places)})\b", re.IGNORECASE)
     named = [(found.start(), by_name[found[0].casefold()]) for found in names_of.finditer(part)]
@@ -111,7 +111,7 @@ def planted(
 
 
 class PlantedFacts(NamedTuple):
-    """Facts planted in a text, which a good summary must state.
+    """Facts that are planted in a text and that a good summary must state.
 
     The sentences that state them in the text are stored, too.
     """

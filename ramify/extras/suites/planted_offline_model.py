@@ -43,7 +43,7 @@ def answer_from_text(question: str, text: str) -> str | None:
 
 
 def _facts(wanted: str, text: str) -> list[tuple[str, str]]:
-    """Return the place and the amount of each planted fact, in the order of the text."""
+    """Extract the place and the amount of each planted fact from a text, in text order."""
     if bought := re.match(r"what (\w+ \w+) bought", wanted):
         form = rf"{bought[1]} bought the \w+ of (?P<place>\w+) for (?P<amount>\d+) crowns"
     elif "latest yearly grant" in wanted:

@@ -38,7 +38,7 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
     """Converts a row to an item. Raises ValueError for values in another format."""
 
     def row_to_item(self, row: Row) -> Item:
-        """Convert a row of a file to an item.
+        """Convert a row of a published benchmark's file to a task item.
 
         Raises ValueError that names any missing columns.
         """
@@ -52,13 +52,13 @@ class BenchmarkFileFormat(msgspec.Struct, frozen=True):
 
 
 class JsonArrayRows(LazySequence[Row]):
-    """The rows of a file that is one JSON array of objects.
+    """The rows of a benchmark file that is a single JSON array of objects.
 
     Each row is decoded on access.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Read the file.
+        """Read the rows in the JSON array of the file at ``path``.
 
         Raises SourceError if it cannot be read or is not a JSON array.
         """
@@ -81,7 +81,7 @@ class JsonArrayRows(LazySequence[Row]):
 def chosen_families(
     suite: str, families: str | Sequence[str] | None, known: Sequence[str], tokens: int
 ) -> tuple[str, ...]:
-    """Return the names of the chosen families of questions, after checking them.
+    """Return the names of the question families that the user chose, after checking them.
 
     Each name occurs once.
 
@@ -120,7 +120,7 @@ def suite_task(
     sources: Sequence[Any] = (),
     file: BenchmarkFileFormat | None = None,
 ) -> SimpleTask:
-    """Return the task of a benchmark suite.
+    """Create the task of a benchmark suite from generated or published items.
 
     Its splits are generated unless files or rows replace them.
 

@@ -123,14 +123,14 @@ class EngineClient(Protocol):
     url: str
 
     async def facts(self) -> EngineServerInfo:
-        """Ask the server for its version and capabilities.
+        """Ask the engine server for its version and capabilities.
 
         Raises ConfigError if it speaks another version of the protocol or cannot receive weights.
         """
         ...
 
     async def check_health(self) -> None:
-        """Raise ModelError unless the server passes a health check in time."""
+        """Raise ModelError unless the engine server passes a health check in time."""
         ...
 
     async def sample(
@@ -145,7 +145,7 @@ class EngineClient(Protocol):
         ...
 
     async def pressure(self) -> CachePressure | None:
-        """Return the load on the server's KV cache, or None if not reported."""
+        """Return the load on the engine server's KV cache, or None if it is not reported."""
         ...
 
     async def is_in_vocabulary(self, id: int) -> bool:
@@ -155,7 +155,7 @@ class EngineClient(Protocol):
     async def fingerprint(self) -> str | None: ...
 
     async def pause(self) -> None:
-        """Stop sampling until ``resume`` is called.
+        """Pause the engine's sampling until ``resume`` is called.
 
         Replies in progress may end early with the reason ``abort``.
         """
@@ -164,14 +164,14 @@ class EngineClient(Protocol):
     async def resume(self) -> None: ...
 
     async def open_weights(self, info: dict[str, Any]) -> None:
-        """Prepare the server for weight updates.
+        """Prepare the engine server to receive weight updates.
 
         Called once with the weight sync's setup information.
         """
         ...
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Send one chunk of new weights.
+        """Send one chunk of new weights to the engine server.
 
         After the last chunk, the server uses them as ``version`` and clears everything cached under
         older weights. Raises EngineStateConflict if the chunk is a difference from weights that the
@@ -180,7 +180,7 @@ class EngineClient(Protocol):
         ...
 
     async def sleep(self, level: int) -> None:
-        """Release the server's memory for other users of the device.
+        """Release the engine server's memory, so that others can use the device.
 
         The KV cache is dropped. Weights move to main memory (level 1) or are dropped (level 2). No
         request is answered until all kinds of memory (``TAGS``) are awake. Must not be called on a

@@ -79,7 +79,7 @@ class EngineHttpClient:
         return await self._ask("POST", path, body, timeout_s)
 
     async def close(self) -> None:
-        """Close all connections.
+        """Close all connections to the engine server.
 
         Later requests raise Unreachable.
         """
@@ -190,7 +190,7 @@ _FLAGS = {
 async def wait_until_up(
     server: EngineClient, process: EngineProcess | None, wait_s: float, restarts: int
 ) -> None:
-    """Wait until a server answers.
+    """Wait until an engine server is up and passes its health check.
 
     If its ``process`` is killed in the meantime, restart it, at most ``restarts`` times. Raises
     ConfigError if the server does not answer within ``wait_s`` seconds.

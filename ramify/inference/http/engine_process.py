@@ -52,7 +52,7 @@ class EngineProcess:
         window: int,
         log: Path,
     ) -> None:
-        """Start the engine.
+        """Start the inference engine as a process on its assigned machine.
 
         Raises ConfigError if it cannot be started.
         """
@@ -103,21 +103,21 @@ class EngineProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status of the process.
+        """The exit status of the engine's process.
 
         None while it runs.
         """
         return self._process.poll()
 
     def exit_reason(self) -> str:
-        """Return how the engine's process ended.
+        """Describe in words how the engine's process ended.
 
         The text includes the last lines of its log.
         """
         return f"{self._process.where} {self._process.exit_reason()}"
 
     def close(self) -> None:
-        """Stop the process and its children.
+        """Stop the engine's process and all of its child processes.
 
         A second call has no effect.
         """

@@ -50,7 +50,7 @@ class EngineAvailabilityTracker:
         restarts: int,
         bring: Callable[[str], Awaitable[EngineClient]],
     ) -> None:
-        """Create a tracker without any losses.
+        """Create a tracker that has not recorded any losses of engines yet.
 
         ``restarts`` is how often one engine may be lost between two weight updates before it is
         given up. ``bring`` is called with the address of a lost engine. It returns the engine once
@@ -120,12 +120,12 @@ class EngineAvailabilityTracker:
         return False
 
     def notify(self) -> None:
-        """Wake all callers of ``wait_for_change``."""
+        """Wake all tasks that wait in ``wait_for_change``."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     async def close(self) -> None:
-        """Stop waiting for lost engines.
+        """Stop all attempts to bring lost engines back.
 
         A second call has no effect.
         """
@@ -166,7 +166,7 @@ class AvailableEngineUrls:
     """
 
     def __init__(self, gone: Callable[[str], None], wait_s: float) -> None:
-        """Create an empty list.
+        """Create a list of engine addresses that is empty at first.
 
         ``gone`` is called with the address of an engine that does not answer. ``wait_for`` waits up
         to ``wait_s`` seconds.
@@ -177,18 +177,18 @@ class AvailableEngineUrls:
         self._news = asyncio.Event()
 
     def set(self, urls: Sequence[str]) -> None:
-        """Replace the list of available engines, and wake all waiting callers."""
+        """Replace the list of available engines, and wake all callers that wait for one."""
         self._listed = frozenset(urls)
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def remove(self, url: str) -> None:
-        """Remove an engine that does not answer from the list, and report its loss."""
+        """Remove an engine that no longer answers from the list, and report its loss."""
         self._listed -= {url}
         self._gone(url)
 
     async def wait_for(self, url: str) -> None:
-        """Wait until an engine is in the list.
+        """Wait until the engine with this address is in the list.
 
         Raises ConfigError if that takes too long.
         """

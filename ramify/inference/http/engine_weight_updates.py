@@ -63,14 +63,14 @@ class EngineWeightSync:
             ) from None
 
     def close(self) -> None:
-        """Release resources of weight updates, such as shared memory.
+        """Release the resources that weight updates use, such as shared memory.
 
         A second call has no effect.
         """
         self.weight_sync.close()
 
     def record_external_update(self, version: int) -> None:
-        """Record that another process has updated the engines to this version of the weights."""
+        """Record that another process has loaded this version of the weights into all engines."""
         self.version = version
         self._fleet.membership.record_weight_update()
 
@@ -85,7 +85,7 @@ class EngineWeightSync:
             self._fleet.membership.record_weight_update()
 
     async def update_returned_engines(self, sources: list[LazyWeight], version: int) -> bool:
-        """Send the current weights to recovered engines.
+        """Send the current weights to the engines that have recovered.
 
         ``version`` is the version that the other engines already use. Returns False if no engine
         needed them.

@@ -59,7 +59,7 @@ _MAX_REASONS = 3
 
 
 class EnginesDropped(Exception):
-    """Raised when engine servers were lost during an operation on all of them.
+    """Raised when some engine servers were lost during an operation on all of them.
 
     The lost servers have been dropped.
     """
@@ -72,7 +72,7 @@ class EngineFleet:
     """
 
     def __init__(self, policy: Policy, spec: InferenceSpec, name: str) -> None:
-        """Create a fleet and check that its ports are free, without starting servers.
+        """Create a fleet without starting its servers, after checking that their ports are free.
 
         ``name`` appears in errors. Raises ConfigError.
         """
@@ -208,7 +208,7 @@ class EngineFleet:
     # --- who sleeps
 
     async def sleep(self) -> None:
-        """Put all awake servers to sleep.
+        """Put all engine servers that are awake to sleep.
 
         Raises the error of a server that refuses, or EnginesDropped if servers were lost.
         """
@@ -250,7 +250,7 @@ class EngineFleet:
     # --- who is asked
 
     def pick_for_tree(self, tree: Hashable) -> EngineClient:
-        """Choose the server for the next model call of a call tree.
+        """Choose the engine server for the next model call of a call tree.
 
         Calls of a known tree stay on its server. A new tree gets the server with the fewest
         requests in flight and, among equals, the fewest trees. Raises ServerFailed if no server is
@@ -275,7 +275,7 @@ class EngineFleet:
         return server
 
     def set_engines_with_current_weights(self, urls: Sequence[str]) -> None:
-        """Set the list of engines with current weights, and connect to the new ones among them."""
+        """Set the list of engines that have current weights, and connect to those that are new."""
         assert self.listed is not None
         self.listed.set(urls)
         known_urls = {
@@ -286,7 +286,7 @@ class EngineFleet:
                 self.membership.reconnect(url)
 
     async def call_on_all(self, act: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Call ``act(server)`` for all servers concurrently.
+        """Call ``act(server)`` for all engine servers of the fleet concurrently.
 
         If calls fail, only the most important error is raised: EnginesDropped if servers were lost,
         or else EngineStateConflict if a server was not in the expected state, or else the first
@@ -323,7 +323,7 @@ class EngineFleet:
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
     async def drop_if_gone(self, server: EngineClient, error: Exception) -> bool:
-        """Remove a failed server from the fleet if it no longer answers.
+        """Remove a failed engine server from the fleet if it no longer answers.
 
         The loss is logged. Returns True if the server is gone.
         """
@@ -373,7 +373,7 @@ class EngineFleet:
         return tuple(server.url for server in self.alive if server.url not in self._older)
 
     def readmit_returned(self) -> None:
-        """Add the recovered servers to those in use.
+        """Add the engine servers that have recovered to those in use.
 
         A process that updates the weights calls this before sending them, so that these servers
         receive them, too.
@@ -384,11 +384,11 @@ class EngineFleet:
         self.alive += back
 
     def mark_all_updated(self) -> None:
-        """Record that all servers in use have loaded the newest weights."""
+        """Record that all engine servers in use have loaded the newest weights."""
         self._older.clear()
 
     async def wait_for_engine(self) -> None:
-        """Wait until a lost server answers again or is given up.
+        """Wait until a lost engine server answers again or is given up.
 
         Raises ServerFailed if that takes too long.
         """

@@ -76,12 +76,12 @@ class HttpEngineClient:
 
     @property
     def version(self) -> int:
-        """The version of the weights in use at all engines."""
+        """The version of the weights that all engines use now."""
         return self.sync.version
 
     @property
     def engines(self) -> list[SingleEngineClient]:
-        """Clients of the individual engines, so that each engine can be checked separately."""
+        """One client for each individual engine, so that engines can be checked separately."""
         return [SingleEngineClient(self, self.fleet, server) for server in self.fleet.alive]
 
     @property
@@ -92,7 +92,7 @@ class HttpEngineClient:
 
     @property
     def membership(self) -> EngineAvailabilityTracker:
-        """The record of lost and recovered engines."""
+        """The tracker of which engines were lost and which have recovered."""
         return self.fleet.membership
 
     # --- from start to end
@@ -178,7 +178,7 @@ class HttpEngineClient:
     # --- replies
 
     async def complete(self, request: Request) -> Reply:
-        """Return one reply to a request.
+        """Return one reply to a request, sampled by any of the engines.
 
         Raises Refused if the prompt does not fit in the context window, and ServerFailed if no
         engine is left.
@@ -186,7 +186,7 @@ class HttpEngineClient:
         return await self.complete_on_engine(request, None)
 
     async def complete_on_engine(self, request: Request, only: EngineClient | None) -> Reply:
-        """Sample one reply to a request, from a particular engine if ``only`` is given."""
+        """Sample one reply to a request, from the engine ``only`` if one is given."""
         started = time.perf_counter()
         sampling = self._with_defaults(request.sampling)
         with WallAndCpuTimer("rendering"):
@@ -352,7 +352,7 @@ class HttpEngineClient:
         await self.sync.update(weights, version)
 
     async def update_returned_engines(self, weights: object, version: int) -> bool:
-        """Send the current weights to recovered servers.
+        """Send the current weights to the engine servers that have recovered.
 
         ``version`` is the version that the other servers already use. Returns False if no server
         needed them.
@@ -362,7 +362,7 @@ class HttpEngineClient:
 
 
 def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
-    """Create the weight sync that the configuration names.
+    """Create the weight sync that the inference configuration selects.
 
     Options that are not configured get defaults that suit the engine. Raises ConfigError for an
     option that the weight sync does not have.
@@ -381,7 +381,7 @@ def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
 
 
 class SingleEngineClient:
-    """A client of one server among several.
+    """A client of one particular engine server among several.
 
     It has only the methods needed to check that server.
     """
@@ -415,7 +415,7 @@ class SingleEngineClient:
 
 
 class InterruptedReplyAccumulator:
-    """Collects the parts of one sampled reply.
+    """Collects the parts of a sampled reply that weight updates interrupted.
 
     A reply has several parts if weight updates interrupt it.
     """

@@ -182,7 +182,7 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def check_version(engine: str, where: str, version: str) -> None:
-    """Check an engine's version.
+    """Check whether Ramify supports the version of an engine's software.
 
     Raises ConfigError if it is too old for the protocol, and warns if it was not tested.
     """

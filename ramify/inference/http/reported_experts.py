@@ -31,7 +31,7 @@ from ramify.models.moe_shape import MoeShape
 def decode_reported_experts(
     reported: Any, shape: MoeShape, num_prompt: int, num_sampled: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Decode the expert ids that an engine reports for each sampled token.
+    """Decode the expert ids that an engine reports for each sampled token of a reply.
 
     For each sampled token, return the ids of the top-k experts in all layers that predicted it.
     They are the experts that processed the token before it.

@@ -118,7 +118,7 @@ class SglangEngineClient(BaseEngineClient):
         """Do nothing, because each update names the folder that holds the weights."""
 
     async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
-        """Load all weights from the folder named in the update."""
+        """Load all new weights from the folder that the update names."""
         body = {"model_path": info["path"], "weight_version": str(version), "flush_cache": True}
         answer = await self._post("/update_weights_from_disk", body)
         if not answer.get("success", True):
@@ -128,7 +128,7 @@ class SglangEngineClient(BaseEngineClient):
         await self._post("/flush_cache")
 
     async def sleep(self, level: int) -> None:
-        """Release the server's memory.
+        """Put the SGLang server to sleep, which releases its memory.
 
         The server's flags decide whether weights are kept in main memory. The server must be idle,
         or it exits.

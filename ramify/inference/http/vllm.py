@@ -144,7 +144,7 @@ class VllmEngineClient(BaseEngineClient):
             return False
 
     def _seed_fields(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
-        """Return the request fields that set the sampling seed.
+        """Return the request fields that set the seed with which vLLM samples a reply.
 
         There are none if the settings have no seed.
         """
@@ -179,7 +179,7 @@ class VllmEngineClient(BaseEngineClient):
     async def _about_model(
         self, about: dict[str, Any]
     ) -> tuple[str, int | None, str, tuple[int, ...]]:
-        """Return what the server reports about its model.
+        """Return what the vLLM server reports about its model, such as its dtype.
 
         The result is the dtype, the vocabulary size, the log-probability mode, and the sleep
         levels. The vocabulary size is None if it is unknown. The sleep levels are those of the

@@ -55,14 +55,14 @@ _KEPT_SIZES = 16
 
 
 class CpuOptimizedDecoder:
-    """A small model with prepared copies of its weights for fast decoding on a CPU.
+    """A small model whose weights are copied into layouts that make decoding on a CPU fast.
 
     Implements ``model_runner.DecoderModel``.
     """
 
     @staticmethod
     def is_worthwhile_for(model: DenseModel) -> bool:
-        """Return True if prepared copies of the weights would speed up a model.
+        """Return True if a model decodes faster with prepared copies of its weights.
 
         It must be small, in fp32, and on a CPU.
         """
@@ -206,7 +206,7 @@ class CpuOptimizedDecoder:
 
 
 class _Matrix:
-    """A linear layer's weight matrix, stored so that matrix products read it fast.
+    """A linear layer's weight matrix, stored in layouts that make matrix products fast.
 
     Several orders of its values are stored.
     """
@@ -341,7 +341,7 @@ class _Workspace:
 
     @staticmethod
     def width(shape: DenseModelConfig) -> int:
-        """Return how many floating-point numbers of buffer space one token needs."""
+        """Return the number of floating-point values of buffer space that one token needs."""
         heads = shape.num_heads + 2 * shape.num_kv_heads
         return shape.width + heads * (shape.head_size + 1) + shape.mlp_width + 1
 

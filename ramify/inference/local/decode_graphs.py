@@ -69,7 +69,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: DenseModel, cache: KeyValueCache, record: Record) -> None:
-        """Create an empty collection of graphs.
+        """Create a collection that has recorded no CUDA graphs yet.
 
         ``record`` records a computation and returns a function that repeats it. On a GPU it is a
         ``CudaGraphRecorder``. On a CPU, pass a function that returns the computation itself.
@@ -143,7 +143,7 @@ class DecodeGraphs:
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs.
+    """Records computations as CUDA graphs that can be replayed.
 
     They share one memory pool, because only one graph runs at a time.
     """

@@ -65,7 +65,7 @@ class InferenceEngineLimits(msgspec.Struct, frozen=True):
 
 
 class LocalEngine:
-    """An engine with continuous batching.
+    """An inference engine with continuous batching, which runs in this process.
 
     It generates many sequences at once with one model, and admits a new sequence whenever a slot is
     free.
@@ -94,7 +94,7 @@ class LocalEngine:
 
     @property
     def pressure(self) -> CachePressure:
-        """The load on the engine's KV cache.
+        """The current load on the engine's KV cache.
 
         It may be read from any thread.
         """
@@ -105,7 +105,7 @@ class LocalEngine:
         )
 
     def add(self, generation: GenerationState) -> None:
-        """Queue a sequence.
+        """Add a sequence to the queue of waiting sequences.
 
         Its maximum length is reduced to what the cache can hold. Raises Refused if the cache cannot
         hold the prompt and at least one more token.
@@ -123,14 +123,14 @@ class LocalEngine:
         self._waiting.append(generation)
 
     def cancel(self, generation: GenerationState) -> None:
-        """Cancel a sequence before the next step.
+        """Cancel a sequence before the engine's next step.
 
         Other sequences can still use its cached prefix.
         """
         generation.cancelled = self._has_cancelled = True
 
     def set_weight_version(self, version: int) -> None:
-        """Clear all caches, because the weights have changed to version ``version``."""
+        """Forget everything cached, because the weights have changed to version ``version``."""
         self.version = version
         self._slots.invalidate_cache()
         self.runner.invalidate_cache()
@@ -174,7 +174,7 @@ class LocalEngine:
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
     def allocate_cache(self) -> None:
-        """Allocate as much KV cache memory as a new engine does."""
+        """Allocate as much memory for the KV cache as a new engine does."""
         self._resize(
             self._num_fitting_slots(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window)
         )
@@ -213,7 +213,7 @@ class LocalEngine:
         return finished
 
     def _plan_step(self) -> EngineStep:
-        """Return the input of the next forward pass: decoding tokens and prompt tokens.
+        """Plan the next forward pass: its decoding tokens and its prompt tokens.
 
         Each decoding sequence contributes one token. Prompt tokens are added up to the limits.
         """
@@ -233,7 +233,7 @@ class LocalEngine:
         return step
 
     def _admit(self) -> None:
-        """Admit waiting sequences in order of arrival.
+        """Admit waiting sequences to free KV-cache slots, in order of arrival.
 
         A sequence may be overtaken only while it waits for another one to compute the same prompt.
         """
@@ -332,7 +332,7 @@ class LocalEngine:
         return owner
 
     def __iter__(self) -> Iterator[GenerationState]:
-        """Yield all sequences: first the running ones, then the waiting ones."""
+        """Yield the sequences of the engine: first the running ones, then the waiting ones."""
         yield from (owner for owner in self._slots.owner if owner is not None)
         yield from self._waiting
 
@@ -342,7 +342,7 @@ Done = Callable[[GenerationState, BaseException | None], None]
 
 
 class EngineThread:
-    """The thread that runs an engine's steps.
+    """The background thread in which an engine runs its steps.
 
     It starts with the first call. As a daemon thread, it does not keep the program from exiting.
     """
@@ -357,7 +357,7 @@ class EngineThread:
         self._is_paused = False
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Run a function in the engine's thread between two steps.
+        """Run a function in the engine's thread between two engine steps.
 
         Returns a future for its result. Raises RuntimeError after ``close``.
         """
@@ -375,7 +375,7 @@ class EngineThread:
         return future
 
     def add(self, generation: GenerationState, done: Done) -> None:
-        """Queue a sequence.
+        """Add a sequence to the engine's queue of waiting sequences.
 
         Once it has ended, ``done`` is called in the engine's thread, with the sequence and either
         None or the error that ended it.
@@ -392,7 +392,7 @@ class EngineThread:
         self._put(run)
 
     def cancel(self, generation: GenerationState) -> None:
-        """Cancel a sequence before the next step.
+        """Cancel a sequence before the engine's next step.
 
         Its ``done`` callback is not called.
         """
@@ -405,7 +405,7 @@ class EngineThread:
             self._put(run)
 
     def pause(self, *, abort: bool = False) -> None:
-        """Stop generating until ``resume`` is called.
+        """Pause the generation of all sequences until ``resume`` is called.
 
         Running sequences keep their caches, and functions passed to ``call`` still run. With
         ``abort``, running sequences end at once with the reason ``abort``, and their callbacks are
@@ -422,7 +422,7 @@ class EngineThread:
             self._wake.notify()
 
     def close(self) -> None:
-        """End the thread after its current step.
+        """End the engine's thread after its current step.
 
         Sequences that have not ended fail. A second call has no effect.
         """

@@ -179,7 +179,7 @@ def top_k_top_p_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
 def _draw_kept(
     logprobs_V: Tensor, settings: SamplingSettings, uniform: float
 ) -> tuple[int, float, tuple[int, ...]]:
-    """Sample one token id from those that top-k and top-p keep.
+    """Sample one token id among those that top-k and top-p sampling keep.
 
     Returns the id, its log-probability among the kept ids, and these ids.
     """
@@ -217,7 +217,7 @@ class GenerationState:
         affinity: str = "",
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """Create a generation with no tokens sampled yet.
+        """Create the state of a request for which no tokens are sampled yet.
 
         Generations with the same ``seed`` get the same random numbers. A reply ends at any of the
         strings in ``stop``, which are searched for in the text that ``decode`` makes of token ids.
@@ -259,7 +259,7 @@ class GenerationState:
 
     @property
     def candidate_ids(self) -> tuple[tuple[int, ...], ...] | None:
-        """The token ids from which each token of the reply was drawn.
+        """The token ids among which each token of the reply was sampled.
 
         None if no ids were excluded.
         """
@@ -287,7 +287,7 @@ class GenerationState:
         version: int,
         top: TokenLogprobs | None = None,
     ) -> None:
-        """Append a sampled token.
+        """Append a newly sampled token to the reply.
 
         Sets ``end`` if it is the last one.
         """

@@ -70,7 +70,7 @@ class KeyValueCache:
         head size]."""
 
     def row_of(self, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Return the KV-cache row of each token's first head."""
+        """Return the index of the KV-cache row that holds each token's first head."""
         stride = self.heads * self.capacity
         return [slot * stride + position for slot, position in zip(slots, positions, strict=True)]
 
@@ -108,7 +108,7 @@ class KeyValueCache:
         return DecodeAttention.for_step(self, step)
 
     def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
-        """Copy the first tokens of one slot to another, or swap those of two slots."""
+        """Copy the first tokens of one KV-cache slot to another, or swap those of two slots."""
         sources, targets = (
             self.prefix_views(slot, change.length) for slot in (change.source, change.target)
         )
@@ -148,7 +148,7 @@ class PrefillDecodeAttention:
     def __init__(
         self, cache: KeyValueCache, step: EngineStep, wanted: Sequence[bool] | None = None
     ) -> None:
-        """Prepare the attention of a step.
+        """Prepare the attention computation of one engine step.
 
         ``wanted`` says for each of its spans whether the last token is one of those that
         ``at_wanted`` takes. By default, all are.
@@ -277,7 +277,7 @@ class DecodeAttention:
 
     @classmethod
     def for_step(cls, cache: KeyValueCache, step: EngineStep) -> DecodeAttention:
-        """Prepare attention for a step's decoding tokens."""
+        """Prepare the attention for the decoding tokens of one engine step."""
         device = cache.kv.device
         num_slots = step.slots[-1] + 1
         length = max(step.positions) + 1

@@ -103,11 +103,11 @@ class CacheSlotTable:
         self._reuse = reuse
 
     def running(self) -> list[int]:
-        """Return the slots of running sequences in ascending order."""
+        """Return the KV-cache slots of all running sequences in ascending order."""
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
     def admit(self, generation: GenerationState) -> tuple[int, list[CacheSlotMove]] | None:
-        """Assign a slot to a sequence.
+        """Assign a KV-cache slot to a new sequence.
 
         Returns the slot and what to copy from other slots, or None if the sequence has to wait.
         Afterwards, ``length_S[slot]`` is the number of tokens that need not be computed.
@@ -135,7 +135,7 @@ class CacheSlotTable:
         return slot, changes
 
     def mark_computed(self, step: EngineStep) -> None:
-        """Record that a step's tokens are now in the KV cache."""
+        """Record that the tokens of an engine step are now in the KV cache."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
             self.length_S[span.slot] = span.end
@@ -157,7 +157,7 @@ class CacheSlotTable:
         self._tokens_SC[slots, positions] = tokens
 
     def release(self, slot: int) -> None:
-        """Free the slot of a sequence that has ended.
+        """Free the KV-cache slot of a sequence that has ended.
 
         Its cached prefix stays until the slot is needed.
         """
@@ -166,7 +166,7 @@ class CacheSlotTable:
         self._mark_used(slot)
 
     def invalidate_cache(self) -> None:
-        """Invalidate everything in the cache.
+        """Invalidate the cached tokens of all KV-cache slots.
 
         Running sequences keep their slots.
         """
@@ -176,7 +176,7 @@ class CacheSlotTable:
                 self._tokens_SC[slot] = -1
 
     def compact(self) -> list[CacheSlotMove]:
-        """Move running slots forward to close most of the gaps between them.
+        """Move running sequences to earlier KV-cache slots, to close most of the gaps between them.
 
         Returns the moves that the cache must make.
         """
@@ -190,7 +190,7 @@ class CacheSlotTable:
         return changes
 
     def resize(self, num_slots: int, capacity: int) -> tuple[list[int], list[GenerationState]]:
-        """Change the number of slots and their capacity in tokens.
+        """Change the number of KV-cache slots and their capacity in tokens.
 
         Returns the old slots that are kept, in their new order, and the sequences that lost their
         slot.

@@ -52,7 +52,7 @@ _CPU_CACHE_BYTES = 2 << 30
 
 
 class LocalClient:
-    """A client that runs a policy in this process.
+    """A model client that runs a policy in this process.
 
     One client serves any number of runs and event loops.
     """
@@ -68,7 +68,7 @@ class LocalClient:
         reuse: bool = True,
         fixed_shapes: torch.dtype | None = None,
     ) -> None:
-        """Create a client for a policy.
+        """Create a client that runs the given policy in this process.
 
         Its engine starts with the first request.
 
@@ -130,7 +130,7 @@ class LocalClient:
         return self.engine.pressure
 
     async def complete(self, request: Request) -> Reply:
-        """Return one reply to a request.
+        """Return one reply to a request, sampled by this client's engine.
 
         Raises Refused if the prompt does not fit in the context window. If the task is cancelled,
         the engine drops the sequence before its next step.
@@ -157,7 +157,7 @@ class LocalClient:
         return generation
 
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
-        """Yield a growing reply about 20 times a second, and then the complete reply.
+        """Yield the reply as it grows, about 20 times a second, and finally the complete reply.
 
         Incomplete characters are held back, and so is text at the end that may be the beginning of
         a stop sequence.
@@ -180,7 +180,7 @@ class LocalClient:
             finished.cancel()
 
     async def update(self, weights: object, version: int) -> None:
-        """Replace the weights with those of a ``Policy``, a module or a state dict.
+        """Replace the policy's weights with those of a ``Policy``, a module or a state dict.
 
         Nothing is copied if the client already uses the same module.
 
@@ -200,14 +200,14 @@ class LocalClient:
         return await self.run(partial(self._logprobs, tuple(ids)))
 
     async def run(self, function: Callable[[], Result]) -> Result:
-        """Run a function in the engine's thread between two steps, and return its result.
+        """Run a function in the engine's thread between two engine steps, and return its result.
 
         Code that changes weights in place must run there.
         """
         return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
 
     def pause(self, *, abort: bool = False) -> None:
-        """Stop sampling until ``resume`` is called.
+        """Pause the engine's sampling until ``resume`` is called.
 
         With ``abort``, replies in progress end at once.
         """
@@ -217,7 +217,7 @@ class LocalClient:
         self._thread.resume()
 
     async def sleep(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
-        """Release memory until ``wake`` is called.
+        """Release the engine's memory until ``wake`` is called.
 
         ``tags`` selects ``kv_cache``, ``weights`` or both. With ``keep``, weights move to main
         memory instead of being dropped. Pause the engine first.
@@ -225,7 +225,7 @@ class LocalClient:
         await self.run(partial(self._sleep, tags, keep))
 
     async def wake(self, tags: Collection[str] = TAGS) -> None:
-        """Allocate memory again after ``sleep``.
+        """Allocate the engine's memory again after ``sleep`` released it.
 
         Dropped weights are listed in ``missing`` until ``receive_weights`` has received all of
         them.
@@ -261,7 +261,7 @@ class LocalClient:
         await self.run(partial(self.engine.set_weight_version, version))
 
     async def close(self) -> None:
-        """End the engine's thread.
+        """End the background thread in which the engine runs.
 
         The policy can still be used.
         """

@@ -72,7 +72,7 @@ class FixedShapeModelRunner:
     routes: Sequence[tuple[int, ...]] = ()
 
     def __init__(self, model: DenseModel, products: torch.dtype) -> None:
-        """Create a runner for ``model``.
+        """Create a runner that computes the model in fixed shapes.
 
         ``products`` is the precision of matrix products, which must equal the trainer's.
         """
@@ -115,7 +115,7 @@ class FixedShapeModelRunner:
     def _logits(
         self, cache: KeyValueCache, tokens: Sequence[tuple[int, int, int]], rows: Sequence[int]
     ) -> Tensor:
-        """Run tokens through the model, one block of fixed size at a time.
+        """Return the logits of some tokens, computed in blocks of fixed size.
 
         Each token is a tuple of cache slot, position and id. Returns the fp32 logits [n, V] after
         the tokens with the indices ``rows``.
@@ -324,7 +324,7 @@ class _Memory:
 
 
 class ModelRunner(Protocol):
-    """The interface between the engine and a model.
+    """The interface through which the inference engine runs a model.
 
     A runner computes steps, and holds a cache with one slot per sequence.
     """
@@ -356,7 +356,7 @@ class ModelRunner(Protocol):
         ...
 
     def copy_or_swap_slots(self, change: CacheSlotMove) -> None:
-        """Copy the first tokens of one slot to another, or swap two slots."""
+        """Copy the first tokens of one KV-cache slot to another, or swap two slots."""
         ...
 
     def resize_cache(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
@@ -492,7 +492,7 @@ class _PreparedRunner(SinglePassModelRunner):
 
 
 def create_runner(model: nn.Module, fixed_shapes: torch.dtype | None = None) -> ModelRunner:
-    """Return the fastest runner for ``model`` that does not change its results.
+    """Return the fastest model runner that does not change the results of ``model``.
 
     If ``fixed_shapes`` is a data type, return a runner that computes in fixed shapes, with matrix
     products in that type. Raises ConfigError if the model does not support that.

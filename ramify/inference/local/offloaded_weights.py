@@ -43,16 +43,16 @@ class OffloadedWeights:
 
     @property
     def missing_names(self) -> list[str]:
-        """Names of the weights that were dropped and must be received again."""
+        """The names of all weights that were dropped and must be received again."""
         return list(self._missing.values())
 
     @property
     def num_bytes(self) -> int:
-        """Size of the weights on the compute device, in bytes."""
+        """The size of the model's weights on the compute device, in bytes."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def release_memory(self, *, keep: bool) -> None:
-        """Free the device memory of all weights.
+        """Free the memory of all weights on the compute device.
 
         With ``keep``, they are first moved to main memory, so nothing happens if the device is the
         CPU.

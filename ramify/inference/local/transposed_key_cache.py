@@ -187,7 +187,7 @@ class RowSumAttention:
 
 
 def _part_width(width: int, capacity: int) -> int:
-    """Return the width of the parts in which reading the first positions of a key row is fastest.
+    """Return the part width with which the first positions of a key row are read fastest.
 
     The row has ``capacity`` positions, of which ``width`` are read. Positions are read in whole
     parts. Each part of a sum takes as long as 64 more positions.

@@ -128,7 +128,7 @@ class LazyWeight(NamedTuple):
 
 
 class WeightPiece(NamedTuple):
-    """A tensor of a weight update as an engine receives it.
+    """A tensor in a weight update, as the engine receives it.
 
     It is a whole tensor, or new values for some of its positions.
 
@@ -167,13 +167,13 @@ class WeightChunk(msgspec.Struct, eq=False):
 
 
 class WeightSync(Protocol):
-    """A method of sending weights to engines, as seen by the trainer.
+    """A method of sending the trainer's weights to engines, from the trainer's side.
 
     It belongs to one trainer. Call ``open`` first.
     """
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
-        """Prepare to send weights.
+        """Prepare to send weights to the given number of engines.
 
         Returns the information that each engine needs to receive them. Raises ConfigError if this
         machine does not support the method.
@@ -190,7 +190,7 @@ class WeightSync(Protocol):
     def chunks(
         self, sources: Iterable[LazyWeight], version: int, *, whole: bool
     ) -> Iterator[WeightChunk]:
-        """Yield the weights of the given version in chunks, in order.
+        """Yield the chunks in which the weights of the given version are sent, in order.
 
         A chunk's bytes stay valid until the second chunk after it is requested. With ``whole``, all
         weights are sent, as if engines had none.
@@ -198,7 +198,7 @@ class WeightSync(Protocol):
         ...
 
     def close(self) -> None:
-        """Free all resources.
+        """Free all resources that the weight sync holds.
 
         A second call has no effect.
         """
@@ -206,7 +206,7 @@ class WeightSync(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """The engine's half of a weight sync.
+    """The part of a weight sync that receives weights in an engine.
 
     ``WeightSync.receiver`` creates it from the setup message that the trainer sends first.
 
@@ -271,7 +271,7 @@ def weight_update_info(sources: Sequence[LazyWeight], version: int) -> dict[str,
 
 
 def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the position of each part in a buffer that holds parts of the given sizes.
+    """Return the offset of each part in a buffer that holds parts of the given sizes.
 
     Returns each part's aligned start and the buffer's length, all in bytes.
     """
@@ -351,7 +351,7 @@ _WHOLE = (Tensor, nn.Parameter)
 
 
 def to_lazy_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[LazyWeight]:
-    """Return named parameters in the form in which they are sent to engines.
+    """Convert named parameters to the lazy form in which they are sent to engines.
 
     Their precision is ``dtype``. Sharded parameters (DTensor) are gathered on demand, so all ranks
     must request tensors in the same order.
@@ -362,7 +362,7 @@ def to_lazy_weights(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> 
 def to_lazy_weight(
     name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None
 ) -> LazyWeight:
-    """Return one parameter in the form in which it is sent to engines.
+    """Convert one parameter to the lazy form in which it is sent to engines.
 
     If ``make`` is given, the tensor that it returns is sent instead of the parameter. An example is
     the sum of the parameter and its adapter.
@@ -381,7 +381,7 @@ def to_lazy_weight(
 
 
 def frozen_param_version(tensor: Tensor) -> Hashable:
-    """Return a change marker for a frozen parameter, or None for any other tensor.
+    """Return the version marker of a frozen parameter, or None for any other tensor.
 
     The marker changes whenever the parameter is written to. Trained parameters have no such value:
     the fused AdamW of PyTorch 2.13 writes them without increasing their version counter.
@@ -419,7 +419,7 @@ def to_checkpoint_names(model: Any, given: Iterable[LazyWeight]) -> Iterator[Laz
 
 
 class _SplitSource:
-    """A weight that is sent as several tensors, one after another.
+    """A weight that is sent to engines as several tensors, one after another.
 
     It stays in memory from the first part to the last.
     """
@@ -460,7 +460,7 @@ def new_temporary_name() -> str:
 
 
 def create_locked_file(path: Path) -> int:
-    """Create and lock a file.
+    """Create a file and hold an exclusive lock on it.
 
     Returns the descriptor that holds the lock.
     """

@@ -57,7 +57,7 @@ class GlooWeightSync:
         chunk_bytes: int = CHUNK_BYTES,
         timeout_s: float = 120,
     ) -> None:
-        """Create the trainer's half of this weight sync.
+        """Create the trainer's half of a broadcast weight sync.
 
         Engines reach the trainer at ``address``. If ``port`` is 0, a free port is used.
         """
@@ -119,7 +119,7 @@ class GlooWeightSync:
             yield WeightChunk(about, is_last, partial(self._send, buffer))
 
     def _send(self, buffer: Tensor) -> None:
-        """Broadcast a buffer to all engines.
+        """Broadcast a buffer of weights to all engines.
 
         If an engine is gone, close the group and raise RuntimeError. The engines that have not
         begun to receive would otherwise wait until the timeout.
@@ -211,7 +211,7 @@ class BroadcastWeightReceiver:
 
 
 class _Buffer:
-    """A buffer in which all chunks of weights are broadcast, one after another.
+    """A reusable buffer in which chunks of weights are broadcast, one after another.
 
     One buffer is enough because each chunk has arrived before the next one begins, and allocating
     memory costs more than a copy.
@@ -250,7 +250,7 @@ class _GroupSpec(NamedTuple):
 
 
 def _form_group(spec: _GroupSpec, store: Any, key: bytes) -> Any:
-    """Form the process group of the trainer and the engines.
+    """Form the process group in which the trainer broadcasts weights to the engines.
 
     Raises TrainError if a member does not have the secret key.
     """

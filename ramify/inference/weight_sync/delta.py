@@ -208,7 +208,7 @@ class DeltaWeightSync:
         layers: bool = False,
         **options: Any,
     ) -> None:
-        """Create the trainer's half of this weight sync.
+        """Create the trainer's half of a weight sync that sends only differences.
 
         ``by`` names the weight sync that transports the bytes, and ``options`` are the options of
         that weight sync.
@@ -328,7 +328,7 @@ class DeltaWeightSync:
                 yield from changed or [source]
 
     def _part(self, source: LazyWeight) -> Iterable[LazyWeight]:
-        """Return what must be sent so that the engines get the current values of a weight.
+        """Return the tensors to send so that the engines get the current values of a weight.
 
         The list is empty if the engines have the current values.
         """
@@ -349,7 +349,7 @@ class DeltaWeightSync:
     def _join_small(
         self, sources: list[LazyWeight], which: tuple[torch.dtype, int]
     ) -> list[LazyWeight]:
-        """Return the changed small weights, bundled into one tensor.
+        """Return the small weights that have changed, bundled into a single tensor.
 
         Returns a list with that tensor, or an empty list if none has changed.
         """
@@ -382,7 +382,7 @@ class DeltaWeightSync:
         ]
 
     def _adapter(self, source: LazyWeight, adapted: LoraMatrix) -> Iterator[LazyWeight]:
-        """Yield the two low-rank matrices (LoRA) of an adapted weight.
+        """Yield the two low-rank matrices of a weight that has a LoRA adapter.
 
         The base matrix is yielded first if the engines do not have it yet.
         """

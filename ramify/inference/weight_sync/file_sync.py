@@ -236,7 +236,7 @@ class FileWeightSync:
     def __init__(
         self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = ""
     ) -> None:
-        """Create the trainer's half of this weight sync.
+        """Create the trainer's half of a weight sync through files.
 
         ``folder`` is created if needed. The default is a temporary folder, which ``close`` removes.
         The config.json of the checkpoint ``configuration`` is copied next to the weights, for
@@ -385,7 +385,7 @@ class FileWeightReceiver:
 
 
 def read_pointer(folder: Path) -> tuple[Path, CurrentWeightsFile]:
-    """Read ``current.json`` in a weight sync's folder.
+    """Read ``current.json``, which points to the newest weights in a weight sync's folder.
 
     Returns the folder of the current version and the contents of the file. Raises ValueError if the
     file cannot be read or points outside the folder.

@@ -56,7 +56,7 @@ class SharedMemoryWeightSync:
     def __init__(
         self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False
     ) -> None:
-        """Create the trainer's half of this weight sync.
+        """Create the trainer's half of a weight sync through shared memory.
 
         The buffers are files in ``folder``, by default files in memory. With ``in_place``, each
         buffer holds all weights, and engines compute with them directly. This is ignored if both
@@ -202,7 +202,7 @@ class _MappedFile:
         self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Close the mapping.
+        """Close the mapping of the file into memory.
 
         The memory itself is freed when the last view of it is gone.
         """

@@ -72,7 +72,7 @@ class DeferrableInterrupts:
         return self.is_live
 
     def begin_deferring(self) -> int:
-        """Begin a section in which no interrupt is raised, and return the previous nesting depth.
+        """Hold back interrupts from now on, and return the nesting depth from before this call.
 
         Pass that depth to ``end_deferring``. Restoring a depth, instead of counting down, keeps the
         sections balanced even if an interrupt cuts one short.
@@ -175,7 +175,7 @@ class GuestChannel:
         return own if self.shared_buffers is None else {*own, self.shared_buffers.fd}
 
     def restart_reading(self) -> None:
-        """Discard buffered input and start reading again.
+        """Discard the buffered input of the old connection, and start reading from the new one.
 
         Call this after the descriptors were redirected to a new connection under the same numbers.
         """
@@ -218,8 +218,10 @@ class GuestChannel:
         return frame(text, blobs)
 
     def frame_from_json(self, text: bytes) -> list[Buffer]:
-        """Build a frame from a header that is already encoded as JSON and known to be within the
-        limits."""
+        """Build a frame from a header that the caller has already encoded as JSON.
+
+        The header must be known to be within the size limits.
+        """
         shared_buffers = self.shared_buffers
         if shared_buffers is not None and shared_buffers.reported != shared_buffers.got:
             shared_buffers.reported = shared_buffers.got
@@ -297,7 +299,7 @@ class GuestChannel:
         return header, blobs
 
     def _note_read(self, op: str, id: int) -> None:
-        """Mark the shared buffers as free once the host is known to have read them.
+        """Mark the shared buffers as free if a message from the host shows that it has read them.
 
         That is the case when the host answers the call or sends its next request. A fork request
         does not count, because it can arrive at any time.
@@ -336,7 +338,7 @@ class GuestChannel:
 
 
 def _receiver(fd: int) -> Any:
-    """Return the ``recvmsg`` method of a socket, for receiving data and descriptors from the host.
+    """Return a ``recvmsg`` method that receives data and file descriptors from the host.
 
     The object is never closed, so the descriptor stays open as long as the process lives.
     """
@@ -351,7 +353,7 @@ DROPPED: Any = object()
 
 
 class MessageFrameWaiter:
-    """A thread of the session that waits for a frame from the host.
+    """A thread of the session that waits for a message frame from the host.
 
     Its lock ``wake`` is released when the frame has arrived, or when this thread must take over
     reading from the host.
@@ -502,7 +504,7 @@ class MessageFrameDispatcher:
                 ticket.rouse()
 
     def _pass_on(self) -> None:
-        """Let another waiting thread read the next frames from the host."""
+        """Wake another waiting thread, so that it reads the next frames from the host."""
         for ticket in [*self._calls.values(), self._command]:
             if ticket.frame is None:
                 ticket.rouse()

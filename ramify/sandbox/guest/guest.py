@@ -316,7 +316,7 @@ class SandboxGuest:
         self._end_cell(id, value, error)
 
     def _leave_fork(self, error: str | None) -> None:
-        """Exit a child process that was forked by a cell and has reached the cell's end.
+        """Exit a child process that a cell has forked and that has run to the end of the cell.
 
         Only the original process continues as the session. ``error`` is the cell's error, which is
         written to the output.
@@ -375,8 +375,7 @@ class SandboxGuest:
             self._interpreter.mend_streams(self.notebook.module, self.output)
 
     def _mend_process(self) -> None:
-        """Undo changes that a cell made to its process, such as to descriptors and signal
-        handlers."""
+        """Restore the output descriptors and the SIGINT handler that a cell may have replaced."""
         if self._owns_process:
             self._interpreter.restore_fds_and_sigint(self.output, self.on_interrupt)
 

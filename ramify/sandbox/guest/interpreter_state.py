@@ -27,7 +27,7 @@ microseconds per cell."""
 
 
 def _version_of(mapping: dict[str, Any]) -> Any:
-    """Return a dict's internal version counter, which changes whenever the dict does.
+    """Return a view of the counter that CPython increments whenever a dict changes.
 
     CPython has this counter before version 3.13.
     """
@@ -35,7 +35,8 @@ def _version_of(mapping: dict[str, Any]) -> Any:
 
 
 def _counts_changes() -> bool:
-    """Return True if each dict has an internal version counter, as in CPython before 3.13."""
+    """Return True if this interpreter counts the changes of each dict, as CPython did before
+    3.13."""
     if sys.implementation.name != "cpython":
         return False
     probe: dict[str, Any] = {}
@@ -53,7 +54,7 @@ _taken: tuple[int, dict[str, Any]] = (-1, {})
 
 
 def _snapshot() -> tuple[int, dict[str, Any]]:
-    """Return a copy of Python's builtins, with the version number of their dict.
+    """Return a copy of Python's builtins and the version number of the dict it was copied from.
 
     A forked session reuses its server's copy. Making another would write to the reference counts of
     all builtins, which are spread over a hundred memory pages.
@@ -87,10 +88,10 @@ class InterpreterSnapshot:
             self._seen = _VERSION.value
 
     def mend_streams(self, main: types.ModuleType, output: CellOutputSender) -> None:
-        """Restore the interpreter settings that a cell may have changed: the standard streams,
-        ``__main__``, the trace and profile functions, and the recursion limit.
+        """Restore the standard streams and other interpreter settings that a cell may have changed.
 
-        Call this only if the guest is the only user of its process.
+        The other settings are ``__main__``, the trace and profile functions, and the recursion
+        limit. Call this only if the guest is the only user of its process.
         """
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
         sys.stderr = sys.__stderr__ = output.stderr  # type: ignore[misc,assignment]
@@ -125,7 +126,7 @@ class AddressSpaceLimits:
     __slots__ = ("limits",)
 
     def __init__(self, limits: tuple[int, int] | None) -> None:
-        """Set the limits for a cell and for the guest, in bytes of address space.
+        """Set the address space limits, in bytes, for the cells and for the guest itself.
 
         None means no limits.
         """

@@ -56,7 +56,7 @@ class TextOffsetIndex:
         encoding: str = "utf-8",
         digest: str = "",
     ) -> None:
-        """Create the index of a text from its bytes and the character and line counts of its
+        """Create an index from the bytes of a text and the number of characters and lines in its
         blocks.
 
         ``data``: the bytes, as an object that supports ``data[a:b]``. ``chars_at``: the number of
@@ -79,10 +79,10 @@ class TextOffsetIndex:
         return self._lines_at[-1]
 
     def block_count_tables(self) -> tuple[bytes, bytes]:
-        """Return the number of characters and the number of lines before each block, as two arrays
-        of 64-bit integers in bytes.
+        """Return two encoded tables: the number of characters and of lines before each block of the
+        text.
 
-        ``read_count_table`` restores such an array.
+        Each table consists of 64-bit integers. ``read_count_table`` restores such an array.
         """
         return array("Q", self._chars_at).tobytes(), array("Q", self._lines_at).tobytes()
 
@@ -108,7 +108,7 @@ class TextOffsetIndex:
         return self.decode(self.read_bytes(self.byte_offset_of(start), self.byte_offset_of(stop)))
 
     def read_checked_bytes(self, low: int, high: int, what: str) -> bytes:
-        """Return the bytes between two offsets of the text, unless they would take too much memory.
+        """Return the bytes between two offsets of the text, unless there are too many for memory.
 
         Raises ValueError if there are too many for a ``str`` or a list in memory. ``what`` names
         the part of the text in that error.
@@ -194,7 +194,7 @@ class TextOffsetIndex:
 
 
 def read_count_table(data: Any) -> Sequence[int]:
-    """Restore one table of a ``TextOffsetIndex`` from bytes.
+    """Decode one table of counts from bytes, for use in a ``TextOffsetIndex``.
 
     The table holds the number of characters, or of lines, before each block of the file.
     """
@@ -402,7 +402,7 @@ class MappedText:
 
     @property
     def buffer(self) -> memoryview:
-        """The encoded bytes of the text, which ``re`` can search with patterns of bytes.
+        """The encoded bytes of the text, which ``re`` can search with bytes patterns.
 
         Positions in it count bytes.
         """
@@ -433,7 +433,7 @@ class MappedText:
             at = after
 
     def _range(self, start: int | None, end: int | None) -> tuple[int, int]:
-        """Convert the arguments ``start`` and ``end`` of ``find`` to positions.
+        """Convert the optional ``start`` and ``end`` of a search to character positions.
 
         A start beyond the end of the text is kept, so that ``find("")`` returns -1 there, as for a
         ``str``.
@@ -442,7 +442,7 @@ class MappedText:
         return (low if start is None else max(low, start)), high
 
     def _needle(self, sub: object) -> bytes | None:
-        """Encode a search text in the file's encoding.
+        """Encode the string to search for in the encoding of the file.
 
         Returns None if that encoding cannot represent the text.
         """
@@ -611,7 +611,7 @@ class MappedLines(Sequence[str]):
 
 
 def _first_lead(block: bytes) -> int:
-    """Return the offset of the first character that begins in a block of UTF-8 bytes.
+    """Return the offset in a block of UTF-8 bytes at which the first complete character begins.
 
     The bytes before it continue a character of the previous block.
     """

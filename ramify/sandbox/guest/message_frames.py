@@ -292,7 +292,7 @@ class MessageFrameReader:
         self.have = 0
 
     def next(self) -> memoryview | None:
-        """Return the next complete frame, or None if more data must be read first.
+        """Return the next complete frame, or None if more bytes must be read first.
 
         The frame comes without its length prefix.
         """
@@ -324,7 +324,7 @@ class MessageFrameReader:
         return end - self.have
 
     def feed(self, chunk: bytes) -> None:
-        """Add bytes that the caller has already read from the stream."""
+        """Add bytes that the caller has already read from the connection."""
         self.data[self.have : self.have + len(chunk)] = chunk
         self.have += len(chunk)
 
@@ -445,7 +445,8 @@ def has_aligned_buffers(data: Buffer) -> bool:
 
 
 def copy_as_sent_to_host(value: Any) -> Any:
-    """Return a copy of a value with the types that the host would receive.
+    """Return a copy of a value as the host would receive it, after the same checks of types and
+    limits.
 
     Raises TypeError if a type is not supported, and ValueError if the value exceeds a limit.
     """
@@ -488,7 +489,7 @@ class ScratchBuffer:
 
 
 class HostGuestSharedMemory:
-    """One end of a file in shared memory through which host and session exchange long values.
+    """One end of a shared memory file through which a host and a session exchange long values.
 
     Each end writes to one half of the file and reads from the other half.
     """
@@ -508,7 +509,7 @@ class HostGuestSharedMemory:
     )
 
     def __init__(self, fd: int, *, is_host: bool, scratch: ScratchBuffer | None = None) -> None:
-        """Open one end of the file in shared memory.
+        """Open one end of a shared memory file, either for the host or for the session.
 
         ``scratch`` is a buffer into which ``take`` reads; the blobs are then valid only until the
         buffer is used again. Without it, each ``take`` allocates memory.
@@ -597,7 +598,7 @@ def _pieces(blobs: Sequence[Any]) -> Iterator[Any]:
 
 
 def text_in_pieces(blobs: Iterable[Any]) -> Iterator[Buffer]:
-    """Yield binary parts as buffers for writing, and split long texts into pieces.
+    """Yield the blobs of an encoded value as buffers, and split long ASCII strings.
 
     Each ASCII text becomes several buffers of limited length; other blobs are yielded unchanged.
     """

@@ -39,7 +39,7 @@ _HERE = os.path.dirname(__file__) + os.sep
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten ``text`` by cutting out its middle.
+    """Shorten a string to about ``limit`` characters by cutting out its middle.
 
     A note between them says how many characters are missing. Text within the limit is returned
     unchanged.

@@ -22,7 +22,10 @@ from .value_encoding import Buffer
 
 
 class TailBuffer:
-    """A buffer that keeps at least the last ``limit`` bytes of a stream."""
+    """A buffer that keeps the last bytes of an output stream and counts the discarded ones.
+
+    At least the last ``limit`` bytes are kept.
+    """
 
     __slots__ = ("_limit", "_parts", "_size", "lost")
 
@@ -42,7 +45,7 @@ class TailBuffer:
             self.lost += gone
 
     def take(self) -> tuple[bytes, int]:
-        """Return the buffer's content and empty it.
+        """Return the last bytes of the stream that the buffer holds, and empty the buffer.
 
         Returns its content, and how many bytes were discarded before it since the last call.
         """
@@ -67,8 +70,10 @@ class TailBuffer:
 
 
 class HeadTailBuffer:
-    """A buffer that keeps at most ``limit`` bytes of a stream: half from its beginning and half
-    from its end."""
+    """A buffer that keeps the beginning and the end of an output stream.
+
+    Each of the two holds at most half of the ``limit`` bytes.
+    """
 
     __slots__ = ("_half", "_head", "_tail")
 
@@ -112,7 +117,7 @@ _CONTINUATION = bytes(range(0x80, 0xC0))
 
 
 def _without_partial_end(data: bytes) -> bytes:
-    """Remove an incomplete character from the end of UTF-8 bytes."""
+    """Remove an incomplete UTF-8 character from the end of a byte string."""
     body = data.rstrip(_CONTINUATION)
     if (
         body
@@ -318,10 +323,11 @@ class CellOutputSender:
         self._ended = None if self._is_unused else (self._full_output, self.chars)
 
     def last_output(self) -> str:
-        """Return the output of the last finished cell, up to 16 times the length that the host
-        keeps.
+        """Return the output of the last finished cell, including text that was too long for the
+        host.
 
-        A hook that runs after a cell gets that cell's output.
+        At most 16 times the length that the host keeps is returned. A hook that runs after a cell
+        gets that cell's output.
         """
         return self._ended[0].text(self._ended[1]) if self._ended else ""
 
@@ -357,7 +363,8 @@ class CellOutputSender:
             self._interrupts.end_deferring(before)
 
     def take_frames(self, final: bool) -> list[Buffer]:
-        """Collect the output printed since the last call, and return the messages to send for it.
+        """Take the output printed since the last call, and return the messages that send it to the
+        host.
 
         The caller must hold the lock ``GuestChannel.sending``.
         """

@@ -126,7 +126,7 @@ class SessionForker:
         return pid
 
     def _take_wire(self, apart: JailForkHooks) -> None:
-        """Receive new connections for this process from the host after a fork.
+        """Replace the inherited connections of a forked process with new ones from the host.
 
         These are a socket, an output file and shared memory buffers. They replace the inherited
         ones under the same descriptor numbers.
@@ -218,7 +218,7 @@ def _random_state() -> Any:
 
 
 def _open_descriptors() -> list[int]:
-    """Return the file descriptors that the code of cells may have opened.
+    """Return the open file descriptors that may belong to the code of cells.
 
     These are the open ones from 3 up to the cell's limit.
     """

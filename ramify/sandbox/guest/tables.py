@@ -56,7 +56,7 @@ _CHILDREN = {"list": 1, "map": 1, "fixed": 1, "coded": 2}
 
 
 class Column(Sequence[Any]):
-    """The values of one column of a table.
+    """A column of a table, used like a list of its values.
 
     It supports ``len(c)``, ``c[3]``, ``c[10:20]`` (a list) and ``for value in c``.
     """
@@ -73,7 +73,7 @@ class Column(Sequence[Any]):
         children: Sequence[Column] = (),
         start: int = 0,
     ) -> None:
-        """Create a column over existing buffers.
+        """Create a column whose values are read from existing buffers, without a copy.
 
         ``type`` is the Arrow name of the type, such as ``int64``. ``start`` is the index of the
         first value in the buffers.
@@ -372,7 +372,7 @@ class NumberArray(Sequence[Any]):
     __slots__ = ("_char", "buffer", "dtype", "shape")
 
     def __init__(self, dtype: str, char: str, shape: Sequence[int], buffer: memoryview) -> None:
-        """Create an array over a buffer whose numbers are in row-major (C) order.
+        """Create an array whose numbers are read from a buffer in row-major (C) order.
 
         ``char`` is their format character in the module ``struct``. Raises ValueError if the
         buffer's size does not fit the shape.

@@ -91,7 +91,7 @@ class HashFloodingGuard:
         self._left = MAX_EQUAL_HASHES**2
 
     def check(self, keys: Any) -> None:
-        """Raise ValueLimitError if too many of the keys have equal hashes."""
+        """Raise ValueLimitError if too many keys of a received set or dict have equal hashes."""
         if len(keys) > _FEW_KEYS and not _SALTED.issuperset(map(type, keys)):
             key_list = list(keys)
             hashes: set[int] = set()
@@ -102,7 +102,7 @@ class HashFloodingGuard:
     def add_checked_keys(
         self, container: Any, keys: list[Any], values: list[Any] | None = None
     ) -> Any:
-        """Add keys to an empty set, or keys and values to an empty dict, and return it.
+        """Add received keys, or keys and values, to an empty set or dict, and return the container.
 
         Raises ValueLimitError if too many hashes are equal, or if adding takes too long.
         """
@@ -136,7 +136,7 @@ class HashFloodingGuard:
 
 
 def _in_pieces(add: Callable[[Any], Any], items: list[Any]) -> None:
-    """Add items to a set or dict in batches, and stop if hash collisions make this slow.
+    """Add items to a set or dict in batches, and raise an error if hash collisions make this slow.
 
     Raises ValueLimitError in that case. Even keys with distinct hashes can collide in the hash
     table, which can only be detected by timing.
@@ -295,7 +295,7 @@ class ValueEncoder:
         return out
 
     def _is_flat(self, items: Any) -> bool:
-        """Return True if plain JSON can represent all items without a change.
+        """Return True if all items can be written to JSON without tags or conversions.
 
         The check runs at C speed.
         """
@@ -389,7 +389,7 @@ class ValueEncoder:
 
 
 def _in_order(items: Any) -> list[Any]:
-    """Return the items of a set in sorted order if they can be compared.
+    """Return the items of a set as a list, in sorted order if they can be compared.
 
     The order then does not depend on the process.
     """
@@ -400,9 +400,10 @@ def _in_order(items: Any) -> list[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """Format a dict key for an error message that shows the path to a value.
+    """Format a dict key for an error message about a part of a value.
 
-    The result is short, and an error in the key's own ``__repr__`` does no harm.
+    The message shows the path to the value that caused the error. The result is short, and an error
+    in the key's own ``__repr__`` does no harm.
     """
     return (
         repr(key)[:40]
@@ -412,7 +413,7 @@ def _show_key(key: Any) -> str:
 
 
 class FileTextReference(NamedTuple):
-    """A reference by digest to a file-backed text, which a session sends instead of the text."""
+    """The digest of a file-backed text, which a session sends to the host instead of the text."""
 
     digest: str
 
@@ -567,7 +568,7 @@ class ValueDecoder:
 
 
 def encode_text_blobs(blobs: Sequence[Any]) -> list[Buffer]:
-    """Encode the texts in a list of blobs as bytes.
+    """Encode the strings in a list of blobs as bytes, and leave the other blobs unchanged.
 
     An encoder created with ``defers`` leaves long texts as str.
     """
@@ -575,8 +576,7 @@ def encode_text_blobs(blobs: Sequence[Any]) -> list[Buffer]:
 
 
 def roundtrip_copy(value: Any) -> Any:
-    """Return a copy of a value in the form in which the other end of the connection would receive
-    it.
+    """Return a copy of a value as it would arrive at the other end of the connection.
 
     Raises TypeError if the value cannot be encoded.
     """

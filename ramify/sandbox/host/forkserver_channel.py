@@ -220,7 +220,7 @@ class ForkServerChannel:
         self.abandon()
 
     def abandon(self) -> None:
-        """Release the resources of this connection after the server has gone."""
+        """Release this connection's resources after the fork server has ended."""
         if self._complaints is not None:
             os.close(self._complaints)
             self._complaints = None

@@ -50,8 +50,7 @@ JAIL_MODULES = (
 
 
 class StartedForkServer:
-    """The process of a started fork server, with its control socket and the files needed to manage
-    it."""
+    """A started fork server: its process, its control socket and the files that belong to it."""
 
     __slots__ = ("complaints", "control", "folder", "process")
 
@@ -73,7 +72,7 @@ class StartedForkServer:
         os.close(self.complaints)
 
     def leave_to_parent(self) -> None:
-        """Close a forked child's handles to its parent's fork server, and leave the server running.
+        """Close this forked child's handles to the parent's fork server, which keeps running.
 
         Call this in a forked child.
         """
@@ -137,7 +136,7 @@ def start_early(modules: tuple[str, ...] = JAIL_MODULES) -> None:
 
 
 def take_prestarted_server(modules: tuple[str, ...]) -> StartedForkServer | None:
-    """Return the fork server that was started early for the given modules, or None.
+    """Take the fork server that was started early for the given modules, or return None.
 
     Each process is returned only once.
     """

@@ -42,7 +42,7 @@ def load(folder, names):
 
 
 def paths(modules: Sequence[str]) -> list[Path]:
-    """Return the paths of the source files that belong to the given modules.
+    """Return the paths of the source files of the given guest modules.
 
     For a package, these are all files in its folder.
     """

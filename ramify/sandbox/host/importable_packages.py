@@ -31,10 +31,10 @@ _PROJECT = (".git", ".hg", "pyproject.toml", "setup.py", "setup.cfg")
 
 
 def locate(packages: Sequence[str]) -> list[str]:
-    """Return the folders that contain the given packages and their dependencies, without
-    duplicates.
+    """Return the folders that Python must search to import the given packages and their
+    dependencies.
 
-    Raises ConfigError if a package is not installed.
+    Each folder is listed once. Raises ConfigError if a package is not installed.
     """
     return list(
         dict.fromkeys(os.path.dirname(place) for name in packages for place in _package_paths(name))
@@ -55,7 +55,7 @@ def readable_paths(packages: Sequence[str]) -> list[str]:
 
 
 def partly_visible_folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders that are only partly visible in a jail.
+    """Return the package folders of which sessions in a jail may read only a part.
 
     Imports need to look up names in these folders. Raises ConfigError if a package is not
     installed.
@@ -99,7 +99,7 @@ def _spec(name: str) -> ModuleSpec:
 
 
 def _is_installed(folder: str) -> bool:
-    """Return True if packages are installed into this folder, such as site-packages.
+    """Return True if packages are installed into this folder, as into site-packages.
 
     Returns False if it is also the root of a project.
     """
@@ -137,10 +137,10 @@ def _readable_paths(place: str) -> list[str]:
 
 
 def _visible_package_paths(folder: str) -> list[str]:
-    """Return the paths in a package's folder that sessions may read, without hidden files and
-    links.
+    """Return the paths in a package's folder that sessions may read.
 
-    If nothing in the folder is hidden, return only the folder itself.
+    Hidden files and links are left out. If nothing in the folder is hidden, return only the folder
+    itself.
     """
     paths, shows_all = [], True
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
@@ -158,7 +158,7 @@ def _visible_package_paths(folder: str) -> list[str]:
 
 
 def _importable_entries(folder: str) -> Iterator[str]:
-    """Yield the modules and packages in a folder.
+    """Yield the paths of the modules and packages in a folder.
 
     The folder may also contain other files, which are skipped.
     """
@@ -184,7 +184,7 @@ def _is_package(folder: str) -> bool:
 
 
 def _remedy(name: str) -> str:
-    """Suggest how to install a missing package.
+    """Return advice for an error message about a package that cannot be imported.
 
     The name under which it is imported often differs from the name under which it is installed.
     """

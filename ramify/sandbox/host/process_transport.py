@@ -100,7 +100,10 @@ class SessionSharedMemory:
 
 
 class ForkedSessionHandles(NamedTuple):
-    """What the host holds for one forked session: a connection, shared files and process ids."""
+    """The host's handles for one forked session, such as its socket and its process id.
+
+    The handles also include the shared files.
+    """
 
     sock: socket.socket
     files: SessionSharedMemory
@@ -195,7 +198,7 @@ class ForkedSessionTransport:
         return host_end, files
 
     def make_branch_ends(self) -> tuple[socket.socket, socket.socket, SessionSharedMemory]:
-        """Create the socket and the files of a branch.
+        """Create the socket and the shared files for a new branch of the session.
 
         Returns the host's end of the socket, the branch's end, and the files. Raises SandboxError
         if the system refuses.
@@ -326,7 +329,7 @@ class ForkedSessionTransport:
 
 
 class BranchSessionTransport(ForkedSessionTransport):
-    """The connection to a branch, a forked copy of a session.
+    """The host's connection to a branch, which is a forked copy of a session.
 
     The kernel reports which process sent the first message on the socket, which identifies the
     branch. The fork server is not its parent, so the host notices its exit through a process
@@ -373,7 +376,8 @@ class BranchSessionTransport(ForkedSessionTransport):
         self.stream.start_reading(received, lost)
 
     def accept_process(self, pid: int) -> bool:
-        """Take the process with this id as the branch's process, and open a pidfd for it.
+        """Accept the process with this id as the branch's process, and open a descriptor (pidfd)
+        for it.
 
         Returns False if there is no such process.
         """

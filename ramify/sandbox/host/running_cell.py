@@ -57,7 +57,7 @@ class CellWorkTimer:
     __slots__ = ("_cpu_s", "_paused", "_since", "worked_s")
 
     def __init__(self, cpu_s: Callable[[], float] | None = None) -> None:
-        """Create a stopped clock.
+        """Create a clock that has not been started yet.
 
         ``cpu_s`` returns the CPU time that the session has used, in seconds, or None if that is
         unknown.
@@ -122,7 +122,7 @@ class PendingHostCalls:
         answer: Answer,
         on_bug: Callable[[], None],
     ) -> None:
-        """Create an empty record of the calls that a cell makes to the host.
+        """Create a registry for the calls that one cell makes to the host.
 
         ``on_bug`` is called if answering a call raises an unexpected exception, which is then
         stored in ``bug``.
@@ -174,11 +174,12 @@ class PendingHostCalls:
         self.tasks[id] = asyncio.get_running_loop().create_task(self._answer(id, self.pending[id]))
 
     def inherit(self, other: PendingHostCalls, pending: dict[int, PendingHostCall]) -> None:
-        """Take over the calls that a cell was waiting for when its session was forked."""
+        """Take over the pending calls of the cell from the session that this branch was forked
+        from."""
         self.pending, self._last_id = pending, other._last_id
 
     async def _answer(self, id: int, call: PendingHostCall) -> None:
-        """Compute the answer to one call of the cell and send it.
+        """Compute the answer to one call of the cell, and send it to the session.
 
         Every failure becomes an error in the cell, and an unexpected one is also stored in ``bug``.
         """
@@ -224,7 +225,7 @@ class PendingHostCalls:
         self.wire.send(header, encoder)
 
     def _settle(self, id: int) -> bool:
-        """Remove a call from the pending calls after its answer is ready.
+        """Remove a call from the pending calls once its answer is ready.
 
         Returns False if its cell has already ended.
         """
@@ -240,7 +241,7 @@ class PendingHostCalls:
             task.cancel()
 
     def discard_unanswered(self) -> None:
-        """Stop the clock and discard the pending calls, because their cell has ended."""
+        """Stop the cell's clock and discard its pending calls, because the cell has ended."""
         self._clock.stop()
         self.pending.clear()
 
@@ -252,7 +253,7 @@ class PendingHostCalls:
 
 
 def _encode(encoder: ValueEncoder, value: Any) -> Any:
-    """Encode a large value that will be sent to the sandboxed session.
+    """Encode a large value as an answer to a call from the sandboxed session.
 
     If its long strings do not fit into the shared buffers, they are converted to bytes now.
     """
@@ -434,7 +435,7 @@ class CellTimeoutTimer:
         self._cell: RunningCell | None = None
 
     def watch(self, cell: RunningCell | None) -> None:
-        """Watch the working time of a cell.
+        """Start to watch the working time of a cell, or stop watching.
 
         Pass None if no cell is running.
         """
@@ -460,7 +461,7 @@ class CellTimeoutTimer:
             self._timer = None
 
     def close(self) -> None:
-        """Cancel the timer and forget the session, so that the session can be freed at once."""
+        """Cancel the timer, and drop its references so that the session can be freed at once."""
         self.cancel()
         self._cell, self._ring = None, do_nothing
 
@@ -492,7 +493,7 @@ class SessionStatus(enum.Enum):
 
 
 def result_of(cell: RunningCell, done: CellDoneFrame, note: Any) -> CellResult:
-    """Build a cell's result from the message that reports its end.
+    """Build the result of a cell from the message that reports the end of the cell.
 
     ``note`` holds what the session's ``after_cell`` hooks returned.
     """

@@ -165,7 +165,7 @@ class GuestSessionProxy:
     async def _await_cell_result(
         self, cell: RunningCell, request: dict[str, Any] | None
     ) -> CellResult:
-        """Wait until a cell has ended, and return its result.
+        """Start a cell if it is not running yet, wait until it has ended, and return its result.
 
         ``request`` starts the cell. It is None in a branch, which continues a cell of its origin.
         """
@@ -201,7 +201,7 @@ class GuestSessionProxy:
         return SessionDied(f"the session ended in the middle of a cell: {why}", cell.stdout())
 
     async def _give_up(self, cell: RunningCell) -> None:
-        """Stop a cell because the task that was waiting for it has been cancelled.
+        """Stop a cell because the task that was waiting for its result has been cancelled.
 
         Afterwards the session is either usable or known to be dead.
         """
@@ -319,8 +319,7 @@ class GuestSessionProxy:
 
     @property
     def server_and_pid(self) -> tuple[Any, int]:
-        """The connection to the session's fork server, and the session's process id on that
-        server."""
+        """The connection to the session's fork server and the process id that the server uses."""
         transport = self._wire.transport
         return getattr(transport, "channel", None), getattr(transport, "server_pid", -1)
 
@@ -363,7 +362,7 @@ class GuestSessionProxy:
     async def _fork(
         self, transport: ForkingTransport, cell: RunningCell | None
     ) -> GuestSessionProxy:
-        """Fork a branch of the session, once all earlier fork requests are done.
+        """Fork a branch of the session, after all fork requests that were made earlier.
 
         Requests to fork wait for their turn. ``cell`` is the cell that was waiting for the host
         when the fork was requested, or None if the session was idle.
@@ -410,11 +409,12 @@ class GuestSessionProxy:
         return branch
 
     def _reset_output_offset(self) -> None:
-        """Record that the session writes to a new output file, which is read from its beginning."""
+        """Start reading the session's output from the beginning, because it has a new output
+        file."""
         self._wire.upto = 0
 
     def _check_waits(self, cell: RunningCell | None) -> None:
-        """Raise SandboxError if the session cannot be forked now.
+        """Raise SandboxError if the session cannot be forked in its present state.
 
         It can if it is idle, or if its cell waits for the host.
         """
@@ -459,7 +459,7 @@ class GuestSessionProxy:
         self._interrupt_again(cell, _INTERRUPTS)
 
     def _stop_for_bug(self) -> None:
-        """Stop the running cell, because a host bug left one of its calls unanswered."""
+        """Stop the running cell after a bug in the host left one of the cell's calls unanswered."""
         if self._cell is not None:
             self._stop(self._cell)
 
@@ -476,7 +476,7 @@ class GuestSessionProxy:
             self._fail(f"it did not stop within {grace_s:g} s of an interrupt ({cell.stopped})")
 
     def _fail(self, why: str) -> None:
-        """End a session that cannot continue, and record the reason."""
+        """Kill a session that cannot continue, and record the reason."""
         if not self._failure:
             self._failure, self._state = why, SessionStatus.ENDED
             self._wire.transport.kill()

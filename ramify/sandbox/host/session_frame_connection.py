@@ -203,7 +203,7 @@ def parse(
 
 
 def release_read_buffers(message: FromGuest, shared_buffers: HostGuestSharedMemory | None) -> None:
-    """Mark the shared memory as free if a message shows that the session has read all of it."""
+    """Mark the shared memory as free once a message confirms that the session has read it."""
     if message.got and shared_buffers is not None and message.got == shared_buffers.put_count:
         shared_buffers.is_free = True
 
@@ -248,7 +248,7 @@ def decode_value(
 
 
 def _decode_json(data: msgspec.Raw, deadline: float) -> Any:
-    """Decode JSON, in pieces if it is long.
+    """Decode JSON from a session, in several steps if it is long.
 
     Raises ProtocolError if it takes too much CPU time.
     """
@@ -275,7 +275,7 @@ def _decode_json(data: msgspec.Raw, deadline: float) -> Any:
 
 
 def _group_short_items(items: list[msgspec.Raw]) -> Iterator[list[msgspec.Raw] | msgspec.Raw]:
-    """Group short JSON items, so that many of them can be decoded in one step.
+    """Group a list's short JSON items, so that many of them are decoded in one step.
 
     Yields each group, and each long item separately.
     """
@@ -461,7 +461,7 @@ class GuestFrameConnection:
         self.resume_receiving("decoding")
 
     def pause_receiving(self, reason: str) -> None:
-        """Pause the handling of messages from the session, for the given reason.
+        """Pause the handling of the session's messages, for the given reason.
 
         It continues after ``resume_receiving`` with the same reason. Several reasons can be active
         at once.
@@ -480,12 +480,11 @@ class GuestFrameConnection:
             self.transport.resume()
 
     def held_bytes(self) -> int:
-        """Return how many bytes of memory are held by incomplete messages and by messages being
-        decoded."""
+        """Return how many bytes of memory hold messages that are incomplete or being decoded."""
         return self._assembler.held_bytes() + self._decoding_bytes
 
     def clear_pause_reasons(self) -> None:
-        """Clear all reasons to pause the stream, so that the rest of it is read."""
+        """Clear all reasons to pause this connection, so that the remaining messages are read."""
         self._holds.clear()
         self.transport.resume()
 
@@ -541,7 +540,7 @@ class GuestFrameConnection:
 
 
 def _decode_frame_value(message: FromGuest, blobs: list[memoryview], size: int) -> tuple[Any, int]:
-    """Decode the value that a message from the session carries.
+    """Decode the value in a message from the session.
 
     Returns it with an estimate of the memory that it uses, in bytes. ``size`` is the size of the
     frame in bytes. The estimate limits the calls that wait for an answer, so it is 0 for output and

@@ -60,8 +60,10 @@ class GuestTransport(Protocol):
     def resume(self) -> None: ...
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in the guest's main thread, if a cell runs there and the
-        transport supports interrupts."""
+        """Raise KeyboardInterrupt in the guest's main thread if a cell is running there.
+
+        Does nothing if the transport does not support interrupts.
+        """
         ...
 
     def kill(self) -> None:
@@ -153,7 +155,7 @@ MAX_UNSENT_BYTES = 64 << 20
 
 
 def do_nothing(*_: Any) -> None:
-    """Ignore all arguments: a callback for data that arrives after a session was closed.
+    """Do nothing, in place of the callbacks of a session or stream that has been closed.
 
     Used as the callback for data that still arrives for a closed session or stream.
 
@@ -230,7 +232,7 @@ class MessageFrameAssembler:
                 self._held = bytearray(data[at:])
 
     def defer_data(self, data: memoryview) -> None:
-        """Keep received bytes until the next call of ``feed``."""
+        """Keep received bytes without processing them until the next call of ``feed``."""
         if self._held is None:
             self._held, self._need = bytearray(), 0
         self._held += data
@@ -361,7 +363,7 @@ class SocketStream:
             self._loop.add_reader(fd, self._on_readable)
 
     def read_available(self) -> None:
-        """Read the data that has already arrived, without waiting for more."""
+        """Read the bytes that have already arrived on the socket, without waiting for more."""
         with contextlib.suppress(OSError):
             for _ in range(_MOST_READS):
                 count = self._sock.recv_into(self._scratch)
@@ -370,7 +372,8 @@ class SocketStream:
                 self._received(self._view[:count])
 
     def successor(self, sock: socket.socket) -> SocketStream:
-        """Close this stream, and return a new stream over ``sock`` with the same callbacks."""
+        """Close this stream, and return a stream over another socket that calls the same
+        callbacks."""
         self.close()
         stream = SocketStream(sock, self._shared)
         stream.start_reading(self._received, self._lost)
@@ -457,7 +460,7 @@ class SocketStream:
             self._loop.remove_writer(self._sock.fileno())
 
     def close_silently(self) -> None:
-        """Close the stream for good, without calling ``lost``.
+        """Close the stream for good, without reporting to ``lost`` that the connection has gone.
 
         Data still in transit is ignored.
         """

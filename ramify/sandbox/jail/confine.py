@@ -54,7 +54,7 @@ class JailLimits(NamedTuple):
 
 
 class JailSessionDescriptors(NamedTuple):
-    """Descriptors of one session's private folder and Landlock rules, opened before its fork.
+    """File descriptors of one session's private folder and Landlock rules, opened before its fork.
 
     The zygote, the process that forks sessions, opens them. A descriptor that is not needed is -1.
     """
@@ -70,7 +70,7 @@ class JailSessionDescriptors(NamedTuple):
             os.close(self.rules)
 
     def drop_scratch(self) -> None:
-        """Close the file system that held the private folder of a finished session."""
+        """Close the descriptor of the file system that held a finished session's private folder."""
         if self.scratch >= 0:
             os.close(self.scratch)
 
@@ -159,7 +159,7 @@ class JailSessionConfiner:
 
 
 def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
-    """Return the resource limits of a session's process, as pairs of soft and hard limits.
+    """Return the soft and hard limit of each resource that a session's process may use.
 
     No limit exceeds the current hard limit.
     """
@@ -184,7 +184,7 @@ _register_at_fork = os.register_at_fork
 
 
 def _leave_undone(**_: Any) -> None:
-    """A replacement for ``os.register_at_fork`` that does nothing.
+    """A replacement for ``os.register_at_fork`` that registers no hooks.
 
     It accepts any hooks and registers none.
     """

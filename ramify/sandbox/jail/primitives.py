@@ -57,7 +57,7 @@ class KernelOperationRefusedError(OSError):
 
 
 def check_call_result(result: int, what: str) -> int:
-    """Return the result of a C library call, such as a file descriptor.
+    """Return the result of a C library call, or raise an error if the call failed.
 
     Raises KernelOperationRefusedError if the result is negative.
     """
@@ -131,7 +131,7 @@ _clone_arguments = tuple(
 
 
 def fork_sibling() -> int:
-    """Fork a process that becomes a child of this process's parent, without any fork hooks.
+    """Fork a sibling of this process without running the fork hooks of Python and the C library.
 
     The hooks are those of Python and the C library. The new process is a sibling, that is, a child
     of this process's parent. So neither process is notified when the other ends. Use this only in a
@@ -146,7 +146,7 @@ def fork_sibling() -> int:
 
 
 def adopt_host_connection(wire: int, *files: int) -> None:
-    """Receive a new connection to the host after a fork, and the files that come over it.
+    """Receive a new connection to the host, and the files sent over it, in a forked process.
 
     The connection's descriptor gets the number ``wire``.
 
@@ -171,7 +171,7 @@ def adopt_host_connection(wire: int, *files: int) -> None:
 
 
 def replace_all_descriptors(number: int) -> None:
-    """Close all descriptors of this process, then receive a new one from the host.
+    """Close all file descriptors of this process, then receive a new connection from the host.
 
     It gets the given number. The host gives one only to a process that has no open descriptors.
     Raises OSError if the host refuses.
@@ -294,7 +294,7 @@ def landlock_version() -> int:
 
 
 def _rights(version: int) -> int:
-    """Return a bit mask of the file access rights that this Landlock version can restrict."""
+    """Return a bit mask of the file access rights that a Landlock version can restrict."""
     return ((1 << 13) - 1) | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
 
 
@@ -373,7 +373,7 @@ def switch_user(uid: int) -> None:
 
 
 def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
-    """Map the user and group of this process's new user namespace to ids outside it.
+    """Map a user and a group in this process's new user namespace to ids outside the namespace.
 
     ``proc`` is a descriptor of /proc.
     """
@@ -386,7 +386,7 @@ def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
 
 
 def write_kernel_file(path: str, text: str, folder: int | None = None) -> None:
-    """Write text to a kernel file, such as one in /proc.
+    """Write a string to a kernel file, such as one in /proc.
 
     Raises KernelOperationRefusedError if that fails.
     """

@@ -160,7 +160,7 @@ def build_deny_filter(machine: str, calls: set[int]) -> bytes:
 
 
 def _load_argument(index: int, half: int = 0) -> Step:
-    """Return a filter step that loads half of a system call's argument: its low or high 32 bits.
+    """Return a filter step that loads the low or high 32 bits of a system call's argument.
 
     They are numbered 0 (low) and 1 (high).
     """
@@ -179,7 +179,7 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _own_pid(otherwise: int) -> list[Step]:
-    """Return filter steps that allow a system call only for the calling process.
+    """Return filter steps that allow a system call only if a process applies it to itself.
 
     The first argument must be 0, which means the calling process.
     """
@@ -191,7 +191,7 @@ def _deny_if_bits(index: int, bits: int) -> list[Step]:
 
 
 def _open_call_steps(flags: int) -> list[Step]:
-    """Return filter steps for system calls that open files, which may only read or write them.
+    """Return filter steps that let the system calls for opening files only read or write them.
 
     ``flags`` is the index of the argument with the open flags.
 
@@ -289,7 +289,7 @@ _STEPS: dict[str, int | list[Step]] = {
 
 
 def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
-    """Compile rules for system calls into a filter program that the kernel runs.
+    """Compile the rules for all system calls into a filter program that the kernel can run.
 
     ``rules`` gives the answer or the filter steps for each system call number. ``otherwise`` is the
     answer for all other numbers.
@@ -334,7 +334,7 @@ def _ranges(
 def _binary_search_steps(
     ranges: list[tuple[int, int | list[Step]]], bodies: list[list[Step]]
 ) -> list[Step]:
-    """Return filter steps that find the range of a system call number by binary search.
+    """Return filter steps that find the rule for a system call by a binary search on its number.
 
     A jump to the steps of a rule holds their negative index until ``assemble`` replaces it.
     """
@@ -361,7 +361,7 @@ class _Program(ctypes.Structure):
 
 
 class SeccompFilter:
-    """A compiled system call filter.
+    """A compiled filter for the system calls that a process may make.
 
     Any number of processes can install it.
     """

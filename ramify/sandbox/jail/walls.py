@@ -111,7 +111,7 @@ def isolate_zygote(config: dict[str, Any], let_go: Any, preload: Any) -> Reached
 
 
 def _describe_cause(error: BaseException) -> str:
-    """Describe an exception in one sentence: the operation that failed, and why."""
+    """Return a short description of which operation failed and why, for an exception."""
     why = str(getattr(error, "strerror", None) or error)
     if not isinstance(error, OSError) or not error.errno or hasattr(error, "what"):
         return why
@@ -126,7 +126,8 @@ def _describe_cause(error: BaseException) -> str:
 def _build_namespaces(
     config: dict[str, Any], missing: dict[str, str], let_go: Any
 ) -> ReachedIsolation:
-    """Isolate a child process with Linux namespaces, and continue there.
+    """Isolate a child process with Linux namespaces, and let the child continue in place of this
+    process.
 
     This is tier A of the jail. A child is needed because isolation that was built only in part
     cannot be undone. Returns only in the child; raises OSError in this process if the child fails.
@@ -154,7 +155,10 @@ def _build_namespaces(
 
 
 def _wait_out(pid: int) -> None:
-    """Wait for a child process, kill all processes that it leaves behind, and exit as it did."""
+    """Wait for a child process to end, kill the processes that it leaves behind, and exit too.
+
+    The exit status is that of the child.
+    """
     os.closerange(3, 1 << 20)
     primitives.prctl(primitives.PR_SET_CHILD_SUBREAPER, 1)
     status = os.waitpid(pid, 0)[1]
@@ -197,7 +201,7 @@ def _own_user(proc: int) -> None:
 
 
 def _become_nobody(proc: int) -> None:
-    """Give up the rights of the root user permanently.
+    """Give up the rights of the root user permanently, and continue as an ordinary user.
 
     The limit on the number of processes does not apply to root, not even in a user namespace.
     """
@@ -222,7 +226,7 @@ def _drop_root() -> None:
 
 
 def _continue_as_first() -> None:
-    """Fork, and let the child continue as the init process (process 1) of its PID namespace.
+    """Fork, and continue in the child as the first process (init) of the new PID namespace.
 
     When process 1 ends, the kernel ends all others there.
     """
@@ -283,7 +287,7 @@ def _link(path: str) -> None:
 
 
 def scratch_folder_path(shown: list[str]) -> str:
-    """Return the path that a session's private folder has inside the jail.
+    """Return the path of a session's private folder as seen inside the jail.
 
     It is /tmp, unless that would hide a path below /tmp that sessions should see.
     """
@@ -291,7 +295,7 @@ def scratch_folder_path(shown: list[str]) -> str:
 
 
 def readable_paths(config: dict[str, Any]) -> list[str]:
-    """Return the real paths that Python and the requested packages need.
+    """Return the real paths that Python and the requested packages need to read.
 
     Paths inside another returned path are left out.
     """
@@ -308,7 +312,7 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _continue_kept(let_go: Any) -> bool:
-    """Fork and continue in the child, while the parent waits to clean up after it.
+    """Fork, and continue in the child while the parent waits to clean up after it.
 
     The parent waits, and ends all processes that the child leaves behind.
     """
@@ -374,7 +378,7 @@ def _finish_isolation(
 
 
 def _usable_landlock_version(config: dict[str, Any]) -> int:
-    """Return the Landlock version to use: the kernel's version, or an older one if configured.
+    """Return the Landlock version to use, which is the kernel's unless an older one is configured.
 
     It is 0 if Landlock is disabled.
     """
@@ -421,7 +425,7 @@ def _try_out(walls: ReachedIsolation) -> None:
 def _try_known_attacks(
     walls: ReachedIsolation, prepared: confine.JailSessionDescriptors, wire: socket.socket
 ) -> int:
-    """Confine this process like a session, then try known attacks on the confinement.
+    """Confine this process like a session's, then try to break out with known attacks.
 
     Returns a bit mask of the attacks that succeeded, or ``_NOT_STARTED`` if the process could not
     be confined.
@@ -444,7 +448,7 @@ def _try_known_attacks(
 
 
 def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
-    """Serve a trial session from the host's side, and check the kernel features used there.
+    """Play the host's part for a trial session, and check the kernel features that the host needs.
 
     Returns an error if one is missing, otherwise None.
     """
@@ -477,7 +481,7 @@ def _serve_trial(wire: socket.socket, pid: int) -> OSError | None:
 
 
 def _answer_trial(listener: int, file: int) -> bool:
-    """Answer one system call of the trial session for which the kernel asks the host.
+    """Answer one system call that the kernel submits to the host on behalf of the trial session.
 
     A request to create a process is refused; a request for a file descriptor is granted. Returns
     False if that was the last request or the session has ended.

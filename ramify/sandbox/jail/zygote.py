@@ -158,7 +158,7 @@ class InMemoryStdlibImporter:
 
 
 def _store_library() -> None:
-    """Make the rest of the standard library available to sessions that cannot read files.
+    """Load the standard library into memory for sessions that cannot read its files.
 
     Extension modules are imported now, and the source of the other modules is kept in memory.
     """
@@ -226,7 +226,7 @@ class Zygote(forkserver.ForkServer):
             super().handle(header, fds)
 
     def _freeze_session_folder(self, id: int, pid: int) -> None:
-        """Make a session's private folder read-only before the session is forked."""
+        """Make a session's private folder read-only, because the session is about to fork."""
         prepared = self.children.get(pid)
         try:
             if isinstance(prepared, confine.JailSessionDescriptors) and prepared.scratch >= 0:
@@ -247,7 +247,8 @@ class Zygote(forkserver.ForkServer):
         return found
 
     def kill_orphans(self) -> None:
-        """Kill processes left over from ended sessions, if the fork server is shutting down.
+        """Kill the processes that ended sessions have left behind, if the fork server is shutting
+        down.
 
         Before that there are none, because a session can create no processes except branches, and
         the host ends these.
@@ -275,7 +276,7 @@ def main(control_fd: int) -> None:
 
 
 def _use_wait(sock: socket.socket) -> None:
-    """Import modules for later sessions while waiting for the configuration."""
+    """Import modules that sessions will need, while no configuration has arrived yet."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     for name in forkserver.PRELOAD:
@@ -331,7 +332,7 @@ def _run_zygote(control: Any, config: dict[str, Any]) -> None:
 
 
 def _be_poorer(deny: list[int]) -> None:
-    """Forbid this process the given system calls, to simulate a less capable machine.
+    """Deny this process the given system calls, to simulate a less capable machine.
 
     This simulates a kernel or a container that lacks them.
     """

@@ -129,7 +129,8 @@ class DockerService:
 
 
 class DockerContainer:
-    """A running Docker container, whose standard input and output carry a session's messages.
+    """A running Docker container that exchanges messages with the host over standard input and
+    output.
 
     Implements ``remote.ByteStream``.
     """
@@ -273,8 +274,10 @@ class DockerApiClient:
         return _decode_response(answer.body)
 
     async def attach(self, container: str) -> ContainerStdio:
-        """Connect to the standard input and output of a container, which must have been created
-        with its input open."""
+        """Connect to the standard input and output of a container.
+
+        The container must have been created with its input open.
+        """
         path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
         upgrade = {"Upgrade": "tcp", "Connection": "Upgrade"}
         what = "attach to a container"
@@ -318,7 +321,7 @@ class ContainerStdio:
     """
 
     def __init__(self, transport: asyncio.Transport, begin: bytes) -> None:
-        """Take over an HTTP connection that the engine has switched to raw data.
+        """Take over an HTTP connection on which the engine now sends the container's raw output.
 
         ``begin`` holds the bytes that have already arrived.
         """
@@ -352,7 +355,7 @@ class ContainerStdio:
 
 
 def _decode_response(data: bytes) -> Any:
-    """Decode the engine's response as JSON.
+    """Decode the body of the engine's response, which is JSON in most cases.
 
     Several lines of JSON, such as the progress of an image pull, become a list. A response that is
     not JSON is returned as text.

@@ -171,7 +171,7 @@ class ThreadSessionTransport:
 
 
 class _Router(io.TextIOBase):
-    """Sends each ``print`` to the session whose thread prints, or else to the host's stream.
+    """A stream that writes each ``print`` to the session whose thread prints.
 
     It replaces ``sys.stdout`` or ``sys.stderr``. It sends each print to the session whose thread
     prints. Prints of other threads go to the host's stream.
@@ -207,7 +207,7 @@ _lock = threading.Lock()
 
 
 class _RoutedPrints:
-    """A context manager that redirects what this thread prints to its session.
+    """A context manager that redirects the prints of this thread to the thread's session.
 
     The first session replaces ``sys.stdout`` and ``sys.stderr``, and the last one restores them.
     """
@@ -235,7 +235,7 @@ class _RoutedPrints:
 
 
 def _builtins_for(guest: SandboxGuest) -> types.ModuleType:
-    """Return a copy of Python's ``builtins`` module, adapted to one session.
+    """Return a copy of Python's ``builtins`` module that is adapted to one session.
 
     Its ``print`` writes to the session from every thread that runs the session's code. Its
     ``import`` finds the modules that were installed in the session.

@@ -43,7 +43,8 @@ kept only by such processes."""
 
 
 class ProbedIsolationTier(msgspec.Struct, frozen=True):
-    """The strongest isolation level that works on this machine, and why no stronger one does."""
+    """The strongest isolation level that works on this machine, and the reasons against stronger
+    ones."""
 
     tier: str | None
     """The tier: A, B, C, or None if not even C works."""
@@ -54,7 +55,7 @@ class ProbedIsolationTier(msgspec.Struct, frozen=True):
 
 
 class _KeptTier(msgspec.Struct, frozen=True):
-    """A cached test result, with the properties of the machine on which it depends."""
+    """A cached result of the isolation test and the machine properties on which it depends."""
 
     conditions: list[str]
     """Properties of the machine on which the result depends."""
@@ -62,7 +63,8 @@ class _KeptTier(msgspec.Struct, frozen=True):
 
 
 def kept_tier() -> ProbedIsolationTier | None:
-    """Return the tier cached by an earlier process under the same conditions, or None."""
+    """Return the isolation tier that an earlier process cached under the same conditions, or
+    None."""
     if _UNFILTERED not in _content("/proc/self/status"):
         return None
     with contextlib.suppress(OSError, ValueError), _opened_folder() as folder:
@@ -78,7 +80,7 @@ def kept_tier() -> ProbedIsolationTier | None:
 
 
 def keep_tier(found: ProbedIsolationTier) -> None:
-    """Cache a test result for later processes, if a private folder for it can be used.
+    """Cache the result of an isolation test for later processes, if a private folder can be used.
 
     A result is not kept if some tier was unavailable, because the cause may be fixed before the
     next process starts.
@@ -98,14 +100,14 @@ def keep_tier(found: ProbedIsolationTier) -> None:
 
 
 def forget_tier() -> None:
-    """Delete a cached test result that turned out to be wrong."""
+    """Delete the cached result of an isolation test, because it turned out to be wrong."""
     with contextlib.suppress(OSError), _opened_folder() as folder:
         os.unlink(_FILE, dir_fd=folder)
 
 
 @contextlib.contextmanager
 def _opened_folder(makes: bool = False) -> Iterator[int]:
-    """Open the private cache folder that holds the result of the isolation test.
+    """Open the private folder in which the result of the isolation test is cached.
 
     Raises PermissionError if another user can write to it.
     """
@@ -131,14 +133,15 @@ def _check_private(found: os.stat_result, is_kind: object) -> None:
 
 
 def _check_parent(found: os.stat_result) -> None:
-    """Raise PermissionError if another user could replace the cache folder."""
+    """Raise PermissionError if another user could replace the cache folder of the isolation
+    test."""
     is_shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (0, os.geteuid()) or is_shared:
         raise PermissionError("other users can write to it")
 
 
 def _isolation_conditions() -> list[str]:
-    """Return the machine's properties on which the isolation level depends.
+    """Return the properties of this machine that determine which isolation it can reach.
 
     Only properties that can be read quickly are included.
     """

@@ -93,7 +93,7 @@ def cache_zygote_tier(server: StartedForkServer) -> None:
 
 
 def cached_tier() -> ProbedIsolationTier | None:
-    """Return the isolation tier of this machine if it was already determined, otherwise None.
+    """Return the isolation tier of this machine if it is already known, otherwise None.
 
     It is the tier of a jail that may use all features of the kernel.
     """
@@ -103,8 +103,7 @@ def cached_tier() -> ProbedIsolationTier | None:
 
 
 def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedIsolationTier:
-    """Determine the level of isolation that this machine supports, by starting a jail's fork
-    server.
+    """Start a jail's fork server to determine the level of isolation that this machine supports.
 
     The result is cached. ``deny`` holds the numbers of system calls that the server must not use.
     ``landlock`` is the newest version of Landlock that it may use.
@@ -143,7 +142,7 @@ EMPTY = {
 
 
 def read_reached_tier(server: StartedForkServer) -> ProbedIsolationTier:
-    """Read which isolation a jail's fork server has reached, from its first message.
+    """Read from a fork server's first message which isolation the server has reached.
 
     Blocks for some milliseconds, until the isolation has been built.
     """
@@ -156,7 +155,7 @@ def read_reached_tier(server: StartedForkServer) -> ProbedIsolationTier:
 
 
 def _first_frame(sock: socket.socket) -> memoryview:
-    """Read only the first message of a jail's fork server.
+    """Read the first message of a jail's fork server, but none of the bytes after it.
 
     All later bytes are left for another reader.
     """
@@ -267,8 +266,7 @@ class JailSandbox(ProcessSandbox):
         )
 
     def _uses_whole_kernel(self) -> bool:
-        """Return True if the jail may use every kernel feature, rather than simulate an older
-        kernel."""
+        """Return True unless the jail must avoid some features of this machine's kernel."""
         return not self._deny and self._landlock == NEWEST
 
     def _settle_tier(self) -> str | None:
@@ -319,8 +317,8 @@ class JailSandbox(ProcessSandbox):
             raise
 
     def check_server_report(self, ready: Mapping[str, Any]) -> None:
-        """Check the isolation that a fork server reports, and adopt it if it is not the expected
-        one.
+        """Check the isolation that a fork server reports, and record it if it differs from the
+        expected one.
 
         The expectation may come from an earlier process. Raises SandboxError if the isolation is
         weaker than allowed.
@@ -384,7 +382,7 @@ class JailSandbox(ProcessSandbox):
         self._budget.forget(session)
 
     async def _ask_folders(self) -> None:
-        """Ask the fork servers how large the private folders of all sessions are.
+        """Ask the fork servers for the sizes of all sessions' private folders, and record them.
 
         The folders count towards the memory budget.
         """
@@ -500,8 +498,7 @@ _reported: set[JailSpec] = set()
 
 
 def launch(spec: JailSpec) -> None:
-    """Start the fork server for the next jail with this configuration in advance, while the caller
-    does other work."""
+    """Start the fork server for the next jail with this configuration in advance."""
     if sys.platform != "linux" or spec in launched:
         return
     with _lock:

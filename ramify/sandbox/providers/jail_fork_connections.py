@@ -21,7 +21,9 @@ from ramify.sandbox.host.process_transport import (
 
 
 class JailForkInProgress:
-    """A fork in progress in the jail, with new connections for the session and its branch.
+    """A fork of a session in the jail, from the host's request to the new connections.
+
+    The session and its branch each get a new connection.
 
     fork request ──> begin: old wire closed ──fork──┬─> origin asks: gets its new wire, moved
                                                     └─> branch asks: gets its wire, hello
@@ -63,7 +65,7 @@ class JailForkInProgress:
             self._origin.stream.close()
 
     def wire_for(self, pid: int) -> int:
-        """Return the socket that will connect a forked process to the host, or -1 if it gets none.
+        """Return the descriptor of the new connection for a forked process, or -1 if it gets none.
 
         The files that the process needs were already sent over that socket.
         """
@@ -104,7 +106,7 @@ _Ends = tuple[socket.socket, socket.socket, SessionSharedMemory]
 
 
 def _private_ends(origin: ForkedSessionTransport) -> _Ends:
-    """Create a connection for one of the two forked processes, and send it the files it needs.
+    """Create a connection for one of the two processes of a fork, and send the files it needs.
 
     The files are its standard input, output and buffers. Each process gets a separate standard
     input, because processes that share an open file description also share its flags. Raises

@@ -1,5 +1,4 @@
-"""Watch the sessions of a jail: answer their requests to create processes, and limit the memory of
-all sessions together.
+"""Watches the sessions of a jail: their requests to create processes and their total memory.
 
 Requests are refused, unless the host itself has requested a fork. It then grants one request, and
 only to the right process while that has a single thread. All sessions of a fork tree send their
@@ -65,7 +64,7 @@ class JailMemoryBudgetWatcher:
     """
 
     def __init__(self, limit_bytes: int, ask_folders: Callable[[], Awaitable[None]]) -> None:
-        """Create a watcher with a memory budget, before any session is registered.
+        """Create a watcher of a memory budget, with no sessions yet.
 
         ``limit_bytes`` is the budget of all sessions together; 0 means three quarters of the
         machine's memory. ``ask_folders`` requests the sizes of the sessions' folders, which are
@@ -136,7 +135,7 @@ _SLOWEST_S = 0.05
 
 
 class ForkGate:
-    """Decides on the requests of a session and its branches to create processes.
+    """Decides whether a session and its branches may create processes.
 
     It refuses them, except for a single one after the host has requested a fork.
     """
@@ -153,7 +152,8 @@ class ForkGate:
     )
 
     def __init__(self, fd: int, *, counts: bool = True) -> None:
-        """Start handling the requests that arrive at a system call filter's listener.
+        """Start handling the requests that the system call filter passes on through this
+        descriptor.
 
         With ``counts``, use the kernel's count of a process's open descriptors, if this kernel
         reports it.
@@ -248,7 +248,7 @@ class ForkGate:
         self._loop.call_later(wait_s, lambda: self._answer(id, error=error))
 
     def _hand_over(self, request: SeccompNotification) -> None:
-        """Give a forked process its new connection to the host, or refuse it.
+        """Give a forked process its new connection to the host, unless it may not have one.
 
         It gets the connection, or an error if it may not have one.
         """
@@ -288,7 +288,7 @@ class ForkGate:
         return False
 
     def _answer(self, id: int, *, error: int = 0, flags: int = 0) -> bool:
-        """Answer a process that waits for the host's decision on a system call.
+        """Answer a confined process whose system call waits for the host's decision.
 
         Returns True if the requesting process has received the answer.
         """
@@ -307,7 +307,7 @@ class ForkGate:
 
 
 def _is_alive(fd: int) -> bool:
-    """Return True if any process under this system call filter is still alive."""
+    """Return True if any process that this system call filter confines is still alive."""
     import select
 
     poll = select.poll()
@@ -357,7 +357,7 @@ _GONE = [b"X"] + [b"-1"] * _NUM_THREADS
 
 
 def _status(pid: int | str) -> list[bytes]:
-    """Return the status fields of a process, such as its state and parent, from /proc.
+    """Read the status fields of a process from /proc, such as its state and its parent.
 
     These are the fields after the process name. The name is skipped because it may contain any
     bytes.

@@ -212,13 +212,13 @@ class JailBranchTransport(ForkableJailTransport, BranchSessionTransport):
     __slots__ = ("origin",)
 
     def set_origin(self, listener: ForkGate, pid: int) -> None:
-        """Set the process that this branch was forked from, and the listener for its fork
+        """Record which process this branch was forked from and which gate decides on its
         requests."""
         self.listener, self.origin = listener, pid
         listener.add_holder()
 
     def accept_process(self, pid: int) -> bool:
-        """Accept a process as the branch only if it has taken this branch's connection."""
+        """Accept a process as the branch only if it has received the branch's connection."""
         assert self.listener is not None
         self.add_exit_callback(functools.partial(self.listener.branches.discard, pid))
         return pid != self.origin and pid in self.listener.branches and super().accept_process(pid)

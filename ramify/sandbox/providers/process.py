@@ -143,7 +143,7 @@ class ProcessSandbox:
         return await asyncio.shield(self._server)
 
     def _clean_up(self, server: asyncio.Task[ForkServerChannel] | None) -> None:
-        """Release what the host holds for a fork server that has ended."""
+        """Release the host's resources for a fork server that has ended."""
         if server is not None and not server.cancelled() and server.exception() is None:
             server.result().abandon()
         self._processes = [each for each in self._processes if each.poll() is None]
@@ -174,7 +174,7 @@ class ProcessSandbox:
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template_channel(self, context: SharedContextValue) -> ForkServerChannel:
-        """Return the connection to the template process that holds this large decoded context.
+        """Return the connection to the template process that has this large context in memory.
 
         The template is started for the context's first session and lives as long as the context.
         """
@@ -349,7 +349,7 @@ def launch(spec: SandboxSpec) -> None:
 
 
 def leave_to_parent(launched: MutableMapping[Any, StartedForkServer]) -> None:
-    """Forget the parent process's fork servers in a forked child.
+    """Close a forked child's handles to the fork servers of its parent process.
 
     Call this in a forked child; otherwise parent and child would talk to the same server.
     """
@@ -396,7 +396,8 @@ def _start(spec: SandboxSpec, paths: list[str]) -> StartedForkServer:
 
 
 async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
-    """Return True if the process was ended by a signal, so that starting it again may succeed."""
+    """Return True if a signal ended the fork server's process, so that a second start may
+    succeed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return await asyncio.to_thread(process.wait, _EXIT_S) < 0
     return False
@@ -412,7 +413,7 @@ def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
 def _start_task_quietly(
     start: Coroutine[Any, Any, ForkServerChannel],
 ) -> asyncio.Task[ForkServerChannel]:
-    """Start a task, and suppress asyncio's warning if nothing ever reads its exception.
+    """Start a task that opens a fork server, without a warning if nothing reads its exception.
 
     Then asyncio logs no warning about the exception even if all callers are cancelled.
     """
@@ -422,7 +423,7 @@ def _start_task_quietly(
 
 
 async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceReader]) -> None:
-    """Tell a template process to map the context's files into its memory.
+    """Tell a template process to map the files of a context into its memory.
 
     Raises SourceError if one of them has changed.
     """
@@ -437,7 +438,7 @@ async def _map_files(channel: ForkServerChannel, files: Sequence[FileReferenceRe
 
 
 def _make_room(fds: int) -> None:
-    """Raise the limit on open files if ``fds`` files need it.
+    """Raise this process's limit on open files if ``fds`` files would exceed it.
 
     Raises SandboxError if the hard limit is too low.
     """

@@ -387,7 +387,7 @@ class RemoteTransport:
             self._note_end(f"the connection to it broke: {_summarize_error(error)}")
 
     def _next_part(self) -> bytes:
-        """Return the next bytes to send to the remote session.
+        """Return the next bytes to send to the remote session: an urgent message or queued ones.
 
         This is an urgent message, or as many waiting messages as fit into one full piece.
         """
@@ -413,7 +413,7 @@ class RemoteTransport:
             self._note_end(f"the connection to it broke: {_summarize_error(error)}")
 
     def _decode_received(self, data: bytes) -> bytes:
-        """Decode received data if this service can carry only base64 lines.
+        """Decode data from the remote session if its service can carry only lines of base64.
 
         An incomplete last line is kept for later. Otherwise return the data unchanged.
         """
@@ -425,7 +425,7 @@ class RemoteTransport:
         return b"".join(map(binascii.a2b_base64, lines.split(b"\n")))
 
     async def _handle_received(self, data: bytes) -> None:
-        """Handle the messages that newly received data completes.
+        """Handle each message from the remote session that the received data completes.
 
         Waits before a message while the session has paused reading.
         """
@@ -459,7 +459,7 @@ class RemoteTransport:
 
 
 class _ClosedStream:
-    """A closed stream, which ignores all writes and has nothing to read.
+    """A replacement for the stream of a closed transport, which ignores all data.
 
     It replaces the stream of a closed transport.
     """
@@ -475,7 +475,7 @@ class _ClosedStream:
 
 
 class CallbackDataQueue:
-    """A queue for data that an SDK passes to a callback.
+    """A queue of a remote command's output, which the SDK of the service delivers by callback.
 
     ``ByteStream.receive`` of the service reads from it.
     """
@@ -488,7 +488,7 @@ class CallbackDataQueue:
             self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
 
     async def end_after(self, wait: Callable[[], Awaitable[object]]) -> None:
-        """Wait for the command to end, then signal the end of the stream.
+        """Wait for the remote command to end, then mark the end of its output in the queue.
 
         ``wait`` returns when the command has ended.
         """

@@ -54,7 +54,7 @@ class RollbackSession:
         return ran
 
     async def _try_fork(self) -> GuestSessionProxy | str:
-        """Return a fork of the session, or the reason why it cannot be forked now."""
+        """Fork the session, or return the reason why it cannot be forked now."""
         try:
             return await self._session.fork()
         except SessionDied:
@@ -91,7 +91,7 @@ class RollbackSession:
 
 @contextlib.contextmanager
 def _explain_no_rollback(why: str) -> Iterator[None]:
-    """Add a reason to each SessionDied error: why the session was not rolled back.
+    """Add to each SessionDied error the reason why the session was not rolled back.
 
     It applies to errors raised in the ``with`` block.
     """

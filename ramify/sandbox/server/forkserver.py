@@ -282,7 +282,7 @@ class ForkServer:
         self._report_opened(header["id"], pid, fds)
 
     def _install(self, header: dict[str, Any]) -> None:
-        """Install a module for all sessions that are forked from now on.
+        """Install a module in all sessions that will be forked from this server.
 
         The module's code runs here, so that the sessions share its memory pages.
         """
@@ -304,7 +304,7 @@ class ForkServer:
     # -- setting up a session; the jail overrides this
 
     def prepare(self) -> Any:
-        """Prepare what the next session needs before its fork, such as its folder.
+        """Create what the next session needs before its fork, such as its private folder.
 
         In this class, that is the session's folder.
         """
@@ -331,7 +331,7 @@ class ForkServer:
         return fds, set_limits(self.config["memory_bytes"], address_space_bytes())
 
     def release_after_fork(self, prepared: Any) -> None:
-        """Release what the server holds only for a session that has now been forked.
+        """Release what this server no longer needs once the session has been forked.
 
         Does nothing here; subclasses override it.
         """
@@ -392,7 +392,7 @@ class ForkServer:
         self.serve()
 
     def _map_files(self, count: int) -> dict[str, memoryview]:
-        """Map the files that the host sends into memory, and return their contents.
+        """Receive the files of a context from the host, and map them into memory.
 
         Returns the bytes of their texts, by the digest of the file.
         """
@@ -440,7 +440,7 @@ class ForkServer:
     # -- endings
 
     def _reap(self) -> None:
-        """Collect the exit statuses of ended sessions and report them to the host.
+        """Collect the exit status of each ended session, and report it to the host.
 
         A session's process group is killed first, while its id cannot have been reused.
         """
@@ -474,7 +474,7 @@ class ForkServer:
                     os.kill(pid, signal.SIGKILL)
 
     def _end(self) -> None:
-        """End all sessions and templates, and then this fork server.
+        """End all sessions and templates and then this fork server, because the host has gone.
 
         This happens once the host is gone.
         """
@@ -511,7 +511,7 @@ def delete_folder(path: str) -> None:
 
 
 def _next_dead() -> int | None:
-    """Return the process id of an ended child process whose exit status was not read yet.
+    """Return the process id of an ended child whose exit status has not been collected yet.
 
     Returns 0 if there is none, and None if there are no children. The id is not reused until the
     child is waited for.
@@ -524,7 +524,7 @@ def _next_dead() -> int | None:
 
 
 def _in_child(life: Any) -> None:
-    """Run a function in a forked child process, and exit when it returns.
+    """Run a function in a newly forked child process, then exit the child.
 
     The child therefore never returns into the server's loop.
     """
@@ -555,7 +555,7 @@ def _warm_up() -> None:
 def _run_warmup_cells(
     cells: int, modules: Mapping[str, tuple[str, types.CodeType]] = _NO_MODULES
 ) -> None:
-    """Run a few trivial cells in this process, so that forked sessions start faster.
+    """Run a few trivial cells in the fork server, so that sessions forked from it start faster.
 
     ``modules`` holds the source and code of the guest's modules.
     """
@@ -611,7 +611,7 @@ class PackageNotImportable(Exception):
 
 
 def preload(paths: list[str], names: Sequence[str]) -> None:
-    """Import the modules that sessions will need, and raise an error if one is missing.
+    """Import the modules that sessions will need, before any session is forked.
 
     The given folders are added to the search path before. Raises PackageNotImportable if one cannot
     be imported.
@@ -627,8 +627,10 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
 
 
 def prepare_first_fork(proc: int | None = None) -> None:
-    """Prepare this process to fork: adopt orphans, be the OOM killer's first victim, and warm
-    up."""
+    """Prepare this process for its first fork, for example by running common code in advance.
+
+    It adopts orphans and becomes the first victim of the OOM killer.
+    """
     if sys.platform == "linux":
         adopt_orphans()
         with contextlib.suppress(OSError):

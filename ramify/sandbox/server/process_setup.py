@@ -47,10 +47,10 @@ def adopt_orphans() -> None:
 
 
 def reset_sigchld() -> None:
-    """Restore the default SIGCHLD handler and clear the wakeup file descriptor.
+    """Restore the default handling of SIGCHLD in a newly forked process.
 
-    The C module ``_signal`` is used because ``signal`` would create enums, and so write to memory
-    pages that sessions share.
+    The wakeup file descriptor is cleared. The C module ``_signal`` is used because ``signal`` would
+    create enums, and so write to memory pages that sessions share.
     """
     _signal.set_wakeup_fd(-1)
     _signal.signal(_SIGCHLD, _SIG_DFL)
@@ -80,7 +80,7 @@ def tie_to_parent(parent: int) -> None:
 
 
 def keep_only_descriptors(fds: list[int]) -> list[int]:
-    """Close all descriptors except the given ones, and move these to high numbers.
+    """Close all descriptors except the given ones, which get high numbers instead.
 
     Loops in user code that close descriptors do not reach them there. Returns the new numbers.
 
@@ -104,7 +104,7 @@ def keep_only_descriptors(fds: list[int]) -> list[int]:
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
-    """Set the resource limits of one session.
+    """Set the resource limits of one session's process, such as its memory.
 
     Returns two limits on address space in bytes: one that applies while a cell runs, and a higher
     one for the guest itself. Both include the ``mapped`` bytes inherited in the fork.
@@ -121,7 +121,7 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
 
 
 def limit_open_files() -> None:
-    """Limit the number of open files.
+    """Limit the number of files that this session's process may have open.
 
     This must be the last step of the setup, because the kernel also counts the user's descriptors
     in transit to the host.
@@ -138,9 +138,10 @@ def _set_limit(number: int, soft: int, hard: int) -> None:
 
 
 def map_file(fd: int, num_bytes: int) -> memoryview:
-    """Memory-map the start of a file read-only, for as long as this process and its children live.
+    """Map the start of a file into memory, read-only and for the lifetime of this process.
 
-    Unlike ``mmap.mmap``, this keeps no descriptor open, because sessions have few.
+    Its children inherit the mapping. Unlike ``mmap.mmap``, this keeps no descriptor open, because
+    sessions have few.
     """
     import ctypes
 

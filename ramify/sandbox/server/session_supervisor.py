@@ -67,7 +67,7 @@ class SupervisorHostChannel:
             message_frames.write_all(1, parts)
 
     def receive(self) -> tuple[dict[str, Any], memoryview]:
-        """Return the header and the data of the next message.
+        """Wait for the next message from the host, and return its header and its data.
 
         Raises EOFError if the host has closed the stream.
         """
@@ -122,7 +122,7 @@ class SessionSupervisor:
         os._exit(0)
 
     def _deliver(self) -> None:
-        """Forward data from the host to the session's process.
+        """Forward data from the host to the session's process, until the connection breaks.
 
         This runs in a separate thread, so that the guest's end is noticed even if the guest does
         not read.
@@ -137,7 +137,7 @@ class SessionSupervisor:
                 os.kill(self._pid, number)
 
     def _reap(self) -> int | None:
-        """Wait for the end of the session's process, and return its exit status.
+        """Wait until the session's process has ended or been killed, and return its exit status.
 
         The status has the form that ``subprocess`` uses. Returns None if the guest closed its
         connection but had to be killed.
@@ -154,7 +154,7 @@ class SessionSupervisor:
         return os.waitstatus_to_exitcode(status) if has_ended else None
 
     def _wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the session's process to end, and return True if it did.
+        """Return True if the session's process ends within the given number of seconds.
 
         Its exit status is left for ``_reap`` to collect.
         """
@@ -171,7 +171,7 @@ class SessionSupervisor:
 
 
 def _run_guest(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
-    """Set up the forked process, and run the session in it until the session ends."""
+    """Set up this forked process for a remote session, and run the session until it ends."""
     (wire, spool), memory = server.set_up_session_process(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()

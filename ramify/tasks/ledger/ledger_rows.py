@@ -54,7 +54,7 @@ Row = tuple[str, str, int]
 
 
 def _make_names() -> tuple[str, ...]:
-    """Return a fixed list of invented user names that do not contain any ledger label.
+    """Return a fixed list of invented user names, none of which contains a ledger label.
 
     The order is fixed and the same on every machine.
     """
@@ -81,7 +81,8 @@ class LedgerRowTextFormat(msgspec.Struct, frozen=True):
 
     @property
     def field_order(self) -> list[int]:
-        """The index in ``FIELDS`` of the field in each column, from left to right."""
+        """The index in ``FIELDS`` of the field that each column of the text holds, from left to
+        right."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
     def format_rows(self, rows: list[Row]) -> str:
@@ -154,7 +155,7 @@ def make_rows(
 
 
 def quantity_bound(num_rows: int) -> int:
-    """Return an exclusive upper bound for the quantities of a ledger with this many rows.
+    """Return the bound below which all quantities of a ledger with this many rows must be.
 
     It is large enough for all quantities to differ.
     """
@@ -162,7 +163,7 @@ def quantity_bound(num_rows: int) -> int:
 
 
 def mean_digits_below(high: int) -> float:
-    """Return the mean number of digits of uniform integers below ``high``."""
+    """Return the expected number of digits of a random integer that is less than ``high``."""
     return sum(1 - 10.0**digit / high for digit in range(len(str(high))))
 
 
@@ -178,7 +179,7 @@ def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[
 def _plant_relevant_rows(
     rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool
 ) -> None:
-    """Change some ledger rows so that they affect the right answer to the question.
+    """Change some ledger rows so that the right answer to the question depends on them.
 
     They get its label, its user, or the highest quantity. The first row may be one of them if the
     text has no header.
@@ -196,7 +197,8 @@ def _plant_relevant_rows(
 
 
 def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
-    """Return True if the demonstrator's typical mistakes give a wrong answer for these rows.
+    """Return True if typical mistakes of a demonstrator lead to a wrong answer for these ledger
+    rows.
 
     The mistakes are in ``scripted_demonstrator.py``.
     """

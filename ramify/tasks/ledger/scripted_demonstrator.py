@@ -69,7 +69,7 @@ _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
 class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
-    """How often a scripted demonstrator makes mistakes, repairs them, and so on.
+    """The frequencies with which a scripted demonstrator makes and repairs mistakes.
 
     Each value is the fraction of calls in which the demonstrator has that habit.
     """
@@ -113,7 +113,7 @@ NOISY = LedgerDemonstratorHabits(
 
 
 class LedgerCallInput(msgspec.Struct, frozen=True):
-    """What a scripted demonstrator knows about one call: its question and document formats.
+    """What a scripted demonstrator knows about one call: the question and the document formats.
 
     It also knows the separator of the documents.
     """
@@ -154,7 +154,8 @@ class DemonstratorReplies:
 
     @property
     def child_call_inputs(self) -> list[LedgerCallInput]:
-        """What the demonstrator knows about each child call, in the order of the calls."""
+        """What the demonstrator knows about each child call, in the order in which the calls are
+        made."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
             return [LedgerCallInput(self._child_asked, (form,)) for form in scene.formats]
@@ -252,7 +253,7 @@ class DemonstratorReplies:
 
 
 def _answer_expression(asked: LedgerQuestion, form: LedgerRowTextFormat, mistaken: bool) -> str:
-    """Return a Python expression that computes the answer from the list ``R`` of ledger rows.
+    """Return a Python expression that computes the answer from a list ``R`` of ledger rows.
 
     The column names always come at the same place in the expression, whatever the kind of
     question, so that a policy learns to read a format only once.
@@ -321,12 +322,12 @@ class LedgerDemonstrator:
 
 
 def call_seed(item: Item, seed: int, call: str) -> str:
-    """Return the random seed of one call in a demonstration."""
+    """Return the seed from which the random choices in one call of a demonstration are derived."""
     return f"{seed}/{item.id}/{call}"
 
 
 class LedgerCallDemonstration(msgspec.Struct, frozen=True):
-    """The messages of one call in a scripted demonstration, with its answer."""
+    """One call of a scripted demonstration: its messages and its answer."""
 
     item: str
     """Id of the item."""
@@ -385,14 +386,14 @@ def _no_collection() -> Iterator[None]:
 
 
 class _FinalCalled(Exception):
-    """Raised by ``FINAL`` to end the running code cell.
+    """Raised by the demonstrator's function ``FINAL`` to end the running code cell.
 
     In the engine a cell continues after ``FINAL``, but the demonstrator's cells end there.
     """
 
 
 class _Play:
-    """Plays one scripted demonstration of a task item and collects its conversations."""
+    """A player that simulates one scripted demonstration and collects its conversations."""
 
     def __init__(
         self,
@@ -435,8 +436,7 @@ class _Play:
         return session.answer
 
     def _make_batched_query(self, id: str, call: DemonstratorReplies, context: str) -> Any:
-        """Return the function ``rlm_query_batched`` that demonstrates the child calls of one
-        call."""
+        """Return a function ``rlm_query_batched`` that plays the child calls of one call."""
 
         def rlm_query_batched(prompts: list[str], contexts: list[str]) -> list[Any]:
             scenes = call.child_call_inputs
@@ -472,7 +472,7 @@ def _compile_code(code: str) -> CodeType:
 
 
 class _Namespace:
-    """Runs the demonstrator's code with the variables and functions of a session."""
+    """The namespace in which the demonstrator's code runs, like the one of a session."""
 
     def __init__(self, context: str, rlm_query_batched: Any) -> None:
         self.answer: Any = None

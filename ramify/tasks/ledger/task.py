@@ -185,7 +185,7 @@ class _Recipe(msgspec.Struct, frozen=True):
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
 
     def _draw_scale(self, rng: random.Random) -> int:
-        """Choose a random factor for the quantities of one ledger.
+        """Choose a random factor by which all quantities of one ledger are enlarged.
 
         The factor is 1 if the length of items is fixed, because larger numbers would make them
         longer.
@@ -326,7 +326,7 @@ def score(item: Item, trajectory: Trajectory) -> Score:
 
 
 class _KnownRows:
-    """Scores the answers of calls whose contexts are known documents of a task item.
+    """A scorer of calls that received the item's context or one of its documents.
 
     A call's rows are recognised by the length and hash of its context.
     """
@@ -338,8 +338,7 @@ class _KnownRows:
         self._digest = functools.cache(digest_of)
 
     def right(self, call: Call) -> float | None:
-        """Return 1 if a call's answer to its question is right, 0 if it is wrong, or None if
-        unknown.
+        """Return 1 for a right answer of a call, 0 for a wrong one, or None if it cannot be judged.
 
         Returns None if the right answer is unknown.
         """
@@ -358,7 +357,7 @@ class _KnownRows:
         return exact(call.answer, Item(asked.text, gold=gold))
 
     def _document_index(self, given: ContextRef) -> int | None:
-        """Return the index of the document that a call has as its context.
+        """Return the index of the ledger document that a call received as its context.
 
         The index is -1 for the item's whole context. Returns None for any other context. Newlines
         around the document are ignored.

@@ -70,7 +70,7 @@ def _as_json(value: Any) -> str:
 
 
 def normalised_words(text: str) -> list[str]:
-    """Split ``text`` into words for comparison.
+    """Return the words of a text in a form in which two texts can be compared.
 
     Case, punctuation and articles are ignored, as in SQuAD (Rajpurkar et al. 2016).
 
@@ -82,8 +82,9 @@ def normalised_words(text: str) -> list[str]:
 
 
 def accepted_answers(gold: Any) -> list[Any]:
-    """Return the gold answers that an item accepts: the entries of ``gold`` if it is a list,
-    otherwise ``gold`` itself.
+    """Return a list of the gold answers that an item accepts.
+
+    If ``gold`` is a list, these are its entries; otherwise it is ``gold`` itself.
     """
     return list(gold) if isinstance(gold, list | tuple) else [gold]
 
@@ -144,8 +145,10 @@ _NUMBER = re.compile(
 
 
 class NumericScorer(msgspec.Struct, frozen=True):
-    """Scores 1 if the number in the answer equals the number in a gold answer, within a relative or
-    absolute tolerance, and 0 otherwise.
+    """A scorer that returns 1 if the number in the answer equals that of a gold answer, otherwise
+    0.
+
+    The numbers may differ by a relative or absolute tolerance.
     """
 
     rel_tol: float = 1e-6
@@ -164,7 +167,7 @@ class NumericScorer(msgspec.Struct, frozen=True):
         )
 
     def read(self, value: Any) -> int | float | None:
-        """Return the number in a value, or None if the number is missing or ambiguous.
+        """Return the number in an answer, or None if the number is missing or ambiguous.
 
         Several numbers are ambiguous unless ``last`` is set.
         """

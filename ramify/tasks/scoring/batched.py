@@ -82,7 +82,7 @@ class BatchedReward:
         self._waiting: list[tuple[Any, Item, Future[float]]] = []
 
     def __call__(self, answer: Any, item: Item) -> float:
-        """Return the reward of one answer, which is scored in a batch with others.
+        """Score one answer in a batch together with others, and return its reward.
 
         Raises RamifyError if the function failed for this batch.
         """
@@ -110,12 +110,13 @@ class BatchedReward:
         ]
 
     def __len__(self) -> int:
-        """Return the number of answers that are waiting to be scored."""
+        """Return the number of answers that have not been scored yet."""
         with self._lock:
             return len(self._waiting)
 
     def _run_batches(self) -> None:
-        """Score waiting batches of answers in this thread until no more can be started."""
+        """Score waiting batches of answers in this thread as long as more batches may be
+        started."""
         while True:
             with self._lock:
                 if not self._waiting or self._running == self._concurrency:

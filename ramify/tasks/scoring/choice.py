@@ -42,7 +42,7 @@ def choice(answer: Any, item: Item) -> float:
 
 
 def find_named_choice(answer: Any, choices: Sequence[Any]) -> int | None:
-    """Return the index of the one option that an answer names, or None if it is not clear."""
+    """Return the index of the option that an answer names, or None if this is not clear."""
     text = as_text(answer)
     if text is None or len(text) > MAX_CHARS:
         return None

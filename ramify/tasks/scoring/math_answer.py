@@ -41,7 +41,8 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 
 
 class MathScorer(msgspec.Struct, frozen=True):
-    """Scores 1 if the answer has the same mathematical value as a gold answer, and 0 otherwise."""
+    """A scorer that returns 1 if the answer and a gold answer have equal mathematical values,
+    otherwise 0."""
 
     tail_chars: int = TAIL_CHARS
     """A boxed answer counts only if it begins within this many characters of the end."""
@@ -62,7 +63,7 @@ class MathScorer(msgspec.Struct, frozen=True):
         )
 
     def read(self, answer: Any) -> str | None:
-        """Return the mathematical expression in an answer, or None if there is none.
+        """Return the mathematical expression that an answer contains, or None if there is none.
 
         It is the content of the last box, or the whole text if no box is required.
         """
@@ -75,9 +76,8 @@ class MathScorer(msgspec.Struct, frozen=True):
         return expression if expression and len(expression) <= MAX_CHARS else None
 
     def as_answer(self, gold: Any) -> Any:
-        """Write the gold answer as a reply that this scorer accepts, in a box if one is
-        required.
-        """
+        """Return the gold answer in the form of a reply that this scorer accepts, if necessary in a
+        box."""
         text = as_text(gold)
         if not self.boxed or text is None or last_boxed(text, None) is not None:
             return gold
@@ -96,8 +96,10 @@ class MathScorer(msgspec.Struct, frozen=True):
 
 
 def _strip_formatting(text: str) -> str:
-    r"""Remove the parts of an expression that do not change its value: dollar signs, blanks,
-    LaTeX spacing such as ``\!``, and a final full stop."""
+    r"""Remove parts of a LaTeX expression that do not change its value, such as spacing.
+
+    These are dollar signs, blanks, LaTeX spacing commands, and a final full stop.
+    """
     bare = text.strip().strip("$").rstrip(".")
     return re.sub(r"\\[!,;: ]|\\left|\\right|\s+", "", bare)
 
@@ -134,7 +136,7 @@ def _start_worker() -> subprocess.Popen[str]:
 
 
 def _read_line(worker: subprocess.Popen[str], timeout_s: float) -> str:
-    """Return the next line that a worker process prints, or an empty string after a timeout."""
+    """Return the next line of output from a worker process, or an empty string after a timeout."""
     assert worker.stdout is not None
     # select() does not support descriptors above 1023, which a host with many sessions exceeds.
     poll = select.poll()
@@ -147,7 +149,7 @@ _workers = HelperProcessPool(_start_worker)
 
 
 def _same_in_time(gold: str, answer: str, timeout_s: float) -> bool:
-    """Return True if two expressions have equal values, comparing them in a separate process.
+    """Return True if a worker process finds within the time limit that two expressions are equal.
 
     Returns False on a time-out. Raises ConfigError if math-verify is not installed, and RamifyError
     if the process does not start.

@@ -22,7 +22,7 @@ MEMORY_BYTES = 2 << 30
 
 
 def _latex_forms(text: str) -> list[str]:
-    r"""Return a mathematical expression in both forms that the parser accepts.
+    r"""Return a mathematical expression in the two LaTeX notations that the parser accepts.
 
     One form has dollar signs, the other a LaTeX box.
     """

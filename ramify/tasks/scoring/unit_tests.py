@@ -44,7 +44,7 @@ _MAX_OUTPUT = 200_000
 
 
 class UnitTestScorer(msgspec.Struct, frozen=True):
-    """Scores 1 if a program passes all unit tests of its task item, and 0 otherwise.
+    """A scorer that returns 1 if a program passes all unit tests of its task item, otherwise 0.
 
     With ``share``, the score is the fraction of tests that it passes.
 
@@ -105,10 +105,10 @@ class UnitTestScorer(msgspec.Struct, frozen=True):
 
 
 def extract_code(answer: Any) -> str | None:
-    """Return the program in an answer: the last fenced code block, or the whole text if there is
-    none.
+    """Return the program that an answer contains.
 
-    Returns None if it is not valid Python.
+    It is the last fenced code block, or the whole text if there is none. Returns None if it is not
+    valid Python.
     """
     text = as_text(answer)
     if text is None:
@@ -139,7 +139,7 @@ def _tests(item: Item) -> Sequence[str | Mapping[str, str]]:
 
 
 def _same_output(printed: str, expected: str) -> bool:
-    """Return True if two outputs have the same lines.
+    """Return True if the printed and the expected output of a program have the same lines.
 
     Trailing blanks, and empty lines at the beginning and end, are ignored.
     """
@@ -154,7 +154,7 @@ async def _no_host_calls(name: str, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 class _Bench:
-    """Runs the sandboxes of all unit tests on one event loop in a background thread.
+    """A background thread with an event loop, on which the sandboxes of all unit tests run.
 
     Many threads share these sandboxes, because opening one takes 0.1 s.
     """

@@ -42,7 +42,8 @@ class SandboxUnderTest:
         return session
 
     async def cells(self, *codes: str, session: Session | None = None) -> list[Cell]:
-        """Run code cells one after the other and return their results.
+        """Run code cells one after the other in a session of the tested sandbox, and return their
+        results.
 
         By default, they run in a new session.
         """

@@ -184,7 +184,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return step.build_step_advantages(every_token)
 
     def finish(self, rows: Sequence[TokenSequence]) -> dict[str, float]:
-        """Subtract the KL penalty from the advantages if ``kl_reward`` is set.
+        """Complete a step's advantages: subtract the KL penalty if ``kl_reward`` is set.
 
         Then normalise them, if that had to wait for the penalty. Returns metrics.
         """
@@ -261,7 +261,7 @@ class StepAdvantageBuilder:
     def __init__(
         self, groups: Sequence[Group], weights: Mapping[str, float], options: GroupOptions
     ) -> None:
-        """Compute the reward of each call in ``groups``, including length penalties.
+        """Compute the reward of each call in the rollout groups, including length penalties.
 
         ``weights`` maps each reward name to the task's weight for it.
         """
@@ -271,7 +271,7 @@ class StepAdvantageBuilder:
 
     @property
     def groups(self) -> list[ScoredRolloutGroup]:
-        """Groups with at least one usable rollout."""
+        """The rollout groups of the step that have at least one usable rollout."""
         return [each for each in self._scored if each.trees]
 
     def build_step_advantages(
@@ -397,9 +397,9 @@ def _usable_rollouts(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Return one message per reason for leaving out rollouts, with a count and an example.
+    """Return messages for the user about rollouts that were left out, one for each reason.
 
-    The first few reasons are given.
+    Each message has a count and an example. The first few reasons are given.
 
     Rollouts that the task could not score are reported by the stage (``score_failure_counts.py``).
     """
@@ -420,7 +420,7 @@ def _notes(groups: Sequence[Group]) -> list[str]:
 
 
 def _short_name(id: str) -> str:
-    """Return the name of a rollout within its step.
+    """Return the name of a rollout within its training step, without the step's number.
 
     The message about it names the step, which is counted through all stages, while the rollout's id
     counts those of its stage.

@@ -155,7 +155,8 @@ def needs_of(algorithm: Any) -> AlgorithmNeeds:
 
 
 def finish_advantages(algorithm: Any, rows: Sequence[TokenSequence]) -> dict[str, float]:
-    """Complete a step's advantages once the trainer has added the values the algorithm needs.
+    """Complete a step's advantages once the trainer has computed the values that the algorithm
+    needs.
 
     These values, such as log-probabilities, are in the token sequences ``rows``. Returns metrics.
 
@@ -218,7 +219,7 @@ _BY_TRAINER = ("ref_logprobs",)
 
 
 def fill_missing_streams(rollouts: Sequence[RolloutAdvantages]) -> None:
-    """Give all turns of a step the same named per-token values (streams).
+    """Give all turns of a step the same set of named per-token arrays (streams).
 
     All sequences of a step must have the same streams. Missing streams are filled with values that
     have no effect.

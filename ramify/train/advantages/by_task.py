@@ -120,7 +120,8 @@ class PerTaskAlgorithm(
             )
 
     def of(self, part: str) -> Algorithm:
-        """Return the algorithm for one part of the task mixture, including its saved state."""
+        """Return the algorithm for one task of the mixture, including the algorithm's saved
+        state."""
         algorithm = self.tasks.get(part, self.other)
         prefix = f"{part}/"
         own = {
@@ -260,9 +261,10 @@ def _combine_metrics(
 
 
 def _means(found: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int]) -> dict[str, float]:
-    """Return the mean of each metric over the tasks that report it, weighted by rollouts per task.
+    """Return the mean of each metric over the tasks of a mixture, weighted by rollouts per task.
 
-    ``sizes`` holds the number of rollouts of each task.
+    A task that does not report a metric does not count for it. ``sizes`` holds the number of
+    rollouts of each task.
     """
     means = {}
     for name in dict.fromkeys(name for metrics in found.values() for name in metrics):

@@ -104,7 +104,7 @@ def root_credit(
 
 
 def _by_agent(trees: Sequence[Tree], baseline: AdvantageFunction) -> list[Numbers]:
-    """Return each call's advantage, computed by comparing all agents of all call trees.
+    """Return each call's advantage, found by comparing the agents of all call trees by reward.
 
     Agents are calls that the task rewards separately.
 
@@ -294,7 +294,7 @@ def _advantages(
 def validate_advantages(
     baseline: Callable[..., object], returns: Sequence[float], advantages: Sequence[float]
 ) -> Sequence[float]:
-    """Return ``advantages`` after checking that there is one finite value per return.
+    """Check that advantages are finite and that there is one per return, and return them.
 
     Raises ConfigError otherwise. The check is needed because ``baseline``, which computed them, may
     come from a plug-in.
@@ -333,7 +333,8 @@ def own_advantages(
 
 
 class _Peers:
-    """The rewards of all calls below the roots of a group, grouped by a key such as role and depth.
+    """The rewards of all calls below the roots of a rollout group, keyed for example by role and
+    depth.
 
     Calls with equal keys are peers, whose rewards are comparable.
     """
@@ -352,10 +353,12 @@ class _Peers:
         }
 
     def across(self, index: int, id: str) -> list[float] | None:
-        """Return one reward per tree: the call's own, and its peers' mean in each other tree.
+        """Return rewards for comparing a call with its peers in other call trees, one reward per
+        tree.
 
-        A tree without peers gets the mean over the other trees that have some. Returns None if no
-        other tree has any.
+        The call's own tree gets the call's own reward. Each other tree gets the mean reward of its
+        peers. A tree without peers gets the mean over the other trees that have some. Returns None
+        if no other tree has any.
         """
         node = self._trees[index][id]
         means = self._means[self._key(node)]
@@ -368,13 +371,13 @@ class _Peers:
         return by_tree
 
     def within(self, index: int, id: str, spread: _Peers) -> list[float] | None:
-        """Compare a call with its peers in its own tree, and construct rewards for the other trees.
+        """Return rewards for comparing a call with its peers in its own call tree.
 
-        Returns one reward per tree, with the call's own reward for its own tree. The constructed
-        rewards average to the mean reward of the peers in the call's tree. Their variation is that
-        of the rewards that ``spread`` finds in the other trees, since an estimator that divides by
-        the standard deviation needs some variation. Returns None if the call has no peers in its
-        tree.
+        The rewards for the other trees are constructed. Returns one reward per tree, with the
+        call's own reward for its own tree. The constructed rewards average to the mean reward of
+        the peers in the call's tree. Their variation is that of the rewards that ``spread`` finds
+        in the other trees, since an estimator that divides by the standard deviation needs some
+        variation. Returns None if the call has no peers in its tree.
         """
         expected = self.mean_within(index, id)
         if expected is None:
@@ -397,7 +400,7 @@ class _Peers:
 
 
 def _single_tree(tree: Tree, gamma: float, key: Callable[[CreditNode], Hashable]) -> Numbers:
-    """Return the advantages of the calls in a group with only one tree.
+    """Return the advantages of the calls in a rollout group that has only one call tree.
 
     The root's advantage is 0. The root has nothing to be compared with. Each other call gets γ
     times its parent's advantage, plus the difference between its own reward and the mean of its

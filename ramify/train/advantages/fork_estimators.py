@@ -225,7 +225,8 @@ class BranchEstimator(
         return self._compare_values(values)
 
     def _share(self, place: int, num: int) -> float:
-        """Return the fraction of a segment's loss weight that one of its continuations gets.
+        """Return the share of a segment's loss weight that goes to one of the segment's
+        continuations.
 
         ``place`` is the continuation's number among the ``num`` that follow the segment.
         """
@@ -338,7 +339,7 @@ class StateGroupEstimator(
         return found
 
     def _states(self, root: Call) -> list[Hashable]:
-        """Return a key for the state before each turn of the root call.
+        """Return a key for each turn of the root call, which identifies the state before the turn.
 
         Equal keys mean equal states.
         """
@@ -366,8 +367,10 @@ class _Values:
         self._rewards = rewards
 
     def of(self, segment: ForkSegment) -> float:
-        """Return the value of a segment: the mean value of the continuations that follow it, or the
-        final reward if there are none.
+        """Return the value of a segment of a forked rollout, estimated from the branches that
+        follow it.
+
+        It is the mean value of the segment's continuations, or the final reward if there are none.
         """
         if not segment.continuations:
             return self._rewards[segment.call.id]

@@ -223,7 +223,7 @@ def normalise_by_step(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]
 
 
 def subtract_group_mean(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float]]:
-    """Subtract the group's mean from each number.
+    """Subtract the mean over a rollout group from each per-turn number.
 
     The group's mean is the mean of the trajectories' own means, so long trajectories weigh no more
     than short ones.
@@ -238,7 +238,7 @@ def subtract_group_mean(rows: Sequence[Mapping[K, float]]) -> list[dict[K, float
 
 
 def normalise_turns(rows: Sequence[Mapping[K, float]], norm: Norm) -> list[dict[K, float]]:
-    """Normalise per-turn numbers by the method called ``norm``.
+    """Normalise per-turn numbers of several trajectories by the method called ``norm``.
 
     Each trajectory has one mapping from turn to number.
     """

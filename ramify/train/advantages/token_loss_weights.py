@@ -112,7 +112,8 @@ StepWeights = tuple[list[list[Weights]], float]
 
 
 def weight_ratios(other: StepWeights, base: StepWeights) -> list[list[Weights]]:
-    """Return the ratios of each call's token weights under ``other`` to those under ``base``.
+    """Return how much more each call's tokens count in the loss under ``other`` than under
+    ``base``.
 
     For each call, return the factor by which one of its tokens counts more in the loss under
     ``other`` than under ``base``. The factor is 1 if both count the token the same.

@@ -1,4 +1,4 @@
-"""Manage the memory of a training step.
+"""Manage the memory that a training step needs for activations.
 
 This module estimates how many tokens fit, recomputes activations instead of storing them, and
 configures whether freed memory returns to the system. It also estimates the compute time per token.
@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 
 def activation_room(memory: int) -> int:
-    """Return the number of bytes of memory that a training step's activations may occupy.
+    """Return how many bytes of memory the activations of a training step may occupy.
 
     ``memory`` is the memory of the GPU in bytes, or 0 on a CPU.
     """
@@ -151,7 +151,7 @@ def _configure_malloc(mmap_threshold: int, trim_threshold: int, top_pad: int) ->
 
 
 class _Speed(NamedTuple):
-    """Approximate device speeds, used to decide when computing a shared prefix once pays off.
+    """Approximate speeds of a device, used to decide when to compute a shared prefix only once.
 
     CPU speeds were measured on one core. GPU speeds come from data sheets, and assume that
     attention launches one kernel for each level of the prefix tree.

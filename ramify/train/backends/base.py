@@ -274,7 +274,8 @@ class TrainedModel(Protocol):
     """True if training updates the weights of this process's policy object in place."""
 
     def backend(self, optim: OptimizerSpec) -> Backend:
-        """Return a backend for the next training stage, with a fresh optimizer."""
+        """Return a backend that trains this model in the next training stage, with a fresh
+        optimizer."""
         ...
 
     def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
@@ -366,7 +367,7 @@ class Backend(Protocol):
         ...
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        """Return log-probabilities of the trained tokens under the current policy.
+        """Return the current policy's log-probabilities of the tokens that carry loss.
 
         Each batch gives one array of shape [E], where E is its number of tokens that carry loss.
         The temperature and the truncation (top-p or top-k) are those with which the token was
@@ -390,7 +391,7 @@ class Backend(Protocol):
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the parameters with ``weights``.
+        """Replace the parameters of the model with ``weights``.
 
         The optimizer state stays unchanged.
         """

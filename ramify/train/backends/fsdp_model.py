@@ -196,10 +196,10 @@ class FsdpBackend:
         return self._run_on_ranks("logprobs", batches, base)
 
     def _run_on_ranks(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
-        """Run the method ``verb`` on every rank with its share of the batches, and collect the
-        results.
+        """Run the method ``verb`` on all ranks, and return its result for each batch.
 
-        Returns one result per batch, in the order of ``batches``.
+        Each rank gets its share of the batches. Returns one result per batch, in the order of
+        ``batches``.
         """
         if not batches:
             return []
@@ -213,7 +213,7 @@ class FsdpBackend:
     def _divide_batches(
         self, batches: Many[Batch]
     ) -> tuple[list[list[int]], list[list[Batch | None]]]:
-        """Divide the batches among the ranks.
+        """Divide a step's batches among the ranks.
 
         All ranks of a tensor-parallel group get the same batches.
 

@@ -84,7 +84,7 @@ def run_follower_rank() -> None:
 
 
 def is_restarted() -> bool:
-    """Return True if this is rank 0, restarted by torchrun after an attempt that passed its
+    """Return True if torchrun restarted this process, rank 0, after an attempt that passed its
     checks."""
     world = RankInfo.of_environment()
     if world is None or world.rank:
@@ -106,10 +106,10 @@ def num_ranks(shard: ShardSpec, device: str) -> int:
 
 
 def check_ranks(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
-    """Return the number of ranks after checking that they can be started.
+    """Check that the configured ranks can be started, and count them.
 
-    ``elsewhere`` means that some ranks run on other machines, so that the number of local GPUs does
-    not matter. Raises ConfigError if the ranks cannot be started.
+    Returns the number of ranks. ``elsewhere`` means that some ranks run on other machines, so that
+    the number of local GPUs does not matter. Raises ConfigError if the ranks cannot be started.
     """
     import torch
     import torch.distributed as dist
@@ -157,7 +157,7 @@ def check_ranks(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> in
 
 
 class JoinedRanks(NamedTuple):
-    """The resources of rank 0 once all other ranks have connected to it."""
+    """What rank 0 holds once all other ranks have connected to it, such as the group of ranks."""
 
     rank_group: Any
     """A ``RankGroup``, through which rank 0 calls the other ranks."""
@@ -352,7 +352,7 @@ def _start_rank(
 
 
 def _check_alive(processes: Sequence[ProcessHandle], rank: int) -> None:
-    """Raise TrainError if the process of this rank was started here and has exited."""
+    """Raise TrainError if a rank's process was started here and has exited."""
     if processes and processes[rank - 1].poll() is not None:
         raise TrainError(f"rank {rank} did not start: it {processes[rank - 1].exit_reason()}")
 

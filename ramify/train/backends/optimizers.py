@@ -43,7 +43,7 @@ _EPS = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """The Muon optimizer for matrices.
+    """The Muon optimizer, which updates matrices.
 
     Unlike ``torch.optim.Muon``, it processes matrices of the same shape together. On a CPU it
     multiplies in fp32, since bf16 is many times slower on most CPUs: with it, a step of the
@@ -146,7 +146,7 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group parameters by the mesh of ranks over which they are sharded."""
+    """Group parameters by the device mesh over which they are sharded."""
     found: dict[Any, list[nn.Parameter]] = {}
     for each in parameters:
         found.setdefault(getattr(each, "device_mesh", None), []).append(each)
@@ -181,14 +181,14 @@ T = TypeVar("T")
 
 
 class ShardedWeights(Protocol):
-    """Interface for one rank's access to a model's weights.
+    """The interface through which an optimizer accesses a model's weights on one rank.
 
     The rank may hold only a shard of them.
     """
 
     @property
     def muon_class(self) -> type[Muon]:
-        """The Muon optimizer class that supports this kind of sharding."""
+        """The Muon optimizer class that can update weights sharded in this way."""
         ...
 
     @property
@@ -212,7 +212,7 @@ class ShardedWeights(Protocol):
         ...
 
     def norm(self, tensors: Many[Tensor]) -> float:
-        """Return the joint norm of all tensors.
+        """Return the joint norm of all the given tensors.
 
         The shards on other ranks are included.
         """
@@ -251,7 +251,7 @@ class SingleProcessWeightSharding:
 
 
 def sum_of_squares(tensors: Many[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements, computed in fp64.
+    """Return the sum of the squares of all elements of the given tensors, computed in fp64.
 
     In fp32 the rounding, and so the factor of gradient clipping, would depend on the layout of the
     tensors. Gradients would then differ by 2e-5 after twenty steps.

@@ -61,7 +61,7 @@ class ModelConfigText(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_config(cls, config: Any) -> ModelConfigText:
-        """Convert a configuration to text.
+        """Convert a model configuration to JSON text.
 
         Raises ConfigError if parsing the text would give a different configuration.
         """
@@ -135,7 +135,7 @@ class _Model:
 
 
 class RankModelShards:
-    """The shards of all models on one rank, by name.
+    """One rank's shards of all models of a training run, by model name.
 
     Rank 0 calls the methods of this class on all ranks.
     """

@@ -86,7 +86,7 @@ def export_model(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a checkpoint with the tensor names and layout of the published model.
+    """Export a model as a checkpoint with the tensor names and layout of the published model.
 
     ``tensors`` yields the weights under the names that the loaded model uses, and they are renamed
     here. ``shapes`` has the shape of each tensor, in the same order. ``model`` may be on the meta

@@ -65,7 +65,7 @@ class PendingCheckpointWrite:
             self._run()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written.
+        """Wait until the checkpoint has been written by all ranks.
 
         Raises StoreError if a rank could not write its shard.
         """
@@ -196,7 +196,7 @@ def set_random_state(device: torch.device, state: RankRandomStates) -> None:
 def _moments(
     weights: Mapping[str, Any], optimizers: CombinedOptimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """Return the optimizer state of each parameter, by the parameter's name."""
+    """Return the optimizer state, such as AdamW's moments, of each parameter by parameter name."""
     states = {
         parameter: state
         for each in optimizers.optimizers

@@ -261,7 +261,7 @@ class _Root(nn.Module):
 
 
 def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
-    """Allocate uninitialized memory for this rank's shard of the weights.
+    """Allocate uninitialized memory for this rank's shard of a module's weights.
 
     Tied parameters stay tied.
     """
@@ -313,7 +313,7 @@ def _local_row_range(parameter: DTensor) -> slice:
 
 
 def _by_copies(tensors: Many[Tensor]) -> dict[int, list[Tensor]]:
-    """Group local tensor shards by the number of ranks that hold a copy of each."""
+    """Group this rank's tensor shards by the number of ranks that hold a copy of each shard."""
     found: dict[int, list[Tensor]] = {}
     for each in tensors:
         parts = 1

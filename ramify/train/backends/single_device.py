@@ -361,7 +361,7 @@ class SingleBackend:
     def _run_model(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: EntryOutput
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the network on one batch.
+        """Compute the forward pass of the network on one batch.
 
         Returns log-probabilities [E, j] and entropies [E] at the E tokens with loss, and the
         critic's values [E, 1]. The values are None if the model has no value head.
@@ -488,7 +488,7 @@ class SingleBackend:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
-        """Raise ConfigError if ``state`` was saved by a backend with another model, critic or
+        """Raise ConfigError if a saved training state does not fit this run's model, critic or
         optimizer.
 
         The error names the first difference.

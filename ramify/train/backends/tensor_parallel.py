@@ -195,8 +195,7 @@ class RankMesh:
 
 
 def _packed_dimensions(model: Any) -> dict[str, int]:
-    """Find parameters that hold two matrices side by side, such as the gate and up projections of
-    experts.
+    """Find the parameters that join two matrices, such as the gate and up projections of experts.
 
     Returns the dimension along which the matrices are joined, by parameter name.
     """
@@ -216,10 +215,10 @@ def _packed_dimensions(model: Any) -> dict[str, int]:
 
 
 def _own_output(module: nn.Module) -> None:
-    """Make a module return a copy of its output instead of a view of a gathered tensor.
+    """Make a module return a copy of its output, so that FSDP2 notices the module's backward pass.
 
-    FSDP2 notices a module's backward pass by a hook on its output, and misses it if a caller added
-    to such a view in place.
+    The output may be a view of a gathered tensor. FSDP2 notices a module's backward pass by a hook
+    on its output, and misses it if a caller added to such a view in place.
     """
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs).clone()

@@ -193,7 +193,7 @@ def packing_statistics(batches: Many[Batch], sequences: Many[TokenSequence]) -> 
 
 
 class _Tree(NamedTuple):
-    """One tree of the prefix forest, before it is cut to batch size."""
+    """A prefix tree of token sequences, before it is cut into pieces that fit into a batch."""
 
     stretches: list[PrefixForestNode]
     """The tree's nodes, each a stretch of tokens, in preorder. A node's ``sequence`` is an index
@@ -285,7 +285,7 @@ def _first_kept(radix_forest: PrefixForest, keeps: list[bool]) -> list[int]:
 def _pieces(
     trees: list[_Tree], units: list[Unit], packing: PackingSpec
 ) -> list[PackablePrefixTree]:
-    """Cut all trees into pieces that fit into a batch.
+    """Cut all prefix trees of token sequences into pieces that fit into a batch.
 
     ``units`` holds a key for each sequence. Sequences with the same key stay in one piece, even if
     they are in different trees.
@@ -309,7 +309,7 @@ def _pieces(
 def _cut(
     tree: _Tree, units: list[list[tuple[int, int]]], packing: PackingSpec
 ) -> list[PackablePrefixTree]:
-    """Cut a tree into pieces of at most ``max_tokens`` tokens.
+    """Cut a prefix tree into pieces of at most ``max_tokens`` tokens.
 
     Each of ``units`` is a group of sequences that must stay together. A piece takes whole groups
     while they fit. A group that exceeds the limit becomes a separate piece.
@@ -347,7 +347,7 @@ def _missing_nodes(
 
 
 def _side_by_side(pieces: list[PackablePrefixTree]) -> PackablePrefixTree:
-    """Combine pieces of different trees into one piece that shares no tokens between them."""
+    """Combine pieces of different prefix trees into one piece in which they share no tokens."""
     stretches: list[PrefixForestNode] = []
     leaves: list[tuple[int, int]] = []
     for piece in pieces:
@@ -401,7 +401,7 @@ def _extract_piece(
 def _balance_batches(
     pieces: list[PackablePrefixTree], fill_tokens: int, multiple: int
 ) -> list[list[PackablePrefixTree]]:
-    """Distribute pieces over batches of about equal cost.
+    """Distribute pieces of prefix trees over batches of about equal cost.
 
     A batch has at most ``fill_tokens`` tokens, unless a single piece is larger. The most expensive
     piece goes first, and each piece goes into the cheapest batch with room for it.

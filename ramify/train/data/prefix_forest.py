@@ -81,7 +81,7 @@ class PrefixForest(NamedTuple):
 
 
 def forest(sequences: Many[TokenSequence]) -> PrefixForest:
-    """Build the prefix trees of ``sequences``.
+    """Build the prefix trees of the token sequences ``sequences``.
 
     No sequence may be empty.
     """
@@ -117,10 +117,10 @@ class NodeComputationCounts:
                 self._num[node] += 1
 
     def inverse_computation_counts(self, stretch: PrefixForestNode) -> Floats:
-        """Return 1 / (number of times computed) for each token of ``stretch``, a run of tokens.
+        """Return the weights with which repeatedly computed tokens of ``stretch`` count only once.
 
-        A token that is computed c times in the step has weight 1 / c, so that copies do not count
-        twice.
+        ``stretch`` is a run of tokens. A token that is computed c times in the step has weight 1 /
+        c, so that copies do not count twice.
         """
         within = self._nodes_in_stretch(stretch)[::-1]
         sizes = [self._nodes[node].end - self._nodes[node].begin for node in within]
@@ -201,7 +201,7 @@ class _GrowingForest:
         return len(self.begin) - 1
 
     def _split(self, node: int, at: int) -> None:
-        """Split a node at position ``at``.
+        """Split a node of a prefix tree in two at the token position ``at``.
 
         The existing node keeps the tail, so that indices of its children and of sequences that end
         in it stay valid.
@@ -417,7 +417,8 @@ def _position_map(
 def _weights(
     sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]
 ) -> dict[str, Floats]:
-    """Return the advantages, sampler log-probabilities and loss weights of a sequence's entries.
+    """Return the advantages, sampler log-probabilities and loss weights for a sequence's batch
+    entries.
 
     There is one entry per index in ``tokens``, and ``plain`` marks the entries for cross-entropy. A
     token with cross-entropy and another loss may have two entries, one for each.

@@ -283,7 +283,7 @@ def is_store(path: Path) -> bool:
 
 
 def _completed_runs(root: Path) -> Iterator[Trajectory]:
-    """Yield the completed runs of a store.
+    """Yield the completed runs of a store, including their rewards.
 
     Rewards come from the store's evaluations, or from a reviewer's corrections if there are any.
     Runs that were never evaluated or reviewed have no reward.
@@ -314,7 +314,7 @@ def append_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def rows_by_step(
     rows: Sequence[TokenSequence], batch_tokens: int, epochs: int, seed: int
 ) -> list[list[int]]:
-    """Return the indices of the token sequences (rows) that each fine-tuning step trains on.
+    """Assign token sequences (rows) to fine-tuning steps, and return the row indices of each step.
 
     Every epoch uses each row once, in a newly shuffled order. A step has at most ``batch_tokens``
     tokens, and a longer row is a separate step.

@@ -110,7 +110,7 @@ class PolicyLossInputs(NamedTuple):
 
     @property
     def sequences(self) -> SequenceSums:
-        """The sequences to which the tokens belong.
+        """The whole sequences of the batch's tokens, for sums and means over each sequence.
 
         Raises ConfigError if they are unknown.
         """
@@ -193,7 +193,7 @@ def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor
 
 
 def empty_token_mask(tokens: PolicyLossInputs) -> Tensor:
-    """Return False for every token.
+    """Return a mask that selects none of the tokens.
 
     This is the ``clipped`` of a loss that never cuts off a gradient.
     """
@@ -224,7 +224,7 @@ def check_bounds(options: Any, where: str) -> None:
 
 
 def check_per_token(part: Any, method: str, given: Tensor, tokens: PolicyLossInputs) -> None:
-    """Raise ConfigError unless a loss term has one value per token.
+    """Raise ConfigError unless a method of a loss term returned one value for each token.
 
     A plug-in may return a mean by mistake, which would be broadcast to every token without an
     error.

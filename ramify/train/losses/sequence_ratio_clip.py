@@ -1,4 +1,4 @@
-"""PPO that treats a sequence as one action.
+"""The policy loss of PPO that treats a whole sequence as one action.
 
 The importance ratio is that of the whole sequence, not a mean over its tokens.
 """

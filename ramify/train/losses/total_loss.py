@@ -141,7 +141,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def reads(self) -> frozenset[str]:
-        """The names of the extra per-token inputs that the policy loss and its corrections need.
+        """The names of the extra per-token inputs that the policy loss and its corrections read.
 
         These can be ``old_logprobs``, ``staleness``, and ``fresh_old`` if the sampler's
         log-probabilities cannot serve as the old ones.
@@ -212,7 +212,7 @@ class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class BatchLossInputs(NamedTuple):
-    """The inputs of the loss of one batch.
+    """The inputs from which the training loss of one batch is computed.
 
     Each tensor has shape [E], with one number for each of the E tokens with loss, unless stated
     otherwise.
@@ -235,7 +235,7 @@ class BatchLossInputs(NamedTuple):
 
 
 def compute(loss: LossSpec, entries: BatchLossInputs) -> tuple[Tensor, LossTally]:
-    """Compute the contribution of one batch to the loss of the step.
+    """Compute the contribution of one batch to the loss of the training step.
 
     Returns a scalar with gradient, and a tally from which the step's metrics are computed.
     """
@@ -491,7 +491,7 @@ class LossTally:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step.
+        """Return the metrics of the training step, computed from the sums of this tally.
 
         ``loss`` and its components are sums over the step. ``ess`` is the effective sample size
         (sum rho)² / sum rho² as a fraction of the tokens. The others are means over entries with

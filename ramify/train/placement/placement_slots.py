@@ -95,7 +95,7 @@ def _unplaced_slots(spec: PlacementSpec, num: Mapping[str, int]) -> list[_Unplac
 def _group_slots(
     spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]
 ) -> list[_UnplacedSlot]:
-    """Return the slots of a group of colocated roles.
+    """Return the placement slots that a group of colocated roles needs.
 
     There are as few slots as can hold all processes, and the processes of each role are divided
     evenly among them.
@@ -122,7 +122,8 @@ def _group_slots(
 
 
 def _side_by_side(gpus: float, largest: float, num: int) -> int:
-    """Return how many processes with ``gpus`` GPUs each fit into one slot of ``largest`` GPUs.
+    """Return how many processes with ``gpus`` GPUs each run side by side in a slot of ``largest``
+    GPUs.
 
     There are ``num`` such processes.
     """
@@ -174,7 +175,7 @@ def _check_sums(name: str, pool: NodePool, inside: Sequence[_UnplacedSlot]) -> N
 def _place_slots(
     name: str, pool: NodePool, inside: Sequence[tuple[int, _UnplacedSlot]]
 ) -> dict[int, NodeResourceSlot]:
-    """Place the slots of one pool on its machines, and return the placed slots by index.
+    """Assign the slots of one pool to its machines, and return the placed slots by index.
 
     The largest slots are placed first. If the pool's order is ``pack``, each goes to the first
     machine with enough room; if it is ``spread``, to the one with the most room. Raises ConfigError

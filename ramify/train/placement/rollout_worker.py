@@ -93,7 +93,7 @@ class SerializedTaskItem(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_item(cls, item: Item) -> SerializedTaskItem:
-        """Encode a task item for a worker.
+        """Encode a task item for sending it to a rollout worker.
 
         Raises ConfigError if it has a value that cannot be sent to a session either.
         """

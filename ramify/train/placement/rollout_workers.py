@@ -188,7 +188,7 @@ class RolloutWorkers:
                         worker.send(CancelRolloutMessage(request.id))
 
     async def close(self) -> None:
-        """End all workers.
+        """End all rollout workers of the training run.
 
         Calling it again does nothing.
         """
@@ -283,7 +283,7 @@ class RolloutWorkers:
         return _Worker(number, process, channel, self._heartbeat_s)
 
     async def _restart(self, number: int) -> None:
-        """Restart a worker that has ended.
+        """Restart a rollout worker that has ended.
 
         After several failed attempts the run continues without it. Either outcome is logged.
         """
@@ -342,7 +342,7 @@ class RolloutWorkers:
     # --- messages from workers
 
     def _read(self, worker: _Worker, ready: asyncio.Future[None]) -> None:
-        """Read a worker's messages until the worker ends.
+        """Read a rollout worker's messages until the worker ends.
 
         This method runs in a separate thread.
         """

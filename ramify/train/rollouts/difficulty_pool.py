@@ -42,7 +42,7 @@ class DifficultyPool:
     def __init__(
         self, share: float, folder: Path, *, seed: int = 0, has_parts: bool = False
     ) -> None:
-        """Create the pool of a run, in the run's ``folder``.
+        """Create the pool of task items without training signal, for the run in ``folder``.
 
         An item without training signal is still sampled in the fraction ``share`` of its turns, and
         skipped in the others. ``has_parts`` is True if the items belong to a mixture of tasks.
@@ -71,7 +71,7 @@ class DifficultyPool:
                     self._parts[item_part_name(record.item)].append(record.outcome)
 
     def should_skip(self, number: int, item: str) -> bool:
-        """Return True if the task item should be passed over this time it comes up."""
+        """Return True if the task item should be skipped this time it comes up."""
         if not self.has_no_signal(item):
             return False
         digest = hashlib.blake2b(f"{self._seed}/settled/{number}".encode(), digest_size=8).digest()

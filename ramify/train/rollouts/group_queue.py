@@ -1,4 +1,4 @@
-"""Queue rollout groups for training steps.
+"""Queue groups of rollouts for the training steps that learn from them.
 
 A group is several attempts at one item. Rollouts may run ahead of the training steps: groups begin
 in the order of their items, and a step takes groups that are complete.
@@ -107,7 +107,7 @@ class RolloutBatchSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def max_token_staleness(self) -> int:
-        """Maximum age, in steps, that a token can have when the trainer learns from it."""
+        """Maximum staleness, in steps, of a token that the trainer may learn from."""
         return self.max_staleness + self.grace_steps if self.max_staleness else 0
 
     def __post_init__(self) -> None:
@@ -164,7 +164,7 @@ class QueuedRolloutGroup(msgspec.Struct, eq=False):
         return self.group is not None
 
     def unlearned_record(self, *, spare: bool = False) -> RolloutGroupRecord:
-        """Return the record of a group that no step trains on.
+        """Return the record of a rollout group that no training step learns from.
 
         Pass ``spare=True`` if the step already had enough groups.
         """
@@ -279,7 +279,7 @@ class RolloutGroupQueue:
             self._begin_groups()
 
     def resume_position(self) -> tuple[int, list[int]]:
-        """Return the queue's state for a resume: the next new task item and those in progress.
+        """Return the next new task item and those in progress, so that the run can resume there.
 
         Both are given as item indices.
         """
@@ -405,7 +405,7 @@ class RolloutGroupQueue:
         return [each for each in self.open_groups if each.is_whole]
 
     def _find_complete(self) -> None:
-        """Find newly completed rollout groups and store their results."""
+        """Store the results of rollout groups that have been completed since the last check."""
         self._note_begun()
         for entry in self.open_groups:
             if entry.group is None and entry.task.done():
@@ -431,7 +431,7 @@ class RolloutGroupQueue:
         return [entry for entry in ready if not entry.is_scored]
 
     async def _score(self, entries: Sequence[QueuedRolloutGroup]) -> None:
-        """Score the rollouts of complete groups together, with one call of the task."""
+        """Score the rollouts of complete groups together, with one call into the task's code."""
         await self._rollouts.score([entry.rolling for entry in entries])
         if self._read is not None:
             await asyncio.gather(*(self._read(entry.group) for entry in entries if entry.group))

@@ -245,7 +245,7 @@ class RolloutAttempt:
 
     @property
     def has_stopped(self) -> bool:
-        """True once the rollout has fully stopped."""
+        """True once the rollout has fully stopped, even after it was given up."""
         return self._task.done()
 
     def give_up(self, why: str) -> None:
@@ -432,7 +432,8 @@ class Rollouter:
         )
 
     def is_scored_by_step(self, item: Item) -> bool:
-        """Return True if rollouts of ``item`` are scored together with all rollouts of the step."""
+        """Return True if rollouts of ``item`` are scored together with all others of the training
+        step."""
         return is_scored_by_step(self._task, item)
 
     async def score(self, groups: Sequence[RolloutGroupInProgress]) -> None:

@@ -102,7 +102,7 @@ class JudgeTurnView(msgspec.Struct, frozen=True):
 
 
 class ModelCaller(Protocol):
-    """A function that judges use to ask a model.
+    """A function through which a judge asks a model about a rollout.
 
     It uses the run's own client pool, cache and budget, and records each call in the rollout's
     tree.

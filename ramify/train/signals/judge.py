@@ -161,7 +161,7 @@ class StepJudge(
     tag_field="name",
     tag="step_judge",
 ):
-    """A judge model that votes on one turn.
+    """A judge that asks a model to vote on one turn.
 
     Implements ``Judge``.
 
@@ -216,7 +216,7 @@ class HintWritingJudge(
 
 
 async def _ask_votes(judge: _ModelJudge, view: JudgeView, system: str, request: str) -> list[str]:
-    """Ask the judge's model once for each vote and return the texts of the replies.
+    """Ask a judge's model once for each vote, and return its replies as strings.
 
     A vote without a reply becomes an empty string, which counts as invalid.
     """
@@ -273,11 +273,11 @@ def build_judge(spec: Any) -> Judge:
 
 
 def checked_judge_spec(spec: Any) -> Any:
-    """Check the configuration of a judge and return it.
+    """Check that a recipe describes a valid judge, so that a mistake fails at the start of the run.
 
-    A mapping, such as one from a checkpoint, is replaced by the judge that it describes. A name is
-    returned as it is, but its judge is created once, so that an unknown name fails at the start of
-    the run.
+    Returns the description. A mapping, such as one from a checkpoint, is replaced by the judge that
+    it describes. A name is returned as it is, but its judge is created once, so that an unknown
+    name fails at the start of the run.
     """
     judge = build_judge(spec)
     return spec if isinstance(spec, str) else judge

@@ -41,7 +41,7 @@ them.
 
 
 class JudgeModelAccess:
-    """Gives a run's judges access to models, with a shared budget and cache.
+    """Gives a run's judges access to models, within a shared budget and with a shared cache.
 
     Use it from one event loop only.
     """
@@ -54,7 +54,7 @@ class JudgeModelAccess:
         own: Mapping[str, Client] | None = None,
         cache: ModelReplyCache | None = None,
     ) -> None:
-        """Set up access to models through ``pool``.
+        """Set up the judges' access to models through ``pool``.
 
         ``own`` maps names of models that run in this process, such as ``policy``, to their clients.
         """
@@ -67,14 +67,14 @@ class JudgeModelAccess:
     def trajectory_caller(
         self, trajectory: Trajectory, signal: str, reading: SignalScore
     ) -> ModelCaller:
-        """Return a function that lets judges ask models about one trajectory for one signal.
+        """Return a function through which one signal's judges ask models about ``trajectory``.
 
         It records its calls in ``reading``, the signal's score.
         """
         return _TrajectoryCaller(self, trajectory, signal, reading)
 
     async def ask(self, model: str, request: Request) -> tuple[str, Reply]:
-        """Ask a model, and return the client's name and the reply.
+        """Ask a model on behalf of a judge, and return the client's name and the model's reply.
 
         A cached reply costs nothing.
         """
@@ -94,7 +94,7 @@ class JudgeModelAccess:
 
 
 class _TrajectoryCaller:
-    """Asks models about one trajectory for one signal, and records the calls.
+    """A caller that asks models about one trajectory for one signal, and records its calls.
 
     Implements ``ModelCaller``.
     """
@@ -137,7 +137,7 @@ class _TrajectoryCaller:
 
 
 class JudgeRequestReservation:
-    """A budget reservation for one request in one or more ledgers.
+    """A budget reservation for one judge's request to a model, in one or more ledgers.
 
     The worst case is reserved before the request is sent. The actual use is charged when the reply
     has arrived.

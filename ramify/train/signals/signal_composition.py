@@ -1,4 +1,4 @@
-"""Combine signals with the outcome reward.
+"""Combine the scores of training signals with the outcome reward.
 
 Each token's advantage becomes the outcome's advantage plus weighted terms that are computed from
 the signals.
@@ -113,7 +113,7 @@ class Hybrid(
         return not terms or any(weight_at(term.weight, step) for term in terms)
 
     def with_readings(self, readings: Readings, step: int) -> HybridAlgorithmForStep:
-        """Return this algorithm combined with one step's readings, which are the signals' scores.
+        """Return this hybrid algorithm with the scores that its signals gave in one training step.
 
         It combines the outcome with the scores (``readings``) that the signals gave in that step.
         """
@@ -300,7 +300,7 @@ def _num_observed(rollout: RolloutAdvantages) -> int:
 
 
 def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
-    """Return metrics of one signal: its abstentions by reason and the totals of its scores'
+    """Return one signal's metrics: its abstentions by reason, and the sums of its scores'
     ``counts``.
 
     ``readings`` holds its scores by trajectory.

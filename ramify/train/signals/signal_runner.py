@@ -1,4 +1,4 @@
-"""Run the training signals of a recipe.
+"""Run the training signals of a recipe on groups of rollouts.
 
 Each signal scores a group of rollouts as soon as the group is complete, while other rollouts
 continue.
@@ -73,7 +73,7 @@ class TrainingSignalSet:
         temperature: float = 1.0,
         wants_reference: bool = False,
     ) -> None:
-        """Create the set of signals of a run.
+        """Create the set of the training signals of a run.
 
         ``pool`` opens the client pool of the rollouts. ``policy`` is the client for judges whose
         model is named ``policy``. Raises ConfigError if a term of ``hybrid`` names an unknown
@@ -208,7 +208,7 @@ class SignalRunner:
         return {name: self._scores[name] for name in self._active}
 
     def forget(self, groups: Sequence[Group]) -> None:
-        """Drop the stored scores of ``groups`` that are no longer needed."""
+        """Drop the stored scores of rollout groups that are no longer needed."""
         for scores in self._scores.values():
             for group in groups:
                 for trajectory in group.trajectories:
@@ -268,7 +268,7 @@ class SignalRunner:
         self._report(f"signal '{name}' has no verdict for any of {len(scores)} rollouts; {what}")
 
     def _totals(self) -> dict[str, float]:
-        """Return the teachers' and judges' counters since the run began."""
+        """Return counters of the work of teachers and judges since the run began, as metrics."""
         totals = dict(self._teachers.metrics()) if self._teachers is not None else {}
         if self._judges is not None:
             totals["judge_calls"] = float(self._judges.ledger.spent.calls)
@@ -328,7 +328,7 @@ checkpoint, its struct tag must equal its registered name or its path in the con
 
 
 def build_signals(specs: Mapping[str, Any]) -> dict[str, Signal]:
-    """Build the signals that a recipe names.
+    """Build the training signals that a recipe names.
 
     Raises ConfigError for an unknown name, and suggests the nearest known one.
     """

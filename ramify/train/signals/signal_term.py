@@ -51,7 +51,7 @@ class AnnealSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def at(self, step: int) -> float:
-        """Return the weight at ``step``.
+        """Return the weight at training step ``step``.
 
         Example:
             AnnealSchedule(1.0, 0.0, steps=4)    # at steps 0, 1, 2, …: 1, 0.75, 0.5, 0.25, 0, 0, …
@@ -224,7 +224,8 @@ class HybridAdvantageTermValues:
         return by_turn
 
     def _check_effect(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
-        """Raise TrainError if the term is 0 on every token that a teacher scored after a hint.
+        """Raise TrainError if the hybrid term is 0 on every token that a teacher scored after a
+        hint.
 
         The cause is then an error in the hint, a mask or an option of the term.
         """
@@ -241,7 +242,7 @@ class HybridAdvantageTermValues:
 def _normalise_in_group(
     term: HybridTerm, scored: Sequence[ScoredTrajectory]
 ) -> list[dict[TurnId, float]]:
-    """Return each turn's score plus the outcome reward, normalised within the group.
+    """Return each turn's score plus the outcome reward, normalised within the group of rollouts.
 
     A turn is compared with the same turn of the same call in the other trajectories.
     """
@@ -290,8 +291,7 @@ def first_non_finite(reading: SignalScore) -> str:
 
 
 def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return the correlation between a term's mean value in a trajectory and the trajectory's
-    reward.
+    """Return the correlation between a hybrid term's mean value per trajectory and the reward.
 
     ``pairs`` has both numbers for each trajectory. Returns None if either is constant.
     """

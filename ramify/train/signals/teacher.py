@@ -177,7 +177,8 @@ class TeacherSignal(
         hints: HintsForTrajectory,
         writing: ConversationTokenizer | None,
     ) -> list[_HintedRow]:
-        """Return one token sequence for the teacher to score for each turn and candidate hint.
+        """Return the token sequences with hints that the teacher scores, one per turn and candidate
+        hint.
 
         If a hint cannot be inserted into a prompt, the failure is counted and the turn gets no
         score.
@@ -209,7 +210,8 @@ class TeacherSignal(
     def _spans(
         self, path: CallTokenIds, call: Call, place: TurnId, hints: HintsForTrajectory
     ) -> list[SampledTokenSpan]:
-        """Return the token spans to score for a hint that was given at turn ``place``.
+        """Return the spans of sampled tokens that the teacher scores for a hint given at turn
+        ``place``.
 
         If several turns have hints, each hint applies only to its own turn.
         """
@@ -228,7 +230,7 @@ class TeacherSignal(
         hint: str,
         writing: ConversationTokenizer | None,
     ) -> tuple[TokenScoringRequest, TokenScoringRequest, list[SampledTokenSpan]]:
-        """Build the scoring requests for one hint.
+        """Build the requests to score a token sequence with and without one hint.
 
         Returns the token sequence with the hint for the teacher, the same sequence without the
         hint, and the token spans to score.
@@ -373,7 +375,8 @@ class TeacherSignal(
         return list(await context.scorers["live"].score(plain, top=top))
 
     def _sampled_roots(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
-        """Yield scoring requests for unhinted root calls if the loss has a KL term to this teacher.
+        """Yield scoring requests for root calls without hints, if the loss has a KL term to this
+        teacher.
 
         They save training the pass that this term would need.
 
@@ -406,8 +409,7 @@ class TeacherSignal(
         teacher: Sequence[TokenScores],
         student: Sequence[TokenScores],
     ) -> list[int]:
-        """Choose one hint for each trajectory and turn, and return the indices of the chosen
-        ``rows``.
+        """Choose one hint for each trajectory and turn, and return the indices of its rows.
 
         The option ``choose`` selects either the first hint or the one with the largest ``overlap``
         of teacher and policy.
@@ -502,7 +504,7 @@ T = TypeVar("T")
 
 
 def _first_candidates(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
-    """Return the first ``num`` candidates of each position.
+    """Return the ``num`` most likely candidate tokens at each position.
 
     The candidates of a position are sorted by probability. The result is empty if ``num`` is 0. All
     candidates are kept if ``num`` is ``ALL``.
@@ -527,7 +529,7 @@ def _by_place(
 
 
 def _sampler_logprobs(row: _HintedRow, group: Group) -> list[float]:
-    """Return the sampler's log-probabilities of the scored tokens of ``row``."""
+    """Return the sampler's log-probabilities of the tokens that the teacher scores in ``row``."""
     turns = {
         (c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)
     }
@@ -543,7 +545,8 @@ def _abstain(reading: SignalScore, reason: str) -> None:
 
 
 def needed_scorers(signals: Mapping[str, Any]) -> dict[str, float]:
-    """Return the moving-average decay of each teacher that ``signals`` need, by the teacher's name.
+    """Return the names of the models that score tokens for ``signals``, with their moving-average
+    decays.
 
     Only ``ema``, an average of the policy's weights, uses the decay.
     """

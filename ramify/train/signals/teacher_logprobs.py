@@ -291,7 +291,7 @@ class TeacherModels:
         in_engine: Run | None = None,
         is_copy: bool = False,
     ) -> None:
-        """Prepare the teachers of a run.
+        """Prepare the teacher models of a training run.
 
         Teachers that are checkpoints are loaded now, and all others at first use.
 
@@ -323,7 +323,7 @@ class TeacherModels:
                 self.models[name] = self._from_checkpoint(name)
 
     async def teachers_at_step(self, step: int) -> Mapping[str, TokenScorer]:
-        """Return the teachers for the given step of the stage, by name.
+        """Return the teachers for one training step of the current stage, by teacher name.
 
         A teacher that is a moving average of the policy's weights is updated first.
         """
@@ -418,7 +418,7 @@ class TeacherModels:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def _policy_for(self, name: str, step: int) -> Policy:
-        """Return the policy that a teacher's name refers to.
+        """Return the policy that serves as the teacher called ``name``.
 
         This is the current policy or a copy of it, the run's initial policy (``reference``), or an
         untrained model (``random``). Raises ConfigError if the initial policy is needed and its

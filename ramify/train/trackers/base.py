@@ -84,7 +84,7 @@ class Tracker(Protocol):
 
     @property
     def id(self) -> str:
-        """The service's id of this run.
+        """The id that the tracking service gave to this run.
 
         It is stored so that a resumed run can continue the same one.
         """

@@ -18,7 +18,7 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class TrackioTracker:
-    """A tracker that logs to Trackio.
+    """A tracker that logs the metrics of a training run to Trackio.
 
     It accepts the options of ``trackio.init``. Trackio identifies a run by its name, so a unique
     suffix is added to the name.

@@ -14,7 +14,7 @@ from ramify.train.trackers.base import TrackerRunInfo
 
 
 class WandbTracker:
-    """A tracker that logs to Weights & Biases.
+    """A tracker that logs the metrics of a training run to Weights & Biases.
 
     It accepts the options of ``wandb.init``, such as ``project``, ``entity``, ``group``, ``tags``
     and ``mode``.

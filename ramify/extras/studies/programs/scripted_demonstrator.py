@@ -147,7 +147,7 @@ class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
 
 
 class ProgramTaskDemonstration(msgspec.Struct, frozen=True):
-    """A demonstration conversation for one task item.
+    """A demonstration of the task ``programs`` as a conversation about one task item.
 
     It has the fields of ``train.sft.Conversation``.
     """

@@ -44,7 +44,7 @@ _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
 
 
 def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
-    """Return a task of generated problems.
+    """Return the task ``programs``, whose problems are generated from a seed.
 
     Each is solved by writing a short program.
 

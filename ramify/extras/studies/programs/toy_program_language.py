@@ -72,7 +72,7 @@ class ToyProgram(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> ToyProgram | None:
-        """Parse ``text`` as a program.
+        """Parse a string as a program in the toy language.
 
         Returns None unless all of it is a valid program.
         """
@@ -105,7 +105,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> ToyProgramExercise | None:
-        """Parse the problem at the beginning of ``text``.
+        """Parse the problem with which ``text`` begins.
 
         A hint may follow it. Returns None if ``text`` does not begin with a problem.
         """
@@ -118,7 +118,7 @@ class ToyProgramExercise(msgspec.Struct, frozen=True):
         )
 
     def build_program(self, functions: dict[int, int], imports: tuple[int, ...] = ()) -> ToyProgram:
-        """Return a program for this problem that uses the given meanings of its words.
+        """Build a program for this problem in which each word has the given meaning.
 
         ``functions`` says which function to call for each word.
         """
@@ -144,7 +144,7 @@ class BrokenRule(msgspec.Struct, frozen=True):
 
 
 class WordFunctionMap(msgspec.Struct, frozen=True):
-    """The secret mapping of words to functions, and what each function computes.
+    """The secret mapping of the toy language's words to functions, and what each function computes.
 
     A policy has to learn this mapping.
     """
@@ -168,7 +168,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return value
 
     def run(self, program: ToyProgram) -> int | BrokenRule:
-        """Run a program.
+        """Run a program in the toy language under this mapping of words to functions.
 
         Returns its value, or the first rule that it breaks.
         """
@@ -193,7 +193,8 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
         return f"TypeError: not @w{broken.word}@f{used} but @w{broken.word}@f{broken.function}"
 
     def decoy_functions(self, word: int) -> tuple[int, ...]:
-        """Return the three wrong functions that a demonstrator may take a word to mean.
+        """Return the three wrong functions that a demonstrator may confuse with the meaning of a
+        word.
 
         They never change.
         """
@@ -229,7 +230,7 @@ class WordFunctionMap(msgspec.Struct, frozen=True):
 
 @functools.cache
 def generate_word_functions(secret: int = 0) -> WordFunctionMap:
-    """Return the library of words and functions that a seed generates.
+    """Generate the mapping of the toy language's words to functions from a seed.
 
     The result is cached.
     """
@@ -326,5 +327,5 @@ Example:
 
 
 def answer_reply(number: int) -> str:
-    """Return a policy's reply that answers with the given number."""
+    """Return the reply with which a policy gives ``number`` as its final answer."""
     return f"FINAL({number})"

@@ -109,7 +109,7 @@ def demonstrations(
 def row_to_messages(
     row: Mapping[str, Any], texts: DemonstrationPromptFormat
 ) -> tuple[Message, ...]:
-    """Convert a row of a ReTool file to messages.
+    """Convert a row of a ReTool file to the messages of a conversation.
 
     Raises ValueError with the reason if the row is in another format.
     """
@@ -175,7 +175,8 @@ def _round_messages(
 
 
 def _check_tags(text: str) -> str:
-    """Return ``text`` unchanged after checking that every tag in it has a matching tag.
+    """Check that every tag in a demonstration's text has a matching tag, and return the text
+    unchanged.
 
     Raises ValueError if it contains a tag without its partner.
     """

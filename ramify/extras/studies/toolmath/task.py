@@ -63,7 +63,7 @@ _INSTRUCTIONS = (
 
 
 def row_to_item(row: Mapping[str, Any]) -> Item:
-    """Convert a row of a known math dataset to an item.
+    """Convert a row of a known math dataset to a task item.
 
     Raises ValueError with the row's column names if its format is unknown.
     """
@@ -187,7 +187,7 @@ def tool_usage_metrics(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _has_answered(turns: Sequence[Turn]) -> bool:
-    """Return True if the last turn ran no code, which means that it gave the answer."""
+    """Return True if the rollout's last turn ran no code, which means that it gave the answer."""
     return bool(turns) and not turns[-1].cells
 
 

@@ -71,7 +71,7 @@ class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc
 class RamifyWeightTransferEngine(
     WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]  # type: ignore[misc]
 ):
-    """The part of a weight update that runs inside a vLLM worker: it receives new weights.
+    """The receiver of weight updates inside a vLLM worker.
 
     vLLM's worker calls its methods.
     """
@@ -127,7 +127,7 @@ class RamifyWeightTransferEngine(
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repack output matrices that share the embedding's weights after a weight update.
+    """Repack the output matrices that share the embedding's weights, after a weight update.
 
     On a CPU, vLLM computes with a packed copy, which it does not renew when weights are reloaded.
     Without this, it would keep answering with old weights.
