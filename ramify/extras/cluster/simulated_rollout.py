@@ -106,7 +106,7 @@ class SimulatedCores:
         return done
 
     def settle(self) -> None:
-        """Account for the CPU time used so far, and divide the simulated cores among the work again.
+        """Account for the CPU time used so far, and divide the simulated cores again.
 
         Called when the engine starts or stops needing a core.
         """
