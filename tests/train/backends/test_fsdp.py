@@ -459,7 +459,9 @@ def test_stalled_rank_is_named_with_its_stack(tmp_path: Path):
         with pytest.raises(TrainError) as caught:
             fsdp.forward_backward(pack(tree(), PackingSpec(max_tokens=60)), loss)
         told = str(caught.value)
-        assert told.startswith("no rank made progress for 10 s in 'accumulate_gradient'. rank 1 (shard 1, process ")
+        assert told.startswith(
+            "no rank made progress for 10 s in 'accumulate_gradient'. rank 1 (shard 1, process "
+        )
         assert "in per_token" in told
         stacks = (tmp_path / "stalled-ranks.txt").read_text()
         assert "time.sleep(600)" in stacks
