@@ -27,7 +27,7 @@ def with_argparse(spec: SubcommandSpec, arguments: list[str]) -> dict[str, objec
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "mcp"])
 def test_each_option_has_the_value_that_argparse_gives_it(name: str) -> None:
-    spec = cli.command(name)
+    spec = cli.load_subcommand(name)
     for option in spec.options:
         for given in arguments_of(option):
             for arguments in (given, ["a word", *given], [*given, "-", ""]):
@@ -49,7 +49,7 @@ def test_each_option_has_the_value_that_argparse_gives_it(name: str) -> None:
     ],
 )
 def test_everything_else_is_left_to_argparse(arguments: list[str]) -> None:
-    assert plain_values(cli.command("ask").options, arguments) is None
+    assert plain_values(cli.load_subcommand("ask").options, arguments) is None
 
 
 def test_a_plain_question_does_not_import_argparse() -> None:
