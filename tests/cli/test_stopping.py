@@ -17,7 +17,7 @@ class Running:
     def cancel(self): pass
 
 async def blocked():
-    with RunInterrupts(StderrMessageWriter(True)).caught(Running()):
+    with RunInterrupts(StderrMessageWriter(True)).handle_signals(Running()):
         {block}
 """
 SERVING = """
