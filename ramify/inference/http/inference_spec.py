@@ -111,9 +111,10 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     those that outlive it (``urls``) or receive only differences (``delta``)."""
     tolerance: float | None = None
     """Maximum difference between the engine's and the trainer's log-probability of a token in the
-    check after a weight sync; the mean difference may be a tenth of it. None means 1e-4 for
-    `ramify` and 1e-3 for others in fp32, and otherwise 0.3, or 1/32 of the largest log-probability
-    in the check if that is more."""
+    check after a weight sync; the mean difference may be a tenth of it. None means 1e-4 in
+    fp32 (1e-3 for engines other than `ramify`), 0.04 in fp16 and 0.3 in bf16, the coarser of engine
+    and trainer. In fp16 1/256 and in bf16 1/32 of the largest log-probability in the check, if that
+    is more."""
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES.ours:
