@@ -133,6 +133,22 @@ def test_next_turns_reuse_the_cache() -> None:
     )  # the last token of a path is never needed
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+def test_cancelling_the_only_sequence_keeps_the_cache(steps: int) -> None:
+    running, prompt = engine(POLICY, slots=4), list(range(5, 55))
+    running.add(GenerationState(prompt, max_tokens=4))
+    drained(running)
+    cancelled = GenerationState(prompt, max_tokens=140)
+    running.add(cancelled)
+    for _ in range(steps):
+        running.step()
+    running.cancel(cancelled)
+    assert drained(running) == []
+    running.add(GenerationState(prompt, max_tokens=4))
+    (again,) = drained(running)
+    assert again.num_reused == len(prompt) - 1
+
+
 def test_engine_reports_cache_pressure() -> None:
     running = engine(POLICY, cache_bytes=256 * 128 * 4, slots=3)
     assert running.pressure == CachePressure(0.0, 0, 0)

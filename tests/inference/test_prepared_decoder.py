@@ -113,6 +113,18 @@ def test_changed_weights_apply_at_once(change: Callable[[DenseModel], None]) -> 
     assert not torch.allclose(before, after, rtol=0, atol=1e-3) or change is convert
 
 
+def test_changed_biases_apply_at_once() -> None:
+    made = model(configs()["qwen2"])
+    decoder = CpuOptimizedDecoder(made)
+    before = logits(decoder, 9)
+    with torch.no_grad():
+        made.get_parameter("model.layers.0.self_attn.q_proj.bias").add_(0.5)
+        made.get_parameter("model.layers.0.self_attn.v_proj.bias").add_(0.5)
+    after = logits(decoder, 9)
+    torch.testing.assert_close(after, logits(made, 9), rtol=0, atol=1e-5)
+    assert not torch.allclose(before, after, rtol=0, atol=1e-3)
+
+
 def test_forget_notices_what_has_no_trace() -> None:
     """Memory that others write to, such as weights that engines share, has no version."""
     made = model(configs()["qwen3-tied"])

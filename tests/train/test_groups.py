@@ -19,7 +19,7 @@ from tests.train.small import small
 from tests.train.test_loop import Killed
 
 
-def one(step: int, number: int, outcome: metrics.Outcome = "learnt") -> RolloutGroupRecord:
+def one(step: int, number: int, outcome: str = "learnt") -> RolloutGroupRecord:
     return RolloutGroupRecord(
         step=step, number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"]
     )

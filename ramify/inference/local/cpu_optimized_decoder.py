@@ -161,6 +161,7 @@ class CpuOptimizedDecoder:
         """
         # A weight that is computed is not a parameter of its module.
         weights: list[Any] = [each.get("weight") for each in self._weighted]
+        weights += [bias for each in self._weighted if (bias := each.get("bias")) is not None]
         if any(type(each) is not nn.Parameter or each.is_inference() for each in weights):
             self.drop_weight_copies()
             return False

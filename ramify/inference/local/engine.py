@@ -291,8 +291,11 @@ class LocalEngine:
 
     def _round_up(self, num_tokens: int) -> int:
         """Round a number of tokens up to a multiple of 64, and limit it to the longest possible
-        sequence."""
-        return min(-(-num_tokens // 64) * 64, self._most_tokens())
+        sequence.
+
+        The result is at least 64, also when all sequences have been cancelled.
+        """
+        return min(-(-max(num_tokens, 1) // 64) * 64, self._most_tokens())
 
     def _resize(self, num_slots: int, capacity: int) -> None:
         stay, lost = self._slots.resize(num_slots, capacity)
