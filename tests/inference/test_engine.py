@@ -136,17 +136,15 @@ def test_next_turns_reuse_the_cache() -> None:
 @pytest.mark.parametrize("steps", [0, 3])
 def test_cancelling_the_only_sequence_keeps_the_cache(steps: int) -> None:
     running, prompt = engine(POLICY, slots=4), list(range(5, 55))
-    running.add(GenerationState(prompt, max_tokens=4))
-    drained(running)
-    cancelled = GenerationState(prompt, max_tokens=140)
+    cancelled = GenerationState(prompt, max_tokens=78)
     running.add(cancelled)
     for _ in range(steps):
-        running.step()
+        assert running.step() == []
     running.cancel(cancelled)
-    assert drained(running) == []
+    assert running.step() == []
     running.add(GenerationState(prompt, max_tokens=4))
     (again,) = drained(running)
-    assert again.num_reused == len(prompt) - 1
+    assert again.num_reused == (len(prompt) - 1 if steps else 0)
 
 
 def test_engine_reports_cache_pressure() -> None:
