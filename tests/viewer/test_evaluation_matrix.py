@@ -141,7 +141,7 @@ def test_flips_against_another_evaluation(browser: Any, shown_world: Evaluated) 
     with served(shown_world.store.root) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/evaluation")
         opened(page)
-        page.get_by_label("compare with").select_option(index=1)
+        page.get_by_label("compare with", exact=True).select_option(index=1)
         page.locator(".parting", has_text="1 got better and 0 got worse").wait_for()
         page.locator(".facets button", has_text="flipped to right").click()
         page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
