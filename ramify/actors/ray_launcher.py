@@ -157,7 +157,7 @@ class RayLauncher:
         """
         index = self._slot_of(member)
         with self._renewing:
-            if self._ask_or_none(self._agents[index], "about") is not None:
+            if self._ask_or_none(self._agents[index], "describe_location") is not None:
                 return
             # An agent that merely does not answer would keep the slot.
             with contextlib.suppress(Exception):
