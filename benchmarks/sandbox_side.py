@@ -23,7 +23,7 @@ from ramify.sandbox.base import open_sandbox
 JailSpec: Any = getattr(base, "JailSpec", base.SandboxSpec)
 SharedContextValue: Any = getattr(base, "SharedContextValue", None)
 if SharedContextValue is None:  # an earlier version
-    SharedContextValue = importlib.import_module("ramify.sandbox.context").SharedContextValue
+    SharedContextValue = importlib.import_module("ramify.sandbox.context").SharedContext
 MB = 1_000_000
 SESSIONS = 64
 
