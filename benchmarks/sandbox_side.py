@@ -84,12 +84,16 @@ class Side:
         return took
 
     async def cell(self) -> float:
-        laps = []
-        for _ in range(300):
-            began = time.perf_counter()
-            await run(self.session)
-            laps.append(time.perf_counter() - began)
-        return median(laps)
+        """Return the median of the fastest of 16 groups (see ``GROUPS`` in ``sandbox.py``)."""
+        groups = []
+        for _ in range(16):
+            laps = []
+            for _ in range(200):
+                began = time.perf_counter()
+                await run(self.session)
+                laps.append(time.perf_counter() - began)
+            groups.append(median(laps))
+        return min(groups)
 
     async def fork(self) -> float:
         began = time.perf_counter()
